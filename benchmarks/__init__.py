@@ -1,0 +1,1 @@
+"""Measurements: one module per claim, each against its baselines in the same run."""

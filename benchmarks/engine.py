@@ -1,0 +1,139 @@
+"""`jaxllm bench engine`: load, build and run times apart; prefill and decode rates; peak memory.
+
+The decode rate is measured twice in alternation: as the engine runs (a block of tokens per dispatch)
+and with one dispatch per token (`jaxllm-one-token-per-dispatch`), the loop that engines without
+on-device sampling run.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.report import Row, median, peak_memory_bytes
+from jaxllm.sampling import Sampling, sampler_state
+from serving.buckets import MAX_STOP_IDS, Progress
+from serving.engine import Engine
+from serving.options import EngineOptions
+
+OURS, PER_TOKEN = "jaxllm", "jaxllm-one-token-per-dispatch"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one measurement."""
+
+    prompt_tokens: tuple[int, ...] = (64, 256, 1024)
+    decode_tokens: int = 128
+    rounds: int = 5
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute on two cores for a model of some hundred million parameters."""
+        return cls(prompt_tokens=(64, 256), decode_tokens=32, rounds=3)
+
+
+def run(
+    model: Path | None,
+    *,
+    weights: str | None,
+    options: EngineOptions,
+    plan: Plan,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Measures one model; rows as `report` prints them."""
+    engine = Engine.open(model, weights=weights, options=options, warm_up=False, progress=progress)
+    name = f"{engine.bundle.layout.name} {engine.bundle.layout.weights}"
+    began = time.perf_counter()
+    engine.warm_up(progress=progress)
+    build_ms = 1000 * (time.perf_counter() - began)
+    rows = [
+        Row(case=name, system=OURS, metric="load_ms", value=engine.load_ms, unit="ms"),
+        Row(case=name, system=OURS, metric="build_ms", value=build_ms, unit="ms"),
+        Row(case=name, system=OURS, metric="graphs", value=len(engine.table.build_ms), unit="graphs"),
+    ]
+    context = engine.options.context_tokens
+    lengths = sorted({min(tokens, context) for tokens in plan.prompt_tokens})
+    for tokens in lengths:
+        rows += _prefill_rows(engine, tokens, plan, name)
+    prompt = min(lengths[0], context // 2)
+    rows += _decode_rows(engine, prompt, min(plan.decode_tokens, context - prompt), plan, name)
+    weight_bytes = float(engine.bundle.weight_bytes)
+    rows += [
+        Row(case=name, system=OURS, metric="weight_bytes", value=weight_bytes, unit="bytes"),
+        Row(
+            case=name, system=OURS, metric="peak_memory_bytes", value=peak_memory_bytes(), unit="bytes"
+        ),  # fmt: skip
+    ]
+    return rows
+
+
+def _prefill_rows(engine: Engine, tokens: int, plan: Plan, name: str) -> list[Row]:
+    prompt = _prompt(engine, tokens)
+
+    def once() -> None:
+        logits, _ = engine.table.prefill(engine.table.start(tokens), prompt, 0)
+        logits.block_until_ready()
+
+    once()
+    ms = median(_timed_ms(once) for _ in range(plan.rounds))
+    case = f"{name}, prompt {tokens}"
+    return [
+        Row(case=case, system=OURS, metric="ttft_ms", value=ms, unit="ms"),
+        Row(
+            case=case, system=OURS, metric="prefill_tokens_per_s", value=1000 * tokens / ms,
+            unit="tokens/s",
+        ),
+    ]  # fmt: skip
+
+
+def _decode_rows(engine: Engine, prompt_tokens: int, tokens: int, plan: Plan, name: str) -> list[Row]:
+    blocks = {OURS: engine.options.decode_block, PER_TOKEN: 1}
+    runs: dict[str, list[float]] = {system: [] for system in blocks}
+    for round_ in range(plan.rounds + 1):
+        for system, block in blocks.items():
+            ms = _decode_ms(engine, prompt_tokens, tokens, block)
+            if round_:  # the first round warms caches
+                runs[system].append(ms)
+    rate = {system: 1000 * tokens / median(ms) for system, ms in runs.items()}
+    case = f"{name}, decode {tokens} after {prompt_tokens}"
+    metric, unit = "decode_tokens_per_s", "tokens/s"
+    return [
+        Row(
+            case=case, system=OURS, metric=metric, value=rate[OURS], unit=unit, baseline=PER_TOKEN,
+            ratio=rate[OURS] / rate[PER_TOKEN],
+        ),
+        Row(case=case, system=PER_TOKEN, metric=metric, value=rate[PER_TOKEN], unit=unit),
+    ]  # fmt: skip
+
+
+def _decode_ms(engine: Engine, prompt_tokens: int, tokens: int, block: int) -> float:
+    """Time to decode `tokens` greedily, at most `block` per dispatch, each block read by the host."""
+    table, prompt = engine.table, _prompt(engine, prompt_tokens)
+    sampler = sampler_state(Sampling(), prompt, engine.cfg.vocab_size, 0)
+    logits, cache = table.prefill(table.start(prompt_tokens + tokens), prompt, 0)
+    token, sampler = table.sample(logits, sampler)
+    token.block_until_ready()
+    no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
+    done = 0
+    began = time.perf_counter()
+    while done < tokens:
+        rows, count, cache, sampler = table.decode(token, cache, sampler, no_stop, min(block, tokens - done))
+        got = np.asarray(rows)[0, : int(count)]
+        token = got[-1:]
+        done += len(got)
+    return 1000 * (time.perf_counter() - began)
+
+
+def _prompt(engine: Engine, tokens: int) -> list[int]:
+    """Token ids spread over the vocabulary, the same at every run."""
+    rng = np.random.default_rng(0)
+    return rng.integers(0, engine.cfg.vocab_size, tokens).tolist()
+
+
+def _timed_ms(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - began)

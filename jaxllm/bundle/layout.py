@@ -1,0 +1,208 @@
+"""What stands where in a bundle, and the checks that make a file from a stranger safe to read."""
+
+import dataclasses
+import struct
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import BundleError, ConfigError
+from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.quant import packed_columns
+
+WeightFormat = Literal["f32", "bf16", "int8", "int4"]
+WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int4")
+
+SUFFIX = ".jaxllm"
+VERSION = 1
+MAGIC = b"JAXLLM\r\n"  # a text-mode copy of the file would break it, and be seen
+HEADER = struct.Struct("<8sIIQQ32s")
+PAGE = 4096
+ALIGN = 64
+MAX_MANIFEST_BYTES = 64 << 20
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A contiguous, page-aligned run of the file."""
+
+    name: str
+    offset: int
+    size_bytes: int
+    xxh3_128: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """One array in the file, `offset` counted from the file's start."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the array."""
+        return int(np.prod(self.shape, dtype=object)) * DTYPES[self.dtype].itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One parameter: its array, and its scales when it is quantized."""
+
+    segment: str
+    data: Extent
+    scale: Extent | None = None
+    bits: int = 0
+    group: int = 0
+    axis: int = 0
+    columns: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of data and scales."""
+        return self.data.size_bytes + (0 if self.scale is None else self.scale.size_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A manifest, parsed and checked.
+
+    Attributes:
+      name: the model's name, for people.
+      weights: width of the weight matrices.
+      cfg: the model's config.
+      segments: by name, in file order.
+      tensors: by parameter name, in the order of `param_specs`.
+    """
+
+    name: str
+    weights: WeightFormat
+    cfg: ModelConfig
+    segments: dict[str, Segment]
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def parse(cls, manifest: Any, *, end: int) -> "Layout":
+        """Reads a manifest; `end` is where the file's segments must end.
+
+        Raises:
+          ConfigError: anything in it is malformed, out of place or disagrees with the config.
+        """
+        try:
+            layout = cls(
+                name=str(manifest["name"]),
+                weights=manifest["weights"],
+                cfg=ModelConfig.from_json(manifest["model"]),
+                segments={each["name"]: Segment(**each) for each in manifest["segments"]},
+                tensors={name: _read_tensor(each) for name, each in manifest["tensors"].items()},
+            )
+            _check_layout(layout, end)
+        except (KeyError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"malformed manifest ({reason})") from error
+        return layout
+
+
+def segment_of(param: str) -> str:
+    """The segment that holds parameter `param`: its layer's, "embed" or "final"."""
+    if param.startswith("layers."):
+        return ".".join(param.split(".")[:2])
+    return "embed" if param.startswith("embed.") else "final"
+
+
+def check_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]:
+    """Place, length and digest of the manifest, once they are plausible."""
+    if len(header) < HEADER.size or header[: len(MAGIC)] != MAGIC:
+        raise BundleError(f"{path}: not a jaxllm bundle; make one with `jaxllm prepare HF_DIR -o FILE`")
+    _, version, _, offset, length, digest = HEADER.unpack(header)
+    if version != VERSION:
+        raise BundleError(
+            f"{path}: bundle version {version}, this jaxllm reads version {VERSION}; prepare it again"
+        )
+    if length > MAX_MANIFEST_BYTES or offset < HEADER.size or offset + length != size:
+        raise BundleError(
+            f"{path}: truncated or damaged ({size} bytes, the header says {offset + length}); "
+            "copy the file again or prepare it again"
+        )
+    return offset, length, digest
+
+
+def _read_tensor(entry: dict[str, Any]) -> Tensor:
+    fields = dict(entry)
+    for part in ("data", "scale"):
+        if fields.get(part) is not None:
+            extent = fields[part]
+            shape = tuple(extent["shape"])
+            if extent["dtype"] not in DTYPES:
+                raise ConfigError(f"dtype {extent['dtype']!r} is not one a bundle may hold")
+            if not all(isinstance(n, int) and n >= 0 for n in (*shape, extent["offset"])):
+                raise ConfigError(f"malformed place or shape {extent}")
+            fields[part] = Extent(extent["offset"], extent["dtype"], shape)
+    return Tensor(**fields)
+
+
+def _check_layout(layout: "Layout", end: int) -> None:
+    """Every segment inside the file, every tensor inside its segment and as the config says."""
+    if layout.weights not in WEIGHT_FORMATS:
+        raise ConfigError(f"weights {layout.weights!r} is not one of {', '.join(WEIGHT_FORMATS)}")
+    if "tokenizer" not in layout.segments:
+        raise ConfigError("the tokenizer is missing")
+    for segment in layout.segments.values():
+        inside = HEADER.size <= segment.offset <= segment.offset + segment.size_bytes <= end
+        if not inside or segment.size_bytes < 0:
+            raise ConfigError(f"segment {segment.name!r} lies outside the file")
+    specs = param_specs(layout.cfg)
+    if list(specs) != list(layout.tensors):
+        differing = sorted(set(specs) ^ set(layout.tensors))[:3]
+        raise ConfigError(f"parameters do not match the config (differing: {differing})")
+    for name, spec in specs.items():
+        _check_tensor(name, layout.tensors[name], spec, layout.segments)
+
+
+def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str, Segment]) -> None:
+    segment = segments.get(tensor.segment)
+    for extent in (tensor.data, tensor.scale):
+        if extent is None:
+            continue
+        if segment is None or not (
+            segment.offset <= extent.offset
+            and extent.offset + extent.size_bytes <= segment.offset + segment.size_bytes
+        ):
+            raise ConfigError(f"parameter {name} lies outside its segment")
+        if extent.offset % ALIGN:
+            raise ConfigError(f"parameter {name} is not aligned to {ALIGN} bytes")
+    if tensor.scale is None:
+        if tensor.data.shape != spec.shape or tensor.data.dtype in ("int8", "uint8"):
+            raise ConfigError(f"parameter {name} must be floats of shape {spec.shape}")
+        return
+    if not _quantized_as(tensor, spec):
+        raise ConfigError(f"parameter {name} is quantized in a way its shape {spec.shape} excludes")
+
+
+def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
+    """Whether the entry keeps QArray's invariants for a weight of `spec.shape`."""
+    shape = spec.shape
+    if tensor.scale is None or len(shape) < 2 or tensor.bits not in (4, 8):
+        return False
+    if tensor.axis not in (-1, -2) or tensor.columns != shape[-1] or tensor.group < 0:
+        return False
+    width = shape[-1] if tensor.bits == 8 else packed_columns(shape[-1])
+    scales = list(shape)
+    scales[tensor.axis] = -(-shape[tensor.axis] // tensor.group) if tensor.group else 1
+    return (
+        tensor.data.shape == (*shape[:-1], width)
+        and tensor.data.dtype == ("int8" if tensor.bits == 8 else "uint8")
+        and tensor.scale.shape == tuple(scales)
+        and tensor.scale.dtype in ("float32", "float16")
+    )

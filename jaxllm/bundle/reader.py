@@ -1,0 +1,167 @@
+"""Opening a bundle: map the file, check it, hand its arrays to JAX without a copy."""
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import xxhash
+
+from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, check_header
+from jaxllm.config import ModelConfig
+from jaxllm.errors import BundleError
+from jaxllm.quant import Bfloat16Bits, QArray, Weight
+from jaxllm.tokenizer import TokenizerFiles
+
+Progress = Callable[[str, int], None]
+
+
+class Bundle:
+    """An open bundle. Use `Bundle.open`; close it, or use it as a context manager.
+
+    Arrays made by `load` keep the mapping alive after `close`.
+
+    Attributes:
+      path: the file.
+      layout: what the file holds and where.
+      fingerprint: SHA-256 of the manifest (hence of config, tokenizer and all weights), in hex.
+    """
+
+    def __init__(self, path: Path, layout: Layout, fingerprint: str, data: mmap.mmap) -> None:
+        self.path = path
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self._data: mmap.mmap | None = data
+        self._verified: set[str] = set()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Bundle":
+        """Maps a bundle and checks its manifest; weights are not read yet.
+
+        Raises:
+          BundleError: the file is missing, truncated, corrupt, of another version or no bundle.
+        """
+        path = Path(path)
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset, length, digest = check_header(path, file.read(HEADER.size), size)
+                file.seek(offset)
+                raw = file.read(length)
+                if hashlib.sha256(raw).digest() != digest:
+                    raise BundleError(
+                        f"{path}: the manifest's checksum is wrong; copy the file again or prepare it again"
+                    )
+                data = mmap.mmap(file.fileno(), offset, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise BundleError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+        try:
+            layout = Layout.parse(json.loads(raw), end=offset)
+        except ValueError as error:
+            raise BundleError(f"{path}: {error}; prepare it again with this version") from error
+        return cls(path, layout, digest.hex(), data)
+
+    def __enter__(self) -> "Bundle":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Drops the mapping (the memory goes once no loaded array refers to it)."""
+        self._data = None
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The model's config."""
+        return self.layout.cfg
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(each.size_bytes for each in self.layout.tensors.values())
+
+    def tokenizer_files(self) -> TokenizerFiles:
+        """The tokenizer that came with the model."""
+        raw = self._segment_bytes("tokenizer")
+        return TokenizerFiles.from_json(json.loads(bytes(raw)))
+
+    def load(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
+        """All parameters as JAX arrays on the default device.
+
+        On a CPU they alias the mapped file: pages come in as they are touched and are shared by all
+        processes that serve the bundle.
+
+        Args:
+          on_segment: called with (name, bytes) after each segment.
+
+        Raises:
+          BundleError: a segment's checksum is wrong.
+        """
+        device = jax.devices()[0]
+
+        def place(view: np.ndarray) -> jax.Array:
+            return jax.device_put(view, device, may_alias=True)
+
+        params: dict[str, Weight] = {}
+        last = None
+        for name, tensor in self.layout.tensors.items():
+            if tensor.segment != last and on_segment is not None and last is not None:
+                on_segment(last, self.layout.segments[last].size_bytes)
+            last = tensor.segment
+            self.verify_segment(last)
+            if tensor.scale is None:
+                view = self._view(tensor.data)
+                as_bits = view.dtype.name == "bfloat16" and device.platform == "cpu"
+                params[name] = Bfloat16Bits(place(view.view(np.uint16))) if as_bits else place(view)
+                continue
+            params[name] = QArray(
+                data=place(self._view(tensor.data)), scale=place(self._view(tensor.scale)), bits=tensor.bits,
+                group=tensor.group, axis=tensor.axis, columns=tensor.columns,
+            )  # fmt: skip
+        if on_segment is not None and last is not None:
+            on_segment(last, self.layout.segments[last].size_bytes)
+        return params
+
+    def verify(self, *, on_segment: Progress | None = None) -> None:
+        """Reads the whole file and checks every segment.
+
+        Raises:
+          BundleError: naming the first segment whose checksum is wrong.
+        """
+        for segment in self.layout.segments.values():
+            self._verified.discard(segment.name)
+            self.verify_segment(segment.name)
+            if on_segment is not None:
+                on_segment(segment.name, segment.size_bytes)
+
+    def verify_segment(self, name: str) -> None:
+        """Checks one segment's bytes, once per open bundle."""
+        if name in self._verified:
+            return
+        segment = self.layout.segments[name]
+        actual = xxhash.xxh3_128_hexdigest(self._bytes(segment.offset, segment.size_bytes))
+        if actual != segment.xxh3_128:
+            raise BundleError(
+                f"{self.path}: segment {name!r} is corrupt (checksum {actual}, expected "
+                f"{segment.xxh3_128}); copy the file again or prepare it again"
+            )
+        self._verified.add(name)
+
+    def _segment_bytes(self, name: str) -> memoryview:
+        self.verify_segment(name)
+        segment = self.layout.segments[name]
+        return self._bytes(segment.offset, segment.size_bytes)
+
+    def _bytes(self, offset: int, size: int) -> memoryview:
+        if self._data is None:
+            raise BundleError(f"{self.path}: the bundle is closed; open it again")
+        return memoryview(self._data)[offset : offset + size]
+
+    def _view(self, extent: Extent) -> np.ndarray:
+        raw = self._bytes(extent.offset, extent.size_bytes)
+        return np.frombuffer(raw, dtype=DTYPES[extent.dtype]).reshape(extent.shape)

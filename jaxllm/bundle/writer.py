@@ -1,0 +1,200 @@
+"""Writing a bundle: parameters one by one, quantized as their role asks, the manifest last."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import ml_dtypes
+import numpy as np
+import xxhash
+
+import jaxllm
+from jaxllm.atomic import atomic_file
+from jaxllm.bundle.layout import (
+    ALIGN,
+    HEADER,
+    MAGIC,
+    PAGE,
+    VERSION,
+    WEIGHT_FORMATS,
+    Segment,
+    WeightFormat,
+    segment_of,
+)
+from jaxllm.config import ModelConfig
+from jaxllm.errors import BundleError, ConfigError
+from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.quant import QArray, quantize
+from jaxllm.tokenizer import TokenizerFiles
+
+Progress = Callable[[str, int], None]
+
+
+def write_bundle(
+    path: str | os.PathLike[str],
+    *,
+    cfg: ModelConfig,
+    params: Iterable[tuple[str, np.ndarray]],
+    weights: WeightFormat,
+    tokenizer: TokenizerFiles,
+    name: str,
+    on_tensor: Progress | None = None,
+) -> None:
+    """Writes a bundle; at no moment is there a partial file at `path`.
+
+    Args:
+      path: of the file; its folder must exist.
+      cfg: the model.
+      params: (name, float array) pairs in the order of `param_specs(cfg)`; taken one by one.
+      weights: width to store matrices at. Vectors (norms, biases, positions) stay float32; for int4,
+        the vocabulary tables stay at 8 bits.
+      tokenizer: the model's tokenizer.
+      name: the model's name, for people.
+      on_tensor: called with (name, bytes written) after each parameter.
+
+    Raises:
+      ConfigError: a parameter is missing, misshapen or out of order, or cannot be quantized.
+      BundleError: the file cannot be written.
+    """
+    if weights not in WEIGHT_FORMATS:
+        raise ConfigError(f"weights must be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
+    path = Path(path)
+    try:
+        with atomic_file(path) as file:
+            writer = _Writer(file)
+            writer.segment("tokenizer")
+            writer.raw(json.dumps(tokenizer.to_json()).encode())
+            tensors: dict[str, Any] = {}
+            for (param, spec), (given, value) in _paired(param_specs(cfg), params):
+                if given != param or tuple(value.shape) != spec.shape:
+                    raise ConfigError(
+                        f"expected parameter {param} of shape {spec.shape}, got {given} of shape "
+                        f"{tuple(value.shape)}"
+                    )
+                writer.segment(segment_of(param))
+                stored = stored_form(value, spec, weights)
+                tensors[param] = writer.tensor(stored)
+                if on_tensor is not None:
+                    on_tensor(param, _stored_bytes(stored))
+            manifest = {
+                "name": name,
+                "producer": f"jaxllm {jaxllm.__version__}",
+                "weights": weights,
+                "model": cfg.to_json(),
+                "segments": writer.finish(),
+                "tensors": tensors,
+            }
+            writer.manifest(manifest)
+    except OSError as error:
+        raise BundleError(
+            f"{path}: cannot be written ({error.strerror}); check the folder and the free space"
+        ) from error
+
+
+def stored_form(value: np.ndarray, spec: ParamSpec, weights: WeightFormat) -> np.ndarray | QArray:
+    """A parameter at the width that `weights` asks of its role."""
+    if spec.role == "vector" or weights == "f32":
+        return np.asarray(value, np.float32)
+    if weights == "bf16":
+        return np.asarray(value).astype(ml_dtypes.bfloat16)
+    bits = 4 if weights == "int4" and spec.role != "embed" else 8
+    axis = -2 if spec.role == "from_units" else -1
+    return quantize(np.asarray(value, np.float32), bits=bits, axis=axis)
+
+
+def _stored_bytes(stored: np.ndarray | QArray) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
+
+
+def _paired(
+    specs: dict[str, ParamSpec], params: Iterable[tuple[str, np.ndarray]]
+) -> Iterator[tuple[tuple[str, ParamSpec], tuple[str, np.ndarray]]]:
+    given = iter(params)
+    for item in specs.items():
+        pair = next(given, None)
+        if pair is None:
+            raise ConfigError(f"parameter {item[0]} is missing")
+        yield item, pair
+    extra = next(given, None)
+    if extra is not None:
+        raise ConfigError(f"parameter {extra[0]} is not part of the model")
+
+
+class _Writer:
+    """Lays segments and tensors out in an open file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._segments: list[Segment] = []
+        self._name: str | None = None
+        self._start = 0
+        self._hash = xxhash.xxh3_128()
+        self._position = 0
+        self._put(bytes(HEADER.size))
+
+    def segment(self, name: str) -> None:
+        """Starts segment `name` unless it is the running one."""
+        if name == self._name:
+            return
+        self._close()
+        self._pad(PAGE)
+        self._name, self._start, self._hash = name, self._position, xxhash.xxh3_128()
+
+    def raw(self, data: bytes) -> None:
+        self._put(data)
+
+    def tensor(self, stored: np.ndarray | QArray) -> dict[str, Any]:
+        """Writes one parameter and returns its manifest entry."""
+        assert self._name is not None
+        if not isinstance(stored, QArray):
+            return {"segment": self._name, "data": self._extent(np.asarray(stored))}
+        return {
+            "segment": self._name,
+            "data": self._extent(np.asarray(stored.data)),
+            "scale": self._extent(np.asarray(stored.scale)),
+            "bits": stored.bits,
+            "group": stored.group,
+            "axis": stored.axis,
+            "columns": stored.columns,
+        }
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Ends the last segment; returns the manifest entries of all."""
+        self._close()
+        self._name = None
+        self._pad(PAGE)
+        return [dataclasses.asdict(segment) for segment in self._segments]
+
+    def manifest(self, manifest: dict[str, Any]) -> None:
+        """Appends the manifest and fills in the header."""
+        raw = json.dumps(manifest, separators=(",", ":")).encode()
+        offset = self._position
+        self._file.write(raw)
+        self._file.seek(0)
+        digest = hashlib.sha256(raw).digest()
+        self._file.write(HEADER.pack(MAGIC, VERSION, 0, offset, len(raw), digest))
+
+    def _extent(self, array: np.ndarray) -> dict[str, Any]:
+        self._pad(ALIGN)
+        offset = self._position
+        self._put(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return {"offset": offset, "dtype": array.dtype.name, "shape": list(array.shape)}
+
+    def _close(self) -> None:
+        if self._name is None:
+            return
+        size = self._position - self._start
+        self._segments.append(Segment(self._name, self._start, size, self._hash.hexdigest()))
+
+    def _pad(self, multiple: int) -> None:
+        self._put(bytes(-self._position % multiple))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._position += len(data)

@@ -1,0 +1,183 @@
+"""Hugging Face model folders, in and out: config.json and safetensors, as our config and parameters.
+
+Only data is read, never a folder's Python files or pickles, and one parameter at a time, so a model
+larger than memory can be converted. Tokenizer files are none of this module's business.
+"""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.atomic import atomic_file
+from jaxllm.checkpoints.safetensors_folder import (
+    FLOAT_TYPES,
+    WEIGHTS_FILE,
+    SafetensorsFolder,
+    read_json,
+    some,
+    write_safetensors,
+)
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models import architecture
+from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.models.translate import Architecture, Tensor
+
+CONFIG_FILE = "config.json"
+
+# Said aloud, because transformers would take those of the family's first model, past the end of a small
+# vocabulary.
+_NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
+def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+    """The model that a folder's config.json describes.
+
+    Args:
+      folder: a Hugging Face model folder.
+      ignore_keys: unknown keys of the config that the caller knows not to change the mathematics.
+
+    Raises:
+      CheckpointError: config.json is missing or is not a JSON object.
+      ConfigError: the model_type is not supported, or a key is unknown, malformed or not supported.
+    """
+    config = read_json(Path(folder) / CONFIG_FILE, "give the path of a Hugging Face model folder")
+    return architecture(config.get("model_type")).config_from_hf(config, ignore_keys=ignore_keys)
+
+
+def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """Our parameters out of a folder's weights, lazily and in the order of `param_specs(cfg)`.
+
+    Names, shapes and types of all tensors are checked by this call, before anything is yielded.
+
+    Args:
+      folder: a Hugging Face model folder with `model.safetensors`, whole or sharded with its index.
+      cfg: what `read_config` made of the folder.
+
+    Returns:
+      An iterator over (name, array) in the stored type: float32, float16 or bfloat16 (ml_dtypes);
+      norm weights that are stored as w and used as 1 + w come as 1 + w in float32.
+
+    Raises:
+      CheckpointError: weights are missing, truncated or corrupt, are not safetensors, hold tensors of
+        another model, or disagree with the config.
+    """
+    weights = SafetensorsFolder(Path(folder))
+    specs = param_specs(cfg)
+    source: dict[str, tuple[str, Tensor]] = {}
+    for stored, tensor in _locate(architecture(cfg.model_type), cfg, weights).items():
+        dtype, shape = weights.describe(stored)
+        if shape != tensor.shape(specs):
+            raise CheckpointError(
+                f"tensor {stored} of {folder} has shape {list(shape)} but its config.json implies "
+                f"{list(tensor.shape(specs))}; the config belongs to other weights"
+            )
+        if dtype not in FLOAT_TYPES.values():
+            raise CheckpointError(
+                f"tensor {stored} of {folder} is stored as {dtype}; jaxllm reads "
+                f"{', '.join(FLOAT_TYPES.values())}: take the float weights of this model"
+            )
+        source.update(dict.fromkeys(tensor.params, (stored, tensor)))
+
+    def load() -> Iterator[tuple[str, np.ndarray]]:
+        for name in specs:
+            stored, tensor = source[name]
+            yield name, weights.read(stored, lambda rows, t=tensor, n=name: t.read(rows, n, specs))
+
+    return load()
+
+
+def write_folder(
+    folder: Path,
+    cfg: ModelConfig,
+    params: Mapping[str, np.ndarray | jax.Array],
+    *,
+    extra_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a folder that transformers' `AutoModelForCausalLM.from_pretrained` loads.
+
+    Args:
+      folder: made if it is missing; its config.json and model.safetensors are replaced, each of them
+        whole or not at all.
+      cfg: the model; its `model_type` decides the format.
+      params: all of the model's parameters, as floats.
+      extra_config: further keys for config.json that do not change the model, such as `eos_token_id`
+        (token ids are null without).
+
+    Raises:
+      ConfigError: the model_type cannot express `cfg`, or an extra key is not inert.
+      CheckpointError: parameters are missing, unknown, of a wrong shape or not floats.
+    """
+    folder, family, specs = Path(folder), architecture(cfg.model_type), param_specs(cfg)
+    config = {**family.config_to_hf(cfg), **_NO_TOKEN_IDS, **(extra_config or {})}
+    if family.config_from_hf(config) != cfg:
+        raise ConfigError(f"extra_config {extra_config!r} changes the model; pass inert keys alone")
+    _check_params(specs, params)
+    config["torch_dtype"] = np.dtype(params["embed.tokens"].dtype).name
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]] = {}
+    for tensor in family.tensors(cfg):
+        # Taking the one from 1 + w again keeps all bits of w in float32 alone.
+        types = [np.float32] if tensor.plus_one else [params[name].dtype for name in tensor.params]
+        tensors[_stored_name(tensor, family.prefixes[0])] = (
+            np.result_type(*types),
+            tensor.shape(specs),
+            lambda t=tensor: t.write(params, specs),
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    # The inner file takes its name first; the config, already written, follows at once.
+    with (
+        atomic_file(folder / CONFIG_FILE) as config_file,
+        atomic_file(folder / WEIGHTS_FILE) as weights_file,
+    ):
+        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
+        write_safetensors(weights_file, tensors)
+
+
+def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) -> dict[str, Tensor]:
+    """The stored name of every tensor that the model needs; nothing else may be stored."""
+    names = weights.names()
+    tensors = family.tensors(cfg)
+    # One prefix for the whole folder, by the first tensor (the embedding); the usual prefix when none
+    # fits, for the message below.
+    first = tensors[0].name
+    prefix = next((each for each in family.prefixes if each + first in names), family.prefixes[0])
+    located = {_stored_name(tensor, prefix): tensor for tensor in tensors}
+    if missing := located.keys() - names:
+        raise CheckpointError(
+            f"{weights.folder} lacks {some(missing)} of a {cfg.model_type} model with this config; the "
+            "weights belong to another config, or are incomplete"
+        )
+    # A tied head is sometimes stored all the same; a buffer holds what is computed here.
+    tied = {tensor.name for tensor in family.top_tensors if "head" in tensor.params and cfg.tied_head}
+    extra = {name for name in names - located.keys() - tied if not name.endswith(family.buffers)}
+    if extra:
+        raise CheckpointError(
+            f"{weights.folder} holds {some(extra)}, which a {cfg.model_type} model with this config does "
+            "not have; the weights belong to another config"
+        )
+    return located
+
+
+def _stored_name(tensor: Tensor, prefix: str) -> str:
+    return prefix + tensor.name if tensor.in_body else tensor.name
+
+
+def _check_params(specs: Mapping[str, ParamSpec], params: Mapping[str, Any]) -> None:
+    if params.keys() != specs.keys():
+        wrong = params.keys() ^ specs.keys()
+        raise CheckpointError(f"parameters and config disagree on {some(wrong)}; nothing was written")
+    for name, spec in specs.items():
+        shape, dtype = tuple(params[name].shape), getattr(params[name], "dtype", None)
+        if shape != spec.shape:
+            raise CheckpointError(
+                f"parameter {name} has shape {list(shape)} but the config implies {list(spec.shape)}; "
+                "nothing was written"
+            )
+        if dtype is None or np.dtype(dtype).name not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"parameter {name} is {dtype or 'quantized'}; write {', '.join(FLOAT_TYPES)} weights"
+            )

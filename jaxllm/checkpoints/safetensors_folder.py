@@ -1,0 +1,173 @@
+"""The tensors of a model folder, by their stored names: one safetensors file, or shards with an index.
+
+Reading is lazy: a tensor's bytes are touched when a slice of it is taken. Pickles are never opened, and
+an index cannot lead out of its folder. What the tensors mean is none of this module's business.
+"""
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# Its import teaches numpy the name "bfloat16", which safetensors relies on.
+import ml_dtypes  # noqa: F401
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jaxllm.errors import CheckpointError
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Types that weights may have: numpy's name to that of safetensors.
+FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+# How many names a message lists before it only counts them.
+_NAMED = 3
+
+
+class SafetensorsFolder:
+    """The tensors of a folder, opened and indexed but not read."""
+
+    def __init__(self, folder: Path) -> None:
+        """Finds the files and opens them.
+
+        Raises:
+          CheckpointError: there are no safetensors, or a file is missing, truncated or corrupt, or the
+            index is malformed or leads out of the folder.
+        """
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        if (folder / WEIGHTS_FILE).is_file():
+            self._file_of = dict.fromkeys(self._open(WEIGHTS_FILE).keys(), WEIGHTS_FILE)
+        elif (folder / INDEX_FILE).is_file():
+            self._file_of = self._read_index()
+        else:
+            raise _no_weights(folder)
+
+    def names(self) -> set[str]:
+        """The stored names."""
+        return set(self._file_of)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Type (in safetensors' words) and shape of a tensor, without reading it."""
+        stored = self._slices(name)
+        return stored.get_dtype(), tuple(stored.get_shape())
+
+    def read(self, name: str, take: Callable[[Any], np.ndarray]) -> np.ndarray:
+        """What `take` makes of a tensor, which it indexes by slices.
+
+        Raises:
+          CheckpointError: the file cannot be read.
+        """
+        try:
+            return take(self._slices(name))
+        except (SafetensorError, OSError) as error:
+            raise self._corrupt(self._file_of[name], error) from error
+
+    def _slices(self, name: str) -> Any:
+        return self._files[self._file_of[name]].get_slice(name)
+
+    def _open(self, file: str) -> Any:
+        try:
+            self._files[file] = safe_open(self.folder / file, framework="np")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"shard {file} is missing from {self.folder} though {INDEX_FILE} names it; download the "
+                "folder again"
+            ) from error
+        except (SafetensorError, OSError) as error:
+            raise self._corrupt(file, error) from error
+        return self._files[file]
+
+    def _corrupt(self, file: str, error: Exception) -> CheckpointError:
+        return CheckpointError(f"{self.folder / file} is truncated or corrupt ({error}); download it again")
+
+    def _read_index(self) -> dict[str, str]:
+        """Which shard holds each tensor, checked against the shards."""
+        path = self.folder / INDEX_FILE
+        file_of = read_json(path, "download it again").get("weight_map")
+        if not isinstance(file_of, dict) or not file_of:
+            raise CheckpointError(f"{path} has no 'weight_map' object; download it again")
+        for file in sorted(set(map(str, file_of.values()))):
+            # A plain name, so that an index from elsewhere cannot reach outside of its folder. Links are
+            # followed: Hugging Face's cache is made of them.
+            if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{path} names the shard {file!r}; a shard must be a .safetensors file in the same "
+                    "folder: do not use this checkpoint"
+                )
+            placed = {name for name, where in file_of.items() if where == file}
+            if absent := placed - set(self._open(file).keys()):
+                raise CheckpointError(
+                    f"shard {file} of {self.folder} lacks {some(absent)}, which {INDEX_FILE} places "
+                    "there; download the folder again"
+                )
+        return file_of
+
+
+def write_safetensors(
+    file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
+) -> None:
+    """Writes one safetensors file with one tensor in memory at a time, which the library cannot do.
+
+    The format: the header's length (8 bytes, little-endian), the header (JSON, padded to 8 bytes), data.
+
+    Args:
+      file: to write into, from its current position.
+      tensors: by stored name, the type (one of `FLOAT_TYPES`), the shape, and what makes the values.
+    """
+    # The metadata is what transformers asks for before it loads a file.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (dtype, shape, _) in tensors.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": FLOAT_TYPES[dtype.name],
+            "shape": shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    for dtype, shape, make in tensors.values():
+        values = np.ascontiguousarray(make(), dtype)
+        assert values.shape == shape
+        file.write(values.reshape(-1).view(np.uint8).data)
+
+
+def read_json(path: Path, hint: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      CheckpointError: the file is missing, is not JSON or not an object; the message ends in `hint`.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; {hint}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); {hint}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object; {hint}")
+    return value
+
+
+def some(names: Collection[str]) -> str:
+    """The first few of `names`, in order, and how many more there are."""
+    shown = ", ".join(sorted(names)[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
+    if not pickles:
+        return CheckpointError(f"{folder} holds neither {WEIGHTS_FILE} nor {INDEX_FILE}; download one")
+    return CheckpointError(
+        f"{folder} holds weights only as pickles ({some(pickles)}), which can run code and are never "
+        "opened; convert it where you trust it: transformers' from_pretrained(folder) and then "
+        "save_pretrained(new_folder) writes safetensors"
+    )

@@ -1,0 +1,215 @@
+"""The tokenizer of a Hugging Face model folder, in and out.
+
+Reads `tokenizer.json` and what its neighbours say about special tokens, the end of an answer and the
+chat template. Older folders hold a SentencePiece model or a vocabulary and merges instead: these are
+converted by transformers, where it is installed. Code that a folder names or carries (`auto_map`) is
+never run.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxllm.errors import CheckpointError
+from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
+
+# The largest published tokenizer.json files take about 40 MiB.
+MAX_FILE_BYTES = 256 << 20
+
+_SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+# What transformers can convert. Without one of these it may invent an empty tokenizer.
+_VOCABULARY_PATTERNS = ("*.model", "*.spm", "*.tiktoken", "vocab.json", "vocab.txt")
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Read the tokenizer of the model in `folder`.
+
+    The ids that end an answer are the union of what `generation_config.json`, `config.json` and the
+    tokenizer's own end token say, in this order.
+
+    Raises:
+      CheckpointError: a file is missing, oversized or malformed, or needs transformers to convert.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder of a Hugging Face model")
+    special: dict[str, str] = {}
+    text = _read_text(folder / "tokenizer.json")
+    if text is None:
+        text, special = _convert(folder)
+    try:
+        tokenizer = parse_tokenizer_json(text)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+    config = _read_json(folder / "tokenizer_config.json")
+    special |= _special_tokens(folder / "special_tokens_map.json")
+    special |= _special_tokens(folder / "tokenizer_config.json")
+    models = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
+
+    eos_ids = [id_ for model in models for id_ in _ids(folder, model, "eos_token_id")]
+    eos_ids += _named_id(tokenizer, special.get("eos_token"))
+    bos_ids = _named_id(tokenizer, special.get("bos_token"))
+    bos_ids += [id_ for model in models for id_ in _ids(folder, model, "bos_token_id")]
+    return TokenizerFiles(
+        tokenizer_json=text,
+        chat_template=_chat_template(folder, config),
+        special=special,
+        eos_ids=tuple(dict.fromkeys(eos_ids)),
+        bos_id=bos_ids[0] if bos_ids else None,
+    )
+
+
+def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
+    """Write `files` so that `read_tokenizer` and transformers' AutoTokenizer read them.
+
+    Writes `tokenizer.json`, `tokenizer_config.json` and, for a model that chats,
+    `chat_template.jinja`, replacing earlier ones. Ids in `eos_ids` besides the end token's belong in
+    the model's `config.json`, which is not written here.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **files.special,
+    }
+    (folder / "tokenizer.json").write_text(files.tokenizer_json, encoding="utf-8", newline="")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    template = folder / "chat_template.jinja"
+    if files.chat_template is None:
+        template.unlink(missing_ok=True)  # One left from another model would be taken for this one's.
+    else:
+        template.write_text(files.chat_template, encoding="utf-8", newline="")
+
+
+def _convert(folder: Path) -> tuple[str, dict[str, str]]:
+    """The text of a `tokenizer.json` made by transformers, and the special tokens it knows of."""
+    if not any(match for pattern in _VOCABULARY_PATTERNS for match in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, nor a vocabulary to make one from; "
+            "copy the tokenizer's files of the model into it"
+        )
+    try:
+        import transformers
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and converting its vocabulary needs transformers; "
+            "run: pip install 'jaxllm[convert]'"
+        ) from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder.resolve()), trust_remote_code=False, local_files_only=True
+        )
+        text = tokenizer.backend_tokenizer.to_str()
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    except Exception as error:  # Conversion fails in many ways; AttributeError: no fast version.
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"transformers cannot convert the tokenizer in {folder}: {reason}; "
+            "pip install 'jaxllm[convert]' if a package is missing, else save a tokenizer.json with the "
+            "program that made the model"
+        ) from error
+    return text, {name: token for name, token in special.items() if name in _SPECIAL_NAMES}
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template, from the newest place where Hugging Face keeps one to the oldest."""
+    text = _read_text(folder / "chat_template.jinja")
+    if text is not None:
+        return text
+    template = config.get("chat_template")
+    if template is None:
+        template = _read_json(folder / "chat_template.json").get("chat_template")
+    if template is None or isinstance(template, str):
+        return template
+    try:
+        named = {entry["name"]: entry["template"] for entry in template}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}: chat_template must be text or a list of names and templates, "
+            f"got {template!r:.80}; correct tokenizer_config.json"
+        ) from error
+    if len(named) == 1:
+        return next(iter(named.values()))
+    if "default" not in named:
+        raise CheckpointError(
+            f"{folder} has chat templates {sorted(named)} and none named 'default'; "
+            "save the one to use as chat_template.jinja"
+        )
+    return named["default"]
+
+
+def _special_tokens(path: Path) -> dict[str, str]:
+    """The special tokens named in a JSON file: plain text, or objects with a `content`."""
+    data = _read_json(path)
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = data.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if token is None:
+            continue
+        if not isinstance(token, str):
+            raise CheckpointError(f"{path}: {name} must be text or have a content, got {token!r:.80}")
+        found[name] = token
+    return found
+
+
+def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
+    """The ids at `key` of a config: absent, one or a list."""
+    value = model.get(key)
+    for id_ in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(id_, int) or isinstance(id_, bool):
+            raise CheckpointError(f"{folder}: {key} must be a token id or a list, got {value!r:.80}")
+        if id_ >= 0:  # Some configs say -1 for none.
+            yield id_
+
+
+def _named_id(tokenizer: tokenizers.Tokenizer, token: str | None) -> list[int]:
+    id_ = None if token is None else tokenizer.token_to_id(token)
+    return [] if id_ is None else [id_]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty when there is no such file."""
+    text = _read_text(path)
+    if text is None:
+        return {}
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; fetch the file again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _read_text(path: Path) -> str | None:
+    """The text of a file, None when there is no such file."""
+    try:
+        if not path.exists():
+            return None
+        if not path.is_file():  # A pipe would block for ever.
+            raise CheckpointError(f"{path} is not a file; remove it or replace it by the model's own")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise CheckpointError(
+            f"{path} is larger than {MAX_FILE_BYTES} bytes and so no tokenizer file; fetch it again"
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(
+            f"{path} is not UTF-8 text (byte {error.start}); fetch the file again"
+        ) from error

@@ -1,0 +1,188 @@
+"""What a decoder is: frozen, hashable, validated.
+
+`ModelConfig` holds every fact that changes the mathematics of a decoder and nothing else; it is the
+static argument of all compiled graphs. It is independent of the checkpoint's own vocabulary: each
+file in `jaxllm/models` translates one Hugging Face `model_type` into it.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxllm.errors import ConfigError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+# Bounds on what a config file may ask for: far above any real model, far below what would exhaust
+# an address space when multiplied.
+MAX_DIMENSION = 1 << 24
+MAX_LAYERS = 1 << 12
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+def _require_int(name: str, value: Any, low: int, high: int) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    _require(valid, f"{name} must be a whole number in [{low}, {high}], got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding with its length scaling.
+
+    `dim` is the number of leading head dimensions that rotate (even, at most the head size). The
+    scaling kinds follow the `rope_type` of Hugging Face configs: linear (position interpolation),
+    llama3 (Llama 3.1, piecewise by wavelength), yarn (arXiv 2309.00071).
+    """
+
+    dim: int
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_window_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        _require_int("rope dim", self.dim, 2, MAX_DIMENSION)
+        _require(self.dim % 2 == 0, f"rope dim must be even, got {self.dim}")
+        _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
+        _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
+        _require(
+            self.kind in ("default", "linear", "llama3", "yarn"),
+            f"rope scaling {self.kind!r} is not supported; use default, linear, llama3 or yarn",
+        )
+        if self.kind in ("llama3", "yarn"):
+            _require_int("rope original window", self.original_window_tokens, 1, MAX_DIMENSION)
+        if self.kind == "llama3":
+            _require(
+                self.high_freq_factor > self.low_freq_factor,
+                "llama3 rope scaling needs high_freq_factor > low_freq_factor, got "
+                f"{self.high_freq_factor} and {self.low_freq_factor}",
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and mathematics of one decoder.
+
+    Letters used for shapes everywhere: D `hidden_size`, L `layers`, N `heads`, K `kv_heads`,
+    G = N/K, H `head_dim`, F `ffn_size`, V `vocab_size`.
+
+    `attention_windows` has one entry per layer: 0 means full causal attention, w > 0 means a token
+    sees itself and the w-1 tokens before it. Layers with a window use `local_rope` when it is set.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_size: int
+    window_tokens: int
+    activation: Activation = "silu"
+    gated_ffn: bool = True
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    rope: RopeConfig | None = None
+    local_rope: RopeConfig | None = None
+    learned_positions: bool = False
+    attention_windows: tuple[int, ...] = ()
+    attention_scale: float = 0.0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    embed_scale: float = 1.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    ffn_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "head_dim", "ffn_size", "window_tokens", "heads"):
+            _require_int(name, getattr(self, name), 1, MAX_DIMENSION)
+        _require_int("layers", self.layers, 1, MAX_LAYERS)
+        _require_int("kv_heads", self.kv_heads, 1, self.heads)
+        _require(
+            self.heads % self.kv_heads == 0,
+            f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})",
+        )
+        _require(
+            self.activation in ("silu", "gelu", "gelu_tanh", "relu"),
+            f"activation {self.activation!r} is not supported; use silu, gelu, gelu_tanh or relu",
+        )
+        _require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
+        _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
+        if not self.attention_windows:
+            object.__setattr__(self, "attention_windows", (0,) * self.layers)
+        _require(
+            len(self.attention_windows) == self.layers and min(self.attention_windows) >= 0,
+            f"attention_windows needs {self.layers} entries, each 0 or a positive length, "
+            f"got {self.attention_windows}",
+        )
+        if not self.attention_scale:
+            object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
+        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+        for rope in (self.rope, self.local_rope):
+            _require(
+                rope is None or rope.dim <= self.head_dim,
+                f"rope dim must be at most head_dim {self.head_dim}",
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head (G)."""
+        return self.heads // self.kv_heads
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """The rotary embedding that layer `layer` uses."""
+        if self.attention_windows[layer] and self.local_rope is not None:
+            return self.local_rope
+        return self.rope
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
+        """Read what `to_json` wrote.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        fields = dict(data)
+        try:
+            for name in ("rope", "local_rope"):
+                if fields.get(name) is not None:
+                    fields[name] = RopeConfig(**fields[name])
+            if "attention_windows" in fields:
+                fields["attention_windows"] = tuple(fields["attention_windows"])
+            return cls(**fields)
+        except TypeError as error:
+            raise ConfigError(f"malformed model config: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """One compiled graph: its kind, how many new tokens it takes and how long its cache is.
+
+    Kinds: prefill (one chunk), decode (up to `tokens` tokens a dispatch), sample (the first token of
+    an answer), score (log-probabilities of a chunk), start (an empty cache), grow (a cache moved into
+    the next length; `tokens` is the length it comes from).
+    """
+
+    kind: Literal["prefill", "decode", "sample", "score", "start", "grow"]
+    tokens: int = 0
+    cache_tokens: int = 0

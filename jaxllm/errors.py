@@ -1,0 +1,33 @@
+"""The errors that callers of jaxllm can expect, and act on.
+
+Every message says what was wrong, the offending value, what is allowed and what to do. The command
+line prints the message on one line and exits with 1.
+"""
+
+
+class JaxllmError(Exception):
+    """Base of all errors raised on purpose by this project."""
+
+
+class ConfigError(JaxllmError, ValueError):
+    """A configuration or request value is out of its domain."""
+
+
+class CheckpointError(JaxllmError):
+    """A model folder or its files are missing, malformed or disagree with each other."""
+
+
+class BundleError(CheckpointError):
+    """A prepared bundle is truncated, corrupt, of another version, or not a bundle at all."""
+
+
+class BucketMissing(JaxllmError):
+    """A graph was asked for that the bucket table does not hold (nothing compiles after warm-up)."""
+
+
+class ContextOverflow(JaxllmError):
+    """A prompt does not fit the model's window or the engine's cache."""
+
+
+class TemplateError(JaxllmError):
+    """The model's chat template refuses the messages, or is broken."""

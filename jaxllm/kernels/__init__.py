@@ -1,0 +1,1 @@
+"""How a product is computed; `jaxllm/linear.py` alone decides which of these runs."""

@@ -1,0 +1,96 @@
+"""Products with weights that must be converted first, block by block, for XLA on a CPU.
+
+XLA:CPU writes a converted weight (int8, int4 or bfloat16 to float32) out whole before it multiplies:
+eight times slower than reading the weight at one token, and with all layers' conversions live at once,
+a float32 model's worth of memory. A loop over blocks of rows converts what fits the core's own cache
+and multiplies it there. Accelerators fuse the conversion into the product and need none of this.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.quant import QArray, Weight, dequantize
+
+# Rows per block: 256 rows of 1024 float32 are 1 MiB, which stays in a core's second-level cache.
+BLOCK_ROWS = 256
+
+
+def rows_product(x: jax.Array, weight: Weight) -> jax.Array:
+    """`x` `[M, C]` times rows of `weight` `[R, C]`: `[M, R]` in x's dtype."""
+    count = weight.shape[0]
+    if count <= BLOCK_ROWS:
+        return _contract(x, dequantize(weight, x.dtype), 1)
+
+    def block(i: jax.Array, out: jax.Array) -> jax.Array:
+        # The last block overlaps the one before instead of being short: it writes the same values.
+        start = jnp.minimum(i * BLOCK_ROWS, count - BLOCK_ROWS)
+        part = _contract(x, dequantize(_rows(weight, start, BLOCK_ROWS), x.dtype), 1)
+        return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
+
+    out = jnp.zeros((x.shape[0], count), x.dtype)
+    return jax.lax.fori_loop(0, -(-count // BLOCK_ROWS), block, out)
+
+
+def reduction_product(h: jax.Array, weight: Weight) -> jax.Array:
+    """`h` `[M, R]` times `weight` `[R, C]`, contracted over its rows: `[M, C]` in h's dtype."""
+    count = weight.shape[0]
+    if count <= BLOCK_ROWS:
+        return _contract(h, dequantize(weight, h.dtype), 0)
+
+    def block(i: jax.Array, total: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * BLOCK_ROWS, count - BLOCK_ROWS)
+        # Rows that the block before has added already count as zeros.
+        fresh = start + jnp.arange(BLOCK_ROWS, dtype=jnp.int32) >= i * BLOCK_ROWS
+        part = jax.lax.dynamic_slice_in_dim(h, start, BLOCK_ROWS, axis=1)
+        part = jnp.where(fresh, part, jnp.zeros((), h.dtype))
+        return total + _contract(part, dequantize(_rows(weight, start, BLOCK_ROWS), h.dtype), 0)
+
+    total = jnp.zeros((h.shape[0], weight.shape[-1]), h.dtype)
+    return jax.lax.fori_loop(0, -(-count // BLOCK_ROWS), block, total)
+
+
+def stacked_reduction_product(h: jax.Array, weight: QArray) -> jax.Array:
+    """`h` `[M, K, R]` times `weight` `[K, R, C]`, contracted over K and R: `[M, C]` in h's dtype.
+
+    For weights whose scales run along R within each of the K units, which rows of the flattened weight
+    cannot express.
+    """
+
+    def block(k: jax.Array, total: jax.Array) -> jax.Array:
+        unit = weight.replace(data=_at(weight.data, k), scale=_at(weight.scale, k))
+        part = jax.lax.dynamic_index_in_dim(h, k, axis=1, keepdims=False)
+        return total + reduction_product(part, unit)
+
+    total = jnp.zeros((h.shape[0], weight.columns), h.dtype)
+    return jax.lax.fori_loop(0, weight.shape[0], block, total)
+
+
+def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.dot_general(x, dense, (((1,), (axis,)), ((), ())))
+
+
+def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
+    """Rows `[start, start + count)` of a `[R, C]` weight, read in place by the fusion that uses them."""
+    if not isinstance(weight, QArray):
+        return jax.tree.map(
+            lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight
+        )
+    data = jax.lax.dynamic_slice_in_dim(weight.data, start, count, axis=0)
+    if weight.axis == -1:
+        scale = jax.lax.dynamic_slice_in_dim(weight.scale, start, count, axis=0)
+    elif weight.group == 0:
+        scale = weight.scale
+    else:
+        scale = _row_scales(weight, start, count)
+        return weight.replace(data=data, scale=scale, group=1)
+    return weight.replace(data=data, scale=scale)
+
+
+def _row_scales(weight: QArray, start: jax.Array, count: int) -> jax.Array:
+    """One scale per row, since a block may begin within a group: `[count, C]`."""
+    groups = (start + jnp.arange(count, dtype=jnp.int32)) // weight.group
+    return jnp.take(weight.scale, groups, axis=0, mode="clip")
+
+
+def _at(stack: jax.Array, k: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stack, k, axis=0, keepdims=False)

@@ -1,0 +1,93 @@
+"""The key-value cache of one sequence batch, and the one way to write into it.
+
+Per layer `[B, K, S, H]`: the kv head leads, so a prefix of heads is a prefix of memory and attention
+walks one head's tokens in a row. S is a cache-length bucket; a sequence that outgrows it moves into
+the next one with `grow`.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+
+
+@flax.struct.dataclass
+class KVCache:
+    """Keys and values of all layers.
+
+    Invariants: `keys[l]`, `values[l]` are `[B, K, S, H]` with one S for all layers; rows at positions
+    >= `length` (int32 scalar, shared by the batch) are never attended and hold finite numbers.
+    """
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Positions that fit (S)."""
+        return self.keys[0].shape[2]
+
+
+def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype) -> KVCache:
+    """An empty cache for `tokens` positions."""
+    shape = (batch, cfg.kv_heads, tokens, cfg.head_dim)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.layers)),
+        values=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.layers)),
+        length=jnp.zeros((), jnp.int32),
+    )
+
+
+def grow(cache: KVCache, tokens: int) -> KVCache:
+    """The same sequences in a cache of `tokens` positions (at least as many as now)."""
+    extra = tokens - cache.capacity_tokens
+    if extra < 0:
+        raise ConfigError(
+            f"a cache of {cache.capacity_tokens} positions cannot shrink to {tokens}; ask for a longer cache"
+        )
+
+    def pad(rows: jax.Array) -> jax.Array:
+        return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
+
+    return cache.replace(
+        keys=tuple(pad(rows) for rows in cache.keys),
+        values=tuple(pad(rows) for rows in cache.values),
+    )
+
+
+def write_rows(rows: jax.Array, new: jax.Array, start: jax.Array, valid: jax.Array) -> jax.Array:
+    """Writes the first `valid` of `new` `[B, K, T, H]` at positions `start...` of `rows` `[B, K, S, H]`.
+
+    Exactly those positions change, also when `start + T > S`: `dynamic_update_slice` would clamp the
+    start and shift the chunk onto older rows, so the block that is replaced is read back, the valid
+    rows are laid over it at their true place, and the block is written whole. Rows past S are
+    dropped (the engine never asks for them).
+    """
+    capacity, length = rows.shape[2], new.shape[2]
+    new = new.astype(rows.dtype)
+    if length == 1:
+        # One row cannot straddle the end; `start < S` is the engine's invariant.
+        return jax.lax.dynamic_update_slice_in_dim(rows, new, start, axis=2)
+    if length > capacity:
+        # A chunk longer than the cache: only its first S rows can be valid.
+        new, length = new[:, :, :capacity], capacity
+    block_start = jnp.clip(start, 0, capacity - length)
+    shift = start - block_start
+    old = jax.lax.dynamic_slice_in_dim(rows, block_start, length, axis=2)
+    # Row j of the block takes new[j - shift]: a slice at `length - shift` of [zeros | new].
+    padded = jnp.concatenate([jnp.zeros_like(new), new], axis=2)
+    shifted = jax.lax.dynamic_slice_in_dim(padded, length - shift, length, axis=2)
+    index = jnp.arange(length, dtype=jnp.int32) - shift
+    fresh = ((index >= 0) & (index < valid)).reshape(1, 1, length, 1)
+    block = jnp.where(fresh, shifted, old)
+    return jax.lax.dynamic_update_slice_in_dim(rows, block, block_start, axis=2)
+
+
+def cache_bytes(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype) -> int:
+    """Bytes of a cache, before it is made."""
+    row = cfg.kv_heads * cfg.head_dim * np.dtype(dtype).itemsize
+    return 2 * cfg.layers * batch * tokens * row

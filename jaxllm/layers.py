@@ -1,0 +1,150 @@
+"""Norms, rotary embedding, attention and feed-forward blocks, as pure functions over arrays.
+
+Statistics and softmax are in float32 whatever the activations' dtype. No function here knows about
+parameter names, caches on disk or graphs.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Activation, RopeConfig
+
+# Large and finite: a fully masked row must give a uniform softmax, not NaN.
+MASKED = -1e30
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis; `scale` `[D]`."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Layer norm over the last axis; `scale`, `bias` `[D]`."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The feed-forward non-linearity named `activation`."""
+    if activation == "silu":
+        return jax.nn.silu(x)
+    if activation == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[dim/2]` float32 and the factor that scales cos and sin.
+
+    Follows Hugging Face's conventions for each scaling kind, so checkpoints behave as trained.
+    """
+    exponent = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
+    frequencies = rope.theta**-exponent
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = _llama3(frequencies, rope)
+    elif rope.kind == "yarn":
+        frequencies = _yarn(frequencies, rope)
+    return frequencies.astype(np.float32), rope.attention_factor
+
+
+def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Long wavelengths are interpolated, short ones kept, those between blended linearly."""
+    turns = rope.original_window_tokens * frequencies / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / rope.factor
+
+
+def _yarn(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """NTK-by-parts interpolation (arXiv 2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        window = rope.original_window_tokens
+        return rope.dim * math.log(window / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    high = high + 0.001 if low == high else high
+    interpolated = np.clip((np.arange(rope.dim // 2) - low) / (high - low), 0.0, 1.0)
+    return (1 - interpolated) * frequencies + interpolated * frequencies / rope.factor
+
+
+def rotary_tables(positions: jax.Array, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[T, dim/2]` float32 at `positions` `[T]` int32."""
+    frequencies, factor = inverse_frequencies(rope)
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first 2·R dimensions of `x` `[B, T, ..., H]`, halves paired (x[i], x[i+R]).
+
+    `cos`, `sin` are `[T, R]`.
+    """
+    half = cos.shape[-1]
+    lead = (1, cos.shape[0]) + (1,) * (x.ndim - 3) + (half,)
+    cos, sin = cos.reshape(lead), sin.reshape(lead)
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
+
+
+def causal_mask(positions: jax.Array, keys: int, window: int) -> jax.Array:
+    """True where the query at `positions[t]` may attend key position s: `[T, keys]` bool.
+
+    `window` 0 is full causal attention; w > 0 keeps the last w positions, the query's own included.
+    """
+    key = jnp.arange(keys, dtype=jnp.int32)[None, :]
+    query = positions[:, None]
+    seen = key <= query
+    return seen & (key > query - window) if window else seen
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> jax.Array:
+    """Grouped-query attention.
+
+    Args:
+      q: queries `[B, T, K, G, H]`.
+      k, v: keys and values `[B, K, S, H]`.
+      mask: `[T, S]` or `[B, T, S]` bool, True = attend.
+      scale: multiplies the scores.
+      softcap: caps scores at ±softcap by tanh when positive (Gemma 2).
+
+    Returns:
+      `[B, T, K, G, H]` in q's dtype.
+    """
+    batch, new, kv_heads, group, width = q.shape
+    # The G queries of every token share one kv head's keys: one [T·G, H] x [H, S] product per head.
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, new * group, width)
+    scores = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = scores * np.float32(scale)
+    if softcap:
+        scores = jnp.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    scores = scores.reshape(batch, kv_heads, new, group, -1)
+    mask = mask[:, None, :, None, :] if mask.ndim == 3 else mask[None, None, :, None, :]
+    scores = jnp.where(mask, scores, np.float32(MASKED))
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    weights = weights.reshape(batch, kv_heads, new * group, -1)
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
+    return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)

@@ -1,0 +1,43 @@
+"""Decoder architectures, by Hugging Face `model_type`: one file each, one line here."""
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.gemma2 import GEMMA2
+from jaxllm.models.gemma3_text import GEMMA3_TEXT
+from jaxllm.models.gpt2 import GPT2
+from jaxllm.models.llama import LLAMA
+from jaxllm.models.mistral import MISTRAL
+from jaxllm.models.opt import OPT
+from jaxllm.models.phi3 import PHI3
+from jaxllm.models.qwen2 import QWEN2
+from jaxllm.models.qwen3 import QWEN3
+from jaxllm.models.translate import Architecture
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3_TEXT,
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "opt": OPT,
+    "phi3": PHI3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+}
+
+
+def architecture(model_type: object) -> Architecture:
+    """The architecture of a config.json's `model_type`.
+
+    Raises:
+      ConfigError: it is not one of those in `ARCHITECTURES`.
+    """
+    if isinstance(model_type, str) and model_type in ARCHITECTURES:
+        return ARCHITECTURES[model_type]
+    hint = (
+        "gemma3 is the multimodal model: export its language model as gemma3_text"
+        if model_type == "gemma3"
+        else "use a checkpoint of one of these, or add a file to jaxllm/models"
+    )
+    raise ConfigError(
+        f"model_type {model_type!r} is not supported; supported are {', '.join(ARCHITECTURES)}; {hint}"
+    )

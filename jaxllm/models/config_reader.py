@@ -1,0 +1,165 @@
+"""Reading a Hugging Face `config.json` so that no key which changes the mathematics goes unseen.
+
+Every look-up records its key. What is left at the end is either inert (it cannot change the logits at
+inference), absent in effect (null or false), named by the caller as one to ignore, or an error: a
+config that was half understood would load and answer nonsense.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jaxllm.errors import ConfigError
+
+# None of these changes the logits.
+# fmt: off
+INERT_KEYS = frozenset({
+    # Book-keeping.
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
+    "architectures", "attn_implementation", "auto_map", "cache_implementation",
+    "chunk_size_feed_forward", "dtype", "finetuning_task", "keys_to_ignore_at_inference", "model_type",
+    "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "task_specific_params",
+    "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "unsloth_fixed",
+    "unsloth_version", "use_cache",
+    # Training.
+    "activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout",
+    "embd_pdrop", "gradient_checkpointing", "hidden_dropout", "init_std", "initializer_range",
+    "layerdrop", "resid_pdrop",
+    # Token ids and labels.
+    "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id",
+    "forced_eos_token_id", "pad_token_id", "prefix", "sep_token_id", "unk_token_id", "id2label",
+    "label2id", "num_labels", "problem_type",
+    # Defaults for sampling.
+    "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+    "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length",
+    "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_scores", "remove_invalid_values", "repetition_penalty", "return_dict_in_generate",
+    "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+})
+# fmt: on
+
+_MISSING = object()
+
+
+class ConfigReader:
+    """Typed look-ups in one JSON object that remember which keys were understood.
+
+    Each look-up takes the default of the Hugging Face class for a key that is absent. A key that is
+    present with a value of the wrong type raises ConfigError.
+    """
+
+    def __init__(self, config: Mapping[str, Any], path: str = "") -> None:
+        """Reads `config`; `path` prefixes the keys in messages (`rope_scaling.` for a section)."""
+        self._config = config
+        self._path = path
+        self._known: set[str] = set()
+        self._sections: list[ConfigReader] = []
+
+    def integer(self, key: str, default: int) -> int:
+        """A whole number."""
+        value = self._value(key, default)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._wrong(key, value, "a whole number")
+        return value
+
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """A whole number, or None where the key is null."""
+        return None if self._value(key, default) is None else self.integer(key, default or 0)
+
+    def number(self, key: str, default: float) -> float:
+        """A finite number."""
+        value = self._value(key, default)
+        valid = isinstance(value, int | float) and not isinstance(value, bool)
+        if not valid or not math.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
+        return float(value)
+
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A finite number, or None where the key is null."""
+        return None if self._value(key, default) is None else self.number(key, default or 0.0)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false; null means false."""
+        value = self._value(key, default)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A string."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def texts(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None where the key is absent or null."""
+        value = self._value(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._wrong(key, value, "a list of strings")
+        return tuple(value)
+
+    def section(self, key: str) -> "ConfigReader | None":
+        """A nested object, or None where the key is absent, null or empty."""
+        value = self._value(key, None)
+        if value is not None and not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        if not value:
+            return None
+        nested = ConfigReader(value, f"{self._path}{key}.")
+        self._sections.append(nested)
+        return nested
+
+    def only(self, key: str, allowed: Collection[Any], why: str) -> None:
+        """Refuses every value of `key` but those in `allowed`; an absent key is fine."""
+        value = self._value(key, _MISSING)
+        # 1 == True in Python, and a config that says one where the other is meant is malformed.
+        same = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+        if value is not _MISSING and not same:
+            choices = " or ".join(repr(each) for each in allowed)
+            raise ConfigError(
+                f"config key {self._path + key!r} is {value!r}; jaxllm supports only {choices}: {why}"
+            )
+
+    def finish(self, *, inert_keys: Collection[str] = (), ignore_keys: Collection[str] = ()) -> None:
+        """Checks that nothing is left which could change the mathematics.
+
+        Args:
+          inert_keys: further keys that cannot change the logits.
+          ignore_keys: keys that the user takes the responsibility for.
+
+        Raises:
+          ConfigError: a key is unknown, or one of `ignore_keys` is understood and would be in use.
+        """
+        for key, value in self._config.items():
+            name = self._path + key
+            if key in self._known:
+                if name in ignore_keys:
+                    raise ConfigError(
+                        f"config key {name!r} is understood and in use, so it cannot be ignored; "
+                        "take it off the list of ignored keys"
+                    )
+                continue
+            # `is`, because 0 == False and a zero may well mean something.
+            if key in INERT_KEYS or key in inert_keys or name in ignore_keys:
+                continue
+            if value is not None and value is not False:
+                shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+                raise ConfigError(
+                    f"config key {name!r} (value {shown}) is unknown for this model_type and may change "
+                    f"its mathematics; if you know that it does not, pass --ignore-config-key {name} "
+                    f"(ignore_keys=[{name!r}] in Python)"
+                )
+        for nested in self._sections:
+            nested.finish(ignore_keys=ignore_keys)
+
+    def _value(self, key: str, default: Any) -> Any:
+        self._known.add(key)
+        return self._config.get(key, default)
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
+        return ConfigError(f"config key {self._path + key!r} must be {wanted}, got {value!r}; fix it")

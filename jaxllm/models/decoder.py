@@ -1,0 +1,261 @@
+"""The decoder that every architecture here shares: names and shapes of its parameters, and its forward.
+
+Architectures differ only in `ModelConfig`; each file beside this one translates a checkpoint format
+into it. Parameters are a flat dict with stable string keys:
+
+    embed.tokens [V, D]            embed.positions [P, D]
+    layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
+    layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
+    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]
+    layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
+    final_norm.scale/bias [D]      head [V, D]
+
+The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.kv.cache import KVCache, write_rows
+from jaxllm.layers import (
+    activate,
+    attention,
+    causal_mask,
+    layer_norm,
+    rms_norm,
+    rotary_tables,
+    rotate,
+)
+from jaxllm.linear import embed, from_units, to_units
+from jaxllm.quant import Weight
+
+Params = Mapping[str, Weight]
+Role = Literal["embed", "to_units", "from_units", "vector"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """Shape of one parameter and the part it plays (which decides how it may be quantized)."""
+
+    shape: tuple[int, ...]
+    role: Role
+
+
+def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Every parameter of the model, layer by layer, in the order in which a step reads them."""
+    width = cfg.hidden_size
+    specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
+    if cfg.learned_positions:
+        specs["embed.positions"] = ParamSpec((cfg.window_tokens, width), "vector")
+    for layer in range(cfg.layers):
+        for name, spec in _layer_specs(cfg).items():
+            specs[f"layers.{layer}.{name}"] = spec
+    specs.update(_norm_specs(cfg, "final_norm"))
+    if not cfg.tied_head:
+        specs["head"] = ParamSpec((cfg.vocab_size, width), "embed")
+    return specs
+
+
+def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
+    parts = ("scale", "bias") if cfg.norm == "layer" else ("scale",)
+    return {f"{name}.{part}": ParamSpec((cfg.hidden_size,), "vector") for part in parts}
+
+
+def _layer_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    units, head, width = cfg.kv_heads, cfg.head_dim, cfg.hidden_size
+    queries = cfg.group * head
+    specs = _norm_specs(cfg, "attn_norm")
+    rows = {"q": queries, "k": head, "v": head}
+    for name, count in rows.items():
+        specs[f"attn.{name}"] = ParamSpec((units, count, width), "to_units")
+        if cfg.qkv_bias:
+            specs[f"attn.{name}_bias"] = ParamSpec((units, count), "vector")
+    if cfg.qk_norm:
+        specs["attn.q_norm.scale"] = ParamSpec((head,), "vector")
+        specs["attn.k_norm.scale"] = ParamSpec((head,), "vector")
+    specs["attn.o"] = ParamSpec((units, queries, width), "from_units")
+    if cfg.o_bias:
+        specs["attn.o_bias"] = ParamSpec((width,), "vector")
+    if cfg.post_norms:
+        specs.update(_norm_specs(cfg, "attn_post_norm"))
+    specs.update(_norm_specs(cfg, "ffn_norm"))
+    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
+        specs[f"ffn.{name}"] = ParamSpec((cfg.ffn_size, width), "to_units")
+        if cfg.ffn_bias:
+            specs[f"ffn.{name}_bias"] = ParamSpec((cfg.ffn_size,), "vector")
+    specs["ffn.down"] = ParamSpec((cfg.ffn_size, width), "from_units")
+    if cfg.ffn_bias:
+        specs["ffn.down_bias"] = ParamSpec((width,), "vector")
+    if cfg.post_norms:
+        specs.update(_norm_specs(cfg, "ffn_post_norm"))
+    return specs
+
+
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
+    """Random parameters to train from: normal weights of variance 1/fan-in, norms at one."""
+    specs = param_specs(cfg)
+    keys = jax.random.split(key, len(specs))
+    return {name: init_param(cfg, name, each, dtype) for name, each in zip(specs, keys, strict=True)}
+
+
+def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The initial value of one parameter (see `init_params`)."""
+    spec = param_specs(cfg)[name]
+    if name.endswith("norm.scale"):
+        return jnp.ones(spec.shape, dtype)
+    if name.endswith("bias"):
+        return jnp.zeros(spec.shape, dtype)
+    if name.startswith("embed.") or name == "head":
+        return jax.random.normal(key, spec.shape, dtype) * np.asarray(0.02, dtype)
+    fan_in = int(np.prod(spec.shape[:-1])) if spec.role == "from_units" else spec.shape[-1]
+    deviation = fan_in**-0.5
+    if spec.role == "from_units":
+        # Residual branches add up over 2·L blocks (GPT-2's scaling).
+        deviation *= (2 * cfg.layers) ** -0.5
+    return jax.random.normal(key, spec.shape, dtype) * np.asarray(deviation, dtype)
+
+
+def parameter_count(cfg: ModelConfig) -> int:
+    """Number of scalar parameters."""
+    return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
+
+
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache | None = None,
+    *,
+    cfg: ModelConfig,
+    valid: jax.Array | None = None,
+    dtype: jnp.dtype = jnp.float32,
+) -> tuple[jax.Array, KVCache | None]:
+    """Hidden states of new tokens, and the cache with their keys and values.
+
+    Args:
+      params: see the module docstring; leaves may be quantized.
+      tokens: `[B, T]` int32, ids in [0, V). They follow the `cache.length` tokens already seen.
+      cache: where past keys and values are; None attends within `tokens` alone (training).
+      cfg: the model.
+      valid: int32 scalar, how many of the T tokens are real; the rest is padding at the end, written
+        nowhere. None means all.
+      dtype: of the activations.
+
+    Returns:
+      Hidden states after the final norm `[B, T, D]`, and the cache with `length + valid` tokens (None
+      without a cache).
+    """
+    count = tokens.shape[1]
+    start = jnp.zeros((), jnp.int32) if cache is None else cache.length
+    valid = jnp.asarray(count, jnp.int32) if valid is None else valid
+    positions = start + jnp.arange(count, dtype=jnp.int32)
+    keys = count if cache is None else cache.capacity_tokens
+    tables = {
+        rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None
+    }
+    masks = {
+        window: causal_mask(positions, keys, window) for window in sorted(set(cfg.attention_windows))
+    }
+
+    x = embed(tokens, params["embed.tokens"], dtype)
+    if cfg.embed_scale != 1.0:
+        x = x * np.asarray(cfg.embed_scale, x.dtype)
+    if cfg.learned_positions:
+        x = x + embed(positions, params["embed.positions"], dtype)
+    new_keys, new_values = [], []
+    for layer in range(cfg.layers):
+        weights = _LayerParams(params, f"layers.{layer}.")
+        past = None if cache is None else (cache.keys[layer], cache.values[layer])
+        rope = cfg.layer_rope(layer)
+        mixed, k, v = _attend(
+            weights, _norm(x, weights, "attn_norm", cfg), past, cfg,
+            table=None if rope is None else tables[rope],
+            mask=masks[cfg.attention_windows[layer]], start=start, valid=valid,
+        )  # fmt: skip
+        new_keys.append(k)
+        new_values.append(v)
+        x = x + (_norm(mixed, weights, "attn_post_norm", cfg) if cfg.post_norms else mixed)
+        mixed = _ffn(weights, _norm(x, weights, "ffn_norm", cfg), cfg)
+        x = x + (_norm(mixed, weights, "ffn_post_norm", cfg) if cfg.post_norms else mixed)
+    x = _norm(x, _LayerParams(params, ""), "final_norm", cfg)
+    if cache is not None:
+        cache = KVCache(keys=tuple(new_keys), values=tuple(new_values), length=start + valid)
+    return x, cache
+
+
+def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`."""
+    table = params["embed.tokens" if cfg.tied_head else "head"]
+    out = to_units(hidden, table).astype(jnp.float32)
+    if cfg.logit_softcap:
+        cap = np.float32(cfg.logit_softcap)
+        out = jnp.tanh(out / cap) * cap
+    return out
+
+
+class _LayerParams:
+    """The parameters under one prefix; `bias` returns None where the model has none."""
+
+    def __init__(self, params: Params, prefix: str) -> None:
+        self._params, self._prefix = params, prefix
+
+    def __getitem__(self, name: str) -> Weight:
+        return self._params[self._prefix + name]
+
+    def vector(self, name: str) -> jax.Array | None:
+        found = self._params.get(self._prefix + name)
+        assert found is None or isinstance(found, jax.Array | np.ndarray)
+        return found
+
+
+def _norm(x: jax.Array, weights: _LayerParams, name: str, cfg: ModelConfig) -> jax.Array:
+    scale, bias = weights.vector(f"{name}.scale"), weights.vector(f"{name}.bias")
+    assert scale is not None
+    if bias is None:
+        return rms_norm(x, scale, cfg.norm_eps)
+    return layer_norm(x, scale, bias, cfg.norm_eps)
+
+
+def _attend(
+    weights: _LayerParams,
+    x: jax.Array,
+    past: tuple[jax.Array, jax.Array] | None,
+    cfg: ModelConfig,
+    *,
+    table: tuple[jax.Array, jax.Array] | None,
+    mask: jax.Array,
+    start: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention block of `x` `[B, T, D]`: its output `[B, T, D]` and the layer's keys and values."""
+    q, k, v = (
+        to_units(x, weights[f"attn.{name}"], weights.vector(f"attn.{name}_bias")) for name in "qkv"
+    )
+    q = q.reshape(*q.shape[:3], -1, k.shape[-1])
+    if cfg.qk_norm:
+        q = _norm(q, weights, "attn.q_norm", cfg)
+        k = _norm(k, weights, "attn.k_norm", cfg)
+    if table is not None:
+        q, k = rotate(q, *table), rotate(k, *table)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    if past is not None:
+        k, v = (write_rows(rows, new, start, valid) for rows, new in zip(past, (k, v), strict=True))
+    out = attention(q, k, v, mask, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
+    out = out.reshape(*out.shape[:3], -1)
+    return from_units(out, weights["attn.o"], weights.vector("attn.o_bias")), k, v
+
+
+def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+    """Feed-forward block of `x` `[B, T, D]`, gated or plain."""
+    up = to_units(x, weights["ffn.up"], weights.vector("ffn.up_bias"))
+    if cfg.gated_ffn:
+        gate = to_units(x, weights["ffn.gate"], weights.vector("ffn.gate_bias"))
+        hidden = activate(gate, cfg.activation) * up
+    else:
+        hidden = activate(up, cfg.activation)
+    return from_units(hidden, weights["ffn.down"], weights.vector("ffn.down_bias"))

@@ -1,0 +1,44 @@
+"""Sliding-window attention by layer, between Hugging Face configs and `attention_windows`."""
+
+from collections.abc import Sequence
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.config_reader import ConfigReader
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(
+    reader: ConfigReader, *, layers: int, window: int | None, slides: Sequence[bool]
+) -> tuple[int, ...]:
+    """`attention_windows` from `layer_types`, or where a config has none, from the usual pattern.
+
+    Args:
+      reader: at the top level of the config.
+      layers: L.
+      window: length of the sliding layers' window; None where the config switches it off.
+      slides: the architecture's usual pattern, one entry per layer.
+
+    Raises:
+      ConfigError: `layer_types` has another length, an unknown type, or sliding layers and no window.
+    """
+    types = reader.texts("layer_types")
+    if types is None:
+        types = tuple(SLIDING if each else FULL for each in slides)
+    if len(types) != layers:
+        raise ConfigError(f"config key 'layer_types' has {len(types)} entries for {layers} layers; fix it")
+    if unknown := sorted(set(types) - {SLIDING, FULL}):
+        raise ConfigError(
+            f"config key 'layer_types' names {', '.join(unknown)}; jaxllm supports {SLIDING} and {FULL}"
+        )
+    if SLIDING in types and (window is None or window < 1):
+        raise ConfigError(
+            f"config key 'layer_types' has sliding layers but the window is {window}; set sliding_window "
+            "to a positive length (and use_sliding_window to true where the model has it)"
+        )
+    return tuple((window or 0) if each == SLIDING else 0 for each in types)
+
+
+def write_layer_types(windows: Sequence[int]) -> list[str]:
+    """`layer_types` of `attention_windows`."""
+    return [SLIDING if each else FULL for each in windows]

@@ -1,0 +1,157 @@
+"""Rotary embeddings between Hugging Face configs and `RopeConfig`.
+
+Two spellings exist: top-level `rope_theta` with an optional `rope_scaling` object, and since
+transformers 5 one `rope_parameters` object that holds both. Both are read, with the precedence that
+transformers gives them; the older one is written because every version reads it.
+"""
+
+import math
+from typing import Any
+
+from jaxllm.config import RopeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.config_reader import ConfigReader
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def read_rope(reader: ConfigReader, *, head_dim: int, window_tokens: int) -> RopeConfig:
+    """The one rotary embedding of a model.
+
+    Args:
+      reader: at the top level of the config.
+      head_dim: H, all of whose dimensions turn but for a `partial_rotary_factor`.
+      window_tokens: `max_position_embeddings`, where scalings take their original window from when
+        they name none.
+
+    Raises:
+      ConfigError: a scaling kind that is not supported, or one whose numbers are missing or wrong.
+    """
+    section = sole_rope_section(reader)
+    theta = reader.number("rope_theta", 10000.0)
+    partial = reader.number("partial_rotary_factor", 1.0)
+    # Phi-3 and some fine-tuned models keep it beside the section, where it takes precedence.
+    original = reader.optional_integer("original_max_position_embeddings")
+    return read_rope_section(
+        section, theta=theta, partial=partial, original=original,
+        head_dim=head_dim, window_tokens=window_tokens,
+    )  # fmt: skip
+
+
+def sole_rope_section(reader: ConfigReader) -> ConfigReader:
+    """The object under `rope_parameters` or `rope_scaling`, empty where there is neither."""
+    new, old = reader.section("rope_parameters"), reader.section("rope_scaling")
+    if new and old:
+        raise ConfigError(
+            "the config has both 'rope_parameters' and 'rope_scaling', which versions of transformers read "
+            "differently; keep one of them"
+        )
+    return new or old or ConfigReader({})
+
+
+def read_rope_section(
+    section: ConfigReader,
+    *,
+    theta: float,
+    head_dim: int,
+    window_tokens: int,
+    partial: float = 1.0,
+    original: int | None = None,
+) -> RopeConfig:
+    """One rotary embedding from its `rope_scaling` or `rope_parameters` object.
+
+    Args:
+      section: the object; it may be empty.
+      theta: base where the object names none.
+      head_dim: H.
+      window_tokens: `max_position_embeddings`.
+      partial: share of the head that turns, where the object names none.
+      original: window of pre-training, where it is known from outside of the object.
+    """
+    older_name = section.text("type", "default")
+    kind = section.text("rope_type", older_name)
+    if kind not in _KINDS:
+        raise ConfigError(
+            f"rope scaling {kind!r} is not supported; jaxllm reads {', '.join(_KINDS)}: use a checkpoint "
+            "of the model without it"
+        )
+    named = section.optional_integer("original_max_position_embeddings")
+    original = original or named or window_tokens
+    numbers = {key: section.optional_number(key) for key in _SCALING_NUMBERS}
+    truncate = section.flag("truncate", True)
+    theta = section.number("rope_theta", theta)
+    partial = section.number("partial_rotary_factor", partial)
+    rope: dict[str, Any] = {"dim": int(head_dim * partial), "theta": theta}
+    if kind == "default":
+        return RopeConfig(**rope)
+    factor = numbers["factor"]
+    if factor is None and kind == "yarn":
+        factor = window_tokens / original
+    rope |= {"kind": kind, "factor": _given(kind, "factor", factor)}
+    if kind == "llama3":
+        for key in ("low_freq_factor", "high_freq_factor"):
+            rope[key] = _given(kind, key, numbers[key])
+    if kind == "yarn":
+        rope |= {
+            # Zero means unset to transformers.
+            "beta_fast": numbers["beta_fast"] or 32.0,
+            "beta_slow": numbers["beta_slow"] or 1.0,
+            "attention_factor": _yarn_attention_factor(rope["factor"], numbers),
+            "truncate": truncate,
+        }
+    if kind in ("llama3", "yarn"):
+        rope["original_window_tokens"] = original
+    return RopeConfig(**rope)
+
+
+def refuse_partial(rope: RopeConfig, head_dim: int) -> None:
+    """Refuses a rotary embedding that leaves dimensions of the head unturned."""
+    if rope.dim != head_dim:
+        raise ConfigError(
+            f"partial_rotary_factor makes {rope.dim} of {head_dim} head dimensions turn, which this "
+            "model_type does not do; remove the key"
+        )
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """The keys `rope_theta` and, where there is a scaling, `rope_scaling`.
+
+    The share of the head that turns is the caller's to write: it is a fact about the architecture.
+    """
+    if rope.kind == "default":
+        return {"rope_theta": rope.theta}
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn"):
+        scaling["original_max_position_embeddings"] = rope.original_window_tokens
+    if rope.kind == "llama3":
+        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.kind == "yarn":
+        scaling |= {
+            "beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor, "truncate": rope.truncate,
+        }  # fmt: skip
+    return {"rope_theta": rope.theta, "rope_scaling": scaling}
+
+
+_SCALING_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+    "mscale", "mscale_all_dim",
+)  # fmt: skip
+
+
+def _given(kind: str, key: str, value: float | None) -> float:
+    if value is None:
+        raise ConfigError(f"rope scaling {kind!r} lacks {key!r}; add it to the config")
+    return value
+
+
+def _yarn_attention_factor(factor: float, numbers: dict[str, float | None]) -> float:
+    """Given, or YaRN's 0.1·ln(factor) + 1, or DeepSeek's ratio of two of those."""
+    if (given := numbers["attention_factor"]) is not None:
+        return given
+
+    def growth(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+    mscale, mscale_all = numbers["mscale"], numbers["mscale_all_dim"]
+    return growth(mscale) / growth(mscale_all) if mscale and mscale_all else growth(1.0)

@@ -1,0 +1,199 @@
+"""What an architecture file provides: its config and its tensors, in both directions.
+
+A checkpoint tensor holds one or more of our parameters (see `decoder.py`) as consecutive blocks of
+rows, stored as they are (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between
+Hugging Face's layouts and ours: heads and kv-groups are reshapes of rows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm.config import Activation, ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.decoder import ParamSpec, param_specs
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_ACTIVATION_NAMES: dict[Activation, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_tanh": "gelu_pytorch_tanh",
+    "relu": "relu",
+}
+
+
+class Sliceable(Protocol):
+    """A stored tensor that is read by slices: an array, or a lazy view of a file."""
+
+    def __getitem__(self, index: Any, /) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One checkpoint tensor and the parameters of ours that are blocks of its rows.
+
+    `skip_rows` leading rows are padding that the model never reads. `plus_one` marks norm weights
+    stored as w where the model multiplies by 1 + w. `in_body` is False for a name that takes no
+    prefix (the head).
+    """
+
+    name: str
+    params: tuple[str, ...]
+    transposed: bool = False
+    skip_rows: int = 0
+    plus_one: bool = False
+    in_body: bool = True
+
+    def shape(self, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
+        """Shape in the checkpoint, given our parameters' specs."""
+        rows = self.skip_rows + sum(_rows(name, specs) for name in self.params)
+        if _is_vector(self.params[0]):
+            return (rows,)
+        width = specs[self.params[0]].shape[-1]
+        return (width, rows) if self.transposed else (rows, width)
+
+    def read(self, stored: Sliceable, param: str, specs: Mapping[str, ParamSpec]) -> np.ndarray:
+        """Our parameter `param` out of this tensor, reading no other rows of it."""
+        start = self.skip_rows
+        for name in self.params[: self.params.index(param)]:
+            start += _rows(name, specs)
+        rows = slice(start, start + _rows(param, specs))
+        block = stored[:, rows].T if self.transposed else stored[rows]
+        block = np.ascontiguousarray(block).reshape(specs[param].shape)
+        # In float32: 1 + w in bfloat16 would lose most of w.
+        return block.astype(np.float32) + np.float32(1) if self.plus_one else block
+
+    def write(self, params: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> np.ndarray:
+        """The checkpoint's tensor, from our parameters: the inverse of `read`."""
+        width = () if _is_vector(self.params[0]) else specs[self.params[0]].shape[-1:]
+        blocks = [np.asarray(params[name]).reshape(-1, *width) for name in self.params]
+        if self.plus_one:
+            blocks = [block.astype(np.float32) - np.float32(1) for block in blocks]
+        if self.skip_rows:
+            blocks.insert(0, np.zeros((self.skip_rows, *width), blocks[0].dtype))
+        whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return np.ascontiguousarray(whole.T if self.transposed else whole)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One Hugging Face `model_type` over the shared decoder.
+
+    Attributes:
+      model_type: as in config.json, and in `ModelConfig.model_type`.
+      read_config: config.json to ModelConfig.
+      write_config: the inverse, without the keys that every architecture has.
+      class_name: of the Hugging Face class, for `architectures`.
+      top_tensors: outside of the layers.
+      layer_tensors: of one layer; names on both sides are relative to the layer.
+      layer_prefix: of a layer's checkpoint names, with `{}` for its number.
+      prefixes: that a checkpoint's names may carry, the usual one first.
+      inert_keys: of this architecture alone, which cannot change the logits.
+      buffers: endings of checkpoint names that hold no parameters.
+    """
+
+    model_type: str
+    read_config: Callable[[ConfigReader], ModelConfig]
+    write_config: Callable[[ModelConfig], dict[str, Any]]
+    class_name: str
+    top_tensors: tuple[Tensor, ...]
+    layer_tensors: tuple[Tensor, ...]
+    layer_prefix: str = "layers.{}."
+    prefixes: tuple[str, ...] = ("model.", "")
+    inert_keys: frozenset[str] = frozenset()
+    buffers: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def config_from_hf(self, config: Mapping[str, Any], *, ignore_keys: Collection[str] = ()) -> ModelConfig:
+        """Translates a config.json.
+
+        Args:
+          config: the JSON object.
+          ignore_keys: unknown keys that the caller knows to be harmless.
+
+        Raises:
+          ConfigError: a key is unknown, or its value is not supported or malformed.
+        """
+        reader = ConfigReader(config)
+        reader.only("model_type", (self.model_type,), "this is the translation of one model_type")
+        reader.only(
+            "quantization_config", (None,),
+            "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
+        )  # fmt: skip
+        reader.only("pretraining_tp", (None, 1), "tensor-parallel slicing of weights is not emulated")
+        translated = self.read_config(reader)
+        reader.finish(inert_keys=self.inert_keys, ignore_keys=ignore_keys)
+        return translated
+
+    def config_to_hf(self, cfg: ModelConfig) -> dict[str, Any]:
+        """A config.json that `config_from_hf` reads back as `cfg`.
+
+        Raises:
+          ConfigError: this model_type has no words for some field of `cfg`.
+        """
+        written = {
+            "architectures": [self.class_name],
+            "model_type": self.model_type,
+            **self.write_config(cfg),
+        }
+        again = self.config_from_hf(written)
+        lost = [
+            f"{field.name}={getattr(cfg, field.name)!r}"
+            for field in dataclasses.fields(cfg)
+            if getattr(cfg, field.name) != getattr(again, field.name)
+        ]
+        if lost:
+            raise ConfigError(
+                f"a {self.model_type} checkpoint cannot express {', '.join(lost)}; change the config or "
+                "its model_type"
+            )
+        return written
+
+    def tensors(self, cfg: ModelConfig) -> list[Tensor]:
+        """All checkpoint tensors of a model, with full names but for the prefix."""
+        specs = param_specs(cfg)
+        found = [tensor for tensor in self.top_tensors if tensor.params[0] in specs]
+        for layer in range(cfg.layers):
+            for tensor in self.layer_tensors:
+                params = tuple(f"layers.{layer}.{name}" for name in tensor.params)
+                # The tables list what a layer may have; the specs say what this model's layers have.
+                if params[0] in specs:
+                    name = self.layer_prefix.format(layer) + tensor.name
+                    found.append(dataclasses.replace(tensor, name=name, params=params))
+        return found
+
+
+def read_activation(reader: ConfigReader, key: str, default: str) -> Activation:
+    """The feed-forward non-linearity named by `key`."""
+    name = reader.text(key, default)
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            f"config key {key!r} is {name!r}, which is not supported; jaxllm has {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def write_activation(activation: Activation) -> str:
+    """Hugging Face's name of a non-linearity."""
+    return _ACTIVATION_NAMES[activation]
+
+
+def _is_vector(param: str) -> bool:
+    return param.endswith(("bias", ".scale"))
+
+
+def _rows(param: str, specs: Mapping[str, ParamSpec]) -> int:
+    shape = specs[param].shape
+    return math.prod(shape if _is_vector(param) else shape[:-1])

@@ -1,0 +1,67 @@
+"""From a Hugging Face folder to a bundle."""
+
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from jaxllm.bundle import WeightFormat, write_bundle
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.decoder import parameter_count
+
+Progress = Callable[[str, int, int], None]
+_OWN_FORMAT: dict[str, WeightFormat] = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}
+
+
+def prepare(
+    folder: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    weights: WeightFormat | None = None,
+    ignore_keys: Collection[str] = (),
+    progress: Progress | None = None,
+) -> None:
+    """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time.
+
+    Args:
+      folder: config.json, safetensors and a tokenizer.
+      out: the bundle's path; written whole or not at all.
+      weights: width of the matrices; None keeps the checkpoint's own (float16 becomes f32).
+      ignore_keys: config keys to ignore although this package does not know them.
+      progress: called with ("prepare", parameters done, parameters in all).
+
+    Raises:
+      CheckpointError, ConfigError: the folder's model is missing, malformed or unsupported.
+    """
+    folder, out = Path(folder), Path(out)
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
+    cfg = read_config(folder, ignore_keys=ignore_keys)
+    tokenizer = read_tokenizer(folder)
+    weights = weights or weight_format_of(folder, cfg)
+    total, done = parameter_count(cfg), 0
+
+    def counted():
+        nonlocal done
+        for name, value in read_params(folder, cfg):
+            yield name, value
+            done += value.size
+            if progress is not None:
+                progress("prepare", done, total)
+
+    name = folder.resolve().name
+    try:
+        write_bundle(out, cfg=cfg, params=counted(), weights=weights, tokenizer=tokenizer, name=name)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+
+
+def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = None) -> WeightFormat:
+    """The weight format that loses nothing of the checkpoint's first matrix."""
+    folder = Path(folder)
+    _, first = next(iter(read_params(folder, cfg or read_config(folder))))
+    return _OWN_FORMAT[first.dtype.name]

@@ -1,0 +1,206 @@
+"""Weights at 8 and 4 bits: symmetric linear quantization along the axis that a product contracts.
+
+A weight here is `[..., R, C]` with the unit axis leading. Two orientations exist (see `linear.py`):
+contracted along its last axis (`axis=-1`, unit axis = output rows) or along its second-to-last one
+(`axis=-2`, unit axis = reduction). Scales are shared along that axis only, by whole axis (int8) or by
+groups of 32 (int4), so a product can be done in integers and scaled per group, and a prefix of units
+keeps its own scales.
+
+This module knows formats and their error; products are in `linear.py`.
+"""
+
+from typing import Literal
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+
+INT4_GROUP = 32
+# Candidate shrink factors of the int4 scale: clipping a group's extremes a little often lowers its
+# squared error. Searched offline, once, by `quantize`.
+_INT4_SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84)
+
+
+@flax.struct.dataclass
+class QArray:
+    """A quantized weight and how to read it.
+
+    Invariants: `data` is int8 `[..., R, C]` for 8 bits, uint8 `[..., R, packed_columns(C)]` for 4 bits
+    (see `pack_int4`). `scale` has the weight's rank, and `ceil(n/group)` entries along `axis`, where n
+    is the weight's length there; group 0 means one scale for the whole axis. The last group may be
+    short.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    bits: int = flax.struct.field(pytree_node=False)
+    group: int = flax.struct.field(pytree_node=False)
+    axis: int = flax.struct.field(pytree_node=False)
+    columns: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return (*self.data.shape[:-1], self.columns)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.data.ndim
+
+
+@flax.struct.dataclass
+class Bfloat16Bits:
+    """A bfloat16 weight as its bit patterns, `bits` uint16 of the weight's shape.
+
+    XLA:CPU has no arithmetic and no fused slices in bfloat16: it would convert a whole weight to
+    float32 before it takes a block of it. Bit patterns can be sliced, then widened exactly.
+    """
+
+    bits: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return self.bits.shape
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.bits.ndim
+
+
+Weight = jax.Array | QArray | Bfloat16Bits
+
+
+def packed_columns(columns: int) -> int:
+    """Bytes that a row of `columns` 4-bit values takes: half of them, in whole groups."""
+    return -(-columns // (2 * INT4_GROUP)) * INT4_GROUP
+
+
+def pack_int4(values: np.ndarray) -> np.ndarray:
+    """Packs integers in [-8, 7], two per byte: `[..., C]` -> uint8 `[..., packed_columns(C)]`.
+
+    The low nibbles are the row's first half, the high ones its second (stored plus 8, zero-padded), so
+    that unpacking is two contiguous streams and no interleaving, and no group is cut.
+    """
+    half = packed_columns(values.shape[-1])
+    pad = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - values.shape[-1])]
+    nibbles = (np.pad(values, pad) + 8).astype(np.uint8)
+    return nibbles[..., :half] | (nibbles[..., half:] << 4)
+
+
+def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
+    halves = (packed & np.uint8(15), packed >> np.uint8(4))
+    wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
+    return wide[..., :columns] - np.asarray(8, dtype)
+
+
+def quantize(weight: np.ndarray, *, bits: Literal[4, 8], axis: int) -> QArray:
+    """Quantizes a float weight, on the host.
+
+    Args:
+      weight: `[..., R, C]` floats, finite.
+      bits: 8 (one scale per output channel) or 4 (one float16 scale per 32 inputs).
+      axis: the axis a product contracts, -1 or -2.
+
+    Returns:
+      A QArray of numpy arrays. Error per element is at most half a scale, but for int4 values that
+      the chosen scale clips (at most one step further).
+
+    Raises:
+      ConfigError: unsupported bits or axis, or weights that are not finite.
+    """
+    if bits not in (4, 8) or axis not in (-1, -2) or weight.ndim < 2:
+        raise ConfigError(
+            f"quantize takes bits 4 or 8, axis -1 or -2 and a matrix; got bits={bits}, axis={axis}, "
+            f"shape={weight.shape}"
+        )
+    # Contracted axis last while scales are worked out.
+    moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
+    if not np.isfinite(moved).all():
+        raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
+    if bits == 8:
+        scale = np.abs(moved).max(-1, keepdims=True) / 127.0
+        levels = np.rint(moved / _nonzero(scale)).astype(np.int8)
+        return QArray(
+            data=_back(levels, axis), scale=_back(scale, axis), bits=8, group=0, axis=axis,
+            columns=weight.shape[-1],
+        )  # fmt: skip
+    grouped = _in_groups(moved, INT4_GROUP)
+    scale, levels = _best_int4(grouped)
+    flat = levels.reshape(*moved.shape[:-1], -1)[..., : moved.shape[-1]]
+    return QArray(
+        data=pack_int4(_back(flat, axis)), scale=_back(scale[..., 0], axis), bits=4,
+        group=INT4_GROUP, axis=axis, columns=weight.shape[-1],
+    )  # fmt: skip
+
+
+def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The weight, however it is stored, as floats `[..., R, C]` in `dtype`."""
+    if isinstance(weight, Bfloat16Bits):
+        # The upper half of a float32's bits.
+        wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
+        return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
+    if not isinstance(weight, QArray):
+        return weight.astype(dtype)
+    data, columns = weight.data, weight.columns
+    values = data.astype(dtype) if weight.bits == 8 else unpack_int4(data, columns, dtype)
+    scale = weight.scale.astype(dtype)
+    if weight.group:
+        length = values.shape[weight.axis]
+        scale = jnp.repeat(scale, weight.group, axis=weight.axis)
+        scale = jax.lax.slice_in_dim(scale, 0, length, axis=values.ndim + weight.axis)
+    return values * scale
+
+
+def take_rows(weight: Weight, rows: jax.Array) -> Weight:
+    """Rows of a matrix `[R, C]` contracted along its last axis, stored as it is; `rows` in range."""
+
+    def take(part: jax.Array) -> jax.Array:
+        return jnp.take(part, rows, axis=0, mode="clip")
+
+    return jax.tree.map(take, weight)
+
+
+def _nonzero(scale: np.ndarray) -> np.ndarray:
+    return np.where(scale == 0, np.ones_like(scale), scale)
+
+
+def _back(moved: np.ndarray, axis: int) -> np.ndarray:
+    return np.ascontiguousarray(np.moveaxis(moved, -1, axis))
+
+
+def _in_groups(moved: np.ndarray, group: int) -> np.ndarray:
+    """Splits the last axis into groups `[..., n_groups, group]`, zero-padding the last one."""
+    short = -moved.shape[-1] % group
+    padded = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, short)])
+    return padded.reshape(*moved.shape[:-1], -1, group)
+
+
+def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` of least squared error per group.
+
+    The value of largest magnitude is mapped to -8, the one level without a positive twin, so all 16
+    levels are in use.
+    """
+    index = np.abs(grouped).argmax(-1, keepdims=True)
+    extreme = np.take_along_axis(grouped, index, -1)
+    best_scale = best_levels = best_error = None
+    for shrink in _INT4_SHRINK:
+        scale = (extreme * (-shrink / 8.0)).astype(np.float16)
+        step = _nonzero(scale.astype(np.float32))
+        levels = np.clip(np.rint(grouped / step), -8, 7)
+        error = np.square(levels * step - grouped).sum(-1, keepdims=True)
+        if best_error is None:
+            best_scale, best_levels, best_error = scale, levels.astype(np.int8), error
+            continue
+        better = error < best_error
+        best_scale = np.where(better, scale, best_scale)
+        best_levels = np.where(better, levels.astype(np.int8), best_levels)
+        best_error = np.where(better, error, best_error)
+    return best_scale, best_levels

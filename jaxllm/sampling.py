@@ -1,0 +1,205 @@
+"""From logits to a token: penalties, filters and the draw, as pure functions over arrays.
+
+`Sampling` is what a caller asks for; `SamplerState` is the same as arrays, so that one compiled graph
+serves every request. Top-k and top-p find their threshold by bisection on the ordered bit patterns of
+the logits instead of sorting the vocabulary: 32 counting passes, exact, and far cheaper than a sort
+of 150k floats on a CPU. Tokens that tie with the last one kept are kept too.
+
+Order, as in Hugging Face's logits processors: bias, penalties, temperature, top-k, top-p, min-p.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+
+MAX_LOGIT_BIASES = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen. The default is greedy.
+
+    Attributes:
+      temperature: 0 is greedy; otherwise logits are divided by it.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the fewest most likely tokens whose probabilities reach it; 1 keeps all.
+      min_p: drop tokens less likely than `min_p` times the most likely one.
+      repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (CTRL).
+      presence_penalty: subtracted from the logits of tokens that the answer holds already.
+      frequency_penalty: subtracted once for every time the answer holds the token.
+      logit_bias: (token id, added value) pairs.
+      seed: of the draw; the same seed gives the same answer. None lets the engine choose one.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0, 100, "0 (greedy) to 100")
+        if not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:
+            raise ConfigError(f"top_k must be a whole number from 0 (off) up, got {self.top_k!r}")
+        _check("top_p", self.top_p, 0, 1, "above 0 and at most 1 (off)")
+        if self.top_p == 0:
+            raise ConfigError("top_p must be above 0; for the most likely token use temperature 0")
+        _check("min_p", self.min_p, 0, 1, "0 (off) to 1")
+        _check("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1 is off)")
+        _check("presence_penalty", self.presence_penalty, -100, 100, "-100 to 100 (0 is off)")
+        _check("frequency_penalty", self.frequency_penalty, -100, 100, "-100 to 100 (0 is off)")
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ConfigError(f"logit_bias holds {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
+        for token, value in self.logit_bias:
+            if not isinstance(token, int) or token < 0 or math.isnan(value):
+                raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
+        if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
+            raise ConfigError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
+
+
+def _check(name: str, value: float, low: float, high: float, allowed: str) -> None:
+    valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+    if not valid:
+        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
+
+
+@flax.struct.dataclass
+class SamplerState:
+    """A request's sampling as arrays, and what its penalties remember.
+
+    Invariants: scalars are float32 or int32 `[]`; `bias` `[V]` float32; `in_prompt` `[B, V]` bool;
+    `counts` `[B, V]` int32, how often the answer holds each token; `seed` `[2]` uint32; `drawn` `[]`
+    int32, tokens drawn so far (the draw's key is a function of the two, so that neither the chunking
+    of the prompt nor the number of tokens per dispatch changes an answer).
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition_penalty: jax.Array
+    presence_penalty: jax.Array
+    frequency_penalty: jax.Array
+    bias: jax.Array
+    in_prompt: jax.Array
+    counts: jax.Array
+    seed: jax.Array
+    drawn: jax.Array
+
+
+def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, seed: int) -> SamplerState:
+    """The state at the start of an answer to `prompt` (batch 1), made on the host.
+
+    Raises:
+      ConfigError: a bias names a token outside the vocabulary.
+    """
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in sampling.logit_bias:
+        if token >= vocab_size:
+            raise ConfigError(f"logit_bias names token {token}; the vocabulary has {vocab_size}")
+        bias[token] += value
+    in_prompt = np.zeros((1, vocab_size), np.bool_)
+    in_prompt[0, np.asarray(prompt, np.int64)] = True
+    return SamplerState(
+        temperature=np.float32(sampling.temperature),
+        top_k=np.int32(min(sampling.top_k, vocab_size)),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        repetition_penalty=np.float32(sampling.repetition_penalty),
+        presence_penalty=np.float32(sampling.presence_penalty),
+        frequency_penalty=np.float32(sampling.frequency_penalty),
+        bias=bias,
+        in_prompt=in_prompt,
+        counts=np.zeros((1, vocab_size), np.int32),
+        seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
+        drawn=np.int32(0),
+    )
+
+
+def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerState]:
+    """Chooses one token per row of `logits` `[B, V]` float32: ids `[B]` int32, and the new state."""
+    logits = penalize(logits, state)
+
+    def draw(logits: jax.Array) -> jax.Array:
+        kept = filtered(logits / state.temperature, state)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
+        return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
+
+    def greedy(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    token = jax.lax.cond(state.temperature > 0, draw, greedy, logits)
+    rows = jnp.arange(logits.shape[0])
+    counts = state.counts.at[rows, token].add(1)
+    return token, state.replace(counts=counts, drawn=state.drawn + 1)
+
+
+def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
+    """Adds the bias and applies repetition, frequency and presence penalties to `[B, V]` logits."""
+    logits = logits + state.bias
+    in_answer = state.counts > 0
+    repeated = jnp.where(logits > 0, logits / state.repetition_penalty, logits * state.repetition_penalty)
+    logits = jnp.where(state.in_prompt | in_answer, repeated, logits)
+    logits = logits - state.frequency_penalty * state.counts.astype(jnp.float32)
+    return logits - state.presence_penalty * in_answer.astype(jnp.float32)
+
+
+def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
+    """`[B, V]` logits with the tokens that top-k, top-p and min-p drop at -inf."""
+    vocab = logits.shape[-1]
+    top_k_on = (state.top_k > 0) & (state.top_k < vocab)
+    logits = jax.lax.cond(top_k_on, lambda x: keep_top_k(x, state.top_k), lambda x: x, logits)
+    logits = jax.lax.cond(state.top_p < 1, lambda x: keep_top_p(x, state.top_p), lambda x: x, logits)
+    floor = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(state.min_p)
+    return jnp.where(logits >= floor, logits, -jnp.inf)
+
+
+def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
+    """Drops all but the `k` largest of each row (and those equal to the k-th)."""
+    return _keep_above(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
+
+
+def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
+    """Keeps the fewest largest logits of each row whose probabilities sum to at least `p`."""
+    probabilities = jax.nn.softmax(logits, axis=-1)
+
+    def enough(kept: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= p
+
+    return _keep_above(logits, enough)
+
+
+def _keep_above(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Drops logits under the highest threshold for which the kept set is `enough`.
+
+    `enough` maps a `[B, V]` mask to `[B]` bool and must stay true as the mask grows. The threshold is
+    built bit by bit, from the highest, in an unsigned order of the floats.
+    """
+    ordered = _ordered_bits(logits)
+
+    def try_bit(step: jax.Array, threshold: jax.Array) -> jax.Array:
+        bit = jnp.left_shift(np.uint32(1), np.uint32(31) - step.astype(jnp.uint32))
+        candidate = threshold | bit
+        return jnp.where(enough(ordered >= candidate[:, None]), candidate, threshold)
+
+    start = jnp.zeros(logits.shape[0], jnp.uint32)
+    threshold = jax.lax.fori_loop(0, 32, try_bit, start)
+    return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    """uint32 keys in the order of the float32 values."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    negative = bits >> np.uint32(31) == 1
+    return jnp.where(negative, ~bits, bits | np.uint32(1 << 31))

@@ -1,0 +1,335 @@
+"""Text to token ids and back, and the model's chat template.
+
+`TokenizerFiles` is all that a tokenizer needs, as plain strings, so that it lives inside a bundle;
+`Tokenizer` is made from it. Reading a Hugging Face folder is `jaxllm/checkpoints/tokenizer_folder`,
+text that arrives token by token is `serving/text`.
+
+A chat template is a program written by whoever published the model. It runs in Jinja's immutable
+sandbox, on a copy of the messages made of plain JSON types: it reaches no Python internals and
+changes nothing of the caller's. Its running time is not bounded.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError
+
+# Token ids travel as int32 through the compiled graphs.
+MAX_TOKEN_ID = (1 << 31) - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer as plain data: what a bundle stores.
+
+    Fields:
+      tokenizer_json: the text of a `tokenizer.json` of the `tokenizers` library.
+      chat_template: the Jinja source that turns messages into a prompt, or None.
+      special: names that the chat template may use (`bos_token`, `eos_token`, `pad_token`, ...) and
+        the token each stands for.
+      eos_ids: every token that ends an answer, the main one first; empty when none does.
+      bos_id: the token that begins a text, or None.
+
+    Raises:
+      CheckpointError: a field is of the wrong type.
+    """
+
+    tokenizer_json: str
+    chat_template: str | None = None
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        template, special, ids = self.chat_template, self.special, self.eos_ids
+        _require("tokenizer_json", isinstance(self.tokenizer_json, str), "text", self.tokenizer_json)
+        _require("chat_template", template is None or isinstance(template, str), "text or null", template)
+        named = isinstance(special, Mapping) and all(
+            isinstance(text, str) for item in special.items() for text in item
+        )
+        _require("special", named, "a map from names to tokens", special)
+        valid = isinstance(ids, tuple) and all(map(_is_token_id, ids))
+        _require("eos_ids", valid, f"token ids in [0, {MAX_TOKEN_ID}]", ids)
+        valid = self.bos_id is None or _is_token_id(self.bos_id)
+        _require("bos_id", valid, f"null or a token id in [0, {MAX_TOKEN_ID}]", self.bos_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return {
+            "tokenizer_json": self.tokenizer_json,
+            "chat_template": self.chat_template,
+            "special": dict(self.special),
+            "eos_ids": list(self.eos_ids),
+            "bos_id": self.bos_id,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "TokenizerFiles":
+        """Read what `to_json` wrote.
+
+        Raises:
+          CheckpointError: a key is unknown or missing, or a value is of the wrong type.
+        """
+        _require("the tokenizer", isinstance(data, dict), "a JSON object", data)
+        fields = dict(data)
+        if isinstance(fields.get("eos_ids"), list):
+            fields["eos_ids"] = tuple(fields["eos_ids"])
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise CheckpointError(
+                f"malformed tokenizer: {_one_line(error)}; prepare the bundle again"
+            ) from error
+
+
+class Tokenizer:
+    """A model's tokenizer. It holds no state between calls and may be shared by threads.
+
+    Raises:
+      CheckpointError: `files.tokenizer_json` is not a tokenizer.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._files = files
+        self._tokenizer = parse_tokenizer_json(files.tokenizer_json)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._vocab_size = max(
+            self._tokenizer.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1)
+        )
+
+    @property
+    def files(self) -> TokenizerFiles:
+        """The plain data that this tokenizer was made from."""
+        return self._files
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id. A model may have more rows than this, never fewer."""
+        return self._vocab_size
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer."""
+        return self._files.eos_ids
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the model has one."""
+        return self._files.bos_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` and `encode_chat` can be used."""
+        return self._files.chat_template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the model's begin and end tokens where it wants them.
+
+        A special token spelled out in `text` becomes that token, as in Hugging Face's tokenizers.
+
+        Raises:
+          ConfigError: `text` is no text, or has a lone surrogate and so no UTF-8 form.
+        """
+        if not isinstance(text, str):
+            raise ConfigError(f"a prompt must be text, got {type(text).__name__}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text has a lone surrogate {text[error.start]!r} at character {error.start}; "
+                "send valid Unicode"
+            ) from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
+
+        Ids past the vocabulary (the padding rows of a model) stand for no text.
+
+        Raises:
+          ConfigError: an id is negative or exceeds 32 bits.
+        """
+        plain = [int(token) for token in ids]
+        try:
+            return self._tokenizer.decode(plain, skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            bad = next(token for token in plain if not _is_token_id(token))
+            raise ConfigError(f"token ids must be in [0, {MAX_TOKEN_ID}], got {bad}") from error
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> str:
+        """The prompt that the model's chat template makes of `messages`.
+
+        Args:
+          messages: JSON objects with a `role` and usually a `content`, oldest first.
+          add_generation_prompt: end with the words that begin an assistant's answer.
+          now: the time told to templates that ask for it; this module has no clock.
+
+        Raises:
+          ConfigError: the model has no chat template, a message is malformed, or the template asks
+            for the time and `now` is None.
+          TemplateError: the template refuses the messages or is broken.
+        """
+        template = self._chat_template
+        plain = _plain_messages(messages)
+        try:
+            return template.render(
+                {
+                    **self._files.special,
+                    "messages": plain,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                    "strftime_now": _strftime_at(now),
+                }
+            )
+        except JaxllmError:
+            raise
+        except Exception as error:  # Templates fail in as many ways as programs do.
+            raise TemplateError(
+                f"the model's chat template cannot render these messages: {_one_line(error)}; "
+                "change the messages, or send a plain prompt"
+            ) from error
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> list[int]:
+        """Token ids of `render_chat`: the template itself writes all special tokens.
+
+        Raises:
+          ConfigError: as `render_chat` and `encode`.
+          TemplateError: as `render_chat`.
+        """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, now=now)
+        return self.encode(text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _chat_template(self) -> jinja2.Template:
+        # Compiled on first use: a model with a broken template still answers plain prompts.
+        source = self._files.chat_template
+        if source is None:
+            raise ConfigError("the model has no chat template; send a plain prompt instead")
+        try:
+            return _template_environment().from_string(source)
+        except Exception as error:  # Also RecursionError and what Python's compiler may raise.
+            raise TemplateError(
+                f"the model's chat template is broken: {_one_line(error)}; prepare the model again "
+                "with a corrected template"
+            ) from error
+
+
+def parse_tokenizer_json(text: str) -> tokenizers.Tokenizer:
+    """A tokenizer of the `tokenizers` library that neither truncates nor pads.
+
+    Raises:
+      CheckpointError: `text` is not a `tokenizer.json`.
+    """
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # The library raises bare Exception.
+        raise CheckpointError(
+            f"malformed tokenizer.json: {_one_line(error)}; save it again with the tokenizers library"
+        ) from error
+    # Training settings that a tokenizer.json may carry; they would silently shorten prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training: here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers, so that names set in the body stay inside it.
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+@functools.cache
+def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Jinja as Hugging Face sets it up for chat templates."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja's filter, which escapes HTML and so would change prompts."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: object) -> NoReturn:
+    raise TemplateError(f"the model's chat template refuses these messages: {_one_line(message)}")
+
+
+def _strftime_at(now: datetime.datetime | None) -> Callable[[str], str]:
+    def strftime_now(format: str) -> str:  # noqa: A002 (templates may pass it by name)
+        if now is None:
+            raise ConfigError("the model's chat template asks for the time; pass now=datetime.now()")
+        return now.strftime(format)
+
+    return strftime_now
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A deep copy made of plain JSON types only: all that a template may see."""
+    try:
+        plain = json.loads(json.dumps(messages))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"messages must be plain JSON values: {_one_line(error)}") from error
+    if not isinstance(plain, list):
+        raise ConfigError(f"messages must be a list of objects, got {type(messages).__name__}")
+    for index, message in enumerate(plain):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
+    return plain
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def _require(name: str, condition: bool, allowed: str, value: Any) -> None:
+    if not condition:
+        raise CheckpointError(f"{name} must be {allowed}, got {value!r:.80}; prepare the model again")
+
+
+def _one_line(reason: object) -> str:
+    return " ".join(str(reason).split())[:300] or type(reason).__name__

@@ -1,0 +1,230 @@
+"""The one place that compiles: the table of executables for one model, filled before the first request.
+
+Every graph is compiled ahead of time for one `Bucket`; a call whose bucket is not in the table raises
+`BucketMissing` instead of compiling under a user's request.
+"""
+
+import concurrent.futures
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Bucket, ModelConfig
+from jaxllm.errors import BucketMissing, ContextOverflow
+from jaxllm.kv.cache import KVCache, grow, new_cache
+from jaxllm.models.decoder import Params
+from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
+from jaxllm.steps import decode_tokens, prefill_chunk, score_chunk
+from serving.chunks import plan_chunks
+from serving.options import EngineOptions
+
+MAX_STOP_IDS = 16
+Progress = Callable[[str, int, int], None]
+
+
+class BucketTable:
+    """Compiled graphs of one model on one device.
+
+    Attributes:
+      cfg: the model.
+      options: resolved options (see `EngineOptions.resolve`).
+      build_ms: time to trace and compile each bucket.
+    """
+
+    def __init__(self, cfg: ModelConfig, params: Params, options: EngineOptions) -> None:
+        self.cfg = cfg
+        self.options = options
+        self.build_ms: dict[Bucket, float] = {}
+        self._params = params
+        self._dtype = jnp.dtype(options.activation_dtype)
+        self._table: dict[Bucket, Any] = {}
+
+    def __contains__(self, bucket: Bucket) -> bool:
+        return bucket in self._table
+
+    # -- which graphs ---------------------------------------------------------------------------
+
+    def all_buckets(self) -> list[Bucket]:
+        """Every bucket that answering any request can need."""
+        caches = self.options.cache_tokens
+        buckets = [Bucket(kind="sample")]
+        for cache in caches:
+            buckets.append(Bucket(kind="start", cache_tokens=cache))
+            buckets.append(self._decode_bucket(cache))
+            buckets += [self._prefill_bucket(chunk, cache) for chunk in self.options.chunk_tokens]
+        buckets += [Bucket(kind="grow", tokens=a, cache_tokens=b) for a, b in itertools.pairwise(caches)]
+        return buckets
+
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """The fewest buckets that answer one request: one cache length, the chunks of its prompt."""
+        total = min(prompt_tokens + max_tokens, self.options.context_tokens)
+        cache = next(c for c in self.options.cache_tokens if c >= total)
+        chunks = dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens))
+        return [
+            Bucket(kind="sample"),
+            Bucket(kind="start", cache_tokens=cache),
+            self._decode_bucket(cache),
+            *(self._prefill_bucket(chunk, cache) for chunk in chunks),
+        ]
+
+    def score_buckets(self, window_tokens: int) -> list[Bucket]:
+        """The buckets that score text in windows of `window_tokens`."""
+        cache = next(c for c in self.options.cache_tokens if c >= window_tokens)
+        return [
+            Bucket(kind="start", cache_tokens=cache),
+            Bucket(kind="score", tokens=self.options.chunk_tokens[-1], cache_tokens=cache),
+        ]
+
+    def fill(self, buckets: Iterable[Bucket], progress: Progress | None = None) -> None:
+        """Compiles the buckets that the table lacks, in parallel.
+
+        Args:
+          buckets: what to compile.
+          progress: called with ("compile", done, total) as graphs get ready.
+        """
+        missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._table]
+        if not missing:
+            return
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            futures = {pool.submit(self._build, bucket): bucket for bucket in missing}
+            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
+                bucket = futures[future]
+                self._table[bucket], self.build_ms[bucket] = future.result()
+                if progress is not None:
+                    progress("compile", done, len(missing))
+
+    # -- running them ---------------------------------------------------------------------------
+
+    def start(self, tokens: int) -> KVCache:
+        """An empty cache with room for `tokens` positions."""
+        return self._get(Bucket(kind="start", cache_tokens=self._cache_for(tokens)))()
+
+    def make_room(self, cache: KVCache, tokens: int) -> KVCache:
+        """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
+        caches = self.options.cache_tokens
+        target = self._cache_for(tokens)
+        while cache.capacity_tokens < target:
+            here = cache.capacity_tokens
+            longer = caches[caches.index(here) + 1]
+            cache = self._get(Bucket(kind="grow", tokens=here, cache_tokens=longer))(cache)
+        return cache
+
+    def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
+        """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""
+        cache = cache.replace(length=np.int32(at))
+        logits = None
+        position = 0
+        for chunk in plan_chunks(len(tokens), self.options.chunk_tokens):
+            graph = self._get(self._prefill_bucket(chunk, cache.capacity_tokens))
+            row, valid = _padded(tokens[position : position + chunk], chunk)
+            position += valid
+            last = np.bool_(position == len(tokens))
+            logits, cache = graph(self._params, row, np.int32(valid), last, cache)
+        assert logits is not None
+        return logits, cache
+
+    def sample(self, logits: jax.Array, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+        """The first token `[1]` of an answer, and the sampler."""
+        return self._get(Bucket(kind="sample"))(logits, sampler)
+
+    def decode(
+        self,
+        token: jax.Array,
+        cache: KVCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+    ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
+        """Up to `limit` further tokens in one dispatch (see `steps.decode_tokens`)."""
+        graph = self._get(self._decode_bucket(cache.capacity_tokens))
+        return graph(self._params, token, cache, sampler, stop_ids, np.int32(limit))
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Log-probability (natural) of each target after its token and all tokens before it."""
+        chunk = self.options.chunk_tokens[-1]
+        cache = self.start(len(tokens))
+        graph = self._get(Bucket(kind="score", tokens=chunk, cache_tokens=cache.capacity_tokens))
+        scores = []
+        for at in range(0, len(tokens), chunk):
+            row, valid = _padded(tokens[at : at + chunk], chunk)
+            goal, _ = _padded(targets[at : at + chunk], chunk)
+            out, cache = graph(self._params, row, goal, np.int32(valid), cache)
+            scores.append(np.asarray(out)[0, :valid])
+        return np.concatenate(scores)
+
+    # -- compiling them -------------------------------------------------------------------------
+
+    def _decode_bucket(self, cache: int) -> Bucket:
+        return Bucket(kind="decode", tokens=self.options.decode_block, cache_tokens=cache)
+
+    def _prefill_bucket(self, chunk: int, cache: int) -> Bucket:
+        return Bucket(kind="prefill", tokens=chunk, cache_tokens=cache)
+
+    def _cache_for(self, tokens: int) -> int:
+        """The shortest cache length with a `start` graph and room for `tokens`."""
+        for length in self.options.cache_tokens:
+            if length >= tokens and Bucket(kind="start", cache_tokens=length) in self._table:
+                return length
+        raise ContextOverflow(
+            f"{tokens} tokens do not fit; the longest cache that is ready holds "
+            f"{max((b.cache_tokens for b in self._table if b.kind == 'start'), default=0)}"
+        )
+
+    def _get(self, bucket: Bucket) -> Any:
+        graph = self._table.get(bucket)
+        if graph is None:
+            raise BucketMissing(f"{bucket} was not compiled; fill the table with it before the first request")
+        return graph
+
+    def _build(self, bucket: Bucket) -> tuple[Any, float]:
+        began = time.perf_counter()
+        compiled = self._lowered(bucket).compile()
+        return compiled, 1000 * (time.perf_counter() - began)
+
+    def _lowered(self, bucket: Bucket) -> Any:
+        cfg, dtype = self.cfg, self._dtype
+        make_cache = functools.partial(new_cache, cfg, batch=1, tokens=bucket.cache_tokens, dtype=dtype)
+        if bucket.kind == "start":
+            return jax.jit(make_cache).lower()
+        if bucket.kind == "grow":
+            short = jax.eval_shape(
+                functools.partial(new_cache, cfg, batch=1, tokens=bucket.tokens, dtype=dtype)
+            )
+            # Nothing to donate: no buffer of the short cache has the size of one of the long.
+            return jax.jit(functools.partial(grow, tokens=bucket.cache_tokens)).lower(short)
+        sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
+        if bucket.kind == "sample":
+            logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
+            return jax.jit(sample, donate_argnums=(1,)).lower(logits, sampler)
+        params, cache = _shapes(self._params), jax.eval_shape(make_cache)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
+        if bucket.kind == "prefill":
+            step = functools.partial(prefill_chunk, cfg=cfg, dtype=dtype)
+            flag = jax.ShapeDtypeStruct((), jnp.bool_)
+            return jax.jit(step, donate_argnums=(4,)).lower(params, row, scalar, flag, cache)
+        if bucket.kind == "score":
+            step = functools.partial(score_chunk, cfg=cfg, dtype=dtype)
+            return jax.jit(step, donate_argnums=(4,)).lower(params, row, row, scalar, cache)
+        step = functools.partial(decode_tokens, cfg=cfg, block=bucket.tokens, dtype=dtype)
+        token = jax.ShapeDtypeStruct((1,), jnp.int32)
+        stop_ids = jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32)
+        return jax.jit(step, donate_argnums=(2, 3)).lower(params, token, cache, sampler, stop_ids, scalar)
+
+
+def _shapes(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
+
+
+def _padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
+    """A `[1, length]` int32 row of `tokens` and zeros, and how many are real."""
+    row = np.zeros((1, length), np.int32)
+    row[0, : len(tokens)] = tokens
+    return row, len(tokens)

@@ -1,0 +1,37 @@
+"""How a prompt is cut into the chunk lengths that graphs exist for."""
+
+import functools
+from collections.abc import Sequence
+
+# What a pass over the weights costs whatever the chunk, in tokens of prefill: on a CPU one pass
+# streams all weights once, about the time of this many rows of computing.
+_PASS_TOKENS = 24
+
+
+def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
+    """Chunk lengths whose sum covers `tokens` at the least cost; only the last is padded.
+
+    The cost of a chunk of C tokens is taken as C plus a constant for its pass over the weights.
+    """
+    longest = max(lengths)
+    # All but a tail shorter than two of the longest chunks goes in longest chunks.
+    head = max(0, (tokens - longest) // longest)
+    return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Descending chunk lengths of least cost for a tail of `tokens`."""
+    best = None
+    for length in lengths:
+        rest = tokens - length
+        if rest <= 0:
+            plan = (length,)
+        else:
+            tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
+            plan = (length, *tail)
+        cost = sum(plan) + _PASS_TOKENS * len(plan)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    assert best is not None
+    return best[1]

@@ -1,0 +1,1 @@
+"""Subcommands of `jaxllm`, one module each."""

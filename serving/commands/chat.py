@@ -1,0 +1,97 @@
+"""`jaxllm chat`: a conversation in the terminal."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxllm.errors import ConfigError, ContextOverflow
+from serving.console import (
+    engine_options,
+    generation_config,
+    model_options,
+    progress_bars,
+    sampling_options,
+)
+from serving.engine import Engine
+from serving.generation import GenerationConfig, Session
+
+_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
+
+
+@click.command("chat")
+@model_options
+@click.option("--system", help="A system message to begin with.")
+@sampling_options
+def chat_command(
+    model: Path | None, weights: str | None, context_tokens: int, system: str | None, **options: Any
+) -> None:
+    """Talk with a model; only what is new is fed to it each turn."""
+    config = generation_config(options)
+    with progress_bars() as progress:
+        engine = Engine.open(
+            model, weights=weights, options=engine_options(context_tokens), progress=progress
+        )
+    if not engine.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"{engine.bundle.layout.name} has no chat template; use `jaxllm generate` for a base model"
+        )
+    click.echo(f"{engine.bundle.layout.name}. {_HELP}", err=True)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages, session = list(opening), Session()
+    while True:
+        text = _read_turn()
+        if text is None or text == "/exit":
+            return
+        if text == "/reset":
+            messages, session = list(opening), Session()
+        elif text.startswith("/"):
+            click.echo(_HELP, err=True)
+        elif text:
+            messages.append({"role": "user", "content": text})
+            messages = _answer(engine, messages, len(opening), config, session)
+
+
+def _answer(
+    engine: Engine,
+    messages: list[dict[str, str]],
+    kept: int,
+    config: GenerationConfig,
+    session: Session,
+) -> list[dict[str, str]]:
+    """Answers the last message; returns the conversation that follows, old turns dropped if need be."""
+    while True:
+        try:
+            generation = engine.chat(messages, config, session=session)
+            break
+        except ContextOverflow:
+            if len(messages) - kept <= 1:
+                raise
+            # The oldest turn makes room: a user message and its answer.
+            del messages[kept : min(kept + 2, len(messages) - 1)]
+            click.echo("(the oldest turn was dropped: the context is full)", err=True)
+    try:
+        for piece in generation:
+            click.echo(piece, nl=False)
+    except KeyboardInterrupt:
+        generation.close()
+    click.echo()
+    return [*messages, {"role": "assistant", "content": generation.text}]
+
+
+def _read_turn() -> str | None:
+    """One line from the user; None at the end of input."""
+    if sys.stdin.isatty():
+        try:
+            return input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            click.echo()
+            return None
+    raw = sys.stdin.buffer.readline()
+    if not raw:
+        return None
+    try:
+        return raw.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ConfigError("standard input is not UTF-8; convert it first") from error

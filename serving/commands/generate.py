@@ -1,0 +1,73 @@
+"""`jaxllm generate`: continue a prompt."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from serving.console import (
+    engine_options,
+    generation_config,
+    model_options,
+    print_json,
+    progress_bars,
+    read_text,
+    sampling_options,
+)
+from serving.engine import Engine
+from serving.generation import Generation
+
+
+@click.command("generate")
+@model_options
+@click.option("-p", "--prompt", help="Text to continue. [default: read standard input]")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
+@sampling_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
+def generate_command(
+    model: Path | None,
+    weights: str | None,
+    context_tokens: int,
+    prompt: str | None,
+    prompt_file: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue a prompt with a model, streaming the text."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give --prompt or --prompt-file, not both")
+    config = generation_config(options)
+    text = read_text(prompt_file) if prompt is None else prompt
+    with progress_bars() as progress:
+        engine = Engine.open(
+            model, weights=weights, options=engine_options(context_tokens), warm_up=False, progress=progress
+        )  # fmt: skip
+        generation = engine.stream(text, config)
+        # One request needs few graphs; compiling all of them would only delay its answer.
+        engine.warm_up(
+            prompt_tokens=generation.prompt_tokens, max_tokens=config.max_tokens, progress=progress
+        )
+    if as_json:
+        print_json(summary(generation.result()))
+        return
+    for piece in generation:
+        click.echo(piece, nl=False)
+    click.echo()
+
+
+def summary(generation: Generation) -> dict[str, Any]:
+    """A finished answer as programs read it."""
+    tokens, timings = len(generation.tokens), generation.timings
+    tpot_ms = timings.tpot_ms(tokens)
+    return {
+        "text": generation.text,
+        "finish_reason": generation.finish_reason,
+        "stop_string": generation.stop_string,
+        "prompt_tokens": generation.prompt_tokens,
+        "reused_tokens": generation.reused_tokens,
+        "completion_tokens": tokens,
+        "seed": generation.seed,
+        "ttft_ms": round(timings.ttft_ms, 3),
+        "tpot_ms": round(tpot_ms, 3),
+        "decode_tokens_per_s": round(1000 / tpot_ms, 1) if tpot_ms else None,
+    }

@@ -1,0 +1,47 @@
+"""`jaxllm info`: what a bundle holds, and whether it is whole."""
+
+import dataclasses
+from pathlib import Path
+
+import click
+import jax
+from rich.console import Console
+from rich.table import Table
+
+import jaxllm
+from jaxllm.bundle import Bundle
+from jaxllm.models.decoder import parameter_count
+from serving.console import print_json
+from serving.models import default_bundle
+
+
+@click.command("info")
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
+    """Describe a BUNDLE (default: the packaged model) and the device."""
+    path = bundle or default_bundle()
+    with Bundle.open(path) as opened:
+        if verify:
+            opened.verify()
+        facts = {
+            "model": opened.layout.name,
+            "weights": opened.layout.weights,
+            "parameters": parameter_count(opened.cfg),
+            "file_bytes": path.stat().st_size,
+            "fingerprint": opened.fingerprint,
+            "verified": verify,
+            "config": dataclasses.asdict(opened.cfg),
+            "jaxllm": jaxllm.__version__,
+            "jax": jax.__version__,
+            "device": str(jax.devices()[0].device_kind),
+        }
+    if as_json:
+        print_json(facts)
+        return
+    table = Table(show_header=False, box=None)
+    config = facts.pop("config")
+    for key, value in [*facts.items(), *config.items()]:
+        table.add_row(key, str(value))
+    Console().print(table)

@@ -1,0 +1,31 @@
+"""`jaxllm prepare`: a Hugging Face folder becomes a bundle."""
+
+from pathlib import Path
+
+import click
+
+from jaxllm.bundle import WEIGHT_FORMATS, Bundle
+from jaxllm.prepare import prepare
+from serving.console import progress_bars
+
+
+@click.command("prepare")
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@click.option(
+    "--weights", type=click.Choice(WEIGHT_FORMATS), help="Weight width. [default: the checkpoint's own]"
+)
+@click.option(
+    "--ignore-config-key",
+    "ignore_keys",
+    multiple=True,
+    metavar="KEY",
+    help="Ignore a config.json key that jaxllm does not know. Repeatable.",
+)
+def prepare_command(folder: Path, output: Path, weights: str | None, ignore_keys: tuple[str, ...]) -> None:
+    """Write the model in a Hugging Face FOLDER as one bundle file."""
+    with progress_bars() as progress:
+        prepare(folder, output, weights=weights, ignore_keys=ignore_keys, progress=progress)
+    with Bundle.open(output) as bundle:
+        size_mb = output.stat().st_size / 1e6
+        click.echo(f"{output}: {bundle.layout.name}, {bundle.layout.weights} weights, {size_mb:.1f} MB")

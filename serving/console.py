@@ -1,0 +1,154 @@
+"""What commands share: options, input text, progress bars and JSON output."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxllm.bundle import WEIGHT_FORMATS
+from jaxllm.errors import ConfigError
+from jaxllm.sampling import Sampling
+from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
+from serving.options import EngineOptions
+
+ProgressCallback = Callable[[str, int, int], None]
+MAX_INPUT_BYTES = 64 << 20
+
+_STAGES = {
+    "prepare": "Preparing weights",
+    "load": "Loading weights",
+    "compile": "Compiling graphs",
+    "score": "Scoring tokens",
+}
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--model, --weights and --context."""
+    for option in (
+        click.option(
+            "--context",
+            "context_tokens",
+            type=int,
+            default=0,
+            metavar="TOKENS",
+            help="Most tokens of prompt and answer together. [default: the model's window, up to 2048]",
+        ),
+        click.option(
+            "--weights",
+            type=click.Choice(WEIGHT_FORMATS),
+            help="Weight width for a Hugging Face folder. [default: the checkpoint's own]",
+        ),
+        click.option(
+            "-m",
+            "--model",
+            type=click.Path(path_type=Path),
+            help="A bundle or a Hugging Face model folder. [default: the packaged model]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Length, stops and sampling of an answer; read them back with `generation_config`."""
+    for option in (
+        click.option("--seed", type=int, help="Seed of the draw. [default: a new one each time]"),
+        click.option(
+            "--logit-bias",
+            multiple=True,
+            metavar="ID=VALUE",
+            help="Add VALUE to the logit of token ID. Repeatable.",
+        ),
+        click.option("--frequency-penalty", type=float, default=0.0, show_default=True),
+        click.option("--presence-penalty", type=float, default=0.0, show_default=True),
+        click.option("--repetition-penalty", type=float, default=1.0, show_default=True),
+        click.option("--min-p", type=float, default=0.0, help="Drop tokens below this share of the best."),
+        click.option("--top-p", type=float, default=1.0, help="Keep the most likely tokens up to this mass."),
+        click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens."),
+        click.option("-t", "--temperature", type=float, default=0.0, help="0 is greedy. [default: 0]"),
+        click.option("--ignore-eos", is_flag=True, help="Go on past the model's end token."),
+        click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT. Repeatable."),
+        click.option("-n", "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True),
+    ):
+        command = option(command)
+    return command
+
+
+def generation_config(options: dict[str, Any]) -> GenerationConfig:
+    """Takes the values of `sampling_options` out of `options`.
+
+    Raises:
+      ConfigError: a value is out of its domain.
+    """
+    bias = tuple(_bias(pair) for pair in options.pop("logit_bias"))
+    length = {name: options.pop(name) for name in ("max_tokens", "ignore_eos")}
+    stop = tuple(options.pop("stop"))
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    sampling = Sampling(logit_bias=bias, **{name: options.pop(name) for name in (*names, *penalties)})
+    return GenerationConfig(stop=stop, sampling=sampling, **length)
+
+
+def engine_options(context_tokens: int) -> EngineOptions:
+    """Engine options from the command line."""
+    return EngineOptions(context_tokens=context_tokens)
+
+
+def read_text(path: Path | None) -> str:
+    """The UTF-8 text of a file, or of standard input for None or "-".
+
+    Raises:
+      ConfigError: it cannot be read, is too large, or is not UTF-8.
+    """
+    source = "standard input" if path is None or str(path) == "-" else str(path)
+    try:
+        if source == "standard input":
+            raw = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
+        else:
+            with Path(source).open("rb") as file:
+                raw = file.read(MAX_INPUT_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read ({error.strerror})") from error
+    if len(raw) > MAX_INPUT_BYTES:
+        raise ConfigError(f"{source}: more than {MAX_INPUT_BYTES >> 20} MiB of text; give less")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{source}: not UTF-8 (byte {raw[error.start]:#04x} at offset {error.start}); convert it first"
+        ) from error
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    click.echo(json.dumps(value, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[ProgressCallback]:
+    """A callback (stage, done, total) that draws a bar per stage on stderr, gone when done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield update
+
+
+def _bias(pair: str) -> tuple[int, float]:
+    token, _, value = pair.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ConfigError(f"--logit-bias takes ID=VALUE, such as 42=-5, got {pair!r}") from None

@@ -1,0 +1,135 @@
+"""The engine: a bundle's parameters, its graphs and its tokenizer, answering one request at a time."""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.tokenizer import Tokenizer
+from serving.buckets import BucketTable, Progress
+from serving.generation import Generation, GenerationConfig, Session
+from serving.models import open_model
+from serving.options import EngineOptions
+
+Message = Mapping[str, str]
+
+
+class Engine:
+    """Answers requests with one model. Not thread-safe: one answer at a time.
+
+    Attributes:
+      bundle: the open model file.
+      cfg: the model's config.
+      options: resolved options.
+      tokenizer: the model's tokenizer.
+      table: the compiled graphs.
+      load_ms: time to open the bundle and place its weights.
+    """
+
+    def __init__(
+        self, bundle: Bundle, options: EngineOptions | None = None, progress: Progress | None = None
+    ) -> None:
+        began = time.perf_counter()
+        self.bundle = bundle
+        self.cfg: ModelConfig = bundle.cfg
+        self.options = (options or EngineOptions()).resolve(bundle.cfg)
+        self.tokenizer = Tokenizer(bundle.tokenizer_files())
+        total, done = bundle.weight_bytes, 0
+
+        def on_segment(_: str, size: int) -> None:
+            nonlocal done
+            done = min(total, done + size)
+            if progress is not None:
+                progress("load", done, total)
+
+        params = bundle.load(on_segment=on_segment)
+        self.table = BucketTable(bundle.cfg, params, self.options)
+        self.load_ms = 1000 * (time.perf_counter() - began)
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | None = None,
+        *,
+        weights: WeightFormat | None = None,
+        options: EngineOptions | None = None,
+        warm_up: bool = True,
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Opens a model and compiles its graphs.
+
+        Args:
+          model: a bundle, a Hugging Face folder (prepared on the fly and cached), or None for the
+            model inside the package.
+          weights: width for a folder's weights; None keeps the checkpoint's own.
+          options: shapes of graphs and caches.
+          warm_up: compile every graph now; else call `warm_up` before the first request.
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: the model cannot be opened, or the options do not fit it.
+        """
+        bundle = open_model(model, weights=weights, progress=progress)
+        engine = cls(bundle, options, progress)
+        if warm_up:
+            engine.warm_up(progress=progress)
+        return engine
+
+    def warm_up(
+        self,
+        *,
+        prompt_tokens: int | None = None,
+        max_tokens: int = 0,
+        progress: Progress | None = None,
+    ) -> None:
+        """Compiles all graphs, or only those that one request of the given size needs."""
+        if prompt_tokens is None:
+            self.table.fill(self.table.all_buckets(), progress)
+        elif 0 < prompt_tokens <= self.options.context_tokens:
+            self.table.fill(self.table.request_buckets(prompt_tokens, max_tokens), progress)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        session: Session | None = None,
+    ) -> Generation:
+        """Answers a prompt: text (special tokens are added) or token ids.
+
+        Args:
+          prompt: what the model continues.
+          config: length, stops and sampling of the answer.
+          session: a conversation whose cache is used and extended.
+
+        Raises:
+          ConfigError, ContextOverflow: the prompt is empty, malformed or too long.
+        """
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ConfigError("the prompt is empty; give it at least one character")
+            prompt = self.tokenizer.encode(prompt)
+        config = config or GenerationConfig()
+        seed = config.sampling.seed
+        seed = secrets.randbits(64) if seed is None else seed
+        session = Session() if session is None else session
+        return Generation(self.table, self.tokenizer, session, prompt, config, seed)
+
+    def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
+        """`stream`, run to the end."""
+        return self.stream(prompt, config).result()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        config: GenerationConfig | None = None,
+        *,
+        session: Session | None = None,
+    ) -> Generation:
+        """Answers a conversation of {"role", "content"} messages through the model's chat template."""
+        prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
+        return self.stream(prompt, config, session=session)

@@ -1,0 +1,76 @@
+"""Perplexity of a text under an engine's model."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jaxllm.errors import ConfigError
+from serving.buckets import Progress
+from serving.engine import Engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts a text.
+
+    Attributes:
+      perplexity: exp of the mean negative log-likelihood per predicted token.
+      bits_per_byte: comparable between tokenizers.
+      tokens: predicted tokens (the first of each document is given, not predicted).
+      documents: number of documents.
+      window_tokens: context that a prediction had at most.
+    """
+
+    perplexity: float
+    bits_per_byte: float
+    tokens: int
+    documents: int
+    window_tokens: int
+
+
+def perplexity(
+    engine: Engine,
+    documents: Sequence[str],
+    *,
+    window_tokens: int = 0,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Perplexity over `documents`, each cut into windows that do not overlap.
+
+    Within a window a token is predicted from all tokens before it; every token but a document's first
+    is predicted once. The tokenizer's own special tokens (a BOS) start each document.
+
+    Args:
+      engine: the model.
+      documents: texts, scored apart.
+      window_tokens: window length; 0 takes the engine's context.
+      progress: called with ("score", tokens done, tokens in all).
+
+    Raises:
+      ConfigError: the window does not fit, or nothing is left to predict.
+    """
+    window = window_tokens or engine.options.context_tokens
+    if not 1 <= window <= engine.options.context_tokens:
+        raise ConfigError(f"the window must be in [1, {engine.options.context_tokens}] tokens, got {window}")
+    encoded = [engine.tokenizer.encode(text) for text in documents]
+    total = sum(max(0, len(ids) - 1) for ids in encoded)
+    if total == 0:
+        raise ConfigError("the text holds no token to predict; give a longer one")
+    engine.table.fill(engine.table.score_buckets(window), progress)
+    loss, done = 0.0, 0
+    for ids in encoded:
+        for at in range(0, len(ids) - 1, window):
+            targets = ids[at + 1 : at + window + 1]
+            scores = engine.table.score(ids[at : at + len(targets)], targets)
+            loss -= float(scores.sum(dtype="float64"))
+            done += len(targets)
+            if progress is not None:
+                progress("score", done, total)
+    size_bytes = sum(len(text.encode()) for text in documents)
+    return Perplexity(
+        perplexity=math.exp(loss / total),
+        bits_per_byte=loss / math.log(2) / size_bytes,
+        tokens=total,
+        documents=len(encoded),
+        window_tokens=window,
+    )

@@ -1,0 +1,238 @@
+"""One answer: prefill, first token, then blocks of tokens, as a stream of text.
+
+`Session` holds the tokens whose keys and values are in a cache, so that a next turn feeds only what is
+new. `Generation` drives one request and can be stopped between any two dispatches.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.kv.cache import KVCache
+from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.tokenizer import Tokenizer
+from serving.buckets import MAX_STOP_IDS, BucketTable
+from serving.text import TextStream
+
+# A dispatch decodes as many tokens as fit this time, so that text flows, a cancel is obeyed soon, and
+# little is thrown away behind a stop string; a small model still gets whole blocks.
+_DISPATCH_MS = 50.0
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """What one answer should be.
+
+    Attributes:
+      max_tokens: most tokens of the answer.
+      stop: strings that end it; they are not part of the text.
+      stop_token_ids: tokens that end it besides the model's own end tokens.
+      ignore_eos: go on past the model's end tokens.
+      sampling: how tokens are chosen.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
+        """The stop tokens as the graphs take them, padded with -1."""
+        ids = sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)})
+        if len(ids) > MAX_STOP_IDS:
+            raise ConfigError(f"{len(ids)} stop tokens; at most {MAX_STOP_IDS} are supported")
+        return np.array(ids + [-1] * (MAX_STOP_IDS - len(ids)), np.int32)
+
+
+@dataclasses.dataclass
+class Session:
+    """A conversation's cache. `tokens` are those whose keys and values `cache` holds."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    cache: KVCache | None = None
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self.tokens, self.cache = [], None
+
+
+@dataclasses.dataclass
+class Timings:
+    """Of one answer, in milliseconds from the moment it was asked for."""
+
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+    def tpot_ms(self, tokens: int) -> float:
+        """Time per output token after the first."""
+        return (self.total_ms - self.ttft_ms) / (tokens - 1) if tokens > 1 else 0.0
+
+
+class Generation(Iterator[str]):
+    """An answer as it comes: iterate for pieces of text, then read the rest.
+
+    Attributes:
+      prompt_tokens: number of tokens of the prompt.
+      reused_tokens: how many of them were in the session's cache already.
+      tokens: ids of the answer so far, a stop token included.
+      text: the answer so far.
+      finish_reason: "stop" (end token or stop string), "length" (max_tokens or the window), or None
+        while running or when closed early.
+      stop_string: the stop string that ended it, if one did.
+      seed: of the draw; give it in `Sampling` to get the same answer again.
+      timings: see `Timings`.
+    """
+
+    def __init__(
+        self,
+        table: BucketTable,
+        tokenizer: Tokenizer,
+        session: Session,
+        prompt: Sequence[int],
+        config: GenerationConfig,
+        seed: int,
+    ) -> None:
+        _check_prompt(prompt, table)
+        self.prompt_tokens = len(prompt)
+        self.reused_tokens = 0
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.stop_string: str | None = None
+        self.seed = seed
+        self.timings = Timings()
+        self._table, self._session, self._config = table, session, config
+        self._stream = TextStream(tokenizer, config.stop)
+        self._stop_ids = config.stop_ids(tokenizer.eos_ids)
+        self._sampler = sampler_state(config.sampling, prompt, table.cfg.vocab_size, seed)
+        self._pieces = self._run(list(prompt))
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """Stops; what was decoded so far stays in the session."""
+        self._pieces.close()
+
+    def result(self) -> "Generation":
+        """Runs to the end and returns itself."""
+        for _ in self:
+            pass
+        return self
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def _run(self, prompt: list[int]) -> Iterator[str]:
+        began = time.perf_counter()
+        token = self._prefill(prompt)
+        # Reading the token waits for the device: this is the first moment that a user could see it.
+        blocks = [int(np.asarray(token)[0])]
+        self.timings.ttft_ms = self._elapsed_ms(began)
+        pace = 1
+        while True:
+            piece = self._take(blocks)
+            self.timings.total_ms = self._elapsed_ms(began)
+            if piece:
+                self.text += piece
+                yield piece
+            limit = min(pace, self._table.options.decode_block, self._remaining(len(prompt)))
+            if self.finish_reason is None and limit <= 0:
+                self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+            dispatched = time.perf_counter()
+            token, blocks = self._decode(token, limit)
+            spent_ms = 1000 * (time.perf_counter() - dispatched)
+            pace = max(1, int(_DISPATCH_MS * len(blocks) / max(spent_ms, 1e-3)))
+        piece = self._stream.flush()
+        self.stop_string = self._stream.matched
+        self.timings.total_ms = self._elapsed_ms(began)
+        if piece:
+            self.text += piece
+            yield piece
+
+    def _prefill(self, prompt: list[int]) -> jax.Array:
+        """Feeds what the session lacks of the prompt; returns the first token, on the device."""
+        session, table = self._session, self._table
+        # The last token is always fed: its logits are what we are after.
+        self.reused_tokens = min(_common_prefix(session.tokens, prompt), len(prompt) - 1)
+        cache, session.cache, session.tokens = session.cache, None, []
+        if cache is None:
+            cache = table.start(len(prompt))
+        cache = table.make_room(cache, len(prompt))
+        logits, cache = table.prefill(cache, prompt[self.reused_tokens :], self.reused_tokens)
+        session.cache, session.tokens = cache, list(prompt)
+        token, self._sampler = table.sample(logits, self._sampler)
+        return token
+
+    def _decode(self, token: jax.Array, limit: int) -> tuple[jax.Array, list[int]]:
+        """Decodes up to `limit` tokens: the last one as the graphs take it, and all of them."""
+        session, table = self._session, self._table
+        fed = len(session.tokens)
+        pending = self.tokens[-1]
+        cache, session.cache = session.cache, None
+        assert cache is not None
+        cache = table.make_room(cache, fed + limit)
+        rows, count, cache, self._sampler = table.decode(token, cache, self._sampler, self._stop_ids, limit)
+        block = np.asarray(rows)[0, : int(count)].tolist()
+        session.cache = cache
+        session.tokens += [pending, *block[:-1]]
+        return np.array(block[-1:], np.int32), block
+
+    def _take(self, block: list[int]) -> str:
+        """Adds a block to the answer, up to where it stops; returns the new text."""
+        stops = set(self._stop_ids.tolist())
+        visible = next((i for i, token in enumerate(block) if token in stops), len(block))
+        piece = self._stream.push(block[:visible])
+        if self._stream.stopped:
+            self.finish_reason = "stop"
+            block = block[: self._stream.consumed_tokens - len(self.tokens)]
+        elif visible < len(block):
+            self.finish_reason = "stop"
+            block = block[: visible + 1]
+        self.tokens += block
+        # What was decoded behind the stop is not part of the conversation.
+        del self._session.tokens[self.prompt_tokens + len(self.tokens) :]
+        return piece
+
+    def _remaining(self, prompt_tokens: int) -> int:
+        """Tokens that may still be decoded: of the request, and of the window."""
+        asked = self._config.max_tokens - len(self.tokens)
+        room = self._table.options.context_tokens - prompt_tokens - len(self.tokens) + 1
+        return min(asked, room)
+
+    @staticmethod
+    def _elapsed_ms(began: float) -> float:
+        return 1000 * (time.perf_counter() - began)
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _check_prompt(prompt: Sequence[int], table: BucketTable) -> None:
+    window, vocab = table.options.context_tokens, table.cfg.vocab_size
+    if not prompt:
+        raise ConfigError("the prompt is empty; give it at least one token of text")
+    if len(prompt) > window:
+        raise ContextOverflow(
+            f"the prompt has {len(prompt)} tokens, the context holds {window} (the model's window is "
+            f"{table.cfg.window_tokens}); shorten it or open the engine with more context_tokens"
+        )
+    worst = max(prompt) if min(prompt) >= 0 else min(prompt)
+    if not 0 <= worst < vocab:
+        raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")

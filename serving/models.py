@@ -1,0 +1,102 @@
+"""From what a user names to an open bundle: the packaged model, a bundle, or a Hugging Face folder.
+
+A folder is prepared once and kept in the user's cache directory, keyed by what it holds; a changed
+folder is prepared again. Nothing is downloaded.
+"""
+
+import contextlib
+import hashlib
+import importlib.resources
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import platformdirs
+
+from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
+from jaxllm.errors import BundleError, CheckpointError
+from jaxllm.prepare import prepare, weight_format_of
+
+Progress = Callable[[str, int, int], None]
+
+# Changes whenever preparing the same folder would write another bundle.
+_CACHE_KEY_VERSION = "1"
+
+
+def open_model(
+    model: str | Path | None,
+    *,
+    weights: WeightFormat | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Opens `model` (see `Engine.open`).
+
+    Raises:
+      CheckpointError: there is no such model, or it cannot be read or prepared.
+    """
+    if model is None:
+        return Bundle.open(default_bundle())
+    path = Path(model)
+    if path.is_dir():
+        return _open_folder(path, weights, progress)
+    if not path.exists():
+        raise CheckpointError(
+            f"{path}: no such file or folder; give a bundle made by `jaxllm prepare` or a Hugging Face "
+            "model folder"
+        )
+    bundle = Bundle.open(path)
+    if weights not in (None, bundle.layout.weights):
+        raise CheckpointError(
+            f"{path} holds {bundle.layout.weights} weights, not {weights}; prepare the original folder "
+            f"again with --weights {weights}"
+        )
+    return bundle
+
+
+def default_bundle() -> Path:
+    """Path of the model that ships with the package."""
+    return Path(str(importlib.resources.files("jaxllm") / "assets" / f"default{SUFFIX}"))
+
+
+def cache_folder() -> Path:
+    """Where prepared folders are kept: $JAXLLM_CACHE, else the platform's cache directory."""
+    return Path(os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm"))
+
+
+def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
+    weights = weights or weight_format_of(folder)
+    place = cache_folder() / "bundles" / _digest([str(folder.resolve())]) / weights
+    cached = place / f"{_content_key(folder)}{SUFFIX}"
+    if cached.exists():
+        # A cache that went bad is not the user's problem: prepare it again.
+        with contextlib.suppress(BundleError):
+            bundle = Bundle.open(cached)
+            bundle.verify()
+            return bundle
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{place}: cannot be created ({error.strerror}); set JAXLLM_CACHE to a writable folder, or "
+            "use `jaxllm prepare`"
+        ) from error
+    prepare(folder, cached, weights=weights, progress=progress)
+    for older in place.glob(f"*{SUFFIX}"):
+        # What the folder held before; a process that still maps it keeps its pages.
+        if older != cached:
+            older.unlink(missing_ok=True)
+    return Bundle.open(cached)
+
+
+def _content_key(folder: Path) -> str:
+    """Names what a folder holds by name, size and time of each file that may matter."""
+    parts = [_CACHE_KEY_VERSION]
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".jinja", ".safetensors", ".model", ".txt") and path.is_file():
+            stat = path.stat()
+            parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
+    return _digest(parts)
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -1,0 +1,283 @@
+"""Tokenizers of Hugging Face folders, as published models lay them out."""
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxllm.checkpoints import tokenizer_folder
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
+from jaxllm.errors import CheckpointError
+from jaxllm.tokenizer import Tokenizer, TokenizerFiles
+
+DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
+
+
+def library_tokenizer() -> tokenizers.Tokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>", "<|eot|>"])  # 256, 257, 258
+    return tokenizer
+
+
+TEXT = library_tokenizer().to_str()
+
+
+def write(folder: Path, **contents: Any) -> Path:
+    """Write `name__ext=value` as the file name.ext, in JSON unless it is text."""
+    for name, content in contents.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_a_lone_tokenizer(tmp_path: Path) -> None:
+    files = read_tokenizer(write(tmp_path, tokenizer__json=TEXT))
+    assert files == TokenizerFiles(tokenizer_json=TEXT)
+
+
+def test_a_whole_folder(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        tokenizer__json=TEXT,
+        tokenizer_config__json={
+            "bos_token": "<s>",
+            "eos_token": {"__type": "AddedToken", "content": "<|eot|>", "lstrip": False},
+            "pad_token": None,
+            "add_bos_token": True,
+            "chat_template": "{{ messages }}",
+        },
+        special_tokens_map__json={"eos_token": "</s>", "unk_token": {"content": "<unk>"}},
+        generation_config__json={"eos_token_id": [260, 258], "bos_token_id": 1},
+        config__json={"eos_token_id": 257, "bos_token_id": 2},
+    )
+    assert read_tokenizer(tmp_path) == TokenizerFiles(
+        tokenizer_json=TEXT,
+        chat_template="{{ messages }}",
+        special={"bos_token": "<s>", "eos_token": "<|eot|>", "unk_token": "<unk>"},
+        eos_ids=(260, 258, 257),
+        bos_id=256,
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "named", "expected"),
+    [
+        ({}, {}, None, ()),
+        ({}, {}, "</s>", (257,)),
+        ({}, {}, "<not in the vocabulary>", ()),
+        ({"eos_token_id": 1}, {}, "</s>", (1, 257)),
+        ({"eos_token_id": None}, {"eos_token_id": [3, 1]}, None, (3, 1)),
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": [2, 3]}, "</s>", (1, 2, 3, 257)),
+        ({"eos_token_id": -1}, {"eos_token_id": 257}, "</s>", (257,)),
+    ],
+)
+def test_ends_of_an_answer(
+    tmp_path: Path, generation: Any, config: Any, named: str | None, expected: tuple[int, ...]
+) -> None:
+    write(
+        tmp_path,
+        tokenizer__json=TEXT,
+        generation_config__json=generation,
+        config__json=config,
+        tokenizer_config__json={"eos_token": named},
+    )
+    assert read_tokenizer(tmp_path).eos_ids == expected
+
+
+def test_the_begin_token_of_a_config(tmp_path: Path) -> None:
+    write(tmp_path, tokenizer__json=TEXT, config__json={"bos_token_id": 7})
+    assert read_tokenizer(tmp_path).bos_id == 7
+
+
+NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [
+        ({"tokenizer_config__json": {"chat_template": "a"}}, "a"),
+        ({"tokenizer_config__json": {"chat_template": NAMED}}, "plain"),
+        ({"tokenizer_config__json": {"chat_template": NAMED[:1]}}, "tools"),
+        ({"chat_template__json": {"chat_template": "b"}}, "b"),
+        ({"chat_template__json": {"chat_template": NAMED}}, "plain"),
+        ({"chat_template__jinja": "c\n"}, "c\n"),
+        ({"tokenizer_config__json": {"chat_template": "a"}, "chat_template__jinja": "c"}, "c"),
+        (
+            {
+                "tokenizer_config__json": {"chat_template": "a"},
+                "chat_template__json": {"chat_template": "b"},
+            },
+            "a",
+        ),
+    ],
+)
+def test_chat_templates(tmp_path: Path, contents: dict[str, Any], expected: str) -> None:
+    assert read_tokenizer(write(tmp_path, tokenizer__json=TEXT, **contents)).chat_template == expected
+
+
+@pytest.mark.parametrize(
+    ("contents", "reason"),
+    [
+        ({"tokenizer__json": "{"}, "malformed tokenizer.json"),
+        ({"tokenizer__json": "{}"}, "malformed tokenizer.json"),
+        ({"config__json": "{"}, "config.json is not valid JSON"),
+        ({"config__json": "[" * 100_000}, "config.json is not valid JSON"),
+        ({"config__json": [1]}, "config.json must hold a JSON object, got list"),
+        ({"config__json": {"eos_token_id": "2"}}, "eos_token_id must be a token id or a list, got '2'"),
+        ({"config__json": {"eos_token_id": [True]}}, "eos_token_id must be a token id"),
+        ({"config__json": {"eos_token_id": 1 << 40}}, "eos_ids must be token ids"),
+        ({"generation_config__json": {"bos_token_id": 1.5}}, "bos_token_id must be a token id"),
+        ({"tokenizer_config__json": {"eos_token": 5}}, "eos_token must be text or have a content, got 5"),
+        ({"special_tokens_map__json": {"bos_token": ["<s>"]}}, "bos_token must be text"),
+        ({"tokenizer_config__json": {"chat_template": 5}}, "chat_template must be text or a list"),
+        ({"tokenizer_config__json": {"chat_template": [{"name": "x"}]}}, "chat_template must be text or"),
+        (
+            {"tokenizer_config__json": {"chat_template": [{"name": "default", "template": 1}]}},
+            "chat_template must be text or null",
+        ),
+        (
+            {"tokenizer_config__json": {"chat_template": [NAMED[0], {"name": "b", "template": "x"}]}},
+            r"\['b', 'tool_use'\] and none named 'default'",
+        ),
+    ],
+)
+def test_malformed_folders(tmp_path: Path, contents: dict[str, Any], reason: str) -> None:
+    write(tmp_path, **{"tokenizer__json": TEXT, **contents})
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        read_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        read_tokenizer(tmp_path / "absent")
+    write(tmp_path, tokenizer__json=TEXT)
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"config.json is not UTF-8 text \(byte 0\)"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config.json is not a file"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "config.json").unlink()
+    monkeypatch.setattr(tokenizer_folder, "MAX_FILE_BYTES", len(TEXT.encode()) - 1)
+    with pytest.raises(CheckpointError, match=r"tokenizer.json is larger than"):
+        read_tokenizer(tmp_path)
+
+
+# Folders without tokenizer.json.
+
+
+def write_vocabulary(folder: Path) -> Path:
+    """GPT-2's files: what is left of a tokenizer saved by an old library."""
+    library_tokenizer().model.save(str(folder))
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    vocabulary["<|endoftext|>"] = len(vocabulary)
+    return write(folder, vocab__json=vocabulary, config__json={"model_type": "gpt2"})
+
+
+def test_a_vocabulary_is_converted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    files = read_tokenizer(write_vocabulary(tmp_path))
+    tokenizer = Tokenizer(files)
+    assert tokenizer.encode("héllo") == library_tokenizer().encode("héllo").ids
+    assert tokenizer.decode(tokenizer.encode("héllo")) == "héllo"
+    assert files.special["eos_token"] == "<|endoftext|>"
+    assert files.eos_ids == (256,)
+
+
+def test_no_vocabulary_at_all(tmp_path: Path) -> None:
+    """Transformers would make an empty tokenizer from the model type alone."""
+    write(tmp_path, config__json={"model_type": "llama"})
+    with pytest.raises(CheckpointError, match=r"no tokenizer.json, nor a vocabulary"):
+        read_tokenizer(tmp_path)
+
+
+def test_a_vocabulary_that_cannot_be_converted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    write(write_vocabulary(tmp_path), vocab__json="{broken")
+    with pytest.raises(CheckpointError, match=r"cannot convert the tokenizer in [^\n]*$"):
+        read_tokenizer(tmp_path)
+
+
+def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_vocabulary(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(CheckpointError, match=r"run: pip install 'jaxllm\[convert\]'"):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_code_in_the_folder_is_never_run(tmp_path: Path, ready: bool) -> None:
+    pytest.importorskip("transformers")
+    write_vocabulary(tmp_path)
+    ran = tmp_path / "ran"
+    write(
+        tmp_path,
+        custom__py=f"open({str(ran)!r}, 'w')\nclass Custom: pass\n",
+        tokenizer_config__json={
+            "auto_map": {"AutoTokenizer": ["custom.Custom", "custom.Custom"]},
+            "tokenizer_class": "Custom",
+        },
+    )
+    if ready:
+        write(tmp_path, tokenizer__json=TEXT)
+        assert read_tokenizer(tmp_path).tokenizer_json == TEXT
+    else:
+        with pytest.raises(CheckpointError, match="cannot convert"):
+            read_tokenizer(tmp_path)
+    assert not ran.exists()
+
+
+# Writing.
+
+FILES = TokenizerFiles(
+    tokenizer_json=TEXT,
+    chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}é\r\n{% endfor %}",
+    special={"bos_token": "<s>", "eos_token": "</s>"},
+    eos_ids=(257,),
+    bos_id=256,
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "new/folder", FILES)
+    again = read_tokenizer(tmp_path / "new/folder")
+    assert again.chat_template == FILES.chat_template
+    assert again == FILES
+
+
+def test_a_template_of_an_earlier_model_is_removed(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, FILES)
+    write_tokenizer(tmp_path, dataclasses.replace(FILES, chat_template=None))
+    assert read_tokenizer(tmp_path).chat_template is None
+
+
+def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path, FILES)
+    peer = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    tokenizer = Tokenizer(FILES)
+    assert peer.encode("héllo  世") == tokenizer.encode("héllo  世")
+    assert (peer.bos_token_id, peer.eos_token_id) == (256, 257)
+    chat = [{"role": "user", "content": "Hi"}]
+    assert peer.apply_chat_template(chat, tokenize=False) == tokenizer.render_chat(chat)
+
+
+@pytest.mark.parametrize("name", ["stories260K", "llama2xs"])
+def test_a_published_model(name: str) -> None:
+    folder = DATA / "models" / name
+    if not folder.exists():
+        pytest.skip(f"no {folder}; set JAXLLM_DATA")
+    files = read_tokenizer(folder)
+    assert files.special == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    assert (files.bos_id, files.eos_ids, files.chat_template) == (1, (2,), None)

@@ -1,0 +1,36 @@
+"""Settings of the whole suite: strict dtype promotion, one small thread pool, shared data paths."""
+
+import os
+from pathlib import Path
+
+# Before JAX is imported anywhere.
+os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared folders go to a directory of this run, never to the user's."""
+    folder = tmp_path_factory.getbasetemp() / "jaxllm-cache"
+    monkeypatch.setenv("JAXLLM_CACHE", str(folder))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Real models and texts; tests that need them skip where they are missing."""
+    folder = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("real data is not here; set JAXLLM_DATA to its folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stories_folder(data_dir: Path) -> Path:
+    """The real stories260K model as a Hugging Face folder."""
+    folder = data_dir / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is missing")
+    return folder

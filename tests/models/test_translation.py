@@ -1,0 +1,245 @@
+"""config.json of every architecture: defaults, both spellings of the rotary keys, unknown keys, refusals."""
+
+import copy
+import json
+
+import pytest
+
+from jaxllm.config import RopeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models import ARCHITECTURES, architecture
+
+
+def translate(config, **how):
+    return architecture(config["model_type"]).config_from_hf(config, **how)
+
+
+def refused(config, *parts, **how):
+    with pytest.raises(ConfigError) as caught:
+        translate(config, **how)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+def llama(**keys):
+    return {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, **keys}
+
+
+# Registry
+
+
+def test_unknown_model_type_lists_what_is_supported():
+    with pytest.raises(ConfigError, match=r"'bert' is not supported.*llama.*qwen3"):
+        architecture("bert")
+    with pytest.raises(ConfigError, match="None is not supported"):
+        architecture(None)
+
+
+def test_multimodal_gemma3_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"'gemma3' is not supported.*gemma3_text"):
+        architecture("gemma3")
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_empty_config_is_the_class_default(model_type):
+    """What a config leaves out is what transformers' class says."""
+    transformers = pytest.importorskip("transformers")
+    config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]
+    spelled_out = json.loads(json.dumps(config_class().to_dict()))
+    assert translate({"model_type": model_type}) == translate(spelled_out)
+
+
+# Unknown keys
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_unknown_key_is_refused_and_can_be_ignored(model_type):
+    config = {"model_type": model_type, "residual_multiplier": 0.22}
+    refused(config, "'residual_multiplier'", "0.22", "--ignore-config-key residual_multiplier")
+    assert translate(config, ignore_keys=["residual_multiplier"]) == translate({"model_type": model_type})
+
+
+def test_unknown_key_that_is_off_is_harmless():
+    assert translate(llama(new_thing=None, other_thing=False)) == translate(llama())
+    # Zero is a number that may mean something.
+    refused(llama(new_scale=0), "'new_scale'")
+
+
+def test_unknown_key_in_a_section():
+    scaling = {"rope_type": "linear", "factor": 2.0, "shift": 3}
+    refused(llama(rope_scaling=scaling), "'rope_scaling.shift'", "3")
+    assert translate(llama(rope_scaling=scaling), ignore_keys=["rope_scaling.shift"]).rope.factor == 2.0
+
+
+def test_key_in_use_cannot_be_ignored():
+    refused(llama(), "'hidden_size'", "in use", ignore_keys=["hidden_size"])
+
+
+def test_inert_keys():
+    inert = {
+        "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "initializer_range": 0.5, "use_cache": True,
+        "attention_dropout": 0.3, "torch_dtype": "bfloat16", "dtype": "bfloat16", "auto_map": {"x": "y.py"},
+        "pretraining_tp": 1, "transformers_version": "4.30.0", "id2label": {"0": "a"},
+    }  # fmt: skip
+    assert translate(llama(**inert)) == translate(llama())
+
+
+def test_long_values_are_cut():
+    with pytest.raises(ConfigError) as caught:
+        translate(llama(odd=list(range(1000))))
+    assert len(str(caught.value)) < 400
+
+
+# Values that are not implemented
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (llama(quantization_config={"bits": 4}), ["'quantization_config'", "float weights"]),
+        (llama(pretraining_tp=2), ["'pretraining_tp'", "2"]),
+        (llama(hidden_act="mish"), ["'hidden_act'", "'mish'"]),
+        (llama(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
+        (llama(head_dim=None, num_attention_heads=5), ["64", "5 heads"]),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, ["'scale_attn_by_inverse_layer_idx'"]),
+        ({"model_type": "gpt2", "add_cross_attention": True}, ["'add_cross_attention'"]),
+        ({"model_type": "opt", "do_layer_norm_before": False}, ["'do_layer_norm_before'", "opt-350m"]),
+        ({"model_type": "opt", "word_embed_proj_dim": 512}, ["'word_embed_proj_dim'", "512", "768"]),
+        ({"model_type": "opt", "_remove_final_layer_norm": True}, ["'_remove_final_layer_norm'"]),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["'use_bidirectional_attention'"]),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, ["'attn_logit_softcapping'"]),
+        ({"model_type": "gemma2", "sliding_window": None}, ["sliding layers", "None"]),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["'longrope'"]),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["'yarn'", "phi3"]),
+        (llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), ["'dynamic'", "llama3, yarn"]),
+        (llama(rope_scaling={"rope_type": "linear"}), ["'linear'", "'factor'"]),
+        (llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}), ["'llama3'", "'low_freq_factor'"]),
+        (
+            llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0}),
+            ["both 'rope_parameters' and 'rope_scaling'"],
+        ),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, ["'layer_types'", "1 entries", "32"]),
+        (
+            {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
+            ["'layer_types'", "chunked_attention"],
+        ),
+    ],
+)  # fmt: skip
+def test_unsupported_values_are_named(config, parts):
+    refused(config, *parts)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", "64"), ("hidden_size", 64.0), ("hidden_size", True), ("hidden_size", None),
+        ("rms_norm_eps", "1e-5"), ("rms_norm_eps", float("nan")), ("rms_norm_eps", float("inf")),
+        ("tie_word_embeddings", 1), ("hidden_act", 3), ("rope_scaling", [1]), ("vocab_size", -1),
+        ("vocab_size", 10**12), ("num_key_value_heads", 3), ("rope_theta", 0.0),
+    ],
+)  # fmt: skip
+def test_malformed_values(key, value):
+    with pytest.raises(ConfigError):
+        translate(llama(**{key: value}))
+
+
+# Rotary keys
+
+
+def test_three_spellings_of_one_scaling():
+    scaling = {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    new = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    old = llama(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    oldest = llama(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    expected = RopeConfig(dim=16, theta=5e5, kind="llama3", factor=8.0, original_window_tokens=8192)
+    assert translate(new).rope == translate(old).rope == translate(oldest).rope == expected
+
+
+def test_whole_numbers_are_fine_where_a_fraction_could_be():
+    assert translate(llama(rope_theta=10000)) == translate(llama(rope_theta=10000.0))
+
+
+def test_yarn_defaults():
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    rope = translate(llama(max_position_embeddings=2048, rope_scaling=yarn)).rope
+    # Its paper: 0.1 ln 4 + 1.
+    assert rope.attention_factor == pytest.approx(1.1386294)
+    assert (rope.beta_fast, rope.beta_slow, rope.original_window_tokens) == (32.0, 1.0, 2048)
+    beside = translate(llama(original_max_position_embeddings=512, rope_scaling=yarn)).rope
+    assert beside.original_window_tokens == 512
+    given = translate(llama(rope_scaling={**yarn, "attention_factor": 0.5})).rope
+    assert given.attention_factor == 0.5
+
+
+def test_gemma3_spellings():
+    base = {"model_type": "gemma3_text", "num_hidden_layers": 4}
+    new = translate(
+        {
+            **base,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            },
+        }
+    )
+    old = translate(
+        {
+            **base,
+            "sliding_window_pattern": 2,
+            "rope_theta": 2e6,
+            "rope_local_base_freq": 2e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    )
+    assert new == old
+    assert old.attention_windows == (4096, 0, 4096, 0)
+    assert old.layer_rope(1) == RopeConfig(dim=256, theta=2e6, kind="linear", factor=8.0)
+    assert old.layer_rope(0) == RopeConfig(dim=256, theta=2e4)
+
+
+def test_qwen2_windows():
+    keys = {"model_type": "qwen2", "num_hidden_layers": 3, "sliding_window": 7, "max_window_layers": 1}
+    assert translate(keys).attention_windows == (0, 0, 0)
+    assert translate({**keys, "use_sliding_window": True}).attention_windows == (0, 7, 7)
+
+
+def test_gemma2_windows_alternate():
+    cfg = translate({"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9})
+    assert cfg.attention_windows == (9, 0, 9)
+
+
+@pytest.mark.parametrize("variant", ["llama-yarn-mscale", "phi3-partial", "gemma3-linear-rope"])
+def test_old_spelling_of_what_transformers_writes(variant, tmp_path):
+    """transformers 5 writes `rope_parameters`; the keys that version 4 wrote give the same model."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import tiny_hf
+
+    new = json.loads((tiny_hf.save(variant, tmp_path) / "config.json").read_text())
+    old = copy.deepcopy(new)
+    parameters = old.pop("rope_parameters")
+    if variant.startswith("gemma3"):
+        old["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = parameters["full_attention"]
+    old["rope_theta"] = parameters.pop("rope_theta")
+    if "partial_rotary_factor" in parameters:
+        old["partial_rotary_factor"] = parameters.pop("partial_rotary_factor")
+    old["rope_scaling"] = parameters
+    old["torch_dtype"] = old.pop("dtype")
+    assert translate(old) == translate(new)
+
+
+# Writing
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_config_round_trip(model_type):
+    cfg = translate({"model_type": model_type})
+    written = ARCHITECTURES[model_type].config_to_hf(cfg)
+    assert translate(json.loads(json.dumps(written))) == cfg

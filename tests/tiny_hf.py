@@ -1,0 +1,169 @@
+"""Tiny random transformers models, one per architecture and interesting variant, saved as folders.
+
+Weights are large enough that attention is far from uniform, and norms and biases far from their initial
+values, so that a missing factor shows up in the logits.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VOCAB = 96
+WINDOW = 64
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    # Head size 16 has wavelengths from 6 to 20,000: some are kept, some blended, some interpolated.
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+_LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": WINDOW,
+}
+_GEMMA = {**_LLAMA, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
+_GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW}
+_OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": WINDOW,
+}
+
+
+def _rope(**parameters: Any) -> dict[str, Any]:
+    return {"head_dim": 16, "rope_parameters": {"rope_theta": 10000.0, **parameters}}
+
+
+# Name of the variant: transformers' class without its suffix, and the config's keys.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "llama-untied-biases": ("Llama", {**_LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama-llama3-rope": ("Llama", {**_LLAMA, **_rope(**LLAMA3_ROPE)}),
+    "llama-linear-rope": ("Llama", {**_LLAMA, **_rope(rope_type="linear", factor=3.0)}),
+    "llama-yarn": ("Llama", {**_LLAMA, **_rope(**YARN_ROPE)}),
+    "llama-yarn-mscale": (
+        "Llama",
+        {
+            **_LLAMA,
+            **_rope(
+                **YARN_ROPE, mscale=1.0, mscale_all_dim=0.5, beta_fast=8.0, beta_slow=2.0, truncate=False
+            ),
+        },
+    ),
+    "mistral": ("Mistral", {**_LLAMA, "head_dim": 16, "sliding_window": 5}),
+    "mistral-full": ("Mistral", {**_LLAMA, "sliding_window": None, "num_key_value_heads": 4}),
+    "qwen2": ("Qwen2", {**_LLAMA, "tie_word_embeddings": True}),
+    "qwen2-sliding": (
+        "Qwen2",
+        {**_LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 16, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {**_GEMMA, "num_hidden_layers": 4, "sliding_window_pattern": 3, "final_logit_softcapping": 4.0},
+    ),
+    "gemma3-linear-rope": (
+        "Gemma3Text",
+        {
+            **_GEMMA,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {**_LLAMA, "sliding_window": 6, "pad_token_id": 0}),
+    "phi3-partial": (
+        "Phi3",
+        {**_LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}, "pad_token_id": 0},
+    ),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt2-unscaled-untied": (
+        "GPT2",
+        {**_GPT2, "scale_attn_weights": False, "n_inner": 40, "tie_word_embeddings": False},
+    ),
+    "opt": ("OPT", _OPT),
+    "opt-untied-no-bias": (
+        "OPT",
+        {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
+    ),
+}
+ARCHITECTURE_VARIANTS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps transformers' progress bars and advice out of the test report."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def save(variant: str, folder: Path, *, seed: int = 0, dtype: str = "float32", **how: Any) -> Path:
+    """Makes a random model of a variant and saves it; `how` goes to `save_pretrained`."""
+    import torch
+    import transformers
+
+    family, keys = VARIANTS[variant]
+    with quiet():
+        config = getattr(transformers, f"{family}Config")(**keys)
+        config.eos_token_id = config.bos_token_id = None
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weights in model.parameters():
+                noise = torch.randn(weights.shape, generator=generator)
+                if weights.ndim == 1:
+                    weights += 0.3 * noise
+                else:
+                    weights.copy_(noise * 1.5 * weights.shape[-1] ** -0.5)
+        model.to(getattr(torch, dtype)).save_pretrained(folder, **how)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    """A saved model in transformers, in float32 with attention written out."""
+    import torch
+    import transformers
+
+    with quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        )
+    return model.eval()
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """transformers' logits `[B, T, V]` of `tokens` `[B, T]`."""
+    import torch
+
+    with torch.no_grad():
+        out = model(torch.from_numpy(tokens.astype(np.int64)), use_cache=False)
+    return out.logits.numpy()

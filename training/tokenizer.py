@@ -1,0 +1,76 @@
+"""Trains the byte-level BPE tokenizer of a model that starts from nothing.
+
+Every byte is in the first alphabet, so any text can be encoded and nothing maps to an unknown token;
+digits are single tokens, so that a number's pieces mean the same everywhere. No token is added in
+front of or behind a text: the end of a document is marked by whoever packs documents.
+
+It does not choose which text to learn from, and writes no Hugging Face folder.
+"""
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from jaxllm.errors import ConfigError
+
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+SPECIAL_TOKENS = (END_OF_TEXT, PAD)
+
+# The 256 bytes and the specials must fit before the first merge.
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learns byte-level BPE merges; the same documents always give the same tokenizer.
+
+    Args:
+      documents: texts without special tokens.
+      vocab_size: tokens in all, the specials (ids 0 and 1) and the 256 bytes included.
+
+    Returns:
+      A tokenizer with exactly `vocab_size` tokens, to be saved as `tokenizer.json`.
+
+    Raises:
+      ConfigError: `vocab_size` is below `MIN_VOCAB_SIZE`, or the text is too small or too uniform to
+        fill the vocabulary.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and "
+            f"{len(SPECIAL_TOKENS)} special tokens), got {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    size = tokenizer.get_vocab_size()
+    if size != vocab_size:
+        raise ConfigError(
+            f"the text has only enough distinct pieces for {size} tokens, the recipe asks for "
+            f"{vocab_size}; give more text or lower vocab_size"
+        )
+    return tokenizer
+
+
+def end_of_text_id(tokenizer: Tokenizer) -> int:
+    """The id that ends a document.
+
+    Raises:
+      ConfigError: the tokenizer has no such token.
+    """
+    found = tokenizer.token_to_id(END_OF_TEXT)
+    if found is None:
+        raise ConfigError(f"the tokenizer has no {END_OF_TEXT} token; train it with `train_tokenizer`")
+    return found
