@@ -32,5 +32,5 @@ def engine_command(
     with progress_bars() as progress:
         rows = engine_bench.run(
             model, weights=weights, options=engine_options(context_tokens), plan=plan, progress=progress
-        )  # fmt: skip
+        )
     emit("engine", rows, as_json=as_json, plot=plot)

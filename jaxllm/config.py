@@ -17,6 +17,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 # an address space when multiplied.
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 def _require(condition: bool, message: str) -> None:
@@ -27,6 +28,23 @@ def _require(condition: bool, message: str) -> None:
 def _require_int(name: str, value: Any, low: int, high: int) -> None:
     valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
     _require(valid, f"{name} must be a whole number in [{low}, {high}], got {value!r}")
+
+
+def _require_numbers(config: Any, *names: str) -> None:
+    """Checks that fields are numbers that fit a float32, and makes floats of whole ones."""
+    for name in names:
+        value = getattr(config, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # A comparison takes whole numbers of any size, and is false for NaN.
+        valid = number and abs(value) <= _LARGEST_FLOAT32
+        _require(valid, f"{name} must be a finite number, got {value!r:.80}")
+        object.__setattr__(config, name, float(value))
+
+
+def _require_flags(config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        _require(isinstance(value, bool), f"{name} must be true or false, got {value!r}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,19 +71,31 @@ class RopeConfig:
     def __post_init__(self) -> None:
         _require_int("rope dim", self.dim, 2, MAX_DIMENSION)
         _require(self.dim % 2 == 0, f"rope dim must be even, got {self.dim}")
+        _require_numbers(
+            self, "theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+            "attention_factor",
+        )  # fmt: skip
         _require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         _require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
         _require(
             self.kind in ("default", "linear", "llama3", "yarn"),
             f"rope scaling {self.kind!r} is not supported; use default, linear, llama3 or yarn",
         )
-        if self.kind in ("llama3", "yarn"):
-            _require_int("rope original window", self.original_window_tokens, 1, MAX_DIMENSION)
+        shortest = 1 if self.kind in ("llama3", "yarn") else 0
+        _require_int("rope original window", self.original_window_tokens, shortest, MAX_DIMENSION)
+        _require_flags(self, "truncate")
         if self.kind == "llama3":
             _require(
                 self.high_freq_factor > self.low_freq_factor,
                 "llama3 rope scaling needs high_freq_factor > low_freq_factor, got "
                 f"{self.high_freq_factor} and {self.low_freq_factor}",
+            )
+        if self.kind == "yarn":
+            _require(self.theta > 1, f"yarn rope scaling needs theta above 1, got {self.theta}")
+            _require(
+                min(self.beta_fast, self.beta_slow) > 0,
+                "yarn rope scaling needs positive beta_fast and beta_slow, got "
+                f"{self.beta_fast} and {self.beta_slow}",
             )
 
 
@@ -109,6 +139,7 @@ class ModelConfig:
     tied_head: bool = False
 
     def __post_init__(self) -> None:
+        _require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
         for name in ("vocab_size", "hidden_size", "head_dim", "ffn_size", "window_tokens", "heads"):
             _require_int(name, getattr(self, name), 1, MAX_DIMENSION)
         _require_int("layers", self.layers, 1, MAX_LAYERS)
@@ -122,23 +153,33 @@ class ModelConfig:
             f"activation {self.activation!r} is not supported; use silu, gelu, gelu_tanh or relu",
         )
         _require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
+        _require_numbers(
+            self, "norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embed_scale"
+        )
+        _require_flags(
+            self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
+            "post_norms", "tied_head",
+        )  # fmt: skip
         _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         if not self.attention_windows:
             object.__setattr__(self, "attention_windows", (0,) * self.layers)
         _require(
-            len(self.attention_windows) == self.layers and min(self.attention_windows) >= 0,
-            f"attention_windows needs {self.layers} entries, each 0 or a positive length, "
-            f"got {self.attention_windows}",
+            len(self.attention_windows) == self.layers,
+            f"attention_windows needs {self.layers} entries, one per layer, got {self.attention_windows}",
         )
+        for window in self.attention_windows:
+            _require_int("each of attention_windows", window, 0, MAX_DIMENSION)
         if not self.attention_scale:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
         for name in ("attention_scale", "attention_softcap", "logit_softcap"):
-            _require(getattr(self, name) >= 0, f"{name} must not be negative")
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} must not be negative, got {value}")
         for rope in (self.rope, self.local_rope):
-            _require(
-                rope is None or rope.dim <= self.head_dim,
-                f"rope dim must be at most head_dim {self.head_dim}",
-            )
+            if rope is not None:
+                _require(
+                    rope.dim <= self.head_dim,
+                    f"rope dim must be at most head_dim {self.head_dim}, got {rope.dim}",
+                )
 
     @property
     def group(self) -> int:

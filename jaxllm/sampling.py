@@ -11,6 +11,7 @@ Order, as in Hugging Face's logits processors: bias, penalties, temperature, top
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import flax.struct
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 
 MAX_LOGIT_BIASES = 1024
+MAX_BIAS = 1e6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,7 @@ class Sampling:
       repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (CTRL).
       presence_penalty: subtracted from the logits of tokens that the answer holds already.
       frequency_penalty: subtracted once for every time the answer holds the token.
-      logit_bias: (token id, added value) pairs.
+      logit_bias: (token id, added value) pairs; -inf forbids the token.
       seed: of the draw; the same seed gives the same answer. None lets the engine choose one.
     """
 
@@ -62,8 +64,12 @@ class Sampling:
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
             raise ConfigError(f"logit_bias holds {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
         for token, value in self.logit_bias:
-            if not isinstance(token, int) or token < 0 or math.isnan(value):
+            if not isinstance(token, int) or token < 0:
                 raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
+            if value != -math.inf:
+                # An infinite logit leaves no finite distribution to draw from.
+                allowed = f"{-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
+                _check(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, allowed)
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
             raise ConfigError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
 
@@ -111,7 +117,7 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
         bias[token] += value
     in_prompt = np.zeros((1, vocab_size), np.bool_)
     in_prompt[0, np.asarray(prompt, np.int64)] = True
-    return SamplerState(
+    host = dict(
         temperature=np.float32(sampling.temperature),
         top_k=np.int32(min(sampling.top_k, vocab_size)),
         top_p=np.float32(sampling.top_p),
@@ -125,6 +131,8 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
         drawn=np.int32(0),
     )
+    # Arrays of the host: a graph takes them as they are, and nothing is dispatched here.
+    return SamplerState(**cast(dict[str, jax.Array], host))
 
 
 def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerState]:
@@ -132,6 +140,8 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
     logits = penalize(logits, state)
 
     def draw(logits: jax.Array) -> jax.Array:
+        # From the largest down, so that no temperature, however small, makes it infinite.
+        logits = logits - jnp.max(logits, axis=-1, keepdims=True)
         kept = filtered(logits / state.temperature, state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
         return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
@@ -142,7 +152,7 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
     token = jax.lax.cond(state.temperature > 0, draw, greedy, logits)
     rows = jnp.arange(logits.shape[0])
     counts = state.counts.at[rows, token].add(1)
-    return token, state.replace(counts=counts, drawn=state.drawn + 1)
+    return token, dataclasses.replace(state, counts=counts, drawn=state.drawn + 1)
 
 
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:

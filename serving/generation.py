@@ -57,14 +57,20 @@ class GenerationConfig:
 
 @dataclasses.dataclass
 class Session:
-    """A conversation's cache. `tokens` are those whose keys and values `cache` holds."""
+    """A conversation's cache. `tokens` are those whose keys and values `cache` holds.
+
+    A graph that is running owns the cache (it is donated), so the session is empty meanwhile, and stays
+    so if the graph fails.
+    """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     cache: KVCache | None = None
 
-    def reset(self) -> None:
-        """Forgets everything."""
+    def take(self) -> tuple[list[int], KVCache | None]:
+        """Gives tokens and cache away."""
+        taken = self.tokens, self.cache
         self.tokens, self.cache = [], None
+        return taken
 
 
 @dataclasses.dataclass
@@ -165,9 +171,9 @@ class Generation(Iterator[str]):
     def _prefill(self, prompt: list[int]) -> jax.Array:
         """Feeds what the session lacks of the prompt; returns the first token, on the device."""
         session, table = self._session, self._table
+        held, cache = session.take()
         # The last token is always fed: its logits are what we are after.
-        self.reused_tokens = min(_common_prefix(session.tokens, prompt), len(prompt) - 1)
-        cache, session.cache, session.tokens = session.cache, None, []
+        self.reused_tokens = min(_common_prefix(held, prompt), len(prompt) - 1)
         if cache is None:
             cache = table.start(len(prompt))
         cache = table.make_room(cache, len(prompt))
@@ -179,15 +185,13 @@ class Generation(Iterator[str]):
     def _decode(self, token: jax.Array, limit: int) -> tuple[jax.Array, list[int]]:
         """Decodes up to `limit` tokens: the last one as the graphs take it, and all of them."""
         session, table = self._session, self._table
-        fed = len(session.tokens)
         pending = self.tokens[-1]
-        cache, session.cache = session.cache, None
+        held, cache = session.take()
         assert cache is not None
-        cache = table.make_room(cache, fed + limit)
+        cache = table.make_room(cache, len(held) + limit)
         rows, count, cache, self._sampler = table.decode(token, cache, self._sampler, self._stop_ids, limit)
         block = np.asarray(rows)[0, : int(count)].tolist()
-        session.cache = cache
-        session.tokens += [pending, *block[:-1]]
+        session.cache, session.tokens = cache, [*held, pending, *block[:-1]]
         return np.array(block[-1:], np.int32), block
 
     def _take(self, block: list[int]) -> str:

@@ -1,6 +1,9 @@
 """Settings of the whole suite: strict dtype promotion, one small thread pool, shared data paths."""
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 # Before JAX is imported anywhere.
@@ -34,3 +37,25 @@ def stories_folder(data_dir: Path) -> Path:
     if not folder.is_dir():
         pytest.skip(f"{folder} is missing")
     return folder
+
+
+@pytest.fixture
+def compiles() -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+    """Counts XLA compilations: `with compiles() as count: ...; count()`."""
+    import jax
+
+    @contextlib.contextmanager
+    def counting() -> Iterator[Callable[[], int]]:
+        seen: list[str] = []
+
+        def listen(event: str, duration: float, **_: object) -> None:
+            if event == "/jax/core/compile/backend_compile_duration":
+                seen.append(event)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield lambda: len(seen)
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    return counting

@@ -23,6 +23,16 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+YARN_ROPE_IN_FULL = {
+    **YARN_ROPE,
+    # Long enough that both ends of the ramp fall between dimensions 0 and 8.
+    "original_max_position_embeddings": 64,
+    "beta_fast": 4.0,
+    "beta_slow": 2.0,
+    "truncate": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
 
 _LLAMA = {
     "vocab_size": VOCAB,
@@ -56,15 +66,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-llama3-rope": ("Llama", {**_LLAMA, **_rope(**LLAMA3_ROPE)}),
     "llama-linear-rope": ("Llama", {**_LLAMA, **_rope(rope_type="linear", factor=3.0)}),
     "llama-yarn": ("Llama", {**_LLAMA, **_rope(**YARN_ROPE)}),
-    "llama-yarn-mscale": (
-        "Llama",
-        {
-            **_LLAMA,
-            **_rope(
-                **YARN_ROPE, mscale=1.0, mscale_all_dim=0.5, beta_fast=8.0, beta_slow=2.0, truncate=False
-            ),
-        },
-    ),
+    "llama-yarn-mscale": ("Llama", {**_LLAMA, **_rope(**YARN_ROPE_IN_FULL)}),
     "mistral": ("Mistral", {**_LLAMA, "head_dim": 16, "sliding_window": 5}),
     "mistral-full": ("Mistral", {**_LLAMA, "sliding_window": None, "num_key_value_heads": 4}),
     "qwen2": ("Qwen2", {**_LLAMA, "tie_word_embeddings": True}),
@@ -113,9 +115,12 @@ ARCHITECTURE_VARIANTS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers' progress bars and advice out of the test report."""
+    """Keeps transformers' progress bars and advice out of the test report, and torch to one thread."""
+    import torch
     import transformers
 
+    # On models this small, threads do nothing but wait for each other.
+    torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
     logger = logging.getLogger("transformers")
     level = logger.level

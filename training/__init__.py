@@ -1,0 +1,1 @@
+"""Making what the core consumes: tokenizers, models, and the recipes that made the packaged one."""

@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.decoder import ParamSpec, param_specs
-from jaxllm.quant import packed_columns
+from jaxllm.quant import INT4_GROUP, packed_columns
 
 WeightFormat = Literal["f32", "bf16", "int8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int4")
@@ -101,10 +101,10 @@ class Layout:
         """
         try:
             layout = cls(
-                name=str(manifest["name"]),
+                name=_printable(manifest["name"]),
                 weights=manifest["weights"],
                 cfg=ModelConfig.from_json(manifest["model"]),
-                segments={each["name"]: Segment(**each) for each in manifest["segments"]},
+                segments={each["name"]: _read_segment(each) for each in manifest["segments"]},
                 tensors={name: _read_tensor(each) for name, each in manifest["tensors"].items()},
             )
             _check_layout(layout, end)
@@ -121,21 +121,39 @@ def segment_of(param: str) -> str:
     return "embed" if param.startswith("embed.") else "final"
 
 
+def contracted_axis(spec: ParamSpec) -> Literal[-1, -2]:
+    """The axis of a matrix that its product contracts, hence along which scales are shared."""
+    return -2 if spec.role == "from_units" else -1
+
+
 def check_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]:
     """Place, length and digest of the manifest, once they are plausible."""
     if len(header) < HEADER.size or header[: len(MAGIC)] != MAGIC:
         raise BundleError(f"{path}: not a jaxllm bundle; make one with `jaxllm prepare HF_DIR -o FILE`")
-    _, version, _, offset, length, digest = HEADER.unpack(header)
+    _, version, reserved, offset, length, digest = HEADER.unpack(header)
     if version != VERSION:
         raise BundleError(
             f"{path}: bundle version {version}, this jaxllm reads version {VERSION}; prepare it again"
         )
-    if length > MAX_MANIFEST_BYTES or offset < HEADER.size or offset + length != size:
+    if reserved or length > MAX_MANIFEST_BYTES or offset < HEADER.size or offset + length != size:
         raise BundleError(
             f"{path}: truncated or damaged ({size} bytes, the header says {offset + length}); "
             "copy the file again or prepare it again"
         )
     return offset, length, digest
+
+
+def _printable(name: Any) -> str:
+    """A model's name as a terminal takes it: no control characters, no lone surrogates."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(name))
+
+
+def _read_segment(entry: dict[str, Any]) -> Segment:
+    segment = Segment(**entry)
+    whole = _is_size(segment.offset) and _is_size(segment.size_bytes)
+    if not whole or not isinstance(segment.name, str) or not isinstance(segment.xxh3_128, str):
+        raise ConfigError(f"malformed segment {entry}")
+    return segment
 
 
 def _read_tensor(entry: dict[str, Any]) -> Tensor:
@@ -146,10 +164,18 @@ def _read_tensor(entry: dict[str, Any]) -> Tensor:
             shape = tuple(extent["shape"])
             if extent["dtype"] not in DTYPES:
                 raise ConfigError(f"dtype {extent['dtype']!r} is not one a bundle may hold")
-            if not all(isinstance(n, int) and n >= 0 for n in (*shape, extent["offset"])):
+            if not all(map(_is_size, (*shape, extent["offset"]))):
                 raise ConfigError(f"malformed place or shape {extent}")
             fields[part] = Extent(extent["offset"], extent["dtype"], shape)
-    return Tensor(**fields)
+    tensor = Tensor(**fields)
+    # Plain ints: 8.0 and True would pass the comparisons below and fail in a graph.
+    if {type(n) for n in (tensor.bits, tensor.group, tensor.axis, tensor.columns)} != {int}:
+        raise ConfigError(f"malformed quantization {entry}")
+    return tensor
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _check_layout(layout: "Layout", end: int) -> None:
@@ -159,8 +185,7 @@ def _check_layout(layout: "Layout", end: int) -> None:
     if "tokenizer" not in layout.segments:
         raise ConfigError("the tokenizer is missing")
     for segment in layout.segments.values():
-        inside = HEADER.size <= segment.offset <= segment.offset + segment.size_bytes <= end
-        if not inside or segment.size_bytes < 0:
+        if not HEADER.size <= segment.offset <= segment.offset + segment.size_bytes <= end:
             raise ConfigError(f"segment {segment.name!r} lies outside the file")
     specs = param_specs(layout.cfg)
     if list(specs) != list(layout.tensors):
@@ -171,7 +196,7 @@ def _check_layout(layout: "Layout", end: int) -> None:
 
 
 def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str, Segment]) -> None:
-    segment = segments.get(tensor.segment)
+    segment = segments.get(tensor.segment) if tensor.segment == segment_of(name) else None
     for extent in (tensor.data, tensor.scale):
         if extent is None:
             continue
@@ -183,8 +208,10 @@ def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str
         if extent.offset % ALIGN:
             raise ConfigError(f"parameter {name} is not aligned to {ALIGN} bytes")
     if tensor.scale is None:
-        if tensor.data.shape != spec.shape or tensor.data.dtype in ("int8", "uint8"):
-            raise ConfigError(f"parameter {name} must be floats of shape {spec.shape}")
+        # Vectors are used as they are, with no product's conversion in between.
+        kinds = ("float32",) if spec.role == "vector" else ("float32", "bfloat16", "float16")
+        if tensor.data.shape != spec.shape or tensor.data.dtype not in kinds:
+            raise ConfigError(f"parameter {name} must be {' or '.join(kinds)} of shape {spec.shape}")
         return
     if not _quantized_as(tensor, spec):
         raise ConfigError(f"parameter {name} is quantized in a way its shape {spec.shape} excludes")
@@ -193,9 +220,12 @@ def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str
 def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
     """Whether the entry keeps QArray's invariants for a weight of `spec.shape`."""
     shape = spec.shape
-    if tensor.scale is None or len(shape) < 2 or tensor.bits not in (4, 8):
+    if tensor.scale is None or spec.role == "vector" or tensor.bits not in (4, 8):
         return False
-    if tensor.axis not in (-1, -2) or tensor.columns != shape[-1] or tensor.group < 0:
+    if tensor.axis != contracted_axis(spec) or tensor.columns != shape[-1]:
+        return False
+    # A group much longer than its axis would make a graph repeat scales without bound.
+    if not 0 <= tensor.group <= max(shape[tensor.axis], INT4_GROUP):
         return False
     width = shape[-1] if tensor.bits == 8 else packed_columns(shape[-1])
     scales = list(shape)

@@ -13,7 +13,7 @@ import xxhash
 
 from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, check_header
 from jaxllm.config import ModelConfig
-from jaxllm.errors import BundleError
+from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.quant import Bfloat16Bits, QArray, Weight
 from jaxllm.tokenizer import TokenizerFiles
 
@@ -61,8 +61,8 @@ class Bundle:
             raise BundleError(f"{path}: cannot be read ({error.strerror}); check the path") from error
         try:
             layout = Layout.parse(json.loads(raw), end=offset)
-        except ValueError as error:
-            raise BundleError(f"{path}: {error}; prepare it again with this version") from error
+        except (ValueError, RecursionError) as error:
+            raise BundleError(f"{path}: {error!s:.300}; prepare it again with this version") from error
         return cls(path, layout, digest.hex(), data)
 
     def __enter__(self) -> "Bundle":
@@ -86,9 +86,18 @@ class Bundle:
         return sum(each.size_bytes for each in self.layout.tensors.values())
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """The tokenizer that came with the model."""
+        """The tokenizer that came with the model.
+
+        Raises:
+          BundleError: its checksum is wrong, or it is no tokenizer.
+        """
         raw = self._segment_bytes("tokenizer")
-        return TokenizerFiles.from_json(json.loads(bytes(raw)))
+        try:
+            return TokenizerFiles.from_json(json.loads(bytes(raw)))
+        except (CheckpointError, ValueError, RecursionError) as error:
+            raise BundleError(
+                f"{self.path}: the tokenizer is malformed ({error!s:.300}); prepare the bundle again"
+            ) from error
 
     def load(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
         """All parameters as JAX arrays on the default device.
@@ -120,9 +129,13 @@ class Bundle:
                 params[name] = Bfloat16Bits(place(view.view(np.uint16))) if as_bits else place(view)
                 continue
             params[name] = QArray(
-                data=place(self._view(tensor.data)), scale=place(self._view(tensor.scale)), bits=tensor.bits,
-                group=tensor.group, axis=tensor.axis, columns=tensor.columns,
-            )  # fmt: skip
+                data=place(self._view(tensor.data)),
+                scale=place(self._view(tensor.scale)),
+                bits=tensor.bits,
+                group=tensor.group,
+                axis=tensor.axis,
+                columns=tensor.columns,
+            )
         if on_segment is not None and last is not None:
             on_segment(last, self.layout.segments[last].size_bytes)
         return params

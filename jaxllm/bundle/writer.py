@@ -24,6 +24,7 @@ from jaxllm.bundle.layout import (
     WEIGHT_FORMATS,
     Segment,
     WeightFormat,
+    contracted_axis,
     segment_of,
 )
 from jaxllm.config import ModelConfig
@@ -103,8 +104,7 @@ def stored_form(value: np.ndarray, spec: ParamSpec, weights: WeightFormat) -> np
     if weights == "bf16":
         return np.asarray(value).astype(ml_dtypes.bfloat16)
     bits = 4 if weights == "int4" and spec.role != "embed" else 8
-    axis = -2 if spec.role == "from_units" else -1
-    return quantize(np.asarray(value, np.float32), bits=bits, axis=axis)
+    return quantize(np.asarray(value, np.float32), bits=bits, axis=contracted_axis(spec))
 
 
 def _stored_bytes(stored: np.ndarray | QArray) -> int:

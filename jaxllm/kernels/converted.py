@@ -6,6 +6,8 @@ a float32 model's worth of memory. A loop over blocks of rows converts what fits
 and multiplies it there. Accelerators fuse the conversion into the product and need none of this.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -57,7 +59,7 @@ def stacked_reduction_product(h: jax.Array, weight: QArray) -> jax.Array:
     """
 
     def block(k: jax.Array, total: jax.Array) -> jax.Array:
-        unit = weight.replace(data=_at(weight.data, k), scale=_at(weight.scale, k))
+        unit = dataclasses.replace(weight, data=_at(weight.data, k), scale=_at(weight.scale, k))
         part = jax.lax.dynamic_index_in_dim(h, k, axis=1, keepdims=False)
         return total + reduction_product(part, unit)
 
@@ -72,9 +74,7 @@ def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
 def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
     """Rows `[start, start + count)` of a `[R, C]` weight, read in place by the fusion that uses them."""
     if not isinstance(weight, QArray):
-        return jax.tree.map(
-            lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight
-        )
+        return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight)
     data = jax.lax.dynamic_slice_in_dim(weight.data, start, count, axis=0)
     if weight.axis == -1:
         scale = jax.lax.dynamic_slice_in_dim(weight.scale, start, count, axis=0)
@@ -82,8 +82,8 @@ def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
         scale = weight.scale
     else:
         scale = _row_scales(weight, start, count)
-        return weight.replace(data=data, scale=scale, group=1)
-    return weight.replace(data=data, scale=scale)
+        return dataclasses.replace(weight, data=data, scale=scale, group=1)
+    return dataclasses.replace(weight, data=data, scale=scale)
 
 
 def _row_scales(weight: QArray, start: jax.Array, count: int) -> jax.Array:

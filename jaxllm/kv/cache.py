@@ -5,10 +5,11 @@ walks one head's tokens in a row. S is a cache-length bucket; a sequence that ou
 the next one with `grow`.
 """
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -53,7 +54,8 @@ def grow(cache: KVCache, tokens: int) -> KVCache:
     def pad(rows: jax.Array) -> jax.Array:
         return jnp.pad(rows, ((0, 0), (0, 0), (0, extra), (0, 0)))
 
-    return cache.replace(
+    return dataclasses.replace(
+        cache,
         keys=tuple(pad(rows) for rows in cache.keys),
         values=tuple(pad(rows) for rows in cache.values),
     )
@@ -65,12 +67,12 @@ def write_rows(rows: jax.Array, new: jax.Array, start: jax.Array, valid: jax.Arr
     Exactly those positions change, also when `start + T > S`: `dynamic_update_slice` would clamp the
     start and shift the chunk onto older rows, so the block that is replaced is read back, the valid
     rows are laid over it at their true place, and the block is written whole. Rows past S are
-    dropped (the engine never asks for them).
+    dropped. A single row (T = 1) is written without all this: it must be valid and `start < S`.
     """
     capacity, length = rows.shape[2], new.shape[2]
     new = new.astype(rows.dtype)
     if length == 1:
-        # One row cannot straddle the end; `start < S` is the engine's invariant.
+        # One row cannot straddle the end.
         return jax.lax.dynamic_update_slice_in_dim(rows, new, start, axis=2)
     if length > capacity:
         # A chunk longer than the cache: only its first S rows can be valid.
@@ -85,9 +87,3 @@ def write_rows(rows: jax.Array, new: jax.Array, start: jax.Array, valid: jax.Arr
     fresh = ((index >= 0) & (index < valid)).reshape(1, 1, length, 1)
     block = jnp.where(fresh, shifted, old)
     return jax.lax.dynamic_update_slice_in_dim(rows, block, block_start, axis=2)
-
-
-def cache_bytes(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype) -> int:
-    """Bytes of a cache, before it is made."""
-    row = cfg.kv_heads * cfg.head_dim * np.dtype(dtype).itemsize
-    return 2 * cfg.layers * batch * tokens * row

@@ -5,22 +5,24 @@ inference), absent in effect (null or false), named by the caller as one to igno
 config that was half understood would load and answer nonsense.
 """
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jaxllm.config import MAX_DIMENSION
 from jaxllm.errors import ConfigError
 
 # None of these changes the logits.
 # fmt: off
 INERT_KEYS = frozenset({
     # Book-keeping.
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_name_or_path",
-    "architectures", "attn_implementation", "auto_map", "cache_implementation",
-    "chunk_size_feed_forward", "dtype", "finetuning_task", "keys_to_ignore_at_inference", "model_type",
-    "name_or_path", "output_attentions", "output_hidden_states", "return_dict", "task_specific_params",
-    "tokenizer_class", "torch_dtype", "torchscript", "transformers_version", "unsloth_fixed",
-    "unsloth_version", "use_cache",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_flash_attn_2_enabled",
+    "_name_or_path", "_num_labels", "architectures", "attn_implementation", "auto_map",
+    "cache_implementation", "chunk_size_feed_forward", "dtype", "finetuning_task", "is_decoder",
+    "is_llama_config", "keys_to_ignore_at_inference", "max_sequence_length", "model_type",
+    "name_or_path", "output_attentions", "output_hidden_states", "predict_special_tokens",
+    "return_dict", "task_specific_params", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
     # Training.
     "activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout",
     "embd_pdrop", "gradient_checkpointing", "hidden_dropout", "init_std", "initializer_range",
@@ -58,8 +60,10 @@ class ConfigReader:
     def integer(self, key: str, default: int) -> int:
         """A whole number."""
         value = self._value(key, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._wrong(key, value, "a whole number")
+        valid = isinstance(value, int) and not isinstance(value, bool)
+        # Bounded, because some of them become the length of a list.
+        if not valid or abs(value) > MAX_DIMENSION:
+            raise self._wrong(key, value, f"a whole number of at most {MAX_DIMENSION}")
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
@@ -70,7 +74,8 @@ class ConfigReader:
         """A finite number."""
         value = self._value(key, default)
         valid = isinstance(value, int | float) and not isinstance(value, bool)
-        if not valid or not math.isfinite(value):
+        # False for NaN and infinities, and safe for whole numbers that no float can hold.
+        if not valid or not abs(value) <= sys.float_info.max:
             raise self._wrong(key, value, "a finite number")
         return float(value)
 
@@ -122,7 +127,7 @@ class ConfigReader:
         if value is not _MISSING and not same:
             choices = " or ".join(repr(each) for each in allowed)
             raise ConfigError(
-                f"config key {self._path + key!r} is {value!r}; jaxllm supports only {choices}: {why}"
+                f"config key {self._path + key!r} is {_short(value)}; jaxllm supports only {choices}: {why}"
             )
 
     def finish(self, *, inert_keys: Collection[str] = (), ignore_keys: Collection[str] = ()) -> None:
@@ -148,10 +153,9 @@ class ConfigReader:
             if key in INERT_KEYS or key in inert_keys or name in ignore_keys:
                 continue
             if value is not None and value is not False:
-                shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
                 raise ConfigError(
-                    f"config key {name!r} (value {shown}) is unknown for this model_type and may change "
-                    f"its mathematics; if you know that it does not, pass --ignore-config-key {name} "
+                    f"config key {name!r} (value {_short(value)}) is unknown for this model_type and may "
+                    f"change its mathematics; if you know that it does not, pass --ignore-config-key {name} "
                     f"(ignore_keys=[{name!r}] in Python)"
                 )
         for nested in self._sections:
@@ -162,4 +166,13 @@ class ConfigReader:
         return self._config.get(key, default)
 
     def _wrong(self, key: str, value: Any, wanted: str) -> ConfigError:
-        return ConfigError(f"config key {self._path + key!r} must be {wanted}, got {value!r}; fix it")
+        return ConfigError(f"config key {self._path + key!r} must be {wanted}, got {_short(value)}; fix it")
+
+
+def _short(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:
+        # Python does not print whole numbers of thousands of digits.
+        return "a number of thousands of digits"
+    return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -15,7 +15,7 @@ The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each bu
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,30 @@ def parameter_count(cfg: ModelConfig) -> int:
     return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
 
 
+@overload
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    cache: None = None,
+    *,
+    cfg: ModelConfig,
+    valid: jax.Array | None = None,
+    dtype: jnp.dtype = ...,
+) -> tuple[jax.Array, None]: ...
+
+
+@overload
+def forward(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache,
+    *,
+    cfg: ModelConfig,
+    valid: jax.Array | None = None,
+    dtype: jnp.dtype = ...,
+) -> tuple[jax.Array, KVCache]: ...
+
+
 def forward(
     params: Params,
     tokens: jax.Array,
@@ -155,12 +179,8 @@ def forward(
     valid = jnp.asarray(count, jnp.int32) if valid is None else valid
     positions = start + jnp.arange(count, dtype=jnp.int32)
     keys = count if cache is None else cache.capacity_tokens
-    tables = {
-        rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None
-    }
-    masks = {
-        window: causal_mask(positions, keys, window) for window in sorted(set(cfg.attention_windows))
-    }
+    tables = {rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
+    masks = {window: causal_mask(positions, keys, window) for window in sorted(set(cfg.attention_windows))}
 
     x = embed(tokens, params["embed.tokens"], dtype)
     if cfg.embed_scale != 1.0:
@@ -173,10 +193,15 @@ def forward(
         past = None if cache is None else (cache.keys[layer], cache.values[layer])
         rope = cfg.layer_rope(layer)
         mixed, k, v = _attend(
-            weights, _norm(x, weights, "attn_norm", cfg), past, cfg,
+            weights,
+            _norm(x, weights, "attn_norm", cfg),
+            past,
+            cfg,
             table=None if rope is None else tables[rope],
-            mask=masks[cfg.attention_windows[layer]], start=start, valid=valid,
-        )  # fmt: skip
+            mask=masks[cfg.attention_windows[layer]],
+            start=start,
+            valid=valid,
+        )
         new_keys.append(k)
         new_values.append(v)
         x = x + (_norm(mixed, weights, "attn_post_norm", cfg) if cfg.post_norms else mixed)
@@ -233,9 +258,7 @@ def _attend(
     valid: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention block of `x` `[B, T, D]`: its output `[B, T, D]` and the layer's keys and values."""
-    q, k, v = (
-        to_units(x, weights[f"attn.{name}"], weights.vector(f"attn.{name}_bias")) for name in "qkv"
-    )
+    q, k, v = (to_units(x, weights[f"attn.{name}"], weights.vector(f"attn.{name}_bias")) for name in "qkv")
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     if cfg.qk_norm:
         q = _norm(q, weights, "attn.q_norm", cfg)
@@ -252,10 +275,11 @@ def _attend(
 
 def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain."""
-    up = to_units(x, weights["ffn.up"], weights.vector("ffn.up_bias"))
     if cfg.gated_ffn:
         gate = to_units(x, weights["ffn.gate"], weights.vector("ffn.gate_bias"))
+        up = to_units(x, weights["ffn.up"], weights.vector("ffn.up_bias"))
         hidden = activate(gate, cfg.activation) * up
     else:
+        up = to_units(x, weights["ffn.up"], weights.vector("ffn.up_bias"))
         hidden = activate(up, cfg.activation)
     return from_units(hidden, weights["ffn.down"], weights.vector("ffn.down_bias"))

@@ -51,9 +51,7 @@ class DecoderLM(nn.Module):
         else:
             # Not `self.param`, which traces every initializer again just to compare shapes.
             params = self.variables["params"]
-        hidden, cache = decoder.forward(
-            params, tokens, cache, cfg=self.cfg, valid=valid, dtype=self.dtype
-        )
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=self.cfg, valid=valid, dtype=self.dtype)
         logits = decoder.logits(params, hidden, cfg=self.cfg)
         return logits if cache is None else (logits, cache)
 

@@ -5,6 +5,7 @@ and logits, a sliding window in every other layer. Also what Gemma 3 keeps of it
 from typing import Any
 
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.layer_windows import read_windows, write_layer_types
 from jaxllm.models.llama import (
@@ -54,9 +55,15 @@ def read_gemma_fields(reader: ConfigReader, defaults: dict[str, Any]) -> dict[st
     reader.only("use_bidirectional_attention", (None, False), "the decoder attends to past tokens alone")
     fields = read_llama_shape(reader, defaults, activation_key="hidden_activation")
     attention_bias = reader.flag("attention_bias", False)
+    scalar = reader.number("query_pre_attn_scalar", 256)
+    if scalar <= 0 or fields["hidden_size"] < 1:
+        raise ConfigError(
+            "config keys 'query_pre_attn_scalar' and 'hidden_size' must be positive, got "
+            f"{scalar} and {fields['hidden_size']}; fix them"
+        )
     return {
         **fields,
-        "attention_scale": reader.number("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_scale": scalar**-0.5,
         "embed_scale": fields["hidden_size"] ** 0.5,
         "qkv_bias": attention_bias,
         "o_bias": attention_bias,

@@ -115,7 +115,7 @@ def split_heads(hidden_size: int, heads: int) -> int:
     Raises:
       ConfigError: the hidden size does not divide into heads.
     """
-    if heads < 1 or hidden_size % heads:
+    if heads < 1 or hidden_size < heads or hidden_size % heads:
         raise ConfigError(
             f"hidden size {hidden_size} does not divide into {heads} heads; correct the config or give "
             "its head_dim"

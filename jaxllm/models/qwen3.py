@@ -38,8 +38,10 @@ def _read(reader: ConfigReader) -> ModelConfig:
 
 def _write(cfg: ModelConfig) -> dict[str, Any]:
     return {
-        **write_llama_fields(cfg), **write_qwen_windows(cfg), "attention_bias": cfg.qkv_bias,
-    }  # fmt: skip
+        **write_llama_fields(cfg),
+        **write_qwen_windows(cfg),
+        "attention_bias": cfg.qkv_bias,
+    }
 
 
 QWEN3 = Architecture(

@@ -33,9 +33,13 @@ def read_rope(reader: ConfigReader, *, head_dim: int, window_tokens: int) -> Rop
     # Phi-3 and some fine-tuned models keep it beside the section, where it takes precedence.
     original = reader.optional_integer("original_max_position_embeddings")
     return read_rope_section(
-        section, theta=theta, partial=partial, original=original,
-        head_dim=head_dim, window_tokens=window_tokens,
-    )  # fmt: skip
+        section,
+        theta=theta,
+        partial=partial,
+        original=original,
+        head_dim=head_dim,
+        window_tokens=window_tokens,
+    )
 
 
 def sole_rope_section(reader: ConfigReader) -> ConfigReader:
@@ -77,6 +81,8 @@ def read_rope_section(
         )
     named = section.optional_integer("original_max_position_embeddings")
     original = original or named or window_tokens
+    if original < 1:
+        raise ConfigError(f"rope scaling: the original window must be positive, got {original}; fix it")
     numbers = {key: section.optional_number(key) for key in _SCALING_NUMBERS}
     truncate = section.flag("truncate", True)
     theta = section.number("rope_theta", theta)
@@ -127,16 +133,24 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
         scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
     if rope.kind == "yarn":
         scaling |= {
-            "beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow,
-            "attention_factor": rope.attention_factor, "truncate": rope.truncate,
-        }  # fmt: skip
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "attention_factor": rope.attention_factor,
+            "truncate": rope.truncate,
+        }
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
 _SCALING_NUMBERS = (
-    "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
-    "mscale", "mscale_all_dim",
-)  # fmt: skip
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 def _given(kind: str, key: str, value: float | None) -> float:

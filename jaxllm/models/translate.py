@@ -129,9 +129,11 @@ class Architecture:
         reader = ConfigReader(config)
         reader.only("model_type", (self.model_type,), "this is the translation of one model_type")
         reader.only(
-            "quantization_config", (None,),
+            "quantization_config",
+            (None,),
             "quantized checkpoints are not read; take the float weights, which jaxllm quantizes itself",
-        )  # fmt: skip
+        )
+        reader.only("pruned_heads", (None, {}), "all heads of a layer have to be there")
         reader.only("pretraining_tp", (None, 1), "tensor-parallel slicing of weights is not emulated")
         translated = self.read_config(reader)
         reader.finish(inert_keys=self.inert_keys, ignore_keys=ignore_keys)

@@ -36,11 +36,13 @@ def eval_command(
     with progress_bars() as progress:
         engine = Engine.open(
             model, weights=weights, options=engine_options(context_tokens), warm_up=False, progress=progress
-        )  # fmt: skip
+        )
         result = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
     if as_json:
-        print_json({"model": engine.bundle.layout.name, "weights": engine.bundle.layout.weights}
-                   | dataclasses.asdict(result))  # fmt: skip
+        print_json(
+            {"model": engine.bundle.layout.name, "weights": engine.bundle.layout.weights}
+            | dataclasses.asdict(result)
+        )
         return
     click.echo(
         f"perplexity {result.perplexity:.4f}, {result.bits_per_byte:.4f} bits/byte over {result.tokens} "

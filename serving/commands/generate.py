@@ -41,7 +41,7 @@ def generate_command(
     with progress_bars() as progress:
         engine = Engine.open(
             model, weights=weights, options=engine_options(context_tokens), warm_up=False, progress=progress
-        )  # fmt: skip
+        )
         generation = engine.stream(text, config)
         # One request needs few graphs; compiling all of them would only delay its answer.
         engine.warm_up(

@@ -207,7 +207,10 @@ def test_corrupt_header(tmp_path):
 def test_missing_tensors_are_named(tmp_path):
     weights = tensors()
     for layer in range(2):
-        del weights[f"model.layers.{layer}.mlp.up_proj.weight"], weights[f"model.layers.{layer}.mlp.gate_proj.weight"]
+        del (
+            weights[f"model.layers.{layer}.mlp.up_proj.weight"],
+            weights[f"model.layers.{layer}.mlp.gate_proj.weight"],
+        )
     write(tmp_path, weights=weights)
     refused(CheckpointError, tmp_path, "model.layers.0.mlp.gate_proj.weight", "and 1 more")
 
@@ -244,7 +247,8 @@ def test_other_types(tmp_path, dtype):
 
 
 @pytest.mark.parametrize(
-    "file", ["../a.safetensors", "/etc/a.safetensors", "x/../../a.safetensors", "..", "a.bin", "x\\a.safetensors", 7]
+    "file",
+    ["../a.safetensors", "/etc/a.safetensors", "x/../../a.safetensors", "..", "a.bin", "x\\a.safetensors", 7],
 )
 def test_shard_outside_of_the_folder(tmp_path, file):
     folder = tmp_path / "model"
@@ -352,13 +356,13 @@ def test_what_cannot_be_written(tmp_path):
 def tiny_hf():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    import tiny_hf
+    from tests import tiny_hf
 
     return tiny_hf
 
 
 def variants():
-    from tiny_hf import VARIANTS
+    from tests.tiny_hf import VARIANTS
 
     return list(VARIANTS)
 

@@ -3,10 +3,12 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.layers import inverse_frequencies
 from jaxllm.models import ARCHITECTURES, architecture
 
 
@@ -81,7 +83,8 @@ def test_inert_keys():
     inert = {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "initializer_range": 0.5, "use_cache": True,
         "attention_dropout": 0.3, "torch_dtype": "bfloat16", "dtype": "bfloat16", "auto_map": {"x": "y.py"},
-        "pretraining_tp": 1, "transformers_version": "4.30.0", "id2label": {"0": "a"},
+        "pretraining_tp": 1, "pruned_heads": {}, "is_llama_config": True, "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"}, "transformers_version": "4.30.0", "id2label": {"0": "a"},
     }  # fmt: skip
     assert translate(llama(**inert)) == translate(llama())
 
@@ -99,11 +102,12 @@ def test_long_values_are_cut():
     ("config", "parts"),
     [
         (llama(quantization_config={"bits": 4}), ["'quantization_config'", "float weights"]),
+        (llama(rope_interleaved=True), ["'rope_interleaved'", "unknown"]),
         (llama(pretraining_tp=2), ["'pretraining_tp'", "2"]),
         (llama(hidden_act="mish"), ["'hidden_act'", "'mish'"]),
         (llama(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
         (llama(head_dim=None, num_attention_heads=5), ["64", "5 heads"]),
-        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, ["'scale_attn_by_inverse_layer_idx'"]),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, ["inverse_layer_idx' is True"]),
         ({"model_type": "gpt2", "add_cross_attention": True}, ["'add_cross_attention'"]),
         ({"model_type": "opt", "do_layer_norm_before": False}, ["'do_layer_norm_before'", "opt-350m"]),
         ({"model_type": "opt", "word_embed_proj_dim": 512}, ["'word_embed_proj_dim'", "512", "768"]),
@@ -143,6 +147,33 @@ def test_unsupported_values_are_named(config, parts):
 def test_malformed_values(key, value):
     with pytest.raises(ConfigError):
         translate(llama(**{key: value}))
+
+
+HOSTILE = [
+    None, True, False, 0, -1, 1, 7, 10**9, 10**400, -(10**5000), 0.5, -2.5, float("nan"), "x", [], {}, [1],
+    {"a": 1}, {"rope_type": "yarn"}, {"rope_type": "linear", "factor": -1}, {"rope_type": []},
+    {"full_attention": 3}, ["full_attention"], {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0},
+    {"rope_type": "yarn", "factor": 2.0, "beta_fast": -1.0},
+    {"rope_type": "llama3", "factor": 0, "low_freq_factor": 0, "high_freq_factor": 0},
+    {"rope_type": "yarn", "factor": 2.0, "mscale": 1e308, "mscale_all_dim": -1e308},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_hostile_values_give_a_config_or_a_config_error(model_type):
+    family = ARCHITECTURES[model_type]
+    keys = {*family.config_to_hf(translate({"model_type": model_type})), "rope_parameters", "rope_scaling"}
+    for key in sorted(keys - {"model_type"}):
+        for value in HOSTILE:
+            try:
+                cfg = family.config_from_hf({"model_type": model_type, key: value})
+            except ConfigError as error:
+                message = str(error)
+                shown = "\n" not in message and len(message) < 600
+                assert shown, message
+                continue
+            for rope in (cfg.rope, cfg.local_rope):
+                assert rope is None or np.isfinite(inverse_frequencies(rope)[0]).all()
 
 
 # Rotary keys
@@ -219,7 +250,7 @@ def test_old_spelling_of_what_transformers_writes(variant, tmp_path):
     """transformers 5 writes `rope_parameters`; the keys that version 4 wrote give the same model."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    import tiny_hf
+    from tests import tiny_hf
 
     new = json.loads((tiny_hf.save(variant, tmp_path) / "config.json").read_text())
     old = copy.deepcopy(new)

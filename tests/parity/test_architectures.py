@@ -14,7 +14,7 @@ from jaxllm.models import ARCHITECTURES, decoder
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import tiny_hf
+from tests import tiny_hf
 
 TOLERANCE = 1e-3
 BATCH, PROMPT = 2, 13

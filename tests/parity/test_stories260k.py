@@ -1,8 +1,6 @@
 """The real stories260K model: transformers' logits on real text, and its greedy stories word for word."""
 
 import functools
-import os
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,37 +15,33 @@ from jaxllm.models import decoder
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import tiny_hf
+from tests import tiny_hf
 
-DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[3] / "shared" / "data"))
-FOLDER = DATA / "models" / "stories260K"
-TEXT = DATA / "text" / "tinystories_valid.txt"
 PROMPTS, NEW_TOKENS = 20, 200
 # One bucket for all prompts; a longer first sentence is cut.
 PROMPT_TOKENS = 64
 
-pytestmark = pytest.mark.skipif(
-    not (FOLDER.is_dir() and TEXT.is_file()), reason=f"no stories260K under {DATA} (set JAXLLM_DATA)"
-)
-
 
 @pytest.fixture(scope="module")
-def model():
+def model(stories_folder):
     """(config, parameters) of stories260K."""
-    cfg = read_config(FOLDER)
-    return cfg, {name: jnp.asarray(value) for name, value in read_params(FOLDER, cfg)}
+    cfg = read_config(stories_folder)
+    return cfg, {name: jnp.asarray(value) for name, value in read_params(stories_folder, cfg)}
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    return tiny_hf.load(FOLDER)
+def theirs(stories_folder):
+    return tiny_hf.load(stories_folder)
 
 
 @pytest.fixture(scope="module")
-def documents():
-    """Token ids of the first stories of the validation text, each with its first sentence's count."""
-    tokenizer = Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
-    stories = [each.strip() for each in TEXT.read_text(encoding="utf-8").split("<|endoftext|>")]
+def documents(data_dir, stories_folder):
+    """The first validation stories as token ids, each with the count of its first sentence's."""
+    path = data_dir / "text" / "tinystories_valid.txt"
+    if not path.is_file():
+        pytest.skip(f"{path} is missing")
+    tokenizer = Tokenizer.from_file(str(stories_folder / "tokenizer.json"))
+    stories = [each.strip() for each in path.read_text(encoding="utf-8").split("<|endoftext|>")]
     found = []
     for story in [each for each in stories if "." in each][:PROMPTS]:
         sentence = story[: story.index(".") + 1]

@@ -1,0 +1,40 @@
+# Two commands do all the set-up: `make demo` runs the packaged model, `make test` runs the tests.
+# Both make their own environment in $(VENV), with the versions that constraints.txt pins.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-fast check clean
+
+demo: $(VENV)/.demo
+	$(BIN)/jaxllm demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+# Leaves out what takes more than some seconds.
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow"
+
+# What a reviewer's machine would say: format, lint, types.
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: jaxllm needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

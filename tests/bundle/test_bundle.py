@@ -1,0 +1,217 @@
+"""What is written into a bundle comes back, from the places where it should lie."""
+
+import dataclasses
+import gc
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.bundle import WEIGHT_FORMATS, Bundle, WeightFormat, segment_of, write_bundle
+from jaxllm.bundle.layout import ALIGN, HEADER, PAGE
+from jaxllm.config import ModelConfig
+from jaxllm.errors import BundleError
+from jaxllm.models import decoder
+from jaxllm.quant import Bfloat16Bits, QArray, quantize
+from tests.bundle.forging import MICRO, every_config, every_format, params_of, same_bits, write
+from tests.tiny import TINY, tiny_tokenizer
+
+# What is written comes back.
+
+
+@every_config
+def test_f32_comes_back_bit_for_bit(tmp_path: Path, cfg: ModelConfig) -> None:
+    with Bundle.open(write(tmp_path / "m", "f32", cfg)) as bundle:
+        loaded = bundle.load()
+    assert list(loaded) == list(decoder.param_specs(cfg))
+    for name, value in params_of(cfg).items():
+        assert same_bits(loaded[name], value), name
+
+
+@pytest.mark.parametrize("source", [np.float32, ml_dtypes.bfloat16, np.float16])
+def test_every_source_type_widens_exactly(tmp_path: Path, source: Any) -> None:
+    params = {name: value.astype(source) for name, value in params_of(MICRO).items()}
+    with Bundle.open(write(tmp_path / "m", "f32", MICRO, params=params)) as bundle:
+        for name, value in bundle.load().items():
+            assert same_bits(value, params[name].astype(np.float32)), name
+
+
+@every_config
+def test_bf16_comes_back_bit_for_bit_with_float32_vectors(tmp_path: Path, cfg: ModelConfig) -> None:
+    rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in params_of(cfg).items()}
+    with Bundle.open(write(tmp_path / "m", "bf16", cfg, params=rounded)) as bundle:
+        for name, value in bundle.load().items():
+            if decoder.param_specs(cfg)[name].role == "vector":
+                assert same_bits(value, rounded[name].astype(np.float32)), name
+            else:
+                assert isinstance(value, Bfloat16Bits)
+                assert same_bits(value.bits, rounded[name].view(np.uint16)), name
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@every_config
+def test_integers_are_those_of_quantize(tmp_path: Path, cfg: ModelConfig, weights: WeightFormat) -> None:
+    """Matrices along the axis their product contracts; tables at 8 bits at least; vectors as they are."""
+    with Bundle.open(write(tmp_path / "m", weights, cfg)) as bundle:
+        loaded = bundle.load()
+    bits_seen = set()
+    for name, value in params_of(cfg).items():
+        got = loaded[name]
+        if value.ndim == 1 or name.endswith(("bias", "positions")):
+            assert same_bits(got, value), name
+            continue
+        bits = 4 if weights == "int4" and name not in ("embed.tokens", "head") else 8
+        expected = quantize(value, bits=bits, axis=-2 if name.endswith((".o", ".down")) else -1)
+        assert isinstance(got, QArray), name
+        assert same_bits(got.data, expected.data), name
+        assert same_bits(got.scale, expected.scale), name
+        for field in ("bits", "group", "axis", "columns"):
+            assert getattr(got, field) == getattr(expected, field), name
+        bits_seen.add(bits)
+    assert bits_seen == ({8} if weights == "int8" else {4, 8})
+
+
+@every_config
+def test_the_rest_comes_back(tmp_path: Path, cfg: ModelConfig) -> None:
+    files = tiny_tokenizer(chat=False)
+    path = write(tmp_path / "m", "int8", cfg, tokenizer=files, name="my model é")
+    with Bundle.open(path) as bundle:
+        assert bundle.cfg == cfg
+        assert hash(bundle.cfg) == hash(cfg)
+        assert bundle.tokenizer_files() == files
+        assert (bundle.layout.name, bundle.layout.weights) == ("my model é", "int8")
+        stored = sum(leaf.nbytes for leaf in jax.tree.leaves(bundle.load()))
+        assert bundle.weight_bytes == stored
+
+
+def test_a_bundle_is_as_small_as_its_format(tmp_path: Path) -> None:
+    sizes = [write(tmp_path / weights, weights).stat().st_size for weights in WEIGHT_FORMATS]
+    assert sizes == sorted(sizes, reverse=True)
+    # The rest: tokenizer, manifest, pages.
+    overhead = sizes[0] - 4 * decoder.parameter_count(TINY)
+    assert 0 < overhead < 64 << 10
+
+
+def test_progress_of_writing_and_loading(tmp_path: Path) -> None:
+    written: list[tuple[str, int]] = []
+    path = tmp_path / "m"
+    write_bundle(
+        path, cfg=TINY, params=params_of(TINY).items(), weights="int4", tokenizer=tiny_tokenizer(),
+        name="tiny", on_tensor=lambda name, size: written.append((name, size)),
+    )  # fmt: skip
+    with Bundle.open(path) as bundle:
+        assert written == [(name, tensor.size_bytes) for name, tensor in bundle.layout.tensors.items()]
+        loaded: list[tuple[str, int]] = []
+        bundle.load(on_segment=lambda name, size: loaded.append((name, size)))
+        verified: list[tuple[str, int]] = []
+        bundle.verify(on_segment=lambda name, size: verified.append((name, size)))
+        sizes = {name: segment.size_bytes for name, segment in bundle.layout.segments.items()}
+    assert verified == list(sizes.items())
+    assert loaded == verified[1:]
+
+
+# Where things stand.
+
+
+@every_format
+@every_config
+def test_places(tmp_path: Path, cfg: ModelConfig, weights: WeightFormat) -> None:
+    """Segments in the order in which a step reads them, tensors in order inside, all aligned."""
+    path = write(tmp_path / "m", weights, cfg)
+    with Bundle.open(path) as bundle:
+        layout = bundle.layout
+    layers = [f"layers.{layer}" for layer in range(cfg.layers)]
+    assert list(layout.segments) == ["tokenizer", "embed", *layers, "final"]
+    end = HEADER.size
+    for segment in layout.segments.values():
+        assert segment.offset % PAGE == 0
+        assert 0 <= segment.offset - end < PAGE
+        end = segment.offset + segment.size_bytes
+    at = {name: segment.offset for name, segment in layout.segments.items()}
+    assert list(layout.tensors) == list(decoder.param_specs(cfg))
+    for name, tensor in layout.tensors.items():
+        assert tensor.segment == segment_of(name)
+        for extent in filter(None, (tensor.data, tensor.scale)):
+            assert extent.offset % ALIGN == 0
+            assert 0 <= extent.offset - at[tensor.segment] < ALIGN
+            at[tensor.segment] = extent.offset + extent.size_bytes
+    for name, segment in layout.segments.items():
+        # Weights fill their segments to the last byte; the tokenizer has no tensors.
+        end = at[name] if name != "tokenizer" else segment.offset + segment.size_bytes
+        assert end == segment.offset + segment.size_bytes
+
+
+@every_format
+def test_arrays_are_the_mapped_file(tmp_path: Path, weights: WeightFormat) -> None:
+    """Loading copies nothing: all pointers differ from their offsets in the file by one number."""
+    with Bundle.open(write(tmp_path / "m", weights)) as bundle:
+        bases = set()
+        for name, value in bundle.load().items():
+            tensor = bundle.layout.tensors[name]
+            extents = [extent for extent in (tensor.data, tensor.scale) if extent is not None]
+            leaves = jax.tree.leaves(value)
+            assert len(leaves) == len(extents)
+            for leaf, extent in zip(leaves, extents, strict=True):
+                bases.add(leaf.unsafe_buffer_pointer() - extent.offset)
+    assert len(bases) == 1
+
+
+def test_arrays_outlive_the_bundle_and_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "m")
+    bundle = Bundle.open(path)
+    loaded = bundle.load()
+    bundle.close()
+    with pytest.raises(BundleError, match="closed"):
+        bundle.load()
+    with pytest.raises(BundleError, match="closed"):
+        bundle.verify()
+    del bundle
+    # Prepared again at the same path, then removed: those who have it open keep what they opened.
+    write(path, params={name: value + 1 for name, value in params_of(TINY).items()})
+    path.unlink()
+    gc.collect()
+    for name, value in params_of(TINY).items():
+        assert same_bits(loaded[name], value), name
+
+
+# Names of files' contents.
+
+
+def fingerprint(path: Path) -> str:
+    with Bundle.open(path) as bundle:
+        return bundle.fingerprint
+
+
+@every_format
+def test_the_same_model_makes_the_same_bytes(tmp_path: Path, weights: WeightFormat) -> None:
+    paths = [write(tmp_path / name, weights) for name in "ab"]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert fingerprint(paths[0]) == fingerprint(paths[1])
+
+
+def test_any_change_changes_the_fingerprint(tmp_path: Path) -> None:
+    def changed(name: str) -> dict[str, np.ndarray]:
+        params = {each: value.copy() for each, value in params_of(TINY).items()}
+        bits = params[name].reshape(-1).view(np.uint32)
+        bits[-1] ^= 1
+        return params
+
+    variants: list[dict[str, Any]] = [{}, {"weights": "bf16"}, {"name": "other"}]
+    variants += [{"params": changed(name)} for name in decoder.param_specs(TINY)]
+    variants += [{"cfg": dataclasses.replace(TINY, norm_eps=2e-5), "params": params_of(TINY)}]
+    files = tiny_tokenizer()
+    variants += [
+        {"tokenizer": dataclasses.replace(files, **change)}
+        for change in (
+            {"tokenizer_json": files.tokenizer_json + " "},
+            {"chat_template": None},
+            {"eos_ids": ()},
+            {"bos_id": None},
+            {"special": {}},
+        )
+    ]
+    found = [fingerprint(write(tmp_path / "m", **variant)) for variant in variants]
+    assert len(set(found)) == len(variants)

@@ -1,0 +1,408 @@
+"""The shared decoder: its parameters, and that chunks, padding, batches and windows keep their laws."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder
+from jaxllm.models.decoder import ParamSpec, init_params, param_specs, parameter_count
+from jaxllm.quant import dequantize, quantize
+
+V, BATCH, PROMPT, CHUNK = 13, 2, 9, 4
+# Not a multiple of the chunk, so a padded chunk reaches past the cache's end.
+CAPACITY = 10
+PLAIN = ModelConfig(
+    model_type="llama", vocab_size=V, hidden_size=12, layers=2, heads=4, kv_heads=2, head_dim=6,
+    ffn_size=10, window_tokens=CAPACITY, rope=RopeConfig(dim=6),
+)  # fmt: skip
+CONFIGS = {
+    "plain": PLAIN,
+    "everything": dataclasses.replace(
+        PLAIN, layers=3, attention_windows=(3, 0, 2), rope=RopeConfig(dim=4, theta=100.0),
+        local_rope=RopeConfig(dim=6, theta=50.0), activation="gelu_tanh", attention_scale=0.9,
+        attention_softcap=2.0, logit_softcap=1.5, embed_scale=3.0, qkv_bias=True, o_bias=True,
+        ffn_bias=True, qk_norm=True, post_norms=True, tied_head=True,
+    ),
+    "classic": dataclasses.replace(
+        PLAIN, kv_heads=4, rope=None, learned_positions=True, norm="layer", gated_ffn=False,
+        activation="relu", qkv_bias=True, o_bias=True, ffn_bias=True,
+    ),
+}  # fmt: skip
+TOKENS = np.random.default_rng(0).integers(0, V, (BATCH, PROMPT), dtype=np.int32)
+# Compiling is most of this file's time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def params_of(cfg):
+    """Random parameters, vectors far from their initial values, attention far from uniform."""
+    rng = np.random.default_rng(1)
+    params = {}
+    for name, spec in param_specs(cfg).items():
+        noise = rng.standard_normal(spec.shape).astype(np.float32)
+        if spec.role == "vector" and name != "embed.positions":
+            params[name] = np.float32(1.0 * name.endswith("scale")) + np.float32(0.3) * noise
+        else:
+            params[name] = noise * np.float32(1.0 if name.startswith("embed.") else 0.5)
+    return params
+
+
+@functools.cache
+def whole_of(cfg):
+    @jit
+    def whole(params, tokens):
+        hidden, cache = decoder.forward(params, tokens, cfg=cfg)
+        assert cache is None
+        return hidden
+
+    return whole
+
+
+@functools.cache
+def step_of(cfg):
+    @jit
+    def step(params, tokens, cache, valid):
+        return decoder.forward(params, tokens, cache, cfg=cfg, valid=valid)
+
+    return step
+
+
+def empty_cache(cfg):
+    return new_cache(cfg, batch=BATCH, tokens=CAPACITY, dtype=jnp.float32)
+
+
+@pytest.fixture(params=CONFIGS)
+def cfg(request):
+    return CONFIGS[request.param]
+
+
+# Parameters
+
+
+def test_specs_of_a_plain_model():
+    layer = {
+        "attn_norm.scale": ParamSpec((12,), "vector"),
+        "attn.q": ParamSpec((2, 12, 12), "to_units"),
+        "attn.k": ParamSpec((2, 6, 12), "to_units"),
+        "attn.v": ParamSpec((2, 6, 12), "to_units"),
+        "attn.o": ParamSpec((2, 12, 12), "from_units"),
+        "ffn_norm.scale": ParamSpec((12,), "vector"),
+        "ffn.gate": ParamSpec((10, 12), "to_units"),
+        "ffn.up": ParamSpec((10, 12), "to_units"),
+        "ffn.down": ParamSpec((10, 12), "from_units"),
+    }
+    expected = {"embed.tokens": ParamSpec((V, 12), "embed")}
+    for i in range(2):
+        expected |= {f"layers.{i}.{name}": spec for name, spec in layer.items()}
+    expected |= {"final_norm.scale": ParamSpec((12,), "vector"), "head": ParamSpec((V, 12), "embed")}
+    assert param_specs(PLAIN) == expected
+    assert list(param_specs(PLAIN)) == list(expected)
+    assert parameter_count(PLAIN) == 2 * V * 12 + 12 + 2 * (2 * 12 + 2 * 2 * 12 * 12 + 2 * 2 * 6 * 12 + 360)
+
+
+def test_specs_of_a_model_with_everything():
+    specs = param_specs(CONFIGS["everything"])
+    names = [name.removeprefix("layers.2.") for name in specs if name.startswith("layers.2.")]
+    assert names == [
+        "attn_norm.scale", "attn.q", "attn.q_bias", "attn.k", "attn.k_bias", "attn.v", "attn.v_bias",
+        "attn.q_norm.scale", "attn.k_norm.scale", "attn.o", "attn.o_bias", "attn_post_norm.scale",
+        "ffn_norm.scale", "ffn.gate", "ffn.gate_bias", "ffn.up", "ffn.up_bias", "ffn.down",
+        "ffn.down_bias", "ffn_post_norm.scale",
+    ]  # fmt: skip
+    shapes = {name: specs[f"layers.2.{name}"].shape for name in names if "bias" in name or "q_norm" in name}
+    assert shapes == {
+        "attn.q_bias": (2, 12), "attn.k_bias": (2, 6), "attn.v_bias": (2, 6), "attn.q_norm.scale": (6,),
+        "attn.o_bias": (12,), "ffn.gate_bias": (10,), "ffn.up_bias": (10,), "ffn.down_bias": (12,),
+    }  # fmt: skip
+    assert "head" not in specs
+    assert "embed.positions" not in specs
+
+
+def test_specs_of_a_classic_model():
+    specs = param_specs(CONFIGS["classic"])
+    assert specs["embed.positions"] == ParamSpec((CAPACITY, 12), "vector")
+    assert specs["layers.1.attn.q"].shape == specs["layers.1.attn.k"].shape == (4, 6, 12)
+    assert "layers.0.ffn.gate" not in specs
+    assert "layers.0.ffn.gate_bias" not in specs
+    assert {"layers.0.attn_norm.bias", "layers.1.ffn_norm.bias", "final_norm.bias"} <= set(specs)
+
+
+def test_specs_are_in_the_order_in_which_a_step_reads_them(cfg):
+    """Weights are stored and streamed in this order."""
+    read = []
+
+    class Recorder(dict):
+        def __getitem__(self, name):
+            read.append(name)
+            return super().__getitem__(name)
+
+        def get(self, name, default=None):
+            if name in self:
+                read.append(name)
+            return super().get(name, default)
+
+    def run(params, tokens):
+        hidden, _ = decoder.forward(Recorder(params), tokens, cfg=cfg)
+        return decoder.logits(params, hidden, cfg=cfg)
+
+    jax.eval_shape(run, params_of(cfg), TOKENS)
+    expected = [name for name in param_specs(cfg) if name != "head"]
+    assert list(dict.fromkeys(read)) == expected
+
+
+def test_initial_parameters():
+    cfg = dataclasses.replace(
+        CONFIGS["everything"], hidden_size=128, ffn_size=192, head_dim=32, vocab_size=64, tied_head=False
+    )
+    params = init_params(cfg, jax.random.key(0))
+    assert {name: value.shape for name, value in params.items()} == {
+        name: spec.shape for name, spec in param_specs(cfg).items()
+    }
+    assert {value.dtype for value in params.values()} == {jnp.dtype(jnp.float32)}
+    residual = (2 * 3) ** -0.5
+    deviations = {
+        "embed.tokens": 0.02, "head": 0.02,
+        "layers.1.attn.q": 128**-0.5, "layers.1.attn.v": 128**-0.5, "layers.0.ffn.up": 128**-0.5,
+        # Contracted over both unit axes: kv heads times the queries' rows of a group.
+        "layers.1.attn.o": residual * (2 * 2 * 32) ** -0.5,
+        "layers.2.ffn.down": residual * 192**-0.5,
+    }  # fmt: skip
+    for name, deviation in deviations.items():
+        assert np.std(params[name]) == pytest.approx(deviation, rel=0.05), name
+        assert abs(np.mean(params[name])) < deviation * 0.05, name
+    for name, value in params.items():
+        if name.endswith("norm.scale"):
+            np.testing.assert_array_equal(value, 1, err_msg=name)
+        if name.endswith("bias"):
+            np.testing.assert_array_equal(value, 0, err_msg=name)
+
+
+def test_initial_parameters_follow_the_key_and_the_dtype():
+    params = init_params(PLAIN, jax.random.key(0), jnp.bfloat16)
+    assert {value.dtype for value in params.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert not np.array_equal(params["layers.0.attn.k"], params["layers.0.attn.v"])
+    assert not np.array_equal(params["layers.0.ffn.up"], params["layers.1.ffn.up"])
+    one = decoder.init_param(PLAIN, "head", jax.random.key(5), jnp.float32)
+    same = decoder.init_param(PLAIN, "head", jax.random.key(5), jnp.float32)
+    other = decoder.init_param(PLAIN, "head", jax.random.key(6), jnp.float32)
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+
+
+# Chunks
+
+
+def compositions(total, largest):
+    if total == 0:
+        yield ()
+    for first in range(1, min(total, largest) + 1):
+        for rest in compositions(total - first, largest):
+            yield (first, *rest)
+
+
+def test_whole_is_the_same_in_every_division_into_chunks(cfg):
+    expected = np.asarray(whole_of(cfg)(params_of(cfg), TOKENS))
+    assert expected.std() > 0.3
+    # Padding holds real ids, so that reading it by mistake changes the answer.
+    padded = np.concatenate([TOKENS, TOKENS[:, ::-1]], axis=1)
+    step, params = step_of(cfg), params_of(cfg)
+    divisions = list(compositions(PROMPT, CHUNK))
+    assert len(divisions) > 150
+    for division in divisions[:: 1 if cfg is PLAIN else 7]:
+        cache, at, parts = empty_cache(cfg), 0, []
+        for valid in division:
+            hidden, cache = step(params, padded[:, at : at + CHUNK], cache, np.int32(valid))
+            parts.append(np.asarray(hidden[:, :valid]))
+            at += valid
+        assert int(cache.length) == PROMPT
+        got = np.concatenate(parts, axis=1)
+        np.testing.assert_allclose(got, expected, atol=2e-5, rtol=0, err_msg=str(division))
+
+
+def test_whole_is_the_same_token_by_token(cfg):
+    expected = whole_of(cfg)(params_of(cfg), TOKENS)
+    step, cache = step_of(cfg), empty_cache(cfg)
+    for t in range(PROMPT):
+        hidden, cache = step(params_of(cfg), TOKENS[:, t : t + 1], cache, np.int32(1))
+        np.testing.assert_allclose(hidden[:, 0], expected[:, t], atol=2e-5, rtol=0, err_msg=str(t))
+    assert int(cache.length) == PROMPT
+
+
+@pytest.mark.parametrize("garbage", [0, V - 1, V, 2**31 - 1, -1, -(2**31)])
+def test_padding_changes_nothing(cfg, garbage):
+    """Whatever its ids are, in the vocabulary or not, also where its places lie past window and cache."""
+    step, params = step_of(cfg), params_of(cfg)
+    cache = empty_cache(cfg)
+    reference = empty_cache(cfg)
+    for at, valid in ((0, 4), (4, 3), (7, 2)):
+        tokens = np.zeros((BATCH, CHUNK), np.int32)
+        tokens[:, :valid] = TOKENS[:, at : at + valid]
+        clean, reference = step(params, tokens, reference, np.int32(valid))
+        tokens[:, valid:] = garbage
+        hidden, cache = step(params, tokens, cache, np.int32(valid))
+        np.testing.assert_array_equal(hidden[:, :valid], clean[:, :valid])
+        assert np.isfinite(hidden).all()
+    for got, expected in zip(jax.tree.leaves(cache), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    for rows in (*cache.keys, *cache.values):
+        assert not np.any(rows[:, :, PROMPT:])
+        assert np.all(np.any(rows[:, :, :PROMPT] != 0, axis=(1, 3)))
+
+
+def test_no_valid_count_means_all(cfg):
+    def run(tokens, valid):
+        return decoder.forward(params_of(cfg), tokens, empty_cache(cfg), cfg=cfg, valid=valid)[1].length
+
+    assert int(jit(lambda tokens: run(tokens, None))(TOKENS)) == PROMPT
+    assert int(jit(run)(TOKENS, np.int32(3))) == 3
+
+
+# What a token can see
+
+
+def test_tokens_after_do_not_matter(cfg):
+    changed = TOKENS.copy()
+    changed[:, 5:] = (changed[:, 5:] + 1) % V
+    before, after = (whole_of(cfg)(params_of(cfg), tokens) for tokens in (TOKENS, changed))
+    np.testing.assert_array_equal(after[:, :5], before[:, :5])
+    assert np.abs(after[:, 5:] - before[:, 5:]).max(-1).min() > 1e-3
+
+
+def test_rows_of_a_batch_are_strangers(cfg):
+    changed = TOKENS.copy()
+    changed[1] = (changed[1] + 1) % V
+    before, after = (whole_of(cfg)(params_of(cfg), tokens) for tokens in (TOKENS, changed))
+    np.testing.assert_array_equal(after[0], before[0])
+    assert not np.allclose(after[1], before[1])
+
+
+def test_sliding_windows_forget():
+    """Two layers of windows 3 and 2 reach 2 + 1 tokens back, in one chunk and through the cache."""
+    cfg = dataclasses.replace(PLAIN, attention_windows=(3, 2))
+    changed = TOKENS.copy()
+    changed[:, 1] = (changed[:, 1] + 1) % V
+    params = params_of(cfg)
+    before, after = (whole_of(cfg)(params, tokens) for tokens in (TOKENS, changed))
+    np.testing.assert_array_equal(after[:, 5:], before[:, 5:])
+    assert np.abs(after[:, 1:5] - before[:, 1:5]).max(-1).min() > 1e-4
+    results = []
+    for tokens in (TOKENS, changed):
+        cache, parts = empty_cache(cfg), []
+        for at in (0, 3, 6):
+            hidden, cache = step_of(cfg)(params, tokens[:, at : at + 3], cache, np.int32(3))
+            parts.append(hidden)
+        results.append(np.concatenate(parts, axis=1))
+    np.testing.assert_array_equal(results[1][:, 5:], results[0][:, 5:])
+    assert np.abs(results[1][:, 1:5] - results[0][:, 1:5]).max(-1).min() > 1e-4
+
+
+def test_one_full_layer_remembers():
+    cfg = dataclasses.replace(PLAIN, attention_windows=(3, 0))
+    changed = TOKENS.copy()
+    changed[:, 1] = (changed[:, 1] + 1) % V
+    before, after = (whole_of(cfg)(params_of(cfg), tokens) for tokens in (TOKENS, changed))
+    assert np.abs(after[:, 1:] - before[:, 1:]).max(-1).min() > 1e-4
+
+
+# Scales and caps
+
+
+def test_embed_scale_multiplies_the_embedding():
+    params = params_of(PLAIN)
+    scaled = {**params, "embed.tokens": params["embed.tokens"] * np.float32(3.0)}
+    got = whole_of(dataclasses.replace(PLAIN, embed_scale=3.0))(params, TOKENS)
+    np.testing.assert_allclose(got, whole_of(PLAIN)(scaled, TOKENS), atol=1e-5)
+    assert not np.allclose(got, whole_of(PLAIN)(params, TOKENS), atol=1e-2)
+
+
+def test_attention_scale_multiplies_the_scores():
+    params = params_of(PLAIN)
+    doubled = {
+        name: value * np.float32(2.0) if name.endswith("attn.q") else value for name, value in params.items()
+    }
+    cfg = dataclasses.replace(PLAIN, attention_scale=2 * PLAIN.attention_scale)
+    got = whole_of(cfg)(params, TOKENS)
+    np.testing.assert_allclose(got, whole_of(PLAIN)(doubled, TOKENS), atol=1e-5)
+    assert not np.allclose(got, whole_of(PLAIN)(params, TOKENS), atol=1e-2)
+
+
+def test_logit_softcap():
+    hidden = 3 * np.random.default_rng(0).standard_normal((2, 12)).astype(np.float32)
+    params = params_of(PLAIN)
+    raw = hidden @ params["head"].T
+    np.testing.assert_allclose(decoder.logits(params, hidden, cfg=PLAIN), raw, rtol=1e-4, atol=1e-5)
+    capped = decoder.logits(params, hidden, cfg=dataclasses.replace(PLAIN, logit_softcap=1.5))
+    np.testing.assert_allclose(capped, 1.5 * np.tanh(raw / 1.5), rtol=1e-4, atol=1e-5)
+    assert np.abs(raw).max() > 3
+    tied = decoder.logits(params, hidden, cfg=dataclasses.replace(PLAIN, tied_head=True))
+    np.testing.assert_allclose(tied, hidden @ params["embed.tokens"].T, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_softcap_is_used():
+    params = params_of(PLAIN)
+    plain = whole_of(PLAIN)(params, TOKENS)
+    loose = whole_of(dataclasses.replace(PLAIN, attention_softcap=1e4))(params, TOKENS)
+    tight = whole_of(dataclasses.replace(PLAIN, attention_softcap=0.3))(params, TOKENS)
+    np.testing.assert_allclose(loose, plain, atol=1e-3)
+    assert np.abs(tight - plain).max() > 0.05
+
+
+# Units
+
+
+def test_units_may_be_reordered(cfg):
+    """Kv-groups and neurons are permutation-consistent: moved together, they compute the same."""
+    params = params_of(cfg)
+    moved = dict(params)
+    groups, neurons = np.arange(cfg.kv_heads)[::-1], np.random.default_rng(2).permutation(cfg.ffn_size)
+    for name, value in params.items():
+        short = name.split(".", 2)[-1]
+        if short in ("attn.q", "attn.k", "attn.v", "attn.o", "attn.q_bias", "attn.k_bias", "attn.v_bias"):
+            moved[name] = value[groups]
+        if short.startswith("ffn.") and short != "ffn.down_bias":
+            moved[name] = value[neurons]
+    assert not np.array_equal(moved["layers.0.attn.k"], params["layers.0.attn.k"])
+    got, expected = (whole_of(cfg)(each, TOKENS) for each in (moved, params))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantized_parameters_compute_what_they_stand_for(bits):
+    cfg = CONFIGS["everything"]
+    specs, params = param_specs(cfg), params_of(cfg)
+    quantized, meant = {}, {}
+    for name, value in params.items():
+        quantized[name] = meant[name] = value
+        if specs[name].role != "vector":
+            axis = -2 if specs[name].role == "from_units" else -1
+            quantized[name] = quantize(value, bits=bits, axis=axis)
+            meant[name] = widened(quantized[name])
+    got, expected, dense = (whole_of(cfg)(each, TOKENS) for each in (quantized, meant, params))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+    assert np.abs(got - dense).max() > 1e-3
+
+
+def test_dtypes():
+    """Activations and cache have their dtypes, whatever the parameters'."""
+    cfg = CONFIGS["everything"]
+
+    def run(params, tokens):
+        cache = new_cache(cfg, batch=BATCH, tokens=CAPACITY, dtype=jnp.bfloat16)
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg, dtype=jnp.bfloat16)
+        return hidden, cache, decoder.logits(params, hidden, cfg=cfg)
+
+    hidden, cache, logits = jax.eval_shape(run, params_of(cfg), TOKENS)
+    assert hidden.dtype == jnp.bfloat16
+    assert {rows.dtype for rows in (*cache.keys, *cache.values)} == {jnp.dtype(jnp.bfloat16)}
+    assert cache.length.dtype == jnp.int32
+    assert logits.dtype == jnp.float32
+    assert logits.shape == (BATCH, PROMPT, V)

@@ -1,0 +1,58 @@
+import math
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.models.decoder import forward, logits
+from serving.evaluate import perplexity
+
+DOCUMENTS = ["the cat sat on the mat. " * 8, "a dog", "ran and ran to the end of the road. " * 5]
+
+
+def reference(engine, documents, window):
+    """Mean negative log-likelihood from whole-window logits."""
+    import jax
+
+    params = engine.bundle.load()
+    loss, count = 0.0, 0
+    for text in documents:
+        ids = engine.tokenizer.encode(text)
+        for at in range(0, len(ids) - 1, window):
+            inputs = np.array([ids[at : at + window]], np.int32)
+            targets = ids[at + 1 : at + window + 1]
+            hidden, _ = forward(params, inputs[:, : len(targets)], cfg=engine.cfg)
+            scores = jax.nn.log_softmax(logits(params, hidden, cfg=engine.cfg), axis=-1)
+            loss -= sum(float(scores[0, i, token]) for i, token in enumerate(targets))
+            count += len(targets)
+    return loss, count
+
+
+@pytest.mark.parametrize("window", [20, 128])
+def test_equals_the_definition_for_windows_within_and_beyond_a_chunk(engine, window):
+    result = perplexity(engine, DOCUMENTS, window_tokens=window)
+    loss, count = reference(engine, DOCUMENTS, window)
+    assert result.tokens == count
+    assert result.documents == 3
+    assert result.perplexity == pytest.approx(math.exp(loss / count), rel=1e-5)
+    size = sum(len(text.encode()) for text in DOCUMENTS)
+    assert result.bits_per_byte == pytest.approx(loss / math.log(2) / size, rel=1e-5)
+
+
+def test_progress_ends_at_the_number_of_tokens(engine):
+    seen = []
+    result = perplexity(engine, DOCUMENTS, progress=lambda *call: seen.append(call))
+    scored = [call[1:] for call in seen if call[0] == "score"]
+    assert scored[-1] == (result.tokens, result.tokens)
+    assert scored == sorted(scored)
+
+
+def test_a_text_without_a_token_to_predict_is_refused(engine):
+    with pytest.raises(ConfigError, match="no token to predict"):
+        perplexity(engine, [""])
+
+
+@pytest.mark.parametrize("window", [-1, 129])
+def test_a_window_must_fit_the_context(engine, window):
+    with pytest.raises(ConfigError, match="window"):
+        perplexity(engine, DOCUMENTS, window_tokens=window)

@@ -1,0 +1,219 @@
+"""ModelConfig and RopeConfig: what they refuse, what they fill in, and their JSON."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxllm.config import MAX_DIMENSION, MAX_LAYERS, Bucket, ModelConfig, RopeConfig
+from jaxllm.errors import ConfigError
+
+SHAPE = {
+    "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "layers": 3, "heads": 4, "kv_heads": 2,
+    "head_dim": 16, "ffn_size": 12, "window_tokens": 32,
+}  # fmt: skip
+LLAMA3 = {"dim": 16, "kind": "llama3", "factor": 8.0, "original_window_tokens": 64}
+YARN = {"dim": 16, "kind": "yarn", "factor": 4.0, "original_window_tokens": 64}
+
+
+def model(**changes):
+    return ModelConfig(**{**SHAPE, **changes})
+
+
+def refused(make, *parts):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+# Defaults
+
+
+def test_defaults():
+    cfg = model()
+    assert cfg.attention_windows == (0, 0, 0)
+    assert cfg.attention_scale == 0.25
+    assert cfg.group == 2
+    assert (cfg.activation, cfg.norm, cfg.gated_ffn, cfg.embed_scale) == ("silu", "rms", True, 1.0)
+    assert cfg.rope is None
+    assert cfg.layer_rope(0) is None
+    assert model(attention_scale=0.5).attention_scale == 0.5
+    assert RopeConfig(dim=4) == RopeConfig(
+        dim=4, theta=10000.0, kind="default", factor=1.0, attention_factor=1.0
+    )
+
+
+def test_configs_are_values():
+    """Equal configs are one dictionary key: a compiled graph is found by its config."""
+    one, same = model(rope=RopeConfig(**YARN)), model(rope=RopeConfig(**YARN))
+    assert one == same
+    assert {one: 1}[same] == 1
+    assert one != model(rope=RopeConfig(**YARN, truncate=False))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.layers = 4
+    assert Bucket(kind="decode", tokens=4) == Bucket(kind="decode", tokens=4, cache_tokens=0)
+    assert len({Bucket(kind="decode", tokens=4), Bucket(kind="prefill", tokens=4)}) == 2
+
+
+def test_layer_rope_is_local_where_there_is_a_window():
+    wide, local = RopeConfig(dim=16, theta=1e6), RopeConfig(dim=8)
+    cfg = model(rope=wide, local_rope=local, attention_windows=(5, 0, 1))
+    assert [cfg.layer_rope(layer) for layer in range(3)] == [local, wide, local]
+    cfg = model(rope=wide, attention_windows=(5, 0, 1))
+    assert [cfg.layer_rope(layer) for layer in range(3)] == [wide] * 3
+    cfg = model(local_rope=local, attention_windows=(5, 0, 1))
+    assert [cfg.layer_rope(layer) for layer in range(3)] == [local, None, local]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab_size", "hidden_size", "head_dim", "ffn_size", "window_tokens", "heads", "kv_heads"]
+)
+@pytest.mark.parametrize("value", [0, -1, MAX_DIMENSION + 1, 2.0, "4", True, None, math.nan])
+def test_sizes_are_whole_numbers_within_bounds(name, value):
+    refused(lambda: model(**{name: value}), name, f"{value!r}", "whole number in [1, ")
+
+
+@pytest.mark.parametrize("value", [0, MAX_LAYERS + 1, 1 << 40, 2.0])
+def test_layers_are_bounded(value):
+    refused(lambda: model(layers=value), "layers", str(value), f"[1, {MAX_LAYERS}]")
+
+
+def test_bounds_are_within():
+    assert model(vocab_size=MAX_DIMENSION).vocab_size == MAX_DIMENSION
+    assert model(layers=MAX_LAYERS).attention_windows == (0,) * MAX_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"model_type": None}, ("model_type", "None")),
+        ({"model_type": ["llama"]}, ("model_type",)),
+        ({"kv_heads": 3}, ("heads (4)", "kv_heads (3)")),
+        ({"kv_heads": 8}, ("kv_heads", "[1, 4]", "8")),
+        ({"activation": "swish"}, ("'swish'", "gelu_tanh")),
+        ({"activation": None}, ("None",)),
+        ({"norm": "batch"}, ("norm", "'batch'")),
+        ({"norm_eps": 0.0}, ("norm_eps", "positive", "0.0")),
+        ({"norm_eps": math.nan}, ("norm_eps", "nan")),
+        ({"norm_eps": math.inf}, ("norm_eps", "inf")),
+        ({"norm_eps": "small"}, ("norm_eps", "'small'")),
+        ({"attention_scale": -1.0}, ("attention_scale", "-1.0")),
+        ({"attention_softcap": -0.5}, ("attention_softcap", "-0.5")),
+        ({"logit_softcap": -30}, ("logit_softcap", "-30")),
+        ({"logit_softcap": math.nan}, ("logit_softcap", "nan")),
+        ({"attention_softcap": True}, ("attention_softcap", "True")),
+        ({"embed_scale": math.inf}, ("embed_scale", "inf")),
+        ({"attention_windows": (0, 1)}, ("attention_windows", "3 entries", "(0, 1)")),
+        ({"attention_windows": (0, 1, -1)}, ("attention_windows", "-1")),
+        ({"attention_windows": (0, 1, 2.5)}, ("attention_windows", "2.5")),
+        ({"attention_windows": (0, 1, "4")}, ("attention_windows", "'4'")),
+        ({"attention_windows": (0, 1, MAX_DIMENSION + 1)}, ("attention_windows", str(MAX_DIMENSION + 1))),
+        ({"rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
+        ({"local_rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
+    ],
+)
+def test_model_refusals(changes, parts):
+    refused(lambda: model(**changes), *parts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"dim": 0}, ("rope dim", "0")),
+        ({"dim": 7}, ("rope dim", "even", "7")),
+        ({"dim": 4.0}, ("rope dim", "4.0")),
+        ({"dim": MAX_DIMENSION + 2}, ("rope dim", str(MAX_DIMENSION + 2))),
+        ({"dim": 4, "theta": 0.0}, ("theta", "positive")),
+        ({"dim": 4, "theta": math.nan}, ("theta", "nan")),
+        ({"dim": 4, "theta": math.inf}, ("theta", "inf")),
+        ({"dim": 4, "theta": "1e4"}, ("theta", "'1e4'")),
+        ({"dim": 4, "factor": 0.5}, ("factor", "0.5")),
+        ({"dim": 4, "kind": "dynamic"}, ("'dynamic'", "yarn")),
+        ({"dim": 4, "kind": None}, ("None",)),
+        ({"dim": 4, "attention_factor": math.nan}, ("attention_factor", "nan")),
+        ({**LLAMA3, "original_window_tokens": 0}, ("original window", "0")),
+        ({**YARN, "original_window_tokens": 0.5}, ("original window", "0.5")),
+        ({**LLAMA3, "low_freq_factor": 4.0}, ("high_freq_factor", "4.0")),
+        ({**LLAMA3, "low_freq_factor": -math.inf}, ("low_freq_factor", "-inf")),
+        ({**YARN, "beta_fast": 0.0}, ("beta_fast", "0.0")),
+        ({**YARN, "beta_slow": -1.0}, ("beta_slow", "-1.0")),
+        ({**YARN, "theta": 1.0}, ("theta", "above 1")),
+    ],
+)
+def test_rope_refusals(fields, parts):
+    refused(lambda: RopeConfig(**fields), *parts)
+
+
+def test_scaling_fields_are_checked_only_where_they_are_used():
+    assert RopeConfig(dim=4, low_freq_factor=4.0, beta_fast=0.0).original_window_tokens == 0
+    assert RopeConfig(**LLAMA3, beta_fast=0.0).kind == "llama3"
+    assert RopeConfig(**YARN, low_freq_factor=4.0).kind == "yarn"
+
+
+# JSON
+
+CONFIGS = {
+    "defaults": model(),
+    "all": model(
+        activation="gelu_tanh", gated_ffn=False, norm="layer", norm_eps=1e-6, rope=RopeConfig(**LLAMA3),
+        local_rope=RopeConfig(**YARN, beta_fast=8.0, truncate=False), learned_positions=True,
+        attention_windows=(4, 0, 7), attention_scale=0.3, attention_softcap=50.0, logit_softcap=30.0,
+        embed_scale=2.5, qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm=True, post_norms=True,
+        tied_head=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_json_round_trip(name):
+    cfg = CONFIGS[name]
+    again = ModelConfig.from_json(json.loads(json.dumps(cfg.to_json())))
+    assert again == cfg
+    assert hash(again) == hash(cfg)
+    assert type(again.attention_windows) is tuple
+
+
+def test_all_fields_differ_from_the_defaults_in_the_round_trip():
+    """So that a field which is lost on the way is seen."""
+    plain, full = CONFIGS["defaults"], CONFIGS["all"]
+    same = [f.name for f in dataclasses.fields(plain) if getattr(plain, f.name) == getattr(full, f.name)]
+    assert same == list(SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"hidden": 8}, "hidden"),
+        ({"rope": {"dims": 4}}, "dims"),
+        ({"rope": {}}, "dim"),
+        ({"rope": 4}, "RopeConfig"),
+        ({"rope": {"dim": 3}}, "even"),
+        ({"attention_windows": 3}, "malformed model config"),
+        ({"attention_windows": [0, None, 1]}, "None"),
+        ({"heads": "4"}, "heads"),
+        ({"norm": []}, "norm"),
+    ],
+)
+def test_malformed_json_is_a_config_error(change, part):
+    refused(lambda: ModelConfig.from_json({**model().to_json(), **change}), part)
+
+
+@pytest.mark.parametrize("key", SHAPE)
+def test_missing_key_is_named(key):
+    data = model().to_json()
+    del data[key]
+    refused(lambda: ModelConfig.from_json(data), key)
+
+
+def test_from_json_leaves_its_input_alone():
+    data = CONFIGS["all"].to_json()
+    before = json.dumps(data)
+    ModelConfig.from_json(data)
+    assert json.dumps(data) == before
