@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.report import Row, median, peak_memory_bytes
+from benchmarks.report import Row, median, peak_memory_bytes, reset_peak_memory
 from jaxllm.sampling import Sampling, sampler_state
 from serving.buckets import MAX_STOP_IDS, Progress
 from serving.engine import Engine
@@ -48,22 +48,25 @@ def run(
     name = f"{engine.bundle.layout.name} {engine.bundle.layout.weights}"
     engine.warm_up(progress=progress)
     rows = [
-        Row(case=name, system=OURS, metric="load_ms", value=engine.load_ms, unit="ms"),
-        Row(case=name, system=OURS, metric="build_ms", value=engine.table.build_ms, unit="ms"),
-        Row(case=name, system=OURS, metric="graphs", value=len(engine.table.bucket_ms), unit="graphs"),
+        _ours(name, "load_ms", engine.load_ms, "ms"),
+        _ours(name, "build_ms", engine.table.build_ms, "ms"),
+        _ours(name, "graphs", len(engine.table.bucket_ms), "graphs"),
+        _ours(name, "weight_bytes", engine.bundle.weight_bytes, "bytes"),
+        _ours(f"{name}, load and build", "peak_memory_bytes", peak_memory_bytes(), "bytes"),
     ]
+    run_memory = "run" if reset_peak_memory() else "load, build and run"
     context = engine.options.context_tokens
     lengths = sorted({min(tokens, context) for tokens in plan.prompt_tokens})
     for tokens in lengths:
         rows += _prefill_rows(engine, tokens, plan, name)
     prompt = min(lengths[0], context // 2)
     rows += _decode_rows(engine, prompt, min(plan.decode_tokens, context - prompt), plan, name)
-    weight_bytes = float(engine.bundle.weight_bytes)
-    rows += [
-        Row(case=name, system=OURS, metric="weight_bytes", value=weight_bytes, unit="bytes"),
-        Row(case=name, system=OURS, metric="peak_memory_bytes", value=peak_memory_bytes(), unit="bytes"),
-    ]
+    rows.append(_ours(f"{name}, {run_memory}", "peak_memory_bytes", peak_memory_bytes(), "bytes"))
     return rows
+
+
+def _ours(case: str, metric: str, value: float, unit: str) -> Row:
+    return Row(case=case, system=OURS, metric=metric, value=value, unit=unit)
 
 
 def _prefill_rows(engine: Engine, tokens: int, plan: Plan, name: str) -> list[Row]:
@@ -77,14 +80,8 @@ def _prefill_rows(engine: Engine, tokens: int, plan: Plan, name: str) -> list[Ro
     ms = median(_timed_ms(once) for _ in range(plan.rounds))
     case = f"{name}, prompt {tokens}"
     return [
-        Row(case=case, system=OURS, metric="ttft_ms", value=ms, unit="ms"),
-        Row(
-            case=case,
-            system=OURS,
-            metric="prefill_tokens_per_s",
-            value=1000 * tokens / ms,
-            unit="tokens/s",
-        ),
+        _ours(case, "ttft_ms", ms, "ms"),
+        _ours(case, "prefill_tokens_per_s", 1000 * tokens / ms, "tokens/s"),
     ]
 
 

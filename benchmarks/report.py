@@ -55,12 +55,30 @@ def machine() -> dict[str, Any]:
 
 
 def peak_memory_bytes() -> int:
-    """Most memory the process held resident, device memory added where it is another."""
-    # Kibibytes on Linux, bytes on macOS.
-    unit = 1 if platform.system() == "Darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Most memory the process held resident, since it began or since `reset_peak_memory`; memory of an
+    accelerator is added."""
     stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    return peak + (stats or {}).get("peak_bytes_in_use", 0)
+    return _peak_resident_bytes() + (stats or {}).get("peak_bytes_in_use", 0)
+
+
+def reset_peak_memory() -> bool:
+    """Starts the peak of resident memory anew, where the system allows it (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_resident_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    # Kibibytes, but bytes on macOS.
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -> None:
@@ -69,7 +87,10 @@ def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -
         result = {"bench": bench, "machine": machine(), "rows": [dataclasses.asdict(r) for r in rows]}
         click.echo(json.dumps(result))
     else:
-        Console().print(_table(bench, rows))
+        console = Console()
+        # A file or pipe has no width; the usual 80 columns would break the rows.
+        console.width = console.width if console.is_terminal else 140
+        console.print(_table(bench, rows))
     if plot is not None:
         _draw(bench, rows, plot)
 
@@ -81,7 +102,7 @@ def _table(bench: str, rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="right" if right else "left")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
-        value = f"{row.value:,.1f} {row.unit}"
+        value = f"{row.value / 1e6:,.1f} MB" if row.unit == "bytes" else f"{row.value:,.1f} {row.unit}"
         table.add_row(row.case, row.system, row.metric, value, row.baseline or "", ratio)
     return table
 

@@ -19,10 +19,6 @@ import jax.numpy as jnp
 from jaxllm.kernels import converted
 from jaxllm.quant import QArray, Weight, dequantize, take_rows
 
-# Converted weights up to this size stay in a core's cache whole; a loop over blocks would only add to
-# the graph.
-_WHOLE_BYTES = 1 << 19
-
 
 def to_units(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
@@ -73,9 +69,8 @@ def _product(
     by_blocks: Callable[[jax.Array, Weight], jax.Array],
 ) -> jax.Array:
     """The product by the path that suits the weight and the platform the graph is compiled for."""
-    converted_bytes = math.prod(weight.shape) * rows.dtype.itemsize
     stored_as_is = isinstance(weight, jax.Array) and weight.dtype == rows.dtype
-    if stored_as_is or converted_bytes <= _WHOLE_BYTES:
+    if stored_as_is or converted.fits_one_block(weight, rows.dtype):
         return whole(rows, weight)
     return jax.lax.platform_dependent(rows, weight, cpu=by_blocks, default=whole)
 

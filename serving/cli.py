@@ -56,14 +56,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our output left (`jaxllm generate | head`); leave quietly too.
-        sys.stderr.close()
-        sys.exit(141)
     except JaxllmError as error:
         if arguments[0] == "--debug":
             raise
         click.echo(f"error: {' '.join(str(error).split())}", err=True)
+        sys.exit(1)
+    except OSError as error:
+        # What a user can cause is a JaxllmError; this is our own output, say to a full disk.
+        if arguments[0] == "--debug":
+            raise
+        click.echo(f"error: {error.strerror or error}", err=True)
         sys.exit(1)
 
 

@@ -132,10 +132,13 @@ def print_json(value: Any) -> None:
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[ProgressCallback]:
-    """A callback (stage, done, total) that draws a bar per stage on stderr, gone when done."""
+    """A callback (stage, done, total) that draws a bar per stage on stderr, gone when done.
+
+    Nothing is drawn where stderr is no terminal.
+    """
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         tasks = {}
 
         def update(stage: str, done: int, total: int) -> None:

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import importlib.resources
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +22,9 @@ Progress = Callable[[str, int, int], None]
 
 # Changes whenever preparing the same folder would write another bundle.
 _CACHE_KEY_VERSION = "1"
+_STALE_S = 3600
+# Of the files in a model folder that a bundle may be made from.
+_CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
 
 
 def open_model(
@@ -85,6 +89,10 @@ def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress 
         # What the folder held before; a process that still maps it keeps its pages.
         if older != cached:
             older.unlink(missing_ok=True)
+    for leftover in place.glob(".*.tmp"):
+        # Of a process that was killed while it prepared; a living one writes to its file.
+        if time.time() - leftover.stat().st_mtime > _STALE_S:
+            leftover.unlink(missing_ok=True)
     return Bundle.open(cached)
 
 
@@ -92,7 +100,7 @@ def _content_key(folder: Path) -> str:
     """Names what a folder holds by name, size and time of each file that may matter."""
     parts = [_CACHE_KEY_VERSION]
     for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".jinja", ".safetensors", ".model", ".txt") and path.is_file():
+        if path.suffix in _CONTENT_SUFFIXES and path.is_file():
             stat = path.stat()
             parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
     return _digest(parts)

@@ -269,9 +269,14 @@ def test_dequantize_is_levels_times_scale(shape, axis, bits):
     assert got.dtype == jnp.float32
     assert got.shape == shape
     np.testing.assert_allclose(got, wide(weight), rtol=1e-6)
-    narrow = dequantize_jit(weight, jnp.dtype(jnp.bfloat16))
-    assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(narrow, np.float64), wide(weight), rtol=2**-7)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dequantize_to_bfloat16(bits):
+    weight = quantize(normal((5, 70)), bits=bits, axis=-1)
+    got = dequantize_jit(weight, jnp.dtype(jnp.bfloat16))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(got, np.float64), wide(weight), rtol=2**-7)
 
 
 def test_dense_weights_only_change_their_dtype():
@@ -305,7 +310,7 @@ def prefix(weight, units):
     return dataclasses.replace(weight, data=weight.data[:units], scale=weight.scale[:groups])
 
 
-@pytest.mark.parametrize("units", [1, 32, 33, 69])
+@pytest.mark.parametrize("units", [1, 33, 64])
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_prefix_of_units_is_prefix_of_the_whole(bits, axis, units):

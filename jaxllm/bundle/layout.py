@@ -22,7 +22,7 @@ MAGIC = b"JAXLLM\r\n"  # a text-mode copy of the file would break it, and be see
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
 ALIGN = 64
-MAX_MANIFEST_BYTES = 64 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

@@ -4,6 +4,9 @@ XLA:CPU writes a converted weight (int8, int4 or bfloat16 to float32) out whole 
 eight times slower than reading the weight at one token, and with all layers' conversions live at once,
 a float32 model's worth of memory. A loop over blocks of rows converts what fits the core's own cache
 and multiplies it there. Accelerators fuse the conversion into the product and need none of this.
+
+The loops' carries start from a value of the activations instead of zeros. Nothing reads that value, but
+it keeps XLA from making every layer's carry at the start of the step and holding them all.
 """
 
 import dataclasses
@@ -13,42 +16,51 @@ import jax.numpy as jnp
 
 from jaxllm.quant import QArray, Weight, dequantize
 
-# Rows per block: 256 rows of 1024 float32 are 1 MiB, which stays in a core's second-level cache.
-BLOCK_ROWS = 256
+# Converted bytes per block: they stay in a core's second-level cache next to the activations.
+BLOCK_BYTES = 1 << 19
+
+
+def fits_one_block(weight: Weight, dtype: jnp.dtype) -> bool:
+    """Whether the weight, converted to `dtype`, is one block: then a loop would only add to the graph."""
+    rows = 1
+    for length in weight.shape[:-1]:
+        rows *= length
+    return rows <= _block_rows(weight, dtype)
 
 
 def rows_product(x: jax.Array, weight: Weight) -> jax.Array:
     """`x` `[M, C]` times rows of `weight` `[R, C]`: `[M, R]` in x's dtype."""
-    count = weight.shape[0]
-    if count <= BLOCK_ROWS:
+    count, block_rows = weight.shape[0], _block_rows(weight, x.dtype)
+    if count <= block_rows:
         return _contract(x, dequantize(weight, x.dtype), 1)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
         # The last block overlaps the one before instead of being short: it writes the same values.
-        start = jnp.minimum(i * BLOCK_ROWS, count - BLOCK_ROWS)
-        part = _contract(x, dequantize(_rows(weight, start, BLOCK_ROWS), x.dtype), 1)
+        start = jnp.minimum(i * block_rows, count - block_rows)
+        part = _contract(x, dequantize(_rows(weight, start, block_rows), x.dtype), 1)
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
 
-    out = jnp.zeros((x.shape[0], count), x.dtype)
-    return jax.lax.fori_loop(0, -(-count // BLOCK_ROWS), block, out)
+    out = jnp.broadcast_to(x[0, 0], (x.shape[0], count))
+    return jax.lax.fori_loop(0, -(-count // block_rows), block, out)
 
 
 def reduction_product(h: jax.Array, weight: Weight) -> jax.Array:
     """`h` `[M, R]` times `weight` `[R, C]`, contracted over its rows: `[M, C]` in h's dtype."""
-    count = weight.shape[0]
-    if count <= BLOCK_ROWS:
+    count, block_rows = weight.shape[0], _block_rows(weight, h.dtype)
+    if count <= block_rows:
         return _contract(h, dequantize(weight, h.dtype), 0)
 
     def block(i: jax.Array, total: jax.Array) -> jax.Array:
-        start = jnp.minimum(i * BLOCK_ROWS, count - BLOCK_ROWS)
+        start = jnp.minimum(i * block_rows, count - block_rows)
         # Rows that the block before has added already count as zeros.
-        fresh = start + jnp.arange(BLOCK_ROWS, dtype=jnp.int32) >= i * BLOCK_ROWS
-        part = jax.lax.dynamic_slice_in_dim(h, start, BLOCK_ROWS, axis=1)
+        fresh = start + jnp.arange(block_rows, dtype=jnp.int32) >= i * block_rows
+        part = jax.lax.dynamic_slice_in_dim(h, start, block_rows, axis=1)
         part = jnp.where(fresh, part, jnp.zeros((), h.dtype))
-        return total + _contract(part, dequantize(_rows(weight, start, BLOCK_ROWS), h.dtype), 0)
+        part = _contract(part, dequantize(_rows(weight, start, block_rows), h.dtype), 0)
+        return jnp.where(i == 0, part, total + part)
 
-    total = jnp.zeros((h.shape[0], weight.shape[-1]), h.dtype)
-    return jax.lax.fori_loop(0, -(-count // BLOCK_ROWS), block, total)
+    total = jnp.broadcast_to(h[0, 0], (h.shape[0], weight.shape[-1]))
+    return jax.lax.fori_loop(0, -(-count // block_rows), block, total)
 
 
 def stacked_reduction_product(h: jax.Array, weight: QArray) -> jax.Array:
@@ -58,13 +70,18 @@ def stacked_reduction_product(h: jax.Array, weight: QArray) -> jax.Array:
     cannot express.
     """
 
-    def block(k: jax.Array, total: jax.Array) -> jax.Array:
-        unit = dataclasses.replace(weight, data=_at(weight.data, k), scale=_at(weight.scale, k))
+    def unit(k: jax.Array, total: jax.Array) -> jax.Array:
+        rows = dataclasses.replace(weight, data=_at(weight.data, k), scale=_at(weight.scale, k))
         part = jax.lax.dynamic_index_in_dim(h, k, axis=1, keepdims=False)
-        return total + reduction_product(part, unit)
+        part = reduction_product(part, rows)
+        return jnp.where(k == 0, part, total + part)
 
-    total = jnp.zeros((h.shape[0], weight.columns), h.dtype)
-    return jax.lax.fori_loop(0, weight.shape[0], block, total)
+    total = jnp.broadcast_to(h[0, 0, 0], (h.shape[0], weight.columns))
+    return jax.lax.fori_loop(0, weight.shape[0], unit, total)
+
+
+def _block_rows(weight: Weight, dtype: jnp.dtype) -> int:
+    return max(1, BLOCK_BYTES // (weight.shape[-1] * jnp.dtype(dtype).itemsize))
 
 
 def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
@@ -74,7 +91,9 @@ def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
 def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
     """Rows `[start, start + count)` of a `[R, C]` weight, read in place by the fusion that uses them."""
     if not isinstance(weight, QArray):
-        return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight)
+        return jax.tree.map(
+            lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight
+        )
     data = jax.lax.dynamic_slice_in_dim(weight.data, start, count, axis=0)
     if weight.axis == -1:
         scale = jax.lax.dynamic_slice_in_dim(weight.scale, start, count, axis=0)

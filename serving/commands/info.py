@@ -5,8 +5,6 @@ from pathlib import Path
 
 import click
 import jax
-from rich.console import Console
-from rich.table import Table
 
 import jaxllm
 from jaxllm.bundle import Bundle
@@ -40,8 +38,8 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
     if as_json:
         print_json(facts)
         return
-    table = Table(show_header=False, box=None)
-    config = facts.pop("config")
-    for key, value in [*facts.items(), *config.items()]:
-        table.add_row(key, str(value))
-    Console().print(table)
+    facts |= facts.pop("config")
+    width = max(map(len, facts))
+    # Plain lines: a table would cut a fingerprint to the width of a terminal.
+    for key, value in facts.items():
+        click.echo(f"{key:<{width}}  {value}")

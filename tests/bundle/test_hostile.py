@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -257,9 +258,10 @@ def test_a_name_is_safe_to_print(micro_file: Path, name: Any) -> None:
         bundle.layout.name.encode()
 
 
+# What would do most harm first: of the values that a place accepts, the first is run.
 JUNK: tuple[Any, ...] = (
-    None, True, False, 0, -1, 3, 1 << 62, 10**400, 0.5, 32.0, float("nan"), float("inf"), "", "x", [], [0],
-    [[]], {}, {"a": 0},
+    {}, [], "", "x", [0], [[]], {"a": 0}, float("nan"), float("inf"), 10**400, 1 << 62, -1, 0, True, False,
+    3, 0.5, 32.0, None,
 )  # fmt: skip
 
 
@@ -271,39 +273,48 @@ def places(node: Any, *at: Any) -> Iterator[tuple[Any, ...]]:
         yield from places(child, *at, key)
 
 
+# One tensor of each role; the others' entries differ in nothing.
+ROLES = ("embed.tokens", "layers.0.attn.q", "layers.0.ffn.down", "final_norm.scale")
+
+
 @pytest.mark.parametrize("weights", ["f32", "int4"])
 def test_any_value_anywhere_is_refused_or_runs(tmp_path: Path, weights: WeightFormat) -> None:
     """What a bundle with one wrong value does not refuse as such, its own config can run."""
     path = write(tmp_path / "m", weights, MICRO)
     original = path.read_bytes()
     manifest = manifest_of(path)
-    refusals, models = 0, set()
+    accepted: dict[tuple[Any, ...], list[Any]] = {}
+    models = set()
 
     def run(params: Any, cfg: ModelConfig) -> jax.Array:
         hidden, _ = decoder.forward(params, jnp.zeros((1, 2), jnp.int32), cfg=cfg)
         return decoder.logits(params, hidden, cfg=cfg)
 
-    for at in places(manifest):
-        for value in JUNK:
-            forged = copy.deepcopy(manifest)
-            functools.reduce(lambda node, key: node[key], at[:-1], forged)[at[-1]] = value
-            path.write_bytes(original)
-            try:
-                with Bundle.open(forge(path, forged)) as bundle:
-                    bundle.tokenizer_files()
-                    params = bundle.load()
-                    bundle.verify()
-            except BundleError:
-                refusals += 1
-                continue
-            json.dumps(bundle.cfg.to_json(), allow_nan=False)
-            # Most of what is accepted is the same model under another name.
-            model = (bundle.cfg, *map(jax.tree.structure, params.values()))
-            if model not in models:
-                models.add(model)
-                assert jax.eval_shape(functools.partial(run, cfg=bundle.cfg), params).shape == (1, 2, 8)
-    assert refusals > 1000
-    assert len(models) > 5
+    tried = [at for at in places(manifest) if at[0] != "tensors" or (*at, None)[1] in (None, *ROLES)]
+    if weights == "int4":
+        # Only tensors look different.
+        tried = [at for at in tried if at[0] == "tensors"]
+    for at, value in itertools.product(tried, JUNK):
+        forged = copy.deepcopy(manifest)
+        functools.reduce(lambda node, key: node[key], at[:-1], forged)[at[-1]] = value
+        path.write_bytes(original)
+        try:
+            with Bundle.open(forge(path, forged)) as bundle:
+                bundle.tokenizer_files()
+                params = bundle.load()
+                bundle.verify()
+        except BundleError:
+            continue
+        accepted.setdefault(at, []).append(value)
+        json.dumps(bundle.cfg.to_json(), allow_nan=False)
+        model = (bundle.cfg, *map(jax.tree.structure, params.values()))
+        if len(accepted[at]) == 1 and model not in models:
+            models.add(model)
+            assert jax.eval_shape(functools.partial(run, cfg=bundle.cfg), params).shape == (1, 2, 8)
+    # Names are free, some numbers are; no place of a tensor is, but for the two that restate others.
+    assert len(models) >= 3
+    assert {at[-1] for at in accepted if at[0] == "tensors"} <= {"axis", "group"}
+    assert {at[-1] for at in accepted if at[0] == "segments"} == set()
 
 
 HOSTILE_TOKENIZERS = {

@@ -1,0 +1,68 @@
+"""`jaxllm prepare` and `info`: bundles made and described."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import serving.commands.info
+from jaxllm.bundle import Bundle
+from jaxllm.models.decoder import parameter_count
+from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
+from tests.tiny import write_tiny_bundle
+
+
+def test_prepare_at_another_width(run: Run, home: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.jaxllm"
+    assert "int4 weights" in succeeded(run("prepare", home / "folder", "-o", out, "--weights", "int4"))
+    with Bundle.open(out) as made:
+        assert made.layout.weights == "int4"
+        made.verify()
+
+
+def test_prepare_ignores_a_key_on_request(run: Run, folder: Path, tmp_path: Path) -> None:
+    edit_config(folder, brand_new=1)
+    out = tmp_path / "m.jaxllm"
+    failed(run("prepare", folder, "-o", out), "brand_new")
+    assert not out.exists()
+    succeeded(run("prepare", folder, "-o", out, "--ignore-config-key", "brand_new"))
+    assert out.exists()
+
+
+@pytest.mark.parametrize("verify", [(), ("--verify",)])
+def test_info(run: Run, bundle: Path, verify: tuple[str, ...]) -> None:
+    facts = answer(run("info", bundle, "--json", *verify))
+    with Bundle.open(bundle) as opened:
+        expected = {
+            "model": "tiny",
+            "weights": "f32",
+            "parameters": parameter_count(CFG),
+            "file_bytes": bundle.stat().st_size,
+            "fingerprint": opened.fingerprint,
+            "verified": bool(verify),
+            "config": json.loads(json.dumps(CFG.to_json())),
+        }
+    assert {key: facts[key] for key in expected} == expected
+    assert set(facts) - set(expected) == {"jaxllm", "jax", "device"}
+    lines = succeeded(run("info", bundle, *verify)).splitlines()
+    # One whole fact a line, however wide the terminal.
+    shown = dict(line.split(maxsplit=1) for line in lines)
+    assert shown["fingerprint"] == expected["fingerprint"]
+    assert shown["verified"] == str(bool(verify))
+    assert shown["hidden_size"] == "64"
+
+
+@pytest.mark.parametrize("name", ["[/b]", "[red]x", "\x1b[31m", "a\nb", "é 世"])
+def test_info_of_odd_names(run: Run, tmp_path: Path, name: str) -> None:
+    path = write_tiny_bundle(tmp_path / "m", cfg=CFG, params=PARAMS, name=name)
+    shown = name.replace("\x1b", "?").replace("\n", "?")
+    assert succeeded(run("info", path)).splitlines()[0].split(maxsplit=1)[1] == shown
+
+
+def test_info_describes_the_packaged_model(
+    run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.commands.info, "default_bundle", lambda: bundle)
+    assert answer(run("info", "--json"))["model"] == "tiny"
+    monkeypatch.setattr(serving.commands.info, "default_bundle", lambda: tmp_path / "default.jaxllm")
+    failed(run("info"), "default.jaxllm", "No such file")

@@ -1,0 +1,191 @@
+"""From a Hugging Face folder to a bundle: the same parameters, in the checkpoint's own width."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxllm.bundle import Bundle
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.models.decoder import parameter_count
+from jaxllm.prepare import prepare, weight_format_of
+from jaxllm.quant import Bfloat16Bits
+from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
+
+TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
+
+
+def typed_folder(path: Path, dtype: Any) -> Path:
+    params = {name: value.astype(dtype) for name, value in random_params(TINY).items()}
+    return write_tiny_folder(path, params=params)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return typed_folder(tmp_path / "model", np.float32)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("source", TYPES)
+def test_parameters_are_those_of_the_folder(tmp_path: Path, source: str) -> None:
+    """Nothing is lost whatever the checkpoint's type; float16 has no form of its own."""
+    folder = typed_folder(tmp_path / "model", TYPES[source])
+    out = tmp_path / "out.jaxllm"
+    prepare(folder, out)
+    with Bundle.open(out) as bundle:
+        assert bundle.layout.weights == ("bf16" if source == "bf16" else "f32")
+        assert bundle.layout.weights == weight_format_of(folder)
+        assert bundle.layout.name == "model"
+        assert bundle.cfg == read_config(folder) == TINY
+        assert bundle.tokenizer_files() == tiny_tokenizer()
+        loaded = bundle.load()
+    expected = dict(read_params(folder, TINY))
+    assert list(loaded) == list(expected)
+    for name, value in loaded.items():
+        if isinstance(value, Bfloat16Bits):
+            np.testing.assert_array_equal(value.bits, expected[name].view(np.uint16))
+        else:
+            np.testing.assert_array_equal(value, expected[name].astype(np.float32), strict=True)
+
+
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+def test_a_prepared_folder_is_the_bundle_of_its_parameters(
+    tmp_path: Path, folder: Path, weights: Any
+) -> None:
+    prepare(folder, tmp_path / "out", weights=weights)
+    direct = write_tiny_bundle(tmp_path / "direct", weights, params=random_params(TINY), name="model")
+    assert (tmp_path / "out").read_bytes() == direct.read_bytes()
+
+
+@pytest.mark.parametrize("weights", ["f32", "int4"])
+def test_progress_grows_to_the_end(tmp_path: Path, folder: Path, weights: Any) -> None:
+    calls: list[tuple[str, int, int]] = []
+    prepare(folder, tmp_path / "out", weights=weights, progress=lambda *call: calls.append(call))
+    stages, done, totals = zip(*calls, strict=True)
+    assert set(stages) == {"prepare"}
+    assert set(totals) == {parameter_count(TINY)}
+    assert len(calls) == len(random_params(TINY))
+    assert all(a < b for a, b in itertools.pairwise(done))
+    assert done[0] > 0
+    assert done[-1] == totals[0]
+
+
+def test_folder_names(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is the folder's even when it is given as "." or through a link, or holds odd letters."""
+    (tmp_path / "link").symlink_to(folder)
+    odd = typed_folder(tmp_path / "mod\udcffel\n[v2]", np.float32)
+    monkeypatch.chdir(folder)
+    for given, name in ((Path(), "model"), (tmp_path / "link", "model"), (odd, "mod?el?[v2]")):
+        prepare(given, tmp_path / "out")
+        with Bundle.open(tmp_path / "out") as bundle:
+            assert bundle.layout.name == name
+
+
+def test_an_unknown_key_can_be_ignored(tmp_path: Path, folder: Path) -> None:
+    edit_config(folder, brand_new_key=0.5)
+    with pytest.raises(ConfigError, match="brand_new_key"):
+        prepare(folder, tmp_path / "out")
+    assert names(tmp_path) == ["model"]
+    prepare(folder, tmp_path / "out", ignore_keys=["brand_new_key"])
+    with Bundle.open(tmp_path / "out") as bundle:
+        assert bundle.cfg == TINY
+
+
+def edit_config(folder: Path, **change: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
+
+def edit_tensors(folder: Path, **change: np.ndarray | None) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({name: value for name, value in tensors.items() if value is not None}, path)
+
+
+def cut_weights(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+DAMAGE: dict[str, tuple[str, Any]] = {
+    "another vocabulary": ("config.json implies [300, 64]", lambda f: edit_config(f, vocab_size=300)),
+    "another width": ("config.json implies", lambda f: edit_config(f, intermediate_size=96)),
+    "more layers": ("lacks", lambda f: edit_config(f, num_hidden_layers=3)),
+    "fewer layers": ("does not have", lambda f: edit_config(f, num_hidden_layers=1)),
+    "another model": ("lacks", lambda f: edit_config(f, model_type="qwen3")),
+    "unknown model": ("model_type 'llama9' is not supported", lambda f: edit_config(f, model_type="llama9")),
+    "no model type": ("model_type None is not supported", lambda f: edit_config(f, model_type=None)),
+    "no config": ("config.json is missing", lambda f: (f / "config.json").unlink()),
+    "no tokenizer": ("tokenizer.json", lambda f: (f / "tokenizer.json").unlink()),
+    "no weights": ("neither model.safetensors", lambda f: (f / "model.safetensors").unlink()),
+    "cut weights": ("truncated or corrupt", cut_weights),
+    "tensor missing": ("lm_head.weight", lambda f: edit_tensors(f, **{"lm_head.weight": None})),
+    "tensor too many": ("spare", lambda f: edit_tensors(f, spare=np.zeros(3, np.float32))),
+    "integer tensor": ("I32", lambda f: edit_tensors(f, **{"model.norm.weight": np.zeros(64, np.int32)})),
+}
+
+
+@pytest.mark.parametrize(("part", "damage"), DAMAGE.values(), ids=DAMAGE)
+def test_folders_that_do_not_fit_together(tmp_path: Path, folder: Path, part: str, damage: Any) -> None:
+    """One line that names the trouble; neither the bundle nor a piece of it is left."""
+    damage(folder)
+    with pytest.raises(JaxllmError) as caught:
+        prepare(folder, tmp_path / "out")
+    message = str(caught.value)
+    assert part in message
+    assert "\n" not in message
+    assert names(tmp_path) == ["model"]
+
+
+def test_weights_that_have_no_integers(tmp_path: Path, folder: Path) -> None:
+    edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight": np.full((80, 64), np.inf, np.float32)})
+    prepare(folder, tmp_path / "whole", weights="f32")
+    with pytest.raises(CheckpointError, match=r"model: .*NaN or infinite"):
+        prepare(folder, tmp_path / "out", weights="int8")
+    assert names(tmp_path) == ["model", "whole"]
+
+
+def test_an_existing_bundle_survives_a_failure(tmp_path: Path, folder: Path) -> None:
+    out = tmp_path / "out"
+    prepare(folder, out)
+    before = out.read_bytes()
+    cut_weights(folder)
+    with pytest.raises(CheckpointError):
+        prepare(folder, out)
+    assert out.read_bytes() == before
+    assert names(tmp_path) == ["model", "out"]
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path, folder: Path) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if 2 * done > total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(folder, tmp_path / "out", progress=interrupt)
+    assert names(tmp_path) == ["model"]
+
+
+def test_places_that_cannot_take_a_bundle(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "dir").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"dir is a folder; name the bundle's file, such as .*model\.jaxllm"
+    ):
+        prepare(folder, tmp_path / "dir")
+    with pytest.raises(CheckpointError, match="absent: no such folder; create it first"):
+        prepare(folder, tmp_path / "absent" / "out")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        prepare(folder, folder / "config.json" / "out")
+    with pytest.raises(CheckpointError, match=r"absent/config\.json is missing"):
+        prepare(tmp_path / "absent", tmp_path / "out")
+    assert names(tmp_path) == ["dir", "model"]
+    assert names(tmp_path / "dir") == []

@@ -1,0 +1,441 @@
+"""Sampling against a sorting oracle, transformers' processors and chi-square; refusals of bad requests."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from jaxllm.errors import ConfigError
+from jaxllm.sampling import (
+    MAX_BIAS,
+    MAX_LOGIT_BIASES,
+    Sampling,
+    filtered,
+    keep_top_k,
+    keep_top_p,
+    penalize,
+    sample,
+    sampler_state,
+)
+
+V = 8
+# Compiling is most of this file's time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+sample_jit, penalize_jit, top_k_jit, top_p_jit = (
+    jit(function) for function in (sample, penalize, keep_top_k, keep_top_p)
+)
+
+
+@jit
+def kept_logits(logits, state):
+    """What `sample` draws from: penalties, temperature, filters."""
+    return filtered(penalize(logits, state) / state.temperature, state)
+
+
+def state_of(prompt=(), answer=(), *, vocab=V, seed=0, **sampling):
+    state = sampler_state(Sampling(**sampling), prompt, vocab, seed)
+    counts = np.bincount(answer, minlength=vocab).astype(np.int32) if answer else state.counts[0]
+    return dataclasses.replace(state, counts=counts[None])
+
+
+def normal(*shape, seed=0):
+    return (3 * np.random.default_rng(seed).standard_normal(shape)).astype(np.float32)
+
+
+def softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    powers = np.exp(logits - logits.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+# Greedy
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_default_is_greedy(seed):
+    logits = normal(1, V, seed=seed)
+    token, after = sample_jit(logits, state_of(seed=seed))
+    assert token.tolist() == [logits.argmax()]
+    assert token.dtype == np.int32
+    assert int(after.drawn) == 1
+    assert after.counts[0].tolist() == [int(i == logits.argmax()) for i in range(V)]
+
+
+def test_greedy_takes_the_first_of_equals():
+    logits = np.zeros((1, V), np.float32)
+    logits[0, [3, 5]] = 2.0
+    assert sample_jit(logits, state_of())[0].tolist() == [3]
+
+
+def test_bias_decides_and_forbids():
+    logits = np.zeros((1, V), np.float32)
+    logits[0, :3] = 5.0, 4.0, 3.0
+
+    def chosen(*bias):
+        return sample_jit(logits, state_of(logit_bias=bias))[0].tolist()
+
+    assert chosen() == [0]
+    assert chosen((2, 2.5)) == [2]
+    assert chosen((0, -1.5)) == [1]
+    assert chosen((0, -math.inf), (1, -math.inf)) == [2]
+    # Entries of one token add up.
+    assert chosen((2, 1.5), (2, 1.0)) == [2]
+    assert chosen((7, MAX_BIAS)) == [7]
+
+
+def test_greedy_counts_what_it_chose():
+    """A frequency penalty moves greedy on: 5.0, then 4.5, then 4.0 again once it was paid."""
+    logits = np.full((1, V), -9, np.float32)
+    logits[0, :3] = 5.0, 4.5, 3.8
+    state, tokens = state_of(frequency_penalty=1.0), []
+    for _ in range(6):
+        token, state = sample_jit(logits, state)
+        tokens += token.tolist()
+    assert tokens == [0, 1, 0, 2, 1, 0]
+    assert state.counts[0, :3].tolist() == [3, 2, 1]
+
+
+# Penalties
+
+
+def test_penalties_by_hand():
+    logits = np.array([[2.0, -2.0, 4.0, -4.0, 1.0, 0.5]], np.float32)
+    prompt, answer = (0, 1), (2, 3, 2)
+
+    def penalized(**sampling):
+        state = state_of(prompt, answer, vocab=6, **sampling)
+        return np.asarray(penalize_jit(logits, state))[0]
+
+    np.testing.assert_array_equal(penalized(), logits[0])
+    # Of prompt and answer; pushed down whatever the sign.
+    np.testing.assert_allclose(penalized(repetition_penalty=2.0), [1, -4, 2, -8, 1, 0.5])
+    # Of the answer alone.
+    np.testing.assert_allclose(penalized(presence_penalty=0.25), [2, -2, 3.75, -4.25, 1, 0.5])
+    np.testing.assert_allclose(penalized(frequency_penalty=0.25), [2, -2, 3.5, -4.25, 1, 0.5])
+    np.testing.assert_allclose(
+        penalized(frequency_penalty=-0.5, presence_penalty=-1), [2, -2, 6, -2.5, 1, 0.5]
+    )
+    # The bias comes first, so it decides the sign that repetition looks at.
+    np.testing.assert_allclose(
+        penalized(repetition_penalty=2.0, logit_bias=((1, 3.0), (5, 1.0))), [1, 0.5, 2, -8, 1, 1.5]
+    )
+    np.testing.assert_allclose(
+        penalized(repetition_penalty=2.0, frequency_penalty=1, presence_penalty=1), [1, -4, -1, -10, 1, 0.5]
+    )
+
+
+# Filters against a sort
+
+ROW = 9
+VALUES = st.one_of(
+    st.floats(-1e6, 1e6, width=32),
+    st.sampled_from([0.0, 1.0, -1.0, 2.5, -2.5, -math.inf, 1e-40, -1e-40, 3e38, -3e38]),
+)
+ROWS = st.lists(st.lists(VALUES, min_size=ROW, max_size=ROW), min_size=2, max_size=2)
+
+
+@settings(deadline=None, max_examples=200)
+@given(ROWS, st.integers(1, ROW))
+def test_top_k_is_a_sort(rows, k):
+    # Adding zero turns -0.0 into 0.0, which only a comparison takes for equal.
+    logits = np.array(rows, np.float32) + np.float32(0)
+    got = np.asarray(top_k_jit(logits, np.int32(k)))
+    least = np.sort(logits, axis=-1)[:, -k][:, None]
+    np.testing.assert_array_equal(got, np.where(logits >= least, logits, -np.inf))
+    for row, kept in zip(logits, got, strict=True):
+        if len(set(row.tolist())) == ROW and np.isfinite(row).all():
+            assert np.isfinite(kept).sum() == k
+
+
+@pytest.mark.parametrize("k", range(1, ROW + 1))
+def test_top_k_keeps_exactly_k(k):
+    logits = np.stack([np.random.default_rng(k).permutation(ROW) - 4.5, -np.exp2(np.arange(ROW))])
+    got = np.asarray(top_k_jit(logits.astype(np.float32), np.int32(k)))
+    assert np.isfinite(got).sum(-1).tolist() == [k, k]
+    assert sorted(got[0][np.isfinite(got[0])]) == [i - 4.5 for i in range(ROW - k, ROW)]
+
+
+def test_top_k_keeps_ties_with_the_last():
+    logits = np.array([[1.0, 3.0, 2.0, 2.0, -1.0, 2.0, 0.0, 0.0, 0.0]], np.float32)
+    kept = np.isfinite(np.asarray(top_k_jit(np.tile(logits, (2, 1)), np.int32(2))))
+    assert kept[0].tolist() == [False, True, True, True, False, True, False, False, False]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(0, 40), min_size=ROW, max_size=ROW), min_size=2, max_size=2),
+    st.floats(0.01, 0.99),
+)
+def test_top_p_is_a_sort(weights, p):
+    assume(all(any(row) for row in weights))
+    with np.errstate(divide="ignore"):
+        logits = np.log(np.array(weights, np.float32))
+    probabilities = np.array(weights) / np.sum(weights, axis=-1, keepdims=True)
+    got = np.asarray(top_p_jit(logits, np.float32(p)))
+    for row, kept, logit in zip(probabilities, got, logits, strict=True):
+        order = np.sort(row)[::-1]
+        sums = np.cumsum(order)
+        # Where the sum meets p exactly, rounding decides.
+        assume(np.abs(sums - p).min() > 1e-5)
+        least = order[np.argmax(sums >= p)]
+        np.testing.assert_array_equal(kept, np.where(row >= least, logit, -np.inf))
+
+
+@pytest.mark.parametrize(("p", "kept"), [(1e-6, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4)])
+def test_top_p_by_hand(p, kept):
+    logits = np.log(np.array([[0.05, 0.5, 0.15, 0.3]], np.float32)) + np.float32(7)
+    got = np.isfinite(np.asarray(top_p_jit(logits, np.float32(p))))[0]
+    assert np.flatnonzero(got).tolist() == sorted([1, 3, 2, 0][:kept])
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 5), (0.09, 4), (0.11, 3), (0.29, 3), (0.31, 2), (1.0, 1)])
+def test_min_p_by_hand(min_p, kept):
+    logits = np.log(np.array([[0.05, 0.5, 0.15, 0.3, 0.0]], np.float32) + np.float32(1e-30))
+    state = state_of(vocab=5, temperature=1.0, min_p=min_p)
+    got = np.isfinite(np.asarray(kept_logits(logits, state)))[0]
+    assert np.flatnonzero(got).tolist() == sorted([1, 3, 2, 0, 4][:kept])
+
+
+def test_filters_off_change_nothing():
+    logits = normal(1, V)
+    np.testing.assert_array_equal(kept_logits(logits, state_of(temperature=1.0)), logits)
+    np.testing.assert_array_equal(kept_logits(logits, state_of(temperature=1.0, top_k=V)), logits)
+    np.testing.assert_array_equal(kept_logits(logits, state_of(temperature=1.0, top_k=V + 3)), logits)
+
+
+# Transformers
+
+CHAINS = [
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 2.0, "min_p": 0.2},
+    {"temperature": 1.0, "repetition_penalty": 1.7},
+    {"temperature": 1.0, "repetition_penalty": 0.6, "top_p": 0.5},
+    # Each filter sees what the one before has left.
+    {"temperature": 3.0, "top_k": 12, "top_p": 0.7},
+    {"temperature": 3.0, "top_k": 9, "top_p": 0.9, "min_p": 0.3},
+    {"temperature": 1.6, "repetition_penalty": 1.3, "top_k": 20, "top_p": 0.85, "min_p": 0.05},
+    {"temperature": 0.5, "repetition_penalty": 1.2, "top_k": 3, "top_p": 0.99, "min_p": 0.01},
+]
+WORDS = 40
+
+
+def their_scores(logits, ids, keys):
+    torch = pytest.importorskip("torch")
+    processors = pytest.importorskip("transformers.generation.logits_process")
+    ids, scores = torch.tensor([ids]), torch.tensor(logits)
+    chain = [processors.RepetitionPenaltyLogitsProcessor(keys.get("repetition_penalty", 1.0))]
+    chain.append(processors.TemperatureLogitsWarper(keys["temperature"]))
+    if "top_k" in keys:
+        chain.append(processors.TopKLogitsWarper(keys["top_k"]))
+    if "top_p" in keys:
+        chain.append(processors.TopPLogitsWarper(keys["top_p"]))
+    if "min_p" in keys:
+        chain.append(processors.MinPLogitsWarper(keys["min_p"]))
+    for process in chain:
+        scores = process(ids, scores)
+    return scores.numpy()
+
+
+@pytest.mark.parametrize("keys", CHAINS, ids=lambda keys: "-".join(keys))
+def test_distribution_is_transformers(keys):
+    sizes = []
+    for seed in range(8):
+        logits = normal(1, WORDS, seed=seed)
+        prompt, answer = [1, 5, 5, int(logits.argmax())], [7, 7, 39]
+        expected = their_scores(logits, prompt + answer, keys)
+        got = np.asarray(kept_logits(logits, state_of(prompt, answer, vocab=WORDS, **keys)))
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
+        np.testing.assert_allclose(softmax(got), softmax(expected), atol=1e-6)
+        sizes.append(np.isfinite(got).sum())
+    if set(keys) & {"top_k", "top_p", "min_p"}:
+        assert max(sizes) < WORDS
+    if "top_k" in keys and set(keys) & {"top_p", "min_p"} and keys["temperature"] > 1:
+        assert min(sizes) < keys["top_k"]
+
+
+# The draw
+
+LOGITS = np.log(np.array([[0.30, 0.25, 0.18, 0.12, 0.08, 0.04, 0.02, 0.01]], np.float32))
+DRAWS = 4096
+
+
+@jit
+def many(state, drawn):
+    return jax.vmap(lambda n: sample(LOGITS, dataclasses.replace(state, drawn=n))[0][0])(drawn)
+
+
+@jit
+def one_of_each_seed(state, seeds):
+    return jax.vmap(lambda seed: sample(LOGITS, dataclasses.replace(state, seed=seed))[0][0])(seeds)
+
+
+def assert_drawn_from(tokens, probabilities):
+    counts = np.bincount(tokens, minlength=len(probabilities))
+    possible = probabilities > 0
+    assert not np.any(counts[~possible])
+    test = scipy.stats.chisquare(counts[possible], probabilities[possible] * len(tokens))
+    assert test.pvalue > 1e-4
+
+
+def power(temperature):
+    weights = softmax(LOGITS[0]) ** (1 / temperature)
+    return weights / weights.sum()
+
+
+def largest(probabilities, n):
+    """The n most likely tokens (probabilities fall)."""
+    kept = np.where(np.arange(V) < n, probabilities, 0)
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        ({"temperature": 1.0}, power(1)),
+        ({"temperature": 2.0}, power(2)),
+        ({"temperature": 0.5}, power(0.5)),
+        ({"temperature": 2.0, "top_k": 3}, largest(power(2), 3)),
+        # Filters after the temperature: before it, top-p would keep 3 tokens and min-p 5.
+        ({"temperature": 2.0, "top_p": 0.7}, largest(power(2), 4)),
+        ({"temperature": 2.0, "min_p": 0.25}, largest(power(2), 7)),
+        ({"temperature": 1.0, "logit_bias": ((0, -math.inf),)}, np.append(0, softmax(LOGITS[0, 1:]))),
+    ],
+    ids=str,
+)
+def test_draws_have_the_distribution(sampling, expected):
+    """Over an answer's tokens, and over the seeds of a first token."""
+    state = state_of(**sampling)
+    assert_drawn_from(many(state, np.arange(DRAWS, dtype=np.int32)), expected)
+    seeds = np.stack([np.zeros(DRAWS), np.arange(DRAWS)], axis=-1).astype(np.uint32)
+    assert_drawn_from(one_of_each_seed(state, seeds), expected)
+
+
+def test_neighbouring_draws_are_independent():
+    tokens = np.asarray(many(state_of(temperature=1.0, seed=3), np.arange(2 * DRAWS, dtype=np.int32)))
+    coarse = np.minimum(tokens, 3)
+    table = np.zeros((4, 4))
+    np.add.at(table, (coarse[::2], coarse[1::2]), 1)
+    assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
+    # The same draw of two seeds.
+    other = np.minimum(many(state_of(temperature=1.0, seed=4), np.arange(2 * DRAWS, dtype=np.int32)), 3)
+    table = np.zeros((4, 4))
+    np.add.at(table, (coarse, other), 1)
+    assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
+
+
+def answer_of(seed, tokens=24, **sampling):
+    state, out = state_of(seed=seed, **{"temperature": 1.0, **sampling}), []
+    for _ in range(tokens):
+        token, state = sample_jit(LOGITS, state)
+        out += token.tolist()
+    assert int(state.drawn) == tokens
+    np.testing.assert_array_equal(state.counts[0], np.bincount(out, minlength=V))
+    return out
+
+
+def test_seed_decides():
+    answers = [answer_of(seed) for seed in (0, 1, 1 << 32, 1 << 63, (1 << 64) - 1)]
+    assert answer_of(0) == answers[0]
+    assert answer_of((1 << 64) - 1) == answers[-1]
+    assert all(a != b for i, a in enumerate(answers) for b in answers[:i])
+
+
+def test_rows_of_a_batch_draw_for_themselves():
+    state = dataclasses.replace(state_of(temperature=1.0), counts=np.zeros((32, V), np.int32))
+    tokens, after = sample_jit(np.tile(LOGITS, (32, 1)), state)
+    assert len(set(tokens.tolist())) > 2
+    np.testing.assert_array_equal(after.counts, np.eye(V, dtype=np.int32)[tokens])
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-37, 1e-30, 1e-6])
+def test_tiny_temperatures_are_greedy(temperature):
+    """Logits over such temperatures do not fit a float32."""
+    logits = np.array([[1.0, 90.0, -80.0, 89.0, 0.0, 0.0, 0.0, 60.0]], np.float32)
+    for seed in range(4):
+        for extra in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
+            token, _ = sample_jit(logits, state_of(seed=seed, temperature=temperature, **extra))
+            assert token.tolist() == [1]
+
+
+def test_largest_bias_forces_a_token():
+    for seed in range(4):
+        state = state_of(seed=seed, temperature=1.0, logit_bias=((6, MAX_BIAS), (2, -MAX_BIAS)))
+        assert sample_jit(LOGITS, state)[0].tolist() == [6]
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"temperature": -0.1}, ("temperature", "-0.1", "0 (greedy) to 100")),
+        ({"temperature": math.nan}, ("temperature", "nan")),
+        ({"temperature": math.inf}, ("temperature", "inf")),
+        ({"temperature": "1"}, ("temperature", "'1'")),
+        ({"temperature": True}, ("temperature", "True")),
+        ({"top_k": -1}, ("top_k", "-1")),
+        ({"top_k": 1.5}, ("top_k", "1.5")),
+        ({"top_k": 1 << 31}, ("top_k", str(1 << 31))),
+        ({"top_p": 0.0}, ("top_p", "above 0", "temperature 0")),
+        ({"top_p": 1.01}, ("top_p", "1.01")),
+        ({"top_p": math.nan}, ("top_p", "nan")),
+        ({"min_p": -0.1}, ("min_p", "-0.1")),
+        ({"min_p": 1.1}, ("min_p", "1.1")),
+        ({"repetition_penalty": 0.0}, ("repetition_penalty", "0.0")),
+        ({"repetition_penalty": math.nan}, ("repetition_penalty", "nan")),
+        ({"presence_penalty": 101}, ("presence_penalty", "101")),
+        ({"frequency_penalty": -101}, ("frequency_penalty", "-101")),
+        ({"logit_bias": ((-1, 0.5),)}, ("logit_bias", "(-1, 0.5)")),
+        ({"logit_bias": ((1.5, 0.5),)}, ("logit_bias", "(1.5, 0.5)")),
+        ({"logit_bias": ((3, math.nan),)}, ("logit_bias", "token 3", "nan")),
+        ({"logit_bias": ((3, math.inf),)}, ("logit_bias", "token 3", "inf", "-inf to forbid")),
+        ({"logit_bias": ((3, 2 * MAX_BIAS),)}, ("logit_bias", "token 3", "2000000")),
+        ({"logit_bias": ((3, "1"),)}, ("logit_bias", "'1'")),
+        ({"logit_bias": ((0, 1.0),) * (MAX_LOGIT_BIASES + 1)}, ("logit_bias", str(MAX_LOGIT_BIASES + 1))),
+        ({"seed": -1}, ("seed", "-1")),
+        ({"seed": 1 << 64}, ("seed", str(1 << 64))),
+        ({"seed": 0.5}, ("seed", "0.5")),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals(keys, parts):
+    with pytest.raises(ConfigError) as caught:
+        Sampling(**keys)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+def test_limits_are_allowed():
+    Sampling(
+        temperature=100, top_k=(1 << 31) - 1, top_p=1, min_p=1, repetition_penalty=100,
+        presence_penalty=-100, frequency_penalty=100, seed=(1 << 64) - 1,
+        logit_bias=((0, -math.inf), (1, MAX_BIAS)) * (MAX_LOGIT_BIASES // 2),
+    )  # fmt: skip
+    assert Sampling(temperature=0, top_p=1e-9, repetition_penalty=0.01, seed=0).seed == 0
+
+
+def test_bias_outside_the_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match=f"token {V}; the vocabulary has {V}"):
+        state_of(logit_bias=((V, 1.0),))
+    assert state_of(logit_bias=((V - 1, 1.0),)).bias.tolist() == [0.0] * (V - 1) + [1.0]
+
+
+def test_state_by_hand():
+    state = state_of(prompt=(2, 0, 2), top_k=99, seed=(5 << 32) + 7)
+    assert state.in_prompt.tolist() == [[True, False, True, *[False] * 5]]
+    assert state.top_k == V
+    assert state.seed.tolist() == [5, 7]
+    assert state.drawn == 0
+    assert not state.counts.any()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32", "uint32", "bool"}
