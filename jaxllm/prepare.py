@@ -20,6 +20,7 @@ def prepare(
     out: str | os.PathLike[str],
     *,
     weights: WeightFormat | None = None,
+    name: str = "",
     ignore_keys: Collection[str] = (),
     progress: Progress | None = None,
 ) -> None:
@@ -29,6 +30,7 @@ def prepare(
       folder: config.json, safetensors and a tokenizer.
       out: the bundle's path; written whole or not at all.
       weights: width of the matrices; None keeps the checkpoint's own (float16 becomes f32).
+      name: the model's name, for people; the folder's own by default.
       ignore_keys: config keys to ignore although this package does not know them.
       progress: called with ("prepare", parameters done, parameters in all).
 
@@ -47,13 +49,13 @@ def prepare(
 
     def counted():
         nonlocal done
-        for name, value in read_params(folder, cfg):
-            yield name, value
+        for param, value in read_params(folder, cfg):
+            yield param, value
             done += value.size
             if progress is not None:
                 progress("prepare", done, total)
 
-    name = folder.resolve().name
+    name = name or folder.resolve().name
     try:
         write_bundle(out, cfg=cfg, params=counted(), weights=weights, tokenizer=tokenizer, name=name)
     except ConfigError as error:

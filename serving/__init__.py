@@ -1,9 +1,9 @@
 """The host side: open a model, keep compiled graphs, answer requests.
 
-    from serving import Engine
-    engine = Engine.open()                      # the model in the package; or a bundle, or a HF folder
-    for text in engine.stream("Once upon a time"):
-        print(text, end="")
+from serving import Engine
+engine = Engine.open()                      # the model in the package; or a bundle, or a HF folder
+for text in engine.stream("Once upon a time"):
+    print(text, end="")
 """
 
 import importlib

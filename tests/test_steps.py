@@ -17,8 +17,8 @@ from jaxllm.steps import decode_step, decode_tokens, prefill_chunk, score_chunk
 
 V, CAPACITY, BLOCK = 23, 20, 6
 CFG = ModelConfig(
-    model_type="llama", vocab_size=V, hidden_size=12, layers=2, heads=4, kv_heads=2, head_dim=6,
-    ffn_size=10, window_tokens=32, rope=RopeConfig(dim=6), attention_windows=(0, 4), logit_softcap=6.0,
+    model_type="llama", vocab_size=V, hidden_size=12, layers=1, heads=4, kv_heads=2, head_dim=6,
+    ffn_size=10, window_tokens=32, rope=RopeConfig(dim=6), attention_windows=(6,), logit_softcap=6.0,
 )  # fmt: skip
 PROMPT = np.random.default_rng(0).integers(0, V, (1, 5), dtype=np.int32)
 PADDED = np.concatenate([PROMPT, np.full((1, 2), 2**31 - 1, np.int32)], axis=1)

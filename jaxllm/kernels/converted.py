@@ -91,9 +91,7 @@ def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
 def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
     """Rows `[start, start + count)` of a `[R, C]` weight, read in place by the fusion that uses them."""
     if not isinstance(weight, QArray):
-        return jax.tree.map(
-            lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight
-        )
+        return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight)
     data = jax.lax.dynamic_slice_in_dim(weight.data, start, count, axis=0)
     if weight.axis == -1:
         scale = jax.lax.dynamic_slice_in_dim(weight.scale, start, count, axis=0)

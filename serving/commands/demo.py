@@ -5,10 +5,14 @@ from typing import Any
 import click
 
 from jaxllm.models.decoder import parameter_count
+from jaxllm.sampling import Sampling
 from serving.commands.generate import summary
 from serving.console import print_json, progress_bars
 from serving.engine import Engine
 from serving.generation import Generation, GenerationConfig
+
+# Not greedy, which makes a model this small repeat itself; seeded, so that a run can be repeated.
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=7)
 
 # Written for this demo; none is from the training text.
 PROMPTS = (
@@ -23,7 +27,7 @@ PROMPTS = (
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def demo_command(max_tokens: int, as_json: bool) -> None:
     """Continue a few prompts with the packaged model and report its speed."""
-    config = GenerationConfig(max_tokens=max_tokens)
+    config = GenerationConfig(max_tokens=max_tokens, sampling=SAMPLING)
     with progress_bars() as progress:
         engine = Engine.open(warm_up=False, progress=progress)
         for prompt in PROMPTS:

@@ -15,6 +15,7 @@ from serving.console import progress_bars
 @click.option(
     "--weights", type=click.Choice(WEIGHT_FORMATS), help="Weight width. [default: the checkpoint's own]"
 )
+@click.option("--name", default="", help="The model's name, for people. [default: the folder's]")
 @click.option(
     "--ignore-config-key",
     "ignore_keys",
@@ -22,10 +23,12 @@ from serving.console import progress_bars
     metavar="KEY",
     help="Ignore a config.json key that jaxllm does not know. Repeatable.",
 )
-def prepare_command(folder: Path, output: Path, weights: str | None, ignore_keys: tuple[str, ...]) -> None:
+def prepare_command(
+    folder: Path, output: Path, weights: str | None, name: str, ignore_keys: tuple[str, ...]
+) -> None:
     """Write the model in a Hugging Face FOLDER as one bundle file."""
     with progress_bars() as progress:
-        prepare(folder, output, weights=weights, ignore_keys=ignore_keys, progress=progress)
+        prepare(folder, output, weights=weights, name=name, ignore_keys=ignore_keys, progress=progress)
     with Bundle.open(output) as bundle:
         size_mb = output.stat().st_size / 1e6
         click.echo(f"{output}: {bundle.layout.name}, {bundle.layout.weights} weights, {size_mb:.1f} MB")

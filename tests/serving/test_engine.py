@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.config import Bucket
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.models.decoder import forward, logits
 from serving import Engine, EngineOptions, GenerationConfig, Sampling
@@ -244,3 +245,12 @@ def test_one_request_compiles_only_what_it_needs(tiny_bundle):
     kinds = sorted((bucket.kind, bucket.cache_tokens) for bucket in engine.table.bucket_ms)
     assert kinds == [("decode", 32), ("prefill", 32), ("sample", 0), ("start", 32)]
     assert len(engine.generate(PROMPT, config(max_tokens=20)).tokens) == 20
+
+
+def test_graphs_update_the_cache_in_place(engine):
+    cache = engine.table.start(1)
+    cache_bytes = sum(leaf.nbytes for leaf in (*cache.keys, *cache.values))
+    for kind, tokens in (("prefill", 16), ("decode", 8)):
+        bucket = Bucket(kind=kind, tokens=tokens, cache_tokens=cache.capacity_tokens)
+        memory = engine.table._table[bucket].memory_analysis()
+        assert memory.alias_size_in_bytes >= cache_bytes, kind

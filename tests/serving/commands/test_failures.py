@@ -1,6 +1,8 @@
 """What users do wrong: one line on stderr, exit code 1, and nothing half-written."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,13 @@ def test_the_packaged_model_is_missing(run: Run, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(serving.models, "default_bundle", lambda: tmp_path / "default.jaxllm")
     for command in (("generate", "-p", "x"), ("demo",), ("chat",)):
         failed(run(*command), "default.jaxllm")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_output_that_cannot_be_written_is_one_line(tiny_bundle):
+    command = [sys.executable, "-m", "serving.cli", "info", str(tiny_bundle)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["error: No space left on device"]
