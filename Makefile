@@ -21,7 +21,7 @@ test-fast: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

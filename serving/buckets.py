@@ -105,6 +105,27 @@ class BucketTable:
                     progress("compile", done, len(missing))
         self.build_ms += 1000 * (time.perf_counter() - began)
 
+    def rehearse(self) -> None:
+        """Runs every prefill, sample and decode graph once.
+
+        XLA:CPU sets up the kernels of a graph when it first runs, which takes as long as many tokens;
+        a service pays that before its first request.
+        """
+        for bucket in list(self._table):
+            if bucket.kind not in ("prefill", "decode"):
+                continue
+            cache = self._get(Bucket(kind="start", cache_tokens=bucket.cache_tokens))()
+            if bucket.kind == "prefill":
+                row, one = np.zeros((1, bucket.tokens), np.int32), np.int32(1)
+                logits, _ = self._table[bucket](self._params, row, one, np.bool_(True), cache)
+                logits.block_until_ready()
+                continue
+            sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
+            logits = np.zeros((1, self.cfg.vocab_size), np.float32)
+            token, sampler = self.sample(logits, sampler)
+            tokens, *_ = self.decode(token, cache, sampler, np.full(MAX_STOP_IDS, -1, np.int32), 1)
+            tokens.block_until_ready()
+
     # -- running them ---------------------------------------------------------------------------
 
     def start(self, tokens: int) -> KVCache:
@@ -135,7 +156,7 @@ class BucketTable:
         assert logits is not None
         return logits, cache
 
-    def sample(self, logits: jax.Array, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+    def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
         """The first token `[1]` of an answer, and the sampler."""
         return self._get(Bucket(kind="sample"))(logits, sampler)
 

@@ -86,9 +86,10 @@ class Engine:
         max_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        """Compiles all graphs, or only those that one request of the given size needs."""
+        """Compiles and rehearses all graphs, or only compiles those that one request needs."""
         if prompt_tokens is None:
             self.table.fill(self.table.all_buckets(), progress)
+            self.table.rehearse()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             self.table.fill(self.table.request_buckets(prompt_tokens, max_tokens), progress)
 

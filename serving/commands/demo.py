@@ -29,10 +29,7 @@ def demo_command(max_tokens: int, as_json: bool) -> None:
     """Continue a few prompts with the packaged model and report its speed."""
     config = GenerationConfig(max_tokens=max_tokens, sampling=SAMPLING)
     with progress_bars() as progress:
-        engine = Engine.open(warm_up=False, progress=progress)
-        for prompt in PROMPTS:
-            size = len(engine.tokenizer.encode(prompt))
-            engine.warm_up(prompt_tokens=size, max_tokens=max_tokens, progress=progress)
+        engine = Engine.open(progress=progress)
     millions = parameter_count(engine.cfg) / 1e6
     model = {
         "model": engine.bundle.layout.name,

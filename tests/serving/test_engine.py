@@ -254,3 +254,24 @@ def test_graphs_update_the_cache_in_place(engine):
         bucket = Bucket(kind=kind, tokens=tokens, cache_tokens=cache.capacity_tokens)
         memory = engine.table._table[bucket].memory_analysis()
         assert memory.alias_size_in_bytes >= cache_bytes, kind
+
+
+def test_rehearsal_runs_every_graph_and_leaves_no_trace(tiny_bundle, engine, monkeypatch):
+    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
+    other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
+    ran = []
+
+    def spied(kind, graph):
+        def run(*args):
+            ran.append(kind)
+            return graph(*args)
+
+        return run
+
+    table = other.table._table
+    with monkeypatch.context() as patch:
+        for bucket, graph in list(table.items()):
+            patch.setitem(table, bucket, spied(bucket.kind, graph))
+        other.table.rehearse()
+    assert set(ran) == {"start", "prefill", "sample", "decode"}
+    assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
