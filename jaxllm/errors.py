@@ -31,3 +31,8 @@ class ContextOverflow(JaxllmError):
 
 class TemplateError(JaxllmError):
     """The model's chat template refuses the messages, or is broken."""
+
+
+def one_line(reason: object) -> str:
+    """Another library's message as part of ours: one line of at most 300 characters."""
+    return " ".join(str(reason).split())[:300] or type(reason).__name__

@@ -1,29 +1,20 @@
-"""Text to token ids and back, and the model's chat template.
+"""Text to token ids and back.
 
 `TokenizerFiles` is all that a tokenizer needs, as plain strings, so that it lives inside a bundle;
 `Tokenizer` is made from it. Reading a Hugging Face folder is `jaxllm/checkpoints/tokenizer_folder`,
-text that arrives token by token is `serving/text`.
-
-A chat template is a program written by whoever published the model. It runs in Jinja's immutable
-sandbox, on a copy of the messages made of plain JSON types: it reaches no Python internals and
-changes nothing of the caller's. Its running time is not bounded.
+conversations are `jaxllm/chat_template`, text that arrives token by token is `serving/text`.
 """
 
 import dataclasses
 import datetime
 import functools
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
-from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError
+from jaxllm.chat_template import ChatTemplate
+from jaxllm.errors import CheckpointError, ConfigError, one_line
 
 # Token ids travel as int32 through the compiled graphs.
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -89,7 +80,7 @@ class TokenizerFiles:
             return cls(**fields)
         except TypeError as error:
             raise CheckpointError(
-                f"malformed tokenizer: {_one_line(error)}; prepare the bundle again"
+                f"malformed tokenizer: {one_line(error)}; prepare the bundle again"
             ) from error
 
 
@@ -186,26 +177,7 @@ class Tokenizer:
             for the time and `now` is None.
           TemplateError: the template refuses the messages or is broken.
         """
-        template = self._chat_template
-        plain = _plain_messages(messages)
-        try:
-            return template.render(
-                {
-                    **self._files.special,
-                    "messages": plain,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": _strftime_at(now),
-                }
-            )
-        except JaxllmError:
-            raise
-        except Exception as error:  # Templates fail in as many ways as programs do.
-            raise TemplateError(
-                f"the model's chat template cannot render these messages: {_one_line(error)}; "
-                "change the messages, or send a plain prompt"
-            ) from error
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, now=now)
 
     def encode_chat(
         self,
@@ -224,18 +196,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     @functools.cached_property
-    def _chat_template(self) -> jinja2.Template:
+    def _chat_template(self) -> ChatTemplate:
         # Compiled on first use: a model with a broken template still answers plain prompts.
-        source = self._files.chat_template
-        if source is None:
+        if self._files.chat_template is None:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
-        try:
-            return _template_environment().from_string(source)
-        except Exception as error:  # Also RecursionError and what Python's compiler may raise.
-            raise TemplateError(
-                f"the model's chat template is broken: {_one_line(error)}; prepare the model again "
-                "with a corrected template"
-            ) from error
+        return ChatTemplate(self._files.chat_template, self._files.special)
 
 
 def parse_tokenizer_json(text: str) -> tokenizers.Tokenizer:
@@ -248,78 +213,12 @@ def parse_tokenizer_json(text: str) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # The library raises bare Exception.
         raise CheckpointError(
-            f"malformed tokenizer.json: {_one_line(error)}; save it again with the tokenizers library"
+            f"malformed tokenizer.json: {one_line(error)}; save it again with the tokenizers library"
         ) from error
     # Training settings that a tokenizer.json may carry; they would silently shorten prompts.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training: here its body is just rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, as in transformers, so that names set in the body stay inside it.
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
-
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-@functools.cache
-def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Jinja as Hugging Face sets it up for chat templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's filter, which escapes HTML and so would change prompts."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(message: object) -> NoReturn:
-    raise TemplateError(f"the model's chat template refuses these messages: {_one_line(message)}")
-
-
-def _strftime_at(now: datetime.datetime | None) -> Callable[[str], str]:
-    def strftime_now(format: str) -> str:  # noqa: A002 (templates may pass it by name)
-        if now is None:
-            raise ConfigError("the model's chat template asks for the time; pass now=datetime.now()")
-        return now.strftime(format)
-
-    return strftime_now
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A deep copy made of plain JSON types only: all that a template may see."""
-    try:
-        plain = json.loads(json.dumps(messages))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"messages must be plain JSON values: {_one_line(error)}") from error
-    if not isinstance(plain, list):
-        raise ConfigError(f"messages must be a list of objects, got {type(messages).__name__}")
-    for index, message in enumerate(plain):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
-    return plain
 
 
 def _is_token_id(value: Any) -> bool:
@@ -329,7 +228,3 @@ def _is_token_id(value: Any) -> bool:
 def _require(name: str, condition: bool, allowed: str, value: Any) -> None:
     if not condition:
         raise CheckpointError(f"{name} must be {allowed}, got {value!r:.80}; prepare the model again")
-
-
-def _one_line(reason: object) -> str:
-    return " ".join(str(reason).split())[:300] or type(reason).__name__

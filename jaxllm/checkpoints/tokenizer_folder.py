@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, one_line
 from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
 
 # The largest published tokenizer.json files take about 40 MiB.
@@ -111,7 +111,7 @@ def _convert(folder: Path) -> tuple[str, dict[str, str]]:
         text = tokenizer.backend_tokenizer.to_str()
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     except Exception as error:  # Conversion fails in many ways; AttributeError: no fast version.
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise CheckpointError(
             f"transformers cannot convert the tokenizer in {folder}: {reason}; "
             "pip install 'jaxllm[convert]' if a package is missing, else save a tokenizer.json with the "
