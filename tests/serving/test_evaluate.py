@@ -1,5 +1,6 @@
 import math
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,18 +12,22 @@ DOCUMENTS = ["the cat sat on the mat. " * 8, "a dog", "ran and ran to the end of
 
 
 def reference(engine, documents, window):
-    """Mean negative log-likelihood from whole-window logits."""
-    import jax
-
+    """Sum of negative log-likelihoods, and their number, from whole-window logits."""
     params = engine.bundle.load()
+
+    @jax.jit
+    def scored(tokens):
+        hidden, _ = forward(params, tokens, cfg=engine.cfg)
+        return jax.nn.log_softmax(logits(params, hidden, cfg=engine.cfg), axis=-1)
+
     loss, count = 0.0, 0
     for text in documents:
         ids = engine.tokenizer.encode(text)
         for at in range(0, len(ids) - 1, window):
-            inputs = np.array([ids[at : at + window]], np.int32)
             targets = ids[at + 1 : at + window + 1]
-            hidden, _ = forward(params, inputs[:, : len(targets)], cfg=engine.cfg)
-            scores = jax.nn.log_softmax(logits(params, hidden, cfg=engine.cfg), axis=-1)
+            inputs = np.zeros((1, window), np.int32)
+            inputs[0, : len(targets)] = ids[at : at + len(targets)]
+            scores = scored(inputs)
             loss -= sum(float(scores[0, i, token]) for i, token in enumerate(targets))
             count += len(targets)
     return loss, count
