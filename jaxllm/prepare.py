@@ -42,6 +42,8 @@ def prepare(
         raise CheckpointError(f"{out.parent}: no such folder; create it first")
     if out.is_dir():
         raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
+    if out.resolve().parent == folder.resolve() and out.suffix in (".safetensors", ".json", ".jinja"):
+        raise CheckpointError(f"{out} would replace a file of the model itself; name another file")
     cfg = read_config(folder, ignore_keys=ignore_keys)
     tokenizer = read_tokenizer(folder)
     weights = weights or weight_format_of(folder, cfg)

@@ -27,7 +27,7 @@ __all__ = ["Engine", "EngineOptions", "Generation", "GenerationConfig", "Samplin
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name when it is first used, so that `jaxllm --help` does not wait for JAX."""
+    """Imports a public name when it is first used, so that `jaxllm --version` does not wait for JAX."""
     if name not in _HOMES:
         raise AttributeError(f"module 'serving' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -73,6 +73,9 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens."),
         click.option("-t", "--temperature", type=float, default=0.0, help="0 is greedy. [default: 0]"),
         click.option("--ignore-eos", is_flag=True, help="Go on past the model's end token."),
+        click.option(
+            "--stop-token", type=int, multiple=True, metavar="ID", help="End at token ID. Repeatable."
+        ),
         click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT. Repeatable."),
         click.option("-n", "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, show_default=True),
     ):
@@ -88,11 +91,11 @@ def generation_config(options: dict[str, Any]) -> GenerationConfig:
     """
     bias = tuple(_bias(pair) for pair in options.pop("logit_bias"))
     length = {name: options.pop(name) for name in ("max_tokens", "ignore_eos")}
-    stop = tuple(options.pop("stop"))
+    stop, stop_token_ids = tuple(options.pop("stop")), tuple(options.pop("stop_token"))
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     sampling = Sampling(logit_bias=bias, **{name: options.pop(name) for name in (*names, *penalties)})
-    return GenerationConfig(stop=stop, sampling=sampling, **length)
+    return GenerationConfig(stop=stop, stop_token_ids=stop_token_ids, sampling=sampling, **length)
 
 
 def engine_options(context_tokens: int) -> EngineOptions:

@@ -15,7 +15,8 @@ class Perplexity:
 
     Attributes:
       perplexity: exp of the mean negative log-likelihood per predicted token.
-      bits_per_byte: comparable between tokenizers.
+      bits_per_byte: the same loss per byte of all the text, comparable between tokenizers (but for a
+        document's first token, which costs nothing where the tokenizer adds no BOS).
       tokens: predicted tokens (the first of each document is given, not predicted).
       documents: number of documents.
       window_tokens: context that a prediction had at most.

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import Sampling, sampler_state
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.buckets import MAX_STOP_IDS, BucketTable
 from serving.text import TextStream
 
@@ -46,6 +46,9 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
             raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        for token in self.stop_token_ids:
+            if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+                raise ConfigError(f"stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token!r}")
 
     def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
         """The stop tokens as the graphs take them, padded with -1."""
@@ -75,7 +78,7 @@ class Session:
 
 @dataclasses.dataclass
 class Timings:
-    """Of one answer, in milliseconds from the moment it was asked for."""
+    """Of one answer, in milliseconds from when its first piece was asked for."""
 
     ttft_ms: float = 0.0
     total_ms: float = 0.0
@@ -235,7 +238,8 @@ def _check_prompt(prompt: Sequence[int], table: BucketTable) -> None:
     if len(prompt) > window:
         raise ContextOverflow(
             f"the prompt has {len(prompt)} tokens, the context holds {window} (the model's window is "
-            f"{table.cfg.window_tokens}); shorten it or open the engine with more context_tokens"
+            f"{table.cfg.window_tokens}); shorten it"
+            + (" or ask for a longer --context" if window < table.cfg.window_tokens else "")
         )
     worst = max(prompt) if min(prompt) >= 0 else min(prompt)
     if not 0 <= worst < vocab:

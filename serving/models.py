@@ -38,9 +38,7 @@ def open_model(
     Raises:
       CheckpointError: there is no such model, or it cannot be read or prepared.
     """
-    if model is None:
-        return Bundle.open(default_bundle())
-    path = Path(model)
+    path = default_bundle() if model is None else Path(model)
     if path.is_dir():
         return _open_folder(path, weights, progress)
     if not path.exists():

@@ -102,8 +102,8 @@ class Bundle:
     def load(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
         """All parameters as JAX arrays on the default device.
 
-        On a CPU they alias the mapped file: pages come in as they are touched and are shared by all
-        processes that serve the bundle.
+        On a CPU they alias the mapped file: it is read once, for its checksums, and its pages are shared
+        by all processes that serve the bundle.
 
         Args:
           on_segment: called with (name, bytes) after each segment.

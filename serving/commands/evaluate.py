@@ -30,6 +30,8 @@ def eval_command(
     as_json: bool,
 ) -> None:
     """Measure a model: perplexity of a text."""
+    if separator == "":
+        raise click.UsageError("--separator must not be empty")
     text = read_text(text_file)
     documents = text.split(separator) if separator else [text]
     documents = [document for document in documents if document.strip()]

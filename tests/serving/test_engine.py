@@ -275,3 +275,9 @@ def test_rehearsal_runs_every_graph_and_leaves_no_trace(tiny_bundle, engine, mon
         other.table.rehearse()
     assert set(ran) == {"start", "prefill", "sample", "decode"}
     assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40, 2.5])
+def test_stop_tokens_must_be_token_ids(token):
+    with pytest.raises(ConfigError, match="stop_token_ids"):
+        config(stop_token_ids=(token,))

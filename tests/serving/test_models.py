@@ -265,3 +265,8 @@ def test_a_tokenizer_alone_makes_another_bundle(folder: Path, cache: Path) -> No
         assert bundle.fingerprint != first
         assert bundle.tokenizer_files() == tiny_tokenizer(chat=False)
     assert isinstance(bundle, Bundle)
+
+
+def test_a_width_that_the_packaged_model_lacks_is_refused():
+    with pytest.raises(CheckpointError, match="holds int8 weights, not f32"):
+        open_model(None, weights="f32")
