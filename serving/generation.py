@@ -194,7 +194,8 @@ class Generation(Iterator[str]):
         cache = table.make_room(cache, len(held) + limit)
         rows, count, cache, self._sampler = table.decode(token, cache, self._sampler, self._stop_ids, limit)
         block = np.asarray(rows)[0, : int(count)].tolist()
-        session.cache, session.tokens = cache, [*held, pending, *block[:-1]]
+        held += [pending, *block[:-1]]
+        session.cache, session.tokens = cache, held
         return np.array(block[-1:], np.int32), block
 
     def _take(self, block: list[int]) -> str:

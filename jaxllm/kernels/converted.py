@@ -10,6 +10,7 @@ it keeps XLA from making every layer's carry at the start of the step and holdin
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,7 @@ BLOCK_BYTES = 1 << 19
 
 def fits_one_block(weight: Weight, dtype: jnp.dtype) -> bool:
     """Whether the weight, converted to `dtype`, is one block: then a loop would only add to the graph."""
-    rows = 1
-    for length in weight.shape[:-1]:
-        rows *= length
-    return rows <= _block_rows(weight, dtype)
+    return math.prod(weight.shape[:-1]) <= _block_rows(weight, dtype)
 
 
 def rows_product(x: jax.Array, weight: Weight) -> jax.Array:
