@@ -22,6 +22,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/*
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,6 +4,7 @@ Statistics and softmax are in float32 whatever the activations' dtype. No functi
 parameter names, caches on disk or graphs.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -11,9 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation, RopeConfig
+from jaxllm.kernels import native
+from jaxllm.kv.cache import write_rows
 
 # Large and finite: a fully masked row must give a uniform softmax, not NaN.
 MASKED = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm over the last axis: layer norm where there is a `bias`, else root-mean-square norm."""
+
+    scale: jax.Array
+    bias: jax.Array | None
+    eps: float = dataclasses.field(metadata={"static": True})
+
+
+def normalize(x: jax.Array, norm: Norm) -> jax.Array:
+    """`norm` of `x` `[..., D]`."""
+    if norm.bias is None:
+        return rms_norm(x, norm.scale, norm.eps)
+    return layer_norm(x, norm.scale, norm.bias, norm.eps)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -148,3 +168,66 @@ def attention(
     weights = weights.reshape(batch, kv_heads, new * group, -1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
     return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
+
+
+def cached_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    table: tuple[jax.Array, jax.Array] | None,
+    cache: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    start: jax.Array,
+    valid: jax.Array,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotates queries and new keys, writes new keys and values into a layer's cache, and attends over it.
+
+    The native kernel reads the positions that are in use and no others; XLA, whose shapes are static,
+    reads the cache whole.
+
+    Args:
+      q: queries `[B, T, K, G, H]`.
+      k, v: new keys and values `[B, T, K, H]`.
+      table: cos and sin `[T, R]` of `rotary_tables`, or None.
+      cache: keys and values `[B, K, S, H]`.
+      mask: `[T, S]`, `causal_mask` of the same positions and window.
+      start: int32 scalar, the first token's position.
+      valid: int32 scalar, how many tokens are real; the others are not written.
+      scale, softcap: see `attention`.
+      window: see `causal_mask`.
+
+    Returns:
+      `[B, T, K, G, H]` in q's dtype, and the cache's keys and values.
+    """
+
+    def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array):
+        wide = jnp.float32
+        out, keys, values = native.attention(
+            q.astype(wide),
+            k.astype(wide),
+            v.astype(wide),
+            table,
+            keys,
+            values,
+            start,
+            valid,
+            scale=scale,
+            softcap=softcap,
+            window=window,
+        )
+        return out.astype(q.dtype), keys, values
+
+    def by_xla(q: jax.Array, keys: jax.Array, values: jax.Array):
+        turned = k if table is None else rotate(k, *table)
+        q = q if table is None else rotate(q, *table)
+        keys = write_rows(keys, turned.transpose(0, 2, 1, 3), start, valid)
+        values = write_rows(values, v.transpose(0, 2, 1, 3), start, valid)
+        return attention(q, keys, values, mask, scale=scale, softcap=softcap), keys, values
+
+    if not native.kernels().native or cache[0].dtype not in (jnp.float32, jnp.float16):
+        return by_xla(q, *cache)
+    return jax.lax.platform_dependent(q, *cache, cpu=by_kernel, default=by_xla)

@@ -7,17 +7,51 @@ Hence two orientations:
 - `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
 - `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
 
-Models call these and never know whether a weight is dense or quantized, nor which kernel runs.
+and two blocks of products that a kernel may run in one go: `normed_to_units` (a norm, then several
+products of the same activations) and `feed_forward`.
+
+Models call these and never know whether a weight is dense or quantized, nor which kernel runs: native
+kernels for weights in blocks on a CPU (`kernels/native.py`), loops over converted blocks for other
+converted weights on a CPU (`kernels/converted.py`), plain products elsewhere.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.kernels import converted
-from jaxllm.quant import QArray, Weight, dequantize, take_rows
+from jaxllm.config import Activation
+from jaxllm.kernels import converted, native
+from jaxllm.layers import Norm, activate, normalize
+from jaxllm.quant import BlockedArray, QArray, Weight, dequantize, embedding_rows
+
+Out = TypeVar("Out")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """Weights `[F, D]` and biases of a feed-forward block; without a gate it is plain."""
+
+    up: Weight
+    down: Weight
+    gate: Weight | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    gate_bias: jax.Array | None = None
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Those it has, in the order in which they are used."""
+        return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+
+    @property
+    def biased(self) -> bool:
+        """Whether there is any bias."""
+        return any(bias is not None for bias in (self.up_bias, self.down_bias, self.gate_bias))
 
 
 def to_units(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
@@ -32,13 +66,43 @@ def to_units(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax
     def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
         return converted.rows_product(rows, _flat(weight))
 
-    out = _product(rows, weight, whole=whole, by_blocks=by_blocks)
-    out = out.reshape(*x.shape[:-1], *units)
-    return out if bias is None else out + bias.astype(out.dtype)
+    if isinstance(weight, BlockedArray):
+        out = _natively(rows, lambda x: native.to_units(x, [weight])[0], lambda x: whole(x, weight))
+    else:
+        out = _product(rows, weight, whole=whole, by_blocks=by_blocks)
+    return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
 
 
-def from_units(h: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
-    """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`: `[..., D]`."""
+def normed_to_units(
+    x: jax.Array,
+    norm: Norm,
+    weights: Sequence[Weight],
+    biases: Sequence[jax.Array | None],
+) -> list[jax.Array]:
+    """`to_units` of `norm(x)` with each weight."""
+
+    def apart(x: jax.Array) -> list[jax.Array]:
+        normed = normalize(x, norm)
+        return [to_units(normed, weight) for weight in weights]
+
+    def together(x: jax.Array) -> list[jax.Array]:
+        rows = x.reshape(-1, x.shape[-1])
+        blocked = [weight for weight in weights if isinstance(weight, BlockedArray)]
+        products = native.to_units(rows, blocked, norm_scale=norm.scale, norm_eps=norm.eps)
+        return [
+            out.reshape(*x.shape[:-1], *weight.shape[:-1])
+            for out, weight in zip(products, weights, strict=True)
+        ]
+
+    outs = _natively(x, together, apart) if norm.bias is None and _one_format(weights) else apart(x)
+    return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
+
+
+def from_units(
+    h: jax.Array, weight: Weight, bias: jax.Array | None = None, residual: jax.Array | None = None
+) -> jax.Array:
+    """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
+    `[..., D]` if there is one: `[..., D]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     batch = h.shape[: h.ndim - len(units)]
     rows = h.reshape(-1, math.prod(units))
@@ -52,13 +116,83 @@ def from_units(h: jax.Array, weight: Weight, bias: jax.Array | None = None) -> j
             return converted.stacked_reduction_product(rows.reshape(-1, *units), weight)
         return converted.reduction_product(rows, _flat(weight))
 
+    if isinstance(weight, BlockedArray):
+        blocked = weight
+
+        def by_kernel(rows: jax.Array) -> jax.Array:
+            add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
+            return native.from_units(rows, blocked, residual=add)
+
+        def by_xla(rows: jax.Array) -> jax.Array:
+            out = whole(rows, blocked)
+            return out if residual is None else residual.reshape(out.shape) + out
+
+        out = _natively(rows, by_kernel, by_xla)
+        return _with_bias(out.reshape(*batch, width), bias)
     out = _product(rows, weight, whole=whole, by_blocks=by_blocks).reshape(*batch, width)
-    return out if bias is None else out + bias.astype(out.dtype)
+    out = _with_bias(out, bias)
+    return out if residual is None else residual + out
+
+
+def feed_forward(
+    x: jax.Array, norm: Norm, weights: FeedForward, activation: Activation, *, add_input: bool
+) -> jax.Array:
+    """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`."""
+
+    def apart(x: jax.Array) -> jax.Array:
+        if weights.gate is None:
+            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,))
+            hidden = activate(up, activation)
+        else:
+            both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
+            gate, up = normed_to_units(x, norm, both, biases)
+            hidden = activate(gate, activation) * up
+        return from_units(hidden, weights.down, weights.down_bias, residual=x if add_input else None)
+
+    def together(x: jax.Array) -> jax.Array:
+        fused = norm.bias is None
+        rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
+        out = native.feed_forward(
+            rows,
+            weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
+            weights.up,  # pyright: ignore[reportArgumentType]
+            weights.down,  # pyright: ignore[reportArgumentType]
+            activation=activation,
+            norm_scale=norm.scale if fused else None,
+            norm_eps=norm.eps,
+            residual=add_input and fused,
+        ).reshape(x.shape)
+        return x + out if add_input and not fused else out
+
+    if weights.biased or not _one_format(weights.weights):
+        return apart(x)
+    return _natively(x, together, apart)
 
 
 def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
     """Rows of `table` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`."""
-    return dequantize(take_rows(table, tokens), dtype)
+    return embedding_rows(table, tokens, dtype)
+
+
+def _natively(x: jax.Array, by_kernel: Callable[[jax.Array], Out], by_xla: Callable[[jax.Array], Out]) -> Out:
+    """`by_kernel` of `x` in float32 where the graph is for a CPU with native kernels, else `by_xla`."""
+    if not native.kernels().native:
+        return by_xla(x)
+    dtype = x.dtype
+
+    def widened(x: jax.Array) -> Out:
+        return jax.tree.map(lambda out: out.astype(dtype), by_kernel(x.astype(jnp.float32)))
+
+    return jax.lax.platform_dependent(x, cpu=widened, default=by_xla)
+
+
+def _one_format(weights: Sequence[Weight]) -> bool:
+    """Whether all weights are in blocks of one width, which a fused kernel needs."""
+    first = weights[0]
+    return isinstance(first, BlockedArray) and all(
+        isinstance(each, BlockedArray) and (each.bits, each.group) == (first.bits, first.group)
+        for each in weights
+    )
 
 
 def _product(
@@ -73,6 +207,10 @@ def _product(
     if stored_as_is or converted.fits_one_block(weight, rows.dtype):
         return whole(rows, weight)
     return jax.lax.platform_dependent(rows, weight, cpu=by_blocks, default=whole)
+
+
+def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return out if bias is None else out + bias.astype(out.dtype)
 
 
 def _flat(weight: Weight) -> Weight:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import cast
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +79,8 @@ def _check(name: str, value: float, low: float, high: float, allowed: str) -> No
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class SamplerState:
     """A request's sampling as arrays, and what its penalties remember.
 

@@ -9,12 +9,14 @@ import dataclasses
 import datetime
 import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from jaxllm.chat_template import ChatTemplate
 from jaxllm.errors import CheckpointError, ConfigError, one_line
+
+if TYPE_CHECKING:
+    from jaxllm.chat_template import ChatTemplate
 
 # Token ids travel as int32 through the compiled graphs.
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -196,10 +198,13 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     @functools.cached_property
-    def _chat_template(self) -> ChatTemplate:
-        # Compiled on first use: a model with a broken template still answers plain prompts.
+    def _chat_template(self) -> "ChatTemplate":
+        # Compiled on first use: a model with a broken template still answers plain prompts, and these do
+        # not wait for Jinja.
         if self._files.chat_template is None:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
+        from jaxllm.chat_template import ChatTemplate
+
         return ChatTemplate(self._files.chat_template, self._files.special)
 
 

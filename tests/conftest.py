@@ -14,11 +14,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared folders go to a directory of this run, never to the user's."""
-    folder = tmp_path_factory.getbasetemp() / "jaxllm-cache"
-    monkeypatch.setenv("JAXLLM_CACHE", str(folder))
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Prepared folders go to a directory of this run, never to the user's, and graphs are not kept.
+
+    A graph from disk would hide what a test changes in the code that makes it; those tests that are about
+    kept graphs ask for them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXLLM_CACHE", str(tmp_path_factory.getbasetemp() / "jaxllm-cache"))
+        patch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
+        yield
 
 
 @pytest.fixture(scope="session")

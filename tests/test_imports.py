@@ -19,7 +19,7 @@ MAY_IMPORT = {
 }
 # The core's rooms from the ground up: each stands on the ones before it.
 ROOMS = (
-    "errors", "atomic", "config", "quant", "kernels", "linear", "layers", "kv", "models", "sampling",
+    "errors", "atomic", "config", "quant", "kernels", "kv", "layers", "linear", "models", "sampling",
     "steps", "chat_template", "tokenizer", "checkpoints", "bundle", "prepare",
 )  # fmt: skip
 # Imports by name, at run time. The command line names every room's commands as strings and imports one
@@ -33,6 +33,10 @@ CLOCKS_AND_THREADS = {
 }  # fmt: skip
 CLOCK_CALLS = {"now", "utcnow", "today"}
 FILE_ROOMS = {"atomic", "bundle", "checkpoints", "prepare"}
+# The native kernels belong to the process, as their threads do: their door alone reads its environment
+# (which kernels, how many threads) and asks how many processors it may use. Of `os` it takes nothing else.
+PROCESS_FILE = "jaxllm/kernels/native.py"
+PROCESS_NAMES = {"environ", "sched_getaffinity", "cpu_count"}
 FILE_MODULES = {
     "os", "pathlib", "io", "mmap", "tempfile", "shutil", "glob", "zipfile", "tarfile", "fileinput",
     "safetensors", "importlib.resources", "ctypes", "pickle",
@@ -77,6 +81,22 @@ def calls_of(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
             yield node.lineno, node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+
+
+def uses_of(source: str, module: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything taken from `module`, by a dot or by getattr; "?" for what cannot be read."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if owner == module:
+                yield node.lineno, name
+            case ast.Call(func=ast.Name(id="getattr"), args=[ast.Name(id=owner), name, *_]) if (
+                owner == module
+            ):
+                yield node.lineno, name.value if isinstance(name, ast.Constant) else "?"
+            case ast.ImportFrom(module=owner, names=names) if owner == module:
+                yield from ((node.lineno, each.name) for each in names)
+            case ast.Import(names=names) if any(each.name == module and each.asname for each in names):
+                yield node.lineno, "?"
 
 
 def room_of(dotted: str) -> str:
@@ -127,8 +147,16 @@ def purity_faults(source: str, file: str) -> list[str]:
         names = {dotted, dotted.split(".")[0]}
         if names & CLOCKS_AND_THREADS:
             faults.append(f"{file}:{line} imports {dotted}: the core has no clocks and no threads")
+        if file == PROCESS_FILE and dotted == "os":
+            continue
         if names & FILE_MODULES and not with_files:
             faults.append(f"{file}:{line} imports {dotted}: only {sorted(FILE_ROOMS)} touch files")
+    if file == PROCESS_FILE:
+        faults += [
+            f"{file}:{line} uses os.{name}: of the process it may know {sorted(PROCESS_NAMES)}"
+            for line, name in uses_of(source, "os")
+            if name not in PROCESS_NAMES
+        ]
     for line, name in calls_of(source):
         if name in CLOCK_CALLS:
             faults.append(
@@ -204,7 +232,7 @@ def test_every_command_is_there():
 @pytest.mark.parametrize(
     ("file", "source", "part"),
     [
-        ("jaxllm/quant.py", "import serving.engine", "jaxllm may import none"),
+        ("jaxllm/quant/formats.py", "import serving.engine", "jaxllm may import none"),
         ("jaxllm/prepare.py", "def f():\n    from training import data", "jaxllm/prepare.py:2"),
         ("training/loop.py", "from serving.engine import Engine", "training may import jaxllm"),
         ("serving/engine.py", "from benchmarks.report import Row", "serving may import jaxllm"),
@@ -213,6 +241,7 @@ def test_every_command_is_there():
         ("serving/engine.py", "from tests import tiny", "imports its tests"),
         ("jaxllm/config.py", "from jaxllm.quant import QArray", "config stands below quant"),
         ("jaxllm/config.py", "from jaxllm import quant", "config stands below quant"),
+        ("jaxllm/quant/formats.py", "from jaxllm.kernels import native", "quant stands below kernels"),
         ("jaxllm/kernels/converted.py", "from ..linear import embed", "kernels stands below linear"),
         ("jaxllm/kv/cache.py", "if True:\n    import jaxllm.models.decoder", "kv stands below models"),
         ("jaxllm/__init__.py", "from jaxllm.errors import JaxllmError", "the package stands below errors"),
@@ -228,7 +257,7 @@ def test_rule_sees_a_wrong_import(file, source, part):
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("jaxllm/quant.py", "import jax.numpy as jnp\nfrom jaxllm.errors import ConfigError"),
+        ("jaxllm/quant/weights.py", "import jax.numpy as jnp\nfrom jaxllm.errors import ConfigError"),
         ("jaxllm/bundle/writer.py", "import jaxllm\nfrom jaxllm import __version__"),
         ("jaxllm/kernels/converted.py", "from . import converted\nfrom ..quant import QArray"),
         ("benchmarks/engine.py", "from serving.engine import Engine\nimport jaxllm.steps"),
@@ -248,12 +277,17 @@ def test_rule_lets_a_right_import_pass(file, source):
         ("jaxllm/bundle/reader.py", "from concurrent.futures import ThreadPoolExecutor", "no threads"),
         ("jaxllm/kv/cache.py", "def f():\n    import threading", "jaxllm/kv/cache.py:2"),
         ("jaxllm/tokenizer.py", "import datetime\ndatetime.datetime.now()", "reads no clock"),
-        ("jaxllm/quant.py", "data = open('x').read()", "touch files"),
+        ("jaxllm/quant/formats.py", "data = open('x').read()", "touch files"),
         ("jaxllm/config.py", "def f(path):\n    return path.open()", "jaxllm/config.py:2"),
         ("jaxllm/config.py", "path.read_text()", "touch files"),
         ("jaxllm/tokenizer.py", "from pathlib import Path", "touch files"),
         ("jaxllm/kernels/native.py", "import importlib.resources", "touch files"),
-        ("jaxllm/quant.py", "import numpy as np\nnp.memmap('x')", "touch files"),
+        ("jaxllm/kernels/native.py", "import os\nos.listdir()", "uses os.listdir"),
+        ("jaxllm/kernels/native.py", "import os\ngetattr(os, 'remove')('x')", "uses os.remove"),
+        ("jaxllm/kernels/native.py", "import os as system", "uses os.?"),
+        ("jaxllm/kernels/native.py", "from os import path", "uses os.path"),
+        ("jaxllm/kernels/converted.py", "import os\nos.environ['X']", "touch files"),
+        ("jaxllm/quant/blocks.py", "import numpy as np\nnp.memmap('x')", "touch files"),
     ],
 )
 def test_rule_sees_a_clock_a_thread_and_a_file(file, source, part):
@@ -268,6 +302,7 @@ def test_rule_sees_a_clock_a_thread_and_a_file(file, source, part):
         ("jaxllm/atomic.py", "from pathlib import Path\nPath('x').write_bytes(b'')"),
         ("jaxllm/tokenizer.py", "import datetime\ndef f(now: datetime.datetime): ..."),
         ("jaxllm/steps.py", "import dataclasses, math, functools\nimport jax"),
+        ("jaxllm/kernels/native.py", "import os\nos.environ.get('X')\ngetattr(os, 'cpu_count', None)"),
     ],
 )
 def test_rule_lets_the_rest_pass(file, source):

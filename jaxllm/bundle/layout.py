@@ -11,13 +11,13 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.decoder import ParamSpec, param_specs
-from jaxllm.quant import INT4_GROUP, packed_columns
+from jaxllm.quant import GROUPS, blocked_shapes
 
 WeightFormat = Literal["f32", "bf16", "int8", "int4"]
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int4")
 
 SUFFIX = ".jaxllm"
-VERSION = 1
+VERSION = 2
 MAGIC = b"JAXLLM\r\n"  # a text-mode copy of the file would break it, and be seen
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
@@ -58,7 +58,7 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One parameter: its array, and its scales when it is quantized."""
+    """One parameter: its array, or when it is quantized its blocks and scales (see `BlockedArray`)."""
 
     segment: str
     data: Extent
@@ -66,7 +66,6 @@ class Tensor:
     bits: int = 0
     group: int = 0
     axis: int = 0
-    columns: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -169,7 +168,7 @@ def _read_tensor(entry: dict[str, Any]) -> Tensor:
             fields[part] = Extent(extent["offset"], extent["dtype"], shape)
     tensor = Tensor(**fields)
     # Plain ints: 8.0 and True would pass the comparisons below and fail in a graph.
-    if {type(n) for n in (tensor.bits, tensor.group, tensor.axis, tensor.columns)} != {int}:
+    if {type(n) for n in (tensor.bits, tensor.group, tensor.axis)} != {int}:
         raise ConfigError(f"malformed quantization {entry}")
     return tensor
 
@@ -218,21 +217,15 @@ def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str
 
 
 def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
-    """Whether the entry keeps QArray's invariants for a weight of `spec.shape`."""
-    shape = spec.shape
+    """Whether the entry keeps BlockedArray's invariants for a weight of `spec.shape`."""
     if tensor.scale is None or spec.role == "vector" or tensor.bits not in (4, 8):
         return False
-    if tensor.axis != contracted_axis(spec) or tensor.columns != shape[-1]:
+    if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS):
         return False
-    # A group much longer than its axis would make a graph repeat scales without bound.
-    if not 0 <= tensor.group <= max(shape[tensor.axis], INT4_GROUP):
-        return False
-    width = shape[-1] if tensor.bits == 8 else packed_columns(shape[-1])
-    scales = list(shape)
-    scales[tensor.axis] = -(-shape[tensor.axis] // tensor.group) if tensor.group else 1
+    data, scale = blocked_shapes(spec.shape, bits=tensor.bits, group=tensor.group, axis=tensor.axis)
     return (
-        tensor.data.shape == (*shape[:-1], width)
+        tensor.data.shape == data
         and tensor.data.dtype == ("int8" if tensor.bits == 8 else "uint8")
-        and tensor.scale.shape == tuple(scales)
-        and tensor.scale.dtype in ("float32", "float16")
+        and tensor.scale.shape == scale
+        and tensor.scale.dtype == ("float16" if tensor.group else "float32")
     )

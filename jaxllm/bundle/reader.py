@@ -14,7 +14,9 @@ import xxhash
 from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, check_header
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
-from jaxllm.quant import Bfloat16Bits, QArray, Weight
+from jaxllm.kernels import native
+from jaxllm.models.decoder import param_specs
+from jaxllm.quant import Bfloat16Bits, BlockedArray, Weight, from_blocks
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -103,7 +105,8 @@ class Bundle:
         """All parameters as JAX arrays on the default device.
 
         On a CPU they alias the mapped file: it is read once, for its checksums, and its pages are shared
-        by all processes that serve the bundle.
+        by all processes that serve the bundle. Only quantized weights that no native kernel will read
+        are put into another order first, in memory of their own.
 
         Args:
           on_segment: called with (name, bytes) after each segment.
@@ -116,6 +119,8 @@ class Bundle:
         def place(view: np.ndarray) -> jax.Array:
             return jax.device_put(view, device, may_alias=True)
 
+        in_blocks = device.platform == "cpu" and native.kernels().native
+        shapes = param_specs(self.cfg)
         params: dict[str, Weight] = {}
         last = None
         for name, tensor in self.layout.tensors.items():
@@ -128,14 +133,15 @@ class Bundle:
                 as_bits = view.dtype.name == "bfloat16" and device.platform == "cpu"
                 params[name] = Bfloat16Bits(place(view.view(np.uint16))) if as_bits else place(view)
                 continue
-            params[name] = QArray(
-                data=place(self._view(tensor.data)),
-                scale=place(self._view(tensor.scale)),
+            blocked = BlockedArray(
+                data=self._view(tensor.data),  # pyright: ignore[reportArgumentType]: placed below
+                scale=self._view(tensor.scale),  # pyright: ignore[reportArgumentType]
                 bits=tensor.bits,
                 group=tensor.group,
                 axis=tensor.axis,
-                columns=tensor.columns,
+                shape=shapes[name].shape,
             )
+            params[name] = jax.tree.map(place, blocked if in_blocks else from_blocks(blocked))
         if on_segment is not None and last is not None:
             on_segment(last, self.layout.segments[last].size_bytes)
         return params

@@ -30,7 +30,7 @@ from jaxllm.bundle.layout import (
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.decoder import ParamSpec, param_specs
-from jaxllm.quant import QArray, quantize
+from jaxllm.quant import BlockedArray, quantize, to_blocks
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -97,17 +97,17 @@ def write_bundle(
         ) from error
 
 
-def stored_form(value: np.ndarray, spec: ParamSpec, weights: WeightFormat) -> np.ndarray | QArray:
+def stored_form(value: np.ndarray, spec: ParamSpec, weights: WeightFormat) -> np.ndarray | BlockedArray:
     """A parameter at the width that `weights` asks of its role."""
     if spec.role == "vector" or weights == "f32":
         return np.asarray(value, np.float32)
     if weights == "bf16":
         return np.asarray(value).astype(ml_dtypes.bfloat16)
     bits = 4 if weights == "int4" and spec.role != "embed" else 8
-    return quantize(np.asarray(value, np.float32), bits=bits, axis=contracted_axis(spec))
+    return to_blocks(quantize(np.asarray(value, np.float32), bits=bits, axis=contracted_axis(spec)))
 
 
-def _stored_bytes(stored: np.ndarray | QArray) -> int:
+def _stored_bytes(stored: np.ndarray | BlockedArray) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
 
 
@@ -148,10 +148,10 @@ class _Writer:
     def raw(self, data: bytes) -> None:
         self._put(data)
 
-    def tensor(self, stored: np.ndarray | QArray) -> dict[str, Any]:
+    def tensor(self, stored: np.ndarray | BlockedArray) -> dict[str, Any]:
         """Writes one parameter and returns its manifest entry."""
         assert self._name is not None
-        if not isinstance(stored, QArray):
+        if not isinstance(stored, BlockedArray):
             return {"segment": self._name, "data": self._extent(np.asarray(stored))}
         return {
             "segment": self._name,
@@ -160,7 +160,6 @@ class _Writer:
             "bits": stored.bits,
             "group": stored.group,
             "axis": stored.axis,
-            "columns": stored.columns,
         }
 
     def finish(self) -> list[dict[str, Any]]:

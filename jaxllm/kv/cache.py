@@ -7,7 +7,6 @@ the next one with `grow`.
 
 import dataclasses
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -15,7 +14,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class KVCache:
     """Keys and values of all layers.
 

@@ -22,17 +22,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import KVCache, write_rows
+from jaxllm.kv.cache import KVCache
 from jaxllm.layers import (
-    activate,
+    Norm,
     attention,
+    cached_attention,
     causal_mask,
-    layer_norm,
-    rms_norm,
+    normalize,
     rotary_tables,
     rotate,
 )
-from jaxllm.linear import embed, from_units, to_units
+from jaxllm.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
 from jaxllm.quant import Weight
 
 Params = Mapping[str, Weight]
@@ -194,20 +194,21 @@ def forward(
         rope = cfg.layer_rope(layer)
         mixed, k, v = _attend(
             weights,
-            _norm(x, weights, "attn_norm", cfg),
+            x,
             past,
             cfg,
             table=None if rope is None else tables[rope],
             mask=masks[cfg.attention_windows[layer]],
+            window=cfg.attention_windows[layer],
             start=start,
             valid=valid,
         )
         new_keys.append(k)
         new_values.append(v)
-        x = x + (_norm(mixed, weights, "attn_post_norm", cfg) if cfg.post_norms else mixed)
-        mixed = _ffn(weights, _norm(x, weights, "ffn_norm", cfg), cfg)
-        x = x + (_norm(mixed, weights, "ffn_post_norm", cfg) if cfg.post_norms else mixed)
-    x = _norm(x, _LayerParams(params, ""), "final_norm", cfg)
+        x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+        mixed = _ffn(weights, x, cfg)
+        x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+    x = normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
     if cache is not None:
         cache = KVCache(keys=tuple(new_keys), values=tuple(new_values), length=start + valid)
     return x, cache
@@ -237,13 +238,10 @@ class _LayerParams:
         assert found is None or isinstance(found, jax.Array | np.ndarray)
         return found
 
-
-def _norm(x: jax.Array, weights: _LayerParams, name: str, cfg: ModelConfig) -> jax.Array:
-    scale, bias = weights.vector(f"{name}.scale"), weights.vector(f"{name}.bias")
-    assert scale is not None
-    if bias is None:
-        return rms_norm(x, scale, cfg.norm_eps)
-    return layer_norm(x, scale, bias, cfg.norm_eps)
+    def norm(self, name: str, cfg: ModelConfig) -> Norm:
+        scale = self.vector(f"{name}.scale")
+        assert scale is not None
+        return Norm(scale=scale, bias=self.vector(f"{name}.bias"), eps=cfg.norm_eps)
 
 
 def _attend(
@@ -254,32 +252,47 @@ def _attend(
     *,
     table: tuple[jax.Array, jax.Array] | None,
     mask: jax.Array,
+    window: int,
     start: jax.Array,
     valid: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention block of `x` `[B, T, D]`: its output `[B, T, D]` and the layer's keys and values."""
-    q, k, v = (to_units(x, weights[f"attn.{name}"], weights.vector(f"attn.{name}_bias")) for name in "qkv")
+    """Attention block of `x` `[B, T, D]`: its output `[B, T, D]`, with x added unless a norm comes
+    first, and the layer's keys and values."""
+    q, k, v = normed_to_units(
+        x,
+        weights.norm("attn_norm", cfg),
+        [weights[f"attn.{name}"] for name in "qkv"],
+        [weights.vector(f"attn.{name}_bias") for name in "qkv"],
+    )
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     if cfg.qk_norm:
-        q = _norm(q, weights, "attn.q_norm", cfg)
-        k = _norm(k, weights, "attn.k_norm", cfg)
-    if table is not None:
-        q, k = rotate(q, *table), rotate(k, *table)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    if past is not None:
-        k, v = (write_rows(rows, new, start, valid) for rows, new in zip(past, (k, v), strict=True))
-    out = attention(q, k, v, mask, scale=cfg.attention_scale, softcap=cfg.attention_softcap)
+        q = normalize(q, weights.norm("attn.q_norm", cfg))
+        k = normalize(k, weights.norm("attn.k_norm", cfg))
+    scale, softcap = cfg.attention_scale, cfg.attention_softcap
+    if past is None:
+        if table is not None:
+            q, k = rotate(q, *table), rotate(k, *table)
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        out = attention(q, k, v, mask, scale=scale, softcap=softcap)
+    else:
+        out, k, v = cached_attention(
+            q, k, v, table, past, mask, start, valid, scale=scale, softcap=softcap, window=window
+        )
     out = out.reshape(*out.shape[:3], -1)
-    return from_units(out, weights["attn.o"], weights.vector("attn.o_bias")), k, v
+    residual = None if cfg.post_norms else x
+    return from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual), k, v
 
 
 def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Feed-forward block of `x` `[B, T, D]`, gated or plain."""
-    if cfg.gated_ffn:
-        gate = to_units(x, weights["ffn.gate"], weights.vector("ffn.gate_bias"))
-        up = to_units(x, weights["ffn.up"], weights.vector("ffn.up_bias"))
-        hidden = activate(gate, cfg.activation) * up
-    else:
-        up = to_units(x, weights["ffn.up"], weights.vector("ffn.up_bias"))
-        hidden = activate(up, cfg.activation)
-    return from_units(hidden, weights["ffn.down"], weights.vector("ffn.down_bias"))
+    """Feed-forward block of `x` `[B, T, D]`, gated or plain, with x added unless a norm comes first."""
+    gated = cfg.gated_ffn
+    block = FeedForward(
+        up=weights["ffn.up"],
+        down=weights["ffn.down"],
+        gate=weights["ffn.gate"] if gated else None,
+        up_bias=weights.vector("ffn.up_bias"),
+        down_bias=weights.vector("ffn.down_bias"),
+        gate_bias=weights.vector("ffn.gate_bias") if gated else None,
+    )
+    norm = weights.norm("ffn_norm", cfg)
+    return feed_forward(x, norm, block, cfg.activation, add_input=not cfg.post_norms)

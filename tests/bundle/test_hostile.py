@@ -206,15 +206,46 @@ HOSTILE_QUANTIZATION: dict[str, tuple[str, dict[str, Any]]] = {
     "width of the other bits": ("layers.0.ffn.up", {"bits": 8}),
     "axis": ("layers.0.ffn.up", {"axis": 0}),
     "axis of the other role": ("layers.0.ffn.down", {"axis": -1}),
-    "columns": ("layers.0.ffn.up", {"columns": 7}),
-    "text columns": ("layers.0.ffn.up", {"columns": "8"}),
+    "columns of version 1": ("layers.0.ffn.up", {"columns": 8}),
+    "no axis": ("layers.0.ffn.up", {"axis": None}),
+    "columns in place of blocks": (
+        "layers.0.ffn.up",
+        {"data": {"offset": PAGE, "dtype": "uint8", "shape": [6, 32]}},
+    ),
+    "a block too many": (
+        "layers.0.ffn.up",
+        {"data": {"offset": PAGE, "dtype": "uint8", "shape": [1, 2, 256]}},
+    ),
+    "a panel too few": (
+        "layers.0.ffn.up",
+        {"data": {"offset": PAGE, "dtype": "uint8", "shape": [0, 1, 256]}},
+    ),
+    "signed nibbles": (
+        "layers.0.ffn.up",
+        {"data": {"offset": PAGE, "dtype": "int8", "shape": [1, 1, 256]}},
+    ),
     "group": ("layers.0.ffn.up", {"group": 4}),
     "negative group": ("layers.0.ffn.up", {"group": -32}),
     "endless group": ("layers.0.ffn.up", {"group": 1 << 62}),
     "fractional group": ("layers.0.ffn.up", {"group": 32.0}),
     "text group": ("layers.0.ffn.up", {"group": "32"}),
     "no scales": ("layers.0.ffn.up", {"scale": None}),
-    "scales of integers": ("layers.0.ffn.up", {"scale": {"offset": PAGE, "dtype": "int8", "shape": [6, 1]}}),
+    "scales of integers": (
+        "layers.0.ffn.up",
+        {"scale": {"offset": PAGE, "dtype": "int8", "shape": [1, 1, 16]}},
+    ),
+    "scales of columns": (
+        "layers.0.ffn.up",
+        {"scale": {"offset": PAGE, "dtype": "float16", "shape": [6, 1]}},
+    ),
+    "wide scales of groups": (
+        "layers.0.ffn.up",
+        {"scale": {"offset": PAGE, "dtype": "float32", "shape": [1, 1, 16]}},
+    ),
+    "scales that are cut short": (
+        "layers.0.ffn.up",
+        {"scale": {"offset": PAGE, "dtype": "float16", "shape": [1, 1, 8]}},
+    ),
 }
 
 
@@ -235,7 +266,7 @@ def test_vectors_cannot_be_quantized(tmp_path: Path, name: str) -> None:
     shape, offset = entry["data"]["shape"], entry["data"]["offset"]
     entry["data"]["dtype"] = "int8"
     entry["scale"] = {"offset": offset, "dtype": "float32", "shape": [*shape[:-1], 1]}
-    entry.update(bits=8, group=0, axis=-1, columns=shape[-1])
+    entry.update(bits=8, group=0, axis=-1)
     refused(forge(path, manifest), f"parameter {name}", when=open_only)
 
 
@@ -261,7 +292,7 @@ def test_a_name_is_safe_to_print(micro_file: Path, name: Any) -> None:
 # What would do most harm first: of the values that a place accepts, the first is run.
 JUNK: tuple[Any, ...] = (
     {}, [], "", "x", [0], [[]], {"a": 0}, float("nan"), float("inf"), 10**400, 1 << 62, -1, 0, True, False,
-    3, 0.5, 32.0, None,
+    3, 0.5, 32.0, 64, None,
 )  # fmt: skip
 
 
@@ -311,8 +342,8 @@ def test_any_value_anywhere_is_refused_or_runs(tmp_path: Path, weights: WeightFo
         if len(accepted[at]) == 1 and model not in models:
             models.add(model)
             assert jax.eval_shape(functools.partial(run, cfg=bundle.cfg), params).shape == (1, 2, 8)
-    # Names are free, some numbers are; no place of a tensor is, but for the two that restate others.
-    assert len(models) >= 3
+    # Names are free, some numbers are; no place of a tensor is, but for a group that covers as much.
+    assert len(models) >= (3 if weights == "f32" else 2)
     assert {at[-1] for at in accepted if at[0] == "tensors"} <= {"axis", "group"}
     assert {at[-1] for at in accepted if at[0] == "segments"} == set()
 

@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 
+from jaxllm.bundle import segment_of
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.decoder import ParamSpec, init_params, param_specs, parameter_count
-from jaxllm.quant import dequantize, quantize
+from jaxllm.quant import dequantize, quantize, to_blocks
+from tests.kernels.switching import fall_back
 
 V, BATCH, PROMPT, CHUNK = 13, 2, 9, 4
 # Not a multiple of the chunk, so a padded chunk reaches past the cache's end.
@@ -134,26 +137,27 @@ def test_specs_of_a_classic_model():
 
 
 def test_specs_are_in_the_order_in_which_a_step_reads_them(cfg):
-    """Weights are stored and streamed in this order."""
-    read = []
-
-    class Recorder(dict):
-        def __getitem__(self, name):
-            read.append(name)
-            return super().__getitem__(name)
-
-        def get(self, name, default=None):
-            if name in self:
-                read.append(name)
-            return super().get(name, default)
+    """Weights are stored and streamed in this order, layer by layer; vectors anywhere in their layer."""
 
     def run(params, tokens):
-        hidden, _ = decoder.forward(Recorder(params), tokens, cfg=cfg)
+        hidden, _ = decoder.forward(params, tokens, cfg=cfg)
         return decoder.logits(params, hidden, cfg=cfg)
 
-    jax.eval_shape(run, params_of(cfg), TOKENS)
-    expected = [name for name in param_specs(cfg) if name != "head"]
-    assert list(dict.fromkeys(read)) == expected
+    params = params_of(cfg)
+    jaxpr = jax.make_jaxpr(run)(params, TOKENS).jaxpr
+    # A dict's leaves are in the order of its sorted keys.
+    names = dict(zip(jaxpr.invars[: len(params)], sorted(params), strict=True))
+    uses = [var for equation in jaxpr.eqns for var in equation.invars if isinstance(var, Var)]
+    read = list(dict.fromkeys(names[var] for var in uses if var in names))
+    specs = param_specs(cfg)
+    assert sorted(read) == sorted(specs)
+
+    def matrices(names):
+        return [name for name in names if specs[name].role != "vector"]
+
+    assert matrices(read) == matrices(specs)
+    segments = [segment_of(name) for name in read]
+    assert segments == sorted(segments, key=list(dict.fromkeys(map(segment_of, specs))).index)
 
 
 def test_initial_parameters():
@@ -387,8 +391,11 @@ def test_units_may_be_reordered(cfg):
 widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
 
 
+@pytest.mark.parametrize("form", ["columns", "blocks"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_parameters_compute_what_they_stand_for(bits):
+def test_quantized_parameters_compute_what_they_stand_for(bits, form, monkeypatch):
+    """Without native kernels, which round activations too (`tests/kernels` knows by how much)."""
+    fall_back(monkeypatch)
     cfg = CONFIGS["everything"]
     specs, params = param_specs(cfg), params_of(cfg)
     quantized, meant = {}, {}
@@ -396,8 +403,9 @@ def test_quantized_parameters_compute_what_they_stand_for(bits):
         quantized[name] = meant[name] = value
         if specs[name].role != "vector":
             axis = -2 if specs[name].role == "from_units" else -1
-            quantized[name] = quantize(value, bits=bits, axis=axis)
-            meant[name] = widened(quantized[name])
+            columns = quantize(value, bits=bits, axis=axis)
+            quantized[name] = columns if form == "columns" else to_blocks(columns)
+            meant[name] = widened(columns)
     got, expected, dense = (whole_of(cfg)(each, TOKENS) for each in (quantized, meant, params))
     np.testing.assert_allclose(got, expected, atol=2e-5)
     assert np.abs(got - dense).max() > 1e-3

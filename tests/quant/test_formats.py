@@ -1,36 +1,20 @@
-"""Quantized weights: exact bytes, error bounds, what is refused, and that a prefix of units is a prefix."""
-
-import dataclasses
-import functools
+"""Narrow weights on the host: exact bytes, error bounds, what is refused."""
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant import (
-    INT4_GROUP,
-    Bfloat16Bits,
-    QArray,
-    dequantize,
-    pack_int4,
-    packed_columns,
-    quantize,
-    take_rows,
-    unpack_int4,
-)
+from jaxllm.quant import INT4_GROUP, QArray, pack_int4, packed_columns, quantize
+from tests.quant.plain import step_of, wide
 
 # Ragged groups, whole groups, several groups, fewer than one; matrices and stacks of them.
 SHAPES = [(5, 7), (3, 32), (64, 33), (70, 65), (2, 40, 9), (3, 33, 64)]
 # Levels end 8 steps from zero on one side and 7 on the other; the least scale is 0.84 of the one that
 # reaches the extreme, rounded to float16.
 INT4_REACH = 8 / 0.84 * (1 + 2**-10)
-# Compiling is most of this file's time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def normal(shape, seed=0):
@@ -40,52 +24,7 @@ def normal(shape, seed=0):
     return (rng.standard_normal(shape) * spread).astype(np.float32)
 
 
-def wide(weight):
-    """What a QArray of numpy arrays stands for, in float64 and without the code under test."""
-    if weight.bits == 8:
-        levels = weight.data.astype(np.float64)
-    else:
-        nibbles = np.concatenate([weight.data & 15, weight.data >> 4], axis=-1)
-        levels = nibbles[..., : weight.columns].astype(np.float64) - 8
-    return levels * step_of(weight)
-
-
-def step_of(weight):
-    """The scale of every element, float64, of the weight's shape."""
-    scale = weight.scale.astype(np.float64)
-    if weight.group:
-        scale = np.repeat(scale, weight.group, axis=weight.axis)
-        length = weight.shape[weight.axis]
-        scale = np.take(scale, np.arange(length), axis=weight.axis)
-    return np.broadcast_to(scale, weight.shape)
-
-
 # Packing
-
-
-# Every width is a compilation, so few of them.
-WIDTHS = (1, 2, 31, 32, 33, 63, 64, 65, 97, 127, 128, 129)
-unpack_jit = jit(unpack_int4, static_argnums=(1, 2))
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_unpacking_undoes_packing(data):
-    columns = data.draw(st.sampled_from(WIDTHS))
-    values = data.draw(st.lists(st.integers(-8, 7), min_size=columns, max_size=columns))
-    values = np.array([[values, values[::-1]]], np.int8)
-    packed = pack_int4(values)
-    assert packed.shape == (1, 2, packed_columns(columns))
-    assert packed.dtype == np.uint8
-    np.testing.assert_array_equal(unpack_jit(packed, columns, jnp.dtype(jnp.int32)), values)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_unpacked_dtype(dtype):
-    values = np.random.default_rng(0).integers(-8, 8, (2, 3, 65)).astype(np.int8)
-    got = unpack_jit(pack_int4(values), 65, jnp.dtype(dtype))
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(got, np.float64), values)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +77,38 @@ def test_int4_by_hand(sign):
     np.testing.assert_array_equal(wide(got), sign * row)
 
 
-def test_zeros_stay_zero():
+def test_int8_by_groups_by_hand():
+    """A float16 scale for each 32 inputs, the last group short."""
+    row = np.zeros((1, 40), np.float32)
+    row[0, :3], row[0, 32:34] = (127.0, -63.5, 1.4), (-0.25, 0.125)
+    got = quantize(row, bits=8, axis=-1, group=32)
+    assert got.scale.dtype == np.float16
+    assert got.scale.tolist() == [[1.0, float(np.float16(0.25 / 127))]]
+    assert got.data[0, :3].tolist() == [127, -64, 1]
+    assert got.data[0, 32:].tolist() == [-127, 64, *[0] * 6]
+    assert (got.bits, got.group, got.axis, got.columns) == (8, 32, -1, 40)
+
+
+def test_groups_of_64():
+    weight = normal((4, 130))
+    for bits in (4, 8):
+        got = quantize(weight, bits=bits, axis=-1, group=64)
+        assert got.scale.shape == (4, 3)
+        # A group by itself gets the same scale and levels.
+        alone = quantize(weight[:, 64:128], bits=bits, axis=-1, group=64)
+        np.testing.assert_array_equal(got.scale[:, 1:2], alone.scale)
+        np.testing.assert_array_equal(wide(got)[:, 64:128], wide(alone))
+        other = quantize(weight.T, bits=bits, axis=-2, group=64)
+        np.testing.assert_array_equal(wide(other).T, wide(got))
+
+
+@pytest.mark.parametrize("group", [None, 32])
+def test_zeros_stay_zero(group):
     for bits in (4, 8):
         for axis in (-1, -2):
             weight = np.zeros((40, 40), np.float32)
             weight[0, 0] = 3.0
-            got = quantize(weight, bits=bits, axis=axis)
+            got = quantize(weight, bits=bits, axis=axis, group=group)
             np.testing.assert_allclose(wide(got), weight, rtol=1e-3)
             assert np.count_nonzero(wide(got)) == 1
             assert np.isfinite(got.scale).all()
@@ -163,6 +128,25 @@ def test_int8_is_within_half_a_step(shape, axis):
     assert np.all(np.abs(wide(got) - weight) <= step_of(got) * (0.5 + 1e-5))
     # The scale is no larger than the extreme needs.
     np.testing.assert_array_equal(np.abs(got.data).max(axis), 127)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_int8_by_groups_is_within_half_a_step(shape, axis, group):
+    """More only by what the rounding of a float16 scale explains."""
+    weight = normal(shape)
+    got = quantize(weight, bits=8, axis=axis, group=group)
+    assert got.data.shape == got.shape == weight.shape
+    assert got.scale.shape == tuple(
+        -(-n // group) if i == weight.ndim + axis else n for i, n in enumerate(shape)
+    )
+    assert np.all(np.abs(wide(got) - weight) <= step_of(got) * (0.5 + 1e-5) + 127 * 2.0**-25)
+    assert np.abs(got.data).max() == 127
+    if shape[axis] > group:
+        # Rows of ragged magnitudes are better off than with one scale.
+        whole = quantize(weight, bits=8, axis=axis)
+        assert np.abs(wide(got) - weight).mean() < np.abs(wide(whole) - weight).mean()
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
@@ -239,12 +223,20 @@ def test_weights_must_be_finite(bits, value):
         quantize(weight, bits=bits, axis=-1)
 
 
-def test_weights_too_large_for_an_int4_scale_are_refused():
-    weight = np.full((1, 32), 65504.0 * 8, np.float32)
-    np.testing.assert_array_equal(wide(quantize(weight, bits=4, axis=-1)), weight)
-    with pytest.raises(ConfigError, match="use 8 bits"):
-        quantize(weight * np.float32(1.01), bits=4, axis=-1)
-    assert np.isfinite(wide(quantize(weight * np.float32(1.01), bits=8, axis=-1))).all()
+@pytest.mark.parametrize(("bits", "most"), [(4, 8), (8, 127)])
+def test_weights_too_large_for_a_float16_scale_are_refused(bits, most):
+    weight = np.full((1, 32), 65504.0 * most, np.float32)
+    np.testing.assert_array_equal(wide(quantize(weight, bits=bits, axis=-1, group=32)), weight)
+    larger = weight * np.float32(1.01)
+    with pytest.raises(ConfigError, match=f"no int{bits} scale in float16; use one per channel"):
+        quantize(larger, bits=bits, axis=-1, group=32)
+    assert np.isfinite(wide(quantize(larger, bits=8, axis=-1))).all()
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 0), (4, 16), (4, 128), (8, 1), (8, 33), (8, -32)])
+def test_groups_that_the_kernels_lack_are_refused(bits, group):
+    with pytest.raises(ConfigError, match=rf"groups of {group}; take one of \(32, 64\)"):
+        quantize(np.ones((4, 256), np.float32), bits=bits, axis=-1, group=group)
 
 
 @pytest.mark.parametrize(
@@ -255,102 +247,7 @@ def test_unsupported_quantization_is_refused(shape, bits, axis):
         quantize(np.ones(shape, np.float32), bits=bits, axis=axis)
 
 
-# Reading back
-
-dequantize_jit = jit(dequantize, static_argnums=1)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("shape", [(5, 7), (70, 65), (2, 40, 9)])
-def test_dequantize_is_levels_times_scale(shape, axis, bits):
-    weight = quantize(normal(shape), bits=bits, axis=axis)
-    got = dequantize_jit(weight, jnp.dtype(jnp.float32))
-    assert got.dtype == jnp.float32
-    assert got.shape == shape
-    np.testing.assert_allclose(got, wide(weight), rtol=1e-6)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_dequantize_to_bfloat16(bits):
-    weight = quantize(normal((5, 70)), bits=bits, axis=-1)
-    got = dequantize_jit(weight, jnp.dtype(jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(got, np.float64), wide(weight), rtol=2**-7)
-
-
-def test_dense_weights_only_change_their_dtype():
-    weight = normal((4, 6))
-    got = dequantize(jnp.asarray(weight), jnp.dtype(jnp.bfloat16))
-    np.testing.assert_array_equal(got, weight.astype(ml_dtypes.bfloat16))
-
-
-def test_bfloat16_bits_widen_exactly():
-    """All 65,536 patterns, NaNs with their payloads included."""
-    patterns = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
-    weight = Bfloat16Bits(bits=jnp.asarray(patterns))
-    assert weight.shape == (256, 256)
-    assert weight.ndim == 2
-    got = dequantize_jit(weight, jnp.dtype(jnp.float32))
-    bits = np.asarray(jax.lax.bitcast_convert_type(got, jnp.uint32))
-    np.testing.assert_array_equal(bits, patterns.astype(np.uint32) << 16)
-    same = np.asarray(dequantize_jit(weight, jnp.dtype(jnp.bfloat16)))
-    numbers = (patterns & 0x7FFF) <= 0x7F80
-    np.testing.assert_array_equal(same.view(np.uint16)[numbers], patterns[numbers])
-
-
-def prefix(weight, units):
-    """The first units (rows of the leading axis) of a weight, as contiguous memory gives them."""
-    if isinstance(weight, Bfloat16Bits):
-        return Bfloat16Bits(bits=weight.bits[:units])
-    along_units = weight.ndim == 2 and weight.axis == -2
-    if not along_units:
-        return dataclasses.replace(weight, data=weight.data[:units], scale=weight.scale[:units])
-    groups = -(-units // weight.group) if weight.group else 1
-    return dataclasses.replace(weight, data=weight.data[:units], scale=weight.scale[:groups])
-
-
-@pytest.mark.parametrize("units", [1, 33, 64])
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_prefix_of_units_is_prefix_of_the_whole(bits, axis, units):
-    weight = quantize(normal((70, 33)), bits=bits, axis=axis)
-    whole = dequantize_jit(weight, jnp.dtype(jnp.float32))
-    part = prefix(weight, units)
-    assert part.shape == (units, 33)
-    np.testing.assert_array_equal(dequantize_jit(part, jnp.dtype(jnp.float32)), whole[:units])
-
-
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_prefix_of_a_stack_of_units(bits, axis):
-    weight = quantize(normal((3, 40, 9)), bits=bits, axis=axis)
-    whole = dequantize_jit(weight, jnp.dtype(jnp.float32))
-    part = dequantize_jit(prefix(weight, 2), jnp.dtype(jnp.float32))
-    np.testing.assert_array_equal(part, whole[:2])
-
-
-def test_prefix_of_bits():
-    weight = Bfloat16Bits(bits=normal((6, 5)).astype(ml_dtypes.bfloat16).view(np.uint16))
-    part = dequantize_jit(prefix(weight, 4), jnp.dtype(jnp.float32))
-    np.testing.assert_array_equal(part, dequantize_jit(weight, jnp.dtype(jnp.float32))[:4])
-
-
-@pytest.mark.parametrize("kind", ["dense", "bits", "int8", "int4"])
-def test_rows_are_taken_as_they_are_stored(kind):
-    weight = normal((9, 40))
-    if kind == "dense":
-        stored = jnp.asarray(weight)
-    elif kind == "bits":
-        stored = Bfloat16Bits(bits=weight.astype(ml_dtypes.bfloat16).view(np.uint16))
-    else:
-        stored = quantize(weight, bits=int(kind[-1]), axis=-1)
-    rows = np.array([[8, 0, 3], [3, 3, 1]], np.int32)
-    taken = take_rows(stored, rows)
-    assert type(taken) is type(stored) or kind == "dense"
-    for part, source in zip(jax.tree.leaves(taken), jax.tree.leaves(stored), strict=True):
-        assert part.dtype == source.dtype
-        np.testing.assert_array_equal(part, np.asarray(source)[rows])
+# The form
 
 
 def test_qarray_is_a_tree_of_its_arrays():

@@ -2,30 +2,29 @@
 
 A weight here is `[..., R, C]` with the unit axis leading. Two orientations exist (see `linear.py`):
 contracted along its last axis (`axis=-1`, unit axis = output rows) or along its second-to-last one
-(`axis=-2`, unit axis = reduction). Scales are shared along that axis only, by whole axis (int8) or by
-groups of 32 (int4), so a product can be done in integers and scaled per group, and a prefix of units
-keeps its own scales.
-
-This module knows formats and their error; products are in `linear.py`.
+(`axis=-2`, unit axis = reduction). Scales are shared along that axis only, by whole axis (int8 unless
+told otherwise) or by groups of 32 or 64 (int4), so a product can be done in integers and scaled per
+group, and a prefix of units keeps its own scales.
 """
 
+import dataclasses
 from typing import Literal, cast
 
-import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
 
 INT4_GROUP = 32
+# Inputs that may share a float16 scale.
+GROUPS = (32, 64)
 # Candidate shrink factors of the int4 scale: clipping a group's extremes a little often lowers its
 # squared error. Searched offline, once, by `quantize`.
 _INT4_SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84)
-_INT4_MAX = 8.0 * float(np.finfo(np.float16).max)
 
 
-@flax.struct.dataclass
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class QArray:
     """A quantized weight and how to read it.
 
@@ -37,10 +36,10 @@ class QArray:
 
     data: jax.Array
     scale: jax.Array
-    bits: int = flax.struct.field(pytree_node=False)
-    group: int = flax.struct.field(pytree_node=False)
-    axis: int = flax.struct.field(pytree_node=False)
-    columns: int = flax.struct.field(pytree_node=False)
+    bits: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+    axis: int = dataclasses.field(metadata={"static": True})
+    columns: int = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,30 +50,6 @@ class QArray:
     def ndim(self) -> int:
         """Rank of the weight."""
         return self.data.ndim
-
-
-@flax.struct.dataclass
-class Bfloat16Bits:
-    """A bfloat16 weight as its bit patterns, `bits` uint16 of the weight's shape.
-
-    XLA:CPU has no arithmetic and no fused slices in bfloat16: it would convert a whole weight to
-    float32 before it takes a block of it. Bit patterns can be sliced, then widened exactly.
-    """
-
-    bits: jax.Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
-        return self.bits.shape
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.bits.ndim
-
-
-Weight = jax.Array | QArray | Bfloat16Bits
 
 
 def packed_columns(columns: int) -> int:
@@ -94,20 +69,15 @@ def pack_int4(values: np.ndarray) -> np.ndarray:
     return nibbles[..., :half] | (nibbles[..., half:] << 4)
 
 
-def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-    """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
-    halves = (packed & np.uint8(15), packed >> np.uint8(4))
-    wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
-    return wide[..., :columns] - np.asarray(8, dtype)
-
-
-def quantize(weight: np.ndarray, *, bits: Literal[4, 8], axis: int) -> QArray:
+def quantize(weight: np.ndarray, *, bits: Literal[4, 8], axis: int, group: int | None = None) -> QArray:
     """Quantizes a float weight, on the host.
 
     Args:
       weight: `[..., R, C]` floats, finite.
-      bits: 8 (one scale per output channel) or 4 (one float16 scale per 32 inputs).
+      bits: 8 or 4.
       axis: the axis a product contracts, -1 or -2.
+      group: inputs that share a float16 scale, 32 or 64; 0 for one float32 scale per output channel
+        (8 bits only). None is 0 for 8 bits and 32 for 4.
 
     Returns:
       A QArray of numpy arrays. Error per element is at most half a scale, but for int4 values that
@@ -115,30 +85,35 @@ def quantize(weight: np.ndarray, *, bits: Literal[4, 8], axis: int) -> QArray:
       least of all candidates' even so), more in groups under 1e-3, where float16 scales are coarse.
 
     Raises:
-      ConfigError: unsupported bits or axis, or weights that are not finite or too large to scale.
+      ConfigError: unsupported bits, group or axis, or weights that are not finite or too large to
+        scale.
     """
     if bits not in (4, 8) or axis not in (-1, -2) or weight.ndim < 2:
         raise ConfigError(
             f"quantize takes bits 4 or 8, axis -1 or -2 and a matrix; got bits={bits}, axis={axis}, "
             f"shape={weight.shape}"
         )
+    group = (0 if bits == 8 else INT4_GROUP) if group is None else group
+    if group not in ((0, *GROUPS) if bits == 8 else GROUPS):
+        raise ConfigError(
+            f"{bits}-bit weights cannot share scales in groups of {group}; take one of {GROUPS}"
+        )
     # Contracted axis last while scales are worked out.
     moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
     if not np.isfinite(moved).all():
         raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
-    if bits == 4 and np.abs(moved).max() > _INT4_MAX:
-        raise ConfigError(f"weights above {_INT4_MAX:g} have no int4 scale in float16; use 8 bits")
-    if bits == 8:
+    most = (8.0 if bits == 4 else 127.0) * float(np.finfo(np.float16).max)
+    if group and np.abs(moved).max() > most:
+        raise ConfigError(f"weights above {most:g} have no int{bits} scale in float16; use one per channel")
+    if group == 0:
         scale = np.abs(moved).max(-1, keepdims=True) / 127.0
-        # Clipped because a subnormal scale is so coarse that its largest weight may be past 127 steps.
-        data, group = np.clip(np.rint(moved / _nonzero(scale)), -127, 127).astype(np.int8), 0
-        data = _back(data, axis)
+        data = _back(_int8_levels(moved, scale), axis)
     else:
-        group = INT4_GROUP
-        scale, levels = _best_int4(_in_groups(moved, group))
+        grouped = _in_groups(moved, group)
+        scale, levels = _best_int4(grouped) if bits == 4 else _int8_by_group(grouped)
         scale = scale[..., 0]
-        flat = levels.reshape(*moved.shape[:-1], -1)[..., : moved.shape[-1]]
-        data = pack_int4(_back(flat, axis))
+        data = _back(levels.reshape(*moved.shape[:-1], -1)[..., : moved.shape[-1]], axis)
+        data = pack_int4(data) if bits == 4 else data
     return QArray(
         # Arrays of the host until someone places them.
         data=cast(jax.Array, data),
@@ -148,33 +123,6 @@ def quantize(weight: np.ndarray, *, bits: Literal[4, 8], axis: int) -> QArray:
         axis=axis,
         columns=weight.shape[-1],
     )
-
-
-def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The weight, however it is stored, as floats `[..., R, C]` in `dtype`."""
-    if isinstance(weight, Bfloat16Bits):
-        # The upper half of a float32's bits.
-        wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
-        return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
-    if not isinstance(weight, QArray):
-        return weight.astype(dtype)
-    data, columns = weight.data, weight.columns
-    values = data.astype(dtype) if weight.bits == 8 else unpack_int4(data, columns, dtype)
-    scale = weight.scale.astype(dtype)
-    if weight.group:
-        length = values.shape[weight.axis]
-        scale = jnp.repeat(scale, weight.group, axis=weight.axis)
-        scale = jax.lax.slice_in_dim(scale, 0, length, axis=values.ndim + weight.axis)
-    return values * scale
-
-
-def take_rows(weight: Weight, rows: jax.Array) -> Weight:
-    """Rows of a matrix `[R, C]` contracted along its last axis, stored as it is; `rows` in range."""
-
-    def take(part: jax.Array) -> jax.Array:
-        return jnp.take(part, rows, axis=0, mode="clip")
-
-    return jax.tree.map(take, weight)
 
 
 def _nonzero(scale: np.ndarray) -> np.ndarray:
@@ -190,6 +138,17 @@ def _in_groups(moved: np.ndarray, group: int) -> np.ndarray:
     short = -moved.shape[-1] % group
     padded = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, short)])
     return padded.reshape(*moved.shape[:-1], -1, group)
+
+
+def _int8_levels(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    # Clipped because a subnormal scale is so coarse that its largest weight may be past 127 steps.
+    return np.clip(np.rint(values / _nonzero(scale)), -127, 127).astype(np.int8)
+
+
+def _int8_by_group(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale `[..., n, 1]` (float16) and levels `[..., n, group]`."""
+    scale = (np.abs(grouped).max(-1, keepdims=True) / 127.0).astype(np.float16)
+    return scale, _int8_levels(grouped, scale.astype(np.float32))
 
 
 def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

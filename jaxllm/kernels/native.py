@@ -1,0 +1,251 @@
+"""The native CPU kernels: whether this process has them, and how they are called from a graph.
+
+The library is built with the package where there is a C++ compiler (`native/`, `setup.py`). It is one per
+process, as are its threads; what a process chooses holds for all of its graphs. Without it, on other
+devices and in exported graphs XLA computes the same functions (`linear.py`, `layers.py`).
+
+Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs. A token whose
+activations hold NaN or infinity gives NaN; magnitudes under 1e-30 count as zero.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Activation
+from jaxllm.errors import ConfigError
+from jaxllm.quant import BlockedArray
+
+# "xla" for none, or the name of an instruction set from `Kernels.choices`.
+CHOICE_VARIABLE = "JAXLLM_KERNELS"
+THREADS_VARIABLE = "JAXLLM_THREADS"
+_MOST_THREADS = 256
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """What computes quantized products on this process's CPU.
+
+    Attributes:
+      name: the instruction set of the native kernels, or "xla".
+      reason: why it is this one.
+      choices: instruction sets that this processor runs, fastest first; empty without the library.
+      missing: whether the native library is lacking although nobody asked to do without.
+    """
+
+    name: str
+    reason: str
+    choices: tuple[str, ...] = ()
+    missing: bool = False
+
+    @property
+    def native(self) -> bool:
+        """Whether the native library is in use."""
+        return self.name != "xla"
+
+
+@functools.cache
+def kernels() -> Kernels:
+    """Loads and registers the native library, once.
+
+    Raises:
+      ConfigError: the environment asks for kernels that do not run here, or for an impossible number of
+        threads.
+    """
+    choice = os.environ.get(CHOICE_VARIABLE, "")
+    if choice == "xla":
+        return Kernels("xla", f"{CHOICE_VARIABLE}=xla")
+    try:
+        library = _library()
+        for name, target in library.targets().items():
+            jax.ffi.register_ffi_target(name, target, platform="cpu")
+    except Exception as error:
+        # Of whatever kind: not built, built for another system, or for an XLA that this one is too old for.
+        reason = "they were not built" if isinstance(error, ModuleNotFoundError) else f"{error}"
+        if choice:
+            raise ConfigError(
+                f"{CHOICE_VARIABLE}={choice}: there are no native kernels ({reason})"
+            ) from error
+        return Kernels("xla", reason, missing=True)
+    choices = library.backends()
+    try:
+        library.use_backend(choice)
+    except ValueError as error:
+        raise ConfigError(f"{CHOICE_VARIABLE}: {error}; kernels here: {', '.join(choices)}") from error
+    library.set_threads(_threads_wanted())
+    reason = f"{CHOICE_VARIABLE}={choice}" if choice else "the fastest that this processor runs"
+    return Kernels(library.backend(), reason, choices)
+
+
+def set_threads(count: int) -> None:
+    """Sets how many threads share a kernel's work, for the whole process.
+
+    Raises:
+      ConfigError: not a number of threads.
+    """
+    _check_threads("threads", count)
+    if kernels().native:
+        _library().set_threads(count)
+
+
+def threads() -> int:
+    """Threads that share a kernel's work."""
+    return _library().threads() if kernels().native else 1
+
+
+def busy_ns() -> int:
+    """Nanoseconds that this process has spent in native kernels (0 without them)."""
+    return _library().busy_ns() if kernels().native else 0
+
+
+def read_all(data: np.ndarray) -> None:
+    """Reads an array once with all threads, as fast as the kernels read weights; needs the library."""
+    _library().read_all(data)
+
+
+def to_units(
+    x: jax.Array,
+    weights: Sequence[BlockedArray],
+    *,
+    norm_scale: jax.Array | None = None,
+    norm_eps: float = 0.0,
+) -> list[jax.Array]:
+    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format
+    whose last axis is contracted: `[M, prod(U)]` float32 each."""
+    outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
+    call = jax.ffi.ffi_call(
+        _target("to_units"),
+        [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs],
+    )
+    parts = [part for weight in weights for part in (weight.data, weight.scale)]
+    return list(call(x, _optional(norm_scale), *parts, **_format(weights[0]), eps=np.float32(norm_eps)))
+
+
+def from_units(h: jax.Array, weight: BlockedArray, *, residual: jax.Array | None = None) -> jax.Array:
+    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, plus
+    `residual` `[M, D]` if given: `[M, D]` float32."""
+    call = jax.ffi.ffi_call(
+        _target("from_units"), jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
+    )
+    segments = np.int64(weight.shape[0] if weight.ndim == 3 else 1)
+    return call(h, weight.data, weight.scale, _optional(residual), **_format(weight), segments=segments)
+
+
+def feed_forward(
+    x: jax.Array,
+    gate: BlockedArray | None,
+    up: BlockedArray,
+    down: BlockedArray,
+    *,
+    activation: Activation,
+    norm_scale: jax.Array | None,
+    norm_eps: float,
+    residual: bool,
+) -> jax.Array:
+    """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format;
+    x passes an RMS norm first if one is given, and is added to the result if `residual`."""
+    call = jax.ffi.ffi_call(_target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    nothing = jnp.zeros((0,), jnp.float32)
+    gate_parts = (nothing, nothing) if gate is None else (gate.data, gate.scale)
+    return call(
+        x,
+        _optional(norm_scale),
+        *gate_parts,
+        up.data,
+        up.scale,
+        down.data,
+        down.scale,
+        **_format(up),
+        units=np.int64(up.shape[0]),
+        activation=np.int64(_ACTIVATIONS.index(activation)),
+        residual=residual,
+        eps=np.float32(norm_eps),
+    )
+
+
+def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
+    """`x` `[M, D]` int8 in [-127, 127] times a weight `[R, D]` of 8 bits, scales left aside: `[M, R]`
+    int32, exact. -128 counts as -127."""
+    call = jax.ffi.ffi_call(
+        _target("integer_product"), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.int32)
+    )
+    return call(x, weight.data)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    table: tuple[jax.Array, jax.Array] | None,
+    keys: jax.Array,
+    values: jax.Array,
+    start: jax.Array,
+    valid: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Turns queries `[B, T, K, G, H]` and new keys `[B, T, K, H]` float32 by a rotary `table` (cos, sin
+    `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or
+    float16) at `start`, and attends causally over it: `[B, T, K, G, H]` and the cache, in place."""
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values)]
+    call = jax.ffi.ffi_call(_target("attention"), results, input_output_aliases={5: 1, 6: 2})
+    cos, sin = (None, None) if table is None else table
+    out, keys, values = call(
+        q,
+        k,
+        v,
+        _optional(cos),
+        _optional(sin),
+        keys,
+        values,
+        start,
+        valid,
+        scale=np.float32(scale),
+        softcap=np.float32(softcap),
+        window=np.int64(window),
+    )
+    return out, keys, values
+
+
+def _target(name: str) -> str:
+    """The name that XLA knows a kernel by, once it does."""
+    if not kernels().native:
+        raise ConfigError(f"there are no native kernels in this process ({kernels().reason})")
+    return f"jaxllm_{name}"
+
+
+def _format(weight: BlockedArray) -> dict[str, np.int64]:
+    return {"bits": np.int64(weight.bits), "group": np.int64(weight.group)}
+
+
+def _optional(value: jax.Array | None) -> jax.Array:
+    return jnp.zeros((0,), jnp.float32) if value is None else value
+
+
+def _threads_wanted() -> int:
+    asked = os.environ.get(THREADS_VARIABLE)
+    if asked is not None:
+        return _check_threads(THREADS_VARIABLE, int(asked) if asked.isdecimal() else asked)
+    affinity = getattr(os, "sched_getaffinity", None)
+    return min(_MOST_THREADS, len(affinity(0)) if affinity else (os.cpu_count() or 1))
+
+
+def _check_threads(name: str, count: Any) -> int:
+    if not isinstance(count, int) or not 1 <= count <= _MOST_THREADS:
+        raise ConfigError(f"{name} must be a whole number in [1, {_MOST_THREADS}], got {count!r:.80}")
+    return count
+
+
+def _library() -> Any:
+    from jaxllm.kernels import _native  # pyright: ignore[reportAttributeAccessIssue]: may not be built
+
+    return _native

@@ -1,0 +1,222 @@
+// Attention with a running softmax (Flash Attention's, arXiv 2205.14135): part of compute.inl.
+
+// C [Rows][Panels * 16] = or += A [Rows][count] x B [count][Panels * 16].
+template <int Rows, int Panels>
+ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const float* b, size_t b_stride, size_t count,
+                              float* c, size_t c_stride, bool add) {
+  F sum[Rows][Panels];
+  UNROLL for (int r = 0; r < Rows; r++) {
+    UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = add ? fload(c + r * c_stride + p * 16) : fzero();
+  }
+  for (size_t i = 0; i < count; i++, b += b_stride) {
+    F row[Panels];
+    UNROLL for (int p = 0; p < Panels; p++) row[p] = fload(b + 16 * p);
+    UNROLL for (int r = 0; r < Rows; r++) {
+      const F x = fset(a[r * a_stride + i]);
+      UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = fma(x, row[p], sum[r][p]);
+    }
+  }
+  UNROLL for (int r = 0; r < Rows; r++) {
+    UNROLL for (int p = 0; p < Panels; p++) fstore(c + r * c_stride + p * 16, sum[r][p]);
+  }
+}
+
+template <int Panels>
+void float_rows(size_t rows, const float* a, size_t a_stride, const float* b, size_t b_stride, size_t count,
+                float* c, size_t c_stride, bool add) {
+  size_t r = 0;
+  for (; r + kFloatRows <= rows; r += kFloatRows) {
+    float_tile<kFloatRows, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride,
+                                   add);
+  }
+  if constexpr (kFloatRows > 4) {
+    for (; r + 4 <= rows; r += 4) {
+      float_tile<4, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride, add);
+    }
+  }
+  for (; r < rows; r++) {
+    float_tile<1, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride, add);
+  }
+}
+
+// The same for any number of rows and `width` columns, a multiple of 16.
+void float_product(size_t rows, size_t width, const float* a, size_t a_stride, const float* b,
+                   size_t b_stride, size_t count, float* c, size_t c_stride, bool add) {
+  size_t at = 0;
+  for (; at + 16 * kFloatPanels <= width; at += 16 * kFloatPanels) {
+    float_rows<kFloatPanels>(rows, a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
+  }
+  for (; at < width; at += 16)
+    float_rows<1>(rows, a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
+}
+
+// Rows [from, from + count) of keys or values as floats [count][wide], zeros beyond the width. Returns
+// where they are: in the cache itself when nothing must be changed.
+const float* cached_rows(const void* cache, bool half, size_t width, size_t wide, size_t from, size_t count,
+                         float* scratch) {
+  if (!half) {
+    const float* rows = static_cast<const float*>(cache) + from * width;
+    if (width == wide) return rows;
+    for (size_t s = 0; s < count; s++) {
+      memcpy(scratch + s * wide, rows + s * width, width * sizeof(float));
+      memset(scratch + s * wide + width, 0, (wide - width) * sizeof(float));
+    }
+    return scratch;
+  }
+  const uint16_t* rows = static_cast<const uint16_t*>(cache) + from * width;
+  for (size_t s = 0; s < count; s++) {
+    size_t h = 0;
+    // The next block of the same, by then half a block's work away.
+    for (size_t ahead = 0; ahead < width; ahead += 32) {
+      __builtin_prefetch(rows + (s + kKeyBlock) * width + ahead, 0, 2);
+    }
+    for (; h + 16 <= width; h += 16) fstore(scratch + s * wide + h, fload_half(rows + s * width + h));
+    if (h < width) {
+      uint16_t tail[16] = {};
+      memcpy(tail, rows + s * width + h, (width - h) * sizeof(uint16_t));
+      fstore(scratch + s * wide + h, fload_half(tail));
+    }
+  }
+  return scratch;
+}
+
+// scores [rows][kKeyBlock] of `count` keys by dot products along the head, for few rows.
+template <int Rows>
+void scores_by_dots(const float* q, const float* keys, size_t count, size_t wide, float* scores) {
+  for (size_t s = 0; s < count; s++, keys += wide) {
+    F sum[Rows];
+    UNROLL for (int r = 0; r < Rows; r++) sum[r] = fzero();
+    for (size_t h = 0; h < wide; h += 16) {
+      const F key = fload(keys + h);
+      UNROLL for (int r = 0; r < Rows; r++) sum[r] = fma(fload(q + r * wide + h), key, sum[r]);
+    }
+    UNROLL for (int r = 0; r < Rows; r++) scores[r * kKeyBlock + s] = fsum(sum[r]);
+  }
+}
+
+// Rotary embedding of one head, halves paired: x[i] with x[i + rotary].
+void turn(float* x, const float* cos, const float* sin, size_t rotary) {
+  for (size_t i = 0; i < rotary; i++) {
+    const float first = x[i], second = x[i + rotary];
+    x[i] = first * cos[i] - second * sin[i];
+    x[i + rotary] = second * cos[i] + first * sin[i];
+  }
+}
+
+void store_row(const float* x, size_t width, const float* cos, const float* sin, size_t rotary, bool half,
+               void* out, float* scratch) {
+  memcpy(scratch, x, width * sizeof(float));
+  if (cos) turn(scratch, cos, sin, rotary);
+  if (!half) {
+    memcpy(out, scratch, width * sizeof(float));
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(out);
+  size_t h = 0;
+  for (; h + 16 <= width; h += 16) fstore_half(to + h, fload(scratch + h));
+  if (h < width) {
+    uint16_t tail[16];
+    memset(scratch + width, 0, (padded_width(width) - width) * sizeof(float));
+    fstore_half(tail, fload(scratch + h));
+    memcpy(to + h, tail, (width - h) * sizeof(uint16_t));
+  }
+}
+
+// Scores of one row's keys [from, to) of a block become their weights against the largest score so far, the
+// others zeros; what the row has summed up shrinks when that grows. Returns whether it sees any key.
+ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, float* sums, size_t wide,
+                         float* top, float* total) {
+  constexpr int kVectors = kKeyBlock / 16;
+  F score[kVectors];
+  if (from >= to) {
+    UNROLL for (int i = 0; i < kVectors; i++) fstore(row + 16 * i, fzero());
+    return false;
+  }
+  const bool all = from == 0 && to == kKeyBlock;
+  if (softcap > 0.0f) {
+    const F cap = fset(softcap), inverse = fset(1.0f / softcap);
+    UNROLL for (int i = 0; i < kVectors; i++) {
+      fstore(row + 16 * i, fmul(tanh_of(fmul(fload(row + 16 * i), inverse)), cap));
+    }
+  }
+  if (!all) {
+    for (size_t s = 0; s < from; s++) row[s] = -1e30f;
+    for (size_t s = to; s < kKeyBlock; s++) row[s] = -1e30f;
+  }
+  F best = score[0] = fload(row);
+  UNROLL for (int i = 1; i < kVectors; i++) {
+    score[i] = fload(row + 16 * i);
+    best = fmax(score[i], best);
+  }
+  const float largest = ftop(best);
+  if (largest > *top) {
+    const float shrink = *total > 0.0f ? __builtin_expf(*top - largest) : 0.0f;
+    *top = largest;
+    *total *= shrink;
+    for (size_t h = 0; h < wide; h += 16) fstore(sums + h, fmul(fload(sums + h), fset(shrink)));
+  }
+  const F base = fset(*top);
+  UNROLL for (int i = 0; i < kVectors; i++) {
+    score[i] = exponential(fsub(score[i], base));
+    fstore(row + 16 * i, score[i]);
+  }
+  if (!all) {
+    for (size_t s = 0; s < from; s++) row[s] = 0.0f;
+    for (size_t s = to; s < kKeyBlock; s++) row[s] = 0.0f;
+    UNROLL for (int i = 0; i < kVectors; i++) score[i] = fload(row + 16 * i);
+  }
+  F sum = score[0];
+  UNROLL for (int i = 1; i < kVectors; i++) sum = fadd(sum, score[i]);
+  *total += fsum(sum);
+  return true;
+}
+
+constexpr size_t kFewRows = 8;
+
+void attend(const Attention& a, const AttentionTile& t) {
+  const size_t width = a.width, wide = padded_width(width), rows = (t.last - t.first) * a.group;
+  float* q = t.scratch;
+  float* scores = q + rows * wide;
+  float* keys = scores + rows * kKeyBlock;
+  float* values = keys + kKeyBlock * wide;
+  for (size_t r = 0; r < rows; r++) {
+    const size_t token = t.first + r / a.group;
+    const float* from = a.q + token * a.row_stride + r % a.group * width;
+    for (size_t h = 0; h < wide; h++) q[r * wide + h] = h < width ? from[h] * a.scale : 0.0f;
+    if (a.cos) turn(q + r * wide, a.cos + token * a.rotary, a.sin + token * a.rotary, a.rotary);
+    t.top[r] = -__builtin_inff();
+    t.total[r] = 0.0f;
+    for (size_t h = 0; h < wide; h += 16) fstore(t.sums + r * wide + h, fzero());
+  }
+  for (size_t block = t.from; block < t.to; block += kKeyBlock) {
+    const size_t count = t.to - block < kKeyBlock ? t.to - block : kKeyBlock;
+    if (rows < kFewRows) {
+      const float* from = cached_rows(a.k, a.half, width, wide, block, count, keys);
+      size_t r = 0;
+      for (; r + 4 <= rows; r += 4) {
+        scores_by_dots<4>(q + r * wide, from, count, wide, scores + r * kKeyBlock);
+      }
+      for (; r < rows; r++) scores_by_dots<1>(q + r * wide, from, count, wide, scores + r * kKeyBlock);
+    } else {
+      const float* from = cached_rows(a.k, a.half, width, wide, block, count, values);
+      for (size_t h = 0; h < wide; h++) {
+        for (size_t s = 0; s < count; s++) keys[h * kKeyBlock + s] = from[s * wide + h];
+        for (size_t s = count; s < kKeyBlock; s++) keys[h * kKeyBlock + s] = 0.0f;
+      }
+      float_product(rows, kKeyBlock, q, wide, keys, kKeyBlock, wide, scores, kKeyBlock, false);
+    }
+    bool any = false;
+    for (size_t r = 0; r < rows; r++) {
+      const size_t position = a.start + t.first + r / a.group;
+      const size_t last = position + 1 < block ? 0 : position + 1 - block;
+      const size_t to = last < count ? last : count;
+      const size_t oldest = a.window && position + 1 > a.window ? position + 1 - a.window : 0;
+      const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
+      any |=
+          weigh(scores + r * kKeyBlock, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r);
+    }
+    if (!any) continue;
+    const float* from = cached_rows(a.v, a.half, width, wide, block, count, values);
+    float_product(rows, wide, scores, kKeyBlock, from, wide, count, t.sums, wide, true);
+  }
+}

@@ -1,0 +1,126 @@
+// What the kernels are, for every instruction set alike: plain structures and one table of functions.
+//
+// A weight is stored in blocks of 16 outputs x 32 inputs, each block as [8][16][4] bytes (four inputs of
+// one output are adjacent, which is what every byte-product instruction wants). At 4 bits two such
+// quarters share their bytes: [4][16][4], the low nibbles of byte row v holding inputs 8v..8v+3, the high
+// ones 8v+4..8v+7, stored plus 8. Blocks lie panel by panel (16 outputs after another) when units are
+// outputs, and input block by input block when units are inputs: a prefix of units is a prefix of memory.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace jaxllm {
+
+constexpr int kPanel = 16;  // outputs of a block
+constexpr int kBlock = 32;  // inputs of a block
+constexpr int kSpan = 256;  // inputs that share one activation scale
+constexpr int kSpanBlocks = kSpan / kBlock;
+constexpr int kTaskPanels = 4;  // outputs / 16 that one task of a product with many rows computes
+constexpr int kTaskRows = 256;  // rows of it at a time, whose activations stay in the second-level cache
+
+// Inputs come in `segments` (the kv heads of an output projection; else one) of `length` each, padded to
+// whole blocks; scales never cross from one to the next.
+struct Inputs {
+  size_t segments, length;
+  size_t blocks() const { return (length + kBlock - 1) / kBlock; }  // of a segment
+  size_t spans() const { return (length + kSpan - 1) / kSpan; }     // of a segment
+  size_t all_blocks() const { return segments * blocks(); }
+  size_t all_spans() const { return segments * spans(); }
+  size_t span_block(size_t span) const { return span / spans() * blocks() + span % spans() * kSpanBlocks; }
+  size_t span_blocks(size_t span) const {
+    const size_t left = blocks() - span % spans() * kSpanBlocks;
+    return left < kSpanBlocks ? left : kSpanBlocks;
+  }
+};
+
+struct Matrix {
+  const uint8_t* data;
+  const void* scale;  // group 0: float [segments][panels * 16]; else half, 16 per panel and group
+  int bits, group;    // 4 or 8; inputs per scale: 0 (a whole segment), 32 or 64
+  Inputs inputs;
+  size_t panels;                                  // of the product: ceil(outputs / 16)
+  size_t panel_stride, block_stride;              // bytes from one panel, one input block to the next
+  size_t scale_panel_stride, scale_group_stride;  // scales from one panel, one group to the next
+  size_t groups() const { return group ? (inputs.length + group - 1) / group : 1; }  // of a segment
+};
+
+// Activations in 8 bits, one scale per span: value = q * scale. Rows that held NaN or infinity have NaN
+// for all scales; magnitudes under 1e-30 count as zero.
+struct Activations {
+  const int8_t* q;           // [rows rounded up to 16][stride], zeros where there is no input
+  size_t stride;             // bytes: a multiple of 64
+  const float* scale;        // [rows][all_spans]
+  const int32_t* span_sum;   // [rows][all_spans]
+  const int32_t* block_sum;  // [rows][all_blocks]
+};
+
+struct Attention {
+  const float* q;  // [tokens][row_stride], G heads of H floats each at its start
+  float* out;      // like q
+  size_t row_stride;
+  const void *k, *v;       // [S][H] of one kv head
+  const float *cos, *sin;  // [tokens][rotary] that turn the queries, or null
+  size_t rotary;           // half the dimensions that turn
+  bool half;               // k and v are IEEE half, else float
+  size_t tokens, group, width;
+  size_t start;   // position of the first token
+  size_t window;  // 0: all positions before
+  float scale, softcap;
+};
+
+// Tile of attention over keys [from, to) for tokens [first, last): unnormalized sums and what merges them.
+struct AttentionTile {
+  size_t first, last, from, to;
+  float *sums, *top, *total;  // [rows][width rounded up to 16], [rows], [rows]
+  float* scratch;             // attention_scratch() floats
+};
+
+enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
+
+struct Backend {
+  const char* name;
+  // x [length of all inputs] -> one row of Activations. `scale` and the sums point at the row's own.
+  void (*quantize)(const float* x, const Inputs&, int8_t* q, float* scale, int32_t* span_sum,
+                   int32_t* block_sum);
+  void (*rms_norm)(const float* x, const float* scale, float eps, size_t width, float* out);
+  // One row: outputs of panels [from, to), to y[0...] (16 floats per panel).
+  void (*row_panels)(const Matrix&, const Activations&, size_t from, size_t to, float* y);
+  // One row: what one span of inputs adds to panels [from, to).
+  void (*row_span)(const Matrix&, const Activations&, size_t span, size_t from, size_t to, float* y);
+  // Rows [from, to), at most kTaskRows of them, of at most kTaskPanels panels from `panel` on: out
+  // [rows][kTaskPanels * 16]. Scratch: kTaskScratchBytes.
+  void (*tile)(const Matrix&, const Activations&, size_t from, size_t to, size_t panel, size_t panels,
+               float* out, void* scratch);
+  // The same, in whole numbers: out int32, weights of 8 bits, scales and spans left aside.
+  void (*tile_int32)(const Matrix&, const Activations&, size_t from, size_t to, size_t panel, size_t panels,
+                     int32_t* out, void* scratch);
+  // gate = activation(gate) * up, or activation(gate) without up.
+  void (*activate)(float* gate, const float* up, size_t count, int activation);
+  void (*attend)(const Attention&, const AttentionTile&);
+  // Turns a row of `width` if cos is not null, and stores it as half or float. Scratch: padded_width floats.
+  void (*store_row)(const float* x, size_t width, const float* cos, const float* sin, size_t rotary,
+                    bool half, void* out, float* scratch);
+  int64_t (*read)(const void* data, size_t bytes);
+};
+
+// Quarter-rows of a span's panels, and their group scales as floats.
+constexpr size_t kTaskScratchBytes =
+    kTaskPanels * (kSpanBlocks * kBlock * kPanel + kSpanBlocks * kPanel * 4) + 64;
+
+inline size_t padded_width(size_t width) { return (width + kPanel - 1) / kPanel * kPanel; }
+constexpr size_t kKeyBlock = 64;
+constexpr size_t kAttentionRows = 256;  // of queries (tokens x group) in a tile, unless one token has more
+inline size_t attention_scratch(size_t rows, size_t width) {
+  const size_t wide = padded_width(width);
+  return rows * (wide + kKeyBlock) + 2 * kKeyBlock * wide;
+}
+
+// Null where the compiler could not make them or the processor lacks the instructions.
+const Backend* avx512_backend();
+const Backend* amx_backend();
+const Backend* avxvnni_backend();
+const Backend* avx2_backend();
+const Backend* neon_backend();
+const Backend* portable_backend();
+
+}  // namespace jaxllm

@@ -1,0 +1,164 @@
+// Sixteen lanes in two registers: AVX2, with the byte products of AVX-VNNI where the compiler may use them.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+using W = I;
+using X = __m256i;
+
+#ifdef __AVXVNNI__
+constexpr int kBias8 = 128, kBias4 = 8;  // unsigned by signed, sums corrected
+#else
+constexpr int kBias8 = 0, kBias4 = 0;  // signed by signed
+#endif
+constexpr int kRows = 4, kPanels = 1;
+constexpr int kGroupRows = 3, kGroupPanels = 1;
+constexpr int kFloatRows = 4, kFloatPanels = 1;
+
+inline F fzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F fset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F fload(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline F fload_half(const uint16_t* p) {
+  const __m128i* q = reinterpret_cast<const __m128i*>(p);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+}
+inline void fstore_half(uint16_t* p, F x) {
+  __m128i* q = reinterpret_cast<__m128i*>(p);
+  _mm_storeu_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void fstore(float* p, F x) {
+  _mm256_storeu_ps(p, x.a);
+  _mm256_storeu_ps(p + 8, x.b);
+}
+inline F fadd(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F fsub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F fmul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F fdiv(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F fmax(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F fmin(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F fabs(F x) {
+  const __m256 sign = _mm256_set1_ps(-0.0f);
+  return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline float fsum(F x) {
+  float lanes[16];
+  fstore(lanes, x);
+  for (int step = 8; step; step /= 2)
+    for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
+  return lanes[0];
+}
+inline float ftop(F x) {
+  float lanes[16];
+  fstore(lanes, x);
+  for (int i = 1; i < 16; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  return lanes[0];
+}
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I round_to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline F pow2(I n) {
+  const __m256i bias = _mm256_set1_epi32(127);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.a, bias), 23)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.b, bias), 23))};
+}
+
+inline I izero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I iset(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline I iload(const void* p) {
+  const __m256i* q = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+}
+inline void istore(void* p, I x) {
+  __m256i* q = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(q, x.a);
+  _mm256_storeu_si256(q + 1, x.b);
+}
+inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I imax(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline int32_t isum(I x) {
+  int32_t lanes[16], sum = 0;
+  istore(lanes, x);
+  for (int i = 0; i < 16; i++) sum += lanes[i];
+  return sum;
+}
+inline int32_t itop(I x) {
+  int32_t lanes[16];
+  istore(lanes, x);
+  for (int i = 1; i < 16; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  return lanes[0];
+}
+inline void store_bytes(int8_t* p, I x) {
+  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.a, x.b), 0xd8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+
+inline W wload(const void* p) { return iload(p); }
+inline void wstore(void* p, W w) { istore(p, w); }
+inline W wbiased(W w) {
+  if (!kBias8) return w;
+  const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80));
+  return {_mm256_xor_si256(w.a, top), _mm256_xor_si256(w.b, top)};
+}
+inline void wnibbles(const void* p, W& low, W& high) {
+  const W both = iload(p);
+  const __m256i mask = _mm256_set1_epi8(15), eight = _mm256_set1_epi8(kBias4 ? 0 : 8);
+  low = {_mm256_sub_epi8(_mm256_and_si256(both.a, mask), eight),
+         _mm256_sub_epi8(_mm256_and_si256(both.b, mask), eight)};
+  high = {_mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), eight),
+          _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask), eight)};
+}
+// See lanes_avx512.h.
+#define LANES_WIDEN
+inline __m256i widening_half(__m256 factor) {
+  const __m256i fixed = _mm256_cvtps_epi32(_mm256_mul_ps(factor, _mm256_set1_ps(128.0f)));
+  return _mm256_or_si256(_mm256_and_si256(fixed, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(fixed, 16));
+}
+inline I widening(F factor) { return {widening_half(factor.a), widening_half(factor.b)}; }
+inline __m256i widen_half(__m256i nibbles, __m256i factor) {
+  const __m256i eight = _mm256_set1_epi16(8 << 8), upper = _mm256_set1_epi16(static_cast<short>(0xff00));
+  const __m256i even = _mm256_mulhrs_epi16(_mm256_sub_epi16(_mm256_slli_epi16(nibbles, 8), eight), factor);
+  const __m256i odd = _mm256_mulhrs_epi16(_mm256_sub_epi16(_mm256_and_si256(nibbles, upper), eight), factor);
+  return _mm256_or_si256(_mm256_slli_epi16(odd, 8), _mm256_andnot_si256(upper, even));
+}
+inline void wwiden(const void* p, I factor, W& low, W& high) {
+  const W both = iload(p);
+  const __m256i mask = _mm256_set1_epi8(15);
+  low = {widen_half(_mm256_and_si256(both.a, mask), factor.a),
+         widen_half(_mm256_and_si256(both.b, mask), factor.b)};
+  high = {widen_half(_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), factor.a),
+          widen_half(_mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask), factor.b)};
+}
+inline X xload(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm256_set1_epi32(four);
+}
+inline __attribute__((always_inline)) __m256i dot_half(__m256i sum, __m256i w, __m256i x) {
+#ifdef __AVXVNNI__
+  asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(x));
+  return sum;
+#else
+  // |w| * (x with w's sign): 128 * 127 * 2 still fits the 16 bits that the pairs are summed in.
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#endif
+}
+inline __attribute__((always_inline)) I dot(I sum, W w, X x) {
+  return {dot_half(sum.a, w.a, x), dot_half(sum.b, w.b, x)};
+}
+
+inline I dot_at(I sum, W w, const int8_t* x) { return dot(sum, w, xload(x)); }
+
+}  // namespace

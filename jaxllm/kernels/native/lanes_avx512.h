@@ -1,0 +1,106 @@
+// Sixteen lanes in one register: AVX-512 with VNNI.
+#pragma once
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+namespace {
+
+using F = __m512;   // 16 floats
+using I = __m512i;  // 16 int32
+using W = __m512i;  // 64 weight bytes: 16 outputs x 4 inputs
+using X = __m512i;  // 4 activation bytes, repeated for every output
+
+// vpdpbusd multiplies unsigned by signed bytes: weights are shifted up and the sums corrected.
+constexpr int kBias8 = 128, kBias4 = 8;
+constexpr int kRows = 6, kPanels = 4;            // tile of accumulators, one scale for all inputs
+constexpr int kGroupRows = 6, kGroupPanels = 2;  // tile of accumulators, scales by group
+constexpr int kFloatRows = 6, kFloatPanels = 4;
+
+inline F fzero() { return _mm512_setzero_ps(); }
+inline F fset(float x) { return _mm512_set1_ps(x); }
+inline F fload(const float* p) { return _mm512_loadu_ps(p); }
+inline F fload_half(const uint16_t* p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+inline void fstore_half(uint16_t* p, F a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void fstore(float* p, F a) { _mm512_storeu_ps(p, a); }
+inline F fadd(F a, F b) { return _mm512_add_ps(a, b); }
+inline F fsub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F fmul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fdiv(F a, F b) { return _mm512_div_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+inline F fmax(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline F fmin(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is NaN
+inline F fabs(F a) { return _mm512_abs_ps(a); }
+inline float fsum(F a) { return _mm512_reduce_add_ps(a); }
+inline float ftop(F a) { return _mm512_reduce_max_ps(a); }
+inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
+inline I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
+inline F pow2(I n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n, _mm512_set1_epi32(127)), 23));
+}
+
+inline I izero() { return _mm512_setzero_si512(); }
+inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
+inline I iload(const void* p) { return _mm512_loadu_si512(p); }
+inline void istore(void* p, I a) { _mm512_storeu_si512(p, a); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a); }
+inline int32_t itop(I a) { return _mm512_reduce_max_epi32(a); }
+inline void store_bytes(int8_t* p, I a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a));
+}
+
+inline W wload(const void* p) { return _mm512_loadu_si512(p); }
+inline void wstore(void* p, W w) { _mm512_storeu_si512(p, w); }
+inline W wbiased(W w) { return _mm512_xor_si512(w, _mm512_set1_epi8(static_cast<char>(0x80))); }
+inline void wnibbles(const void* p, W& low, W& high) {
+  const W both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+  low = _mm512_and_si512(both, mask);
+  high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+}
+// 4-bit weights of different group scales as 8-bit ones of one scale: nibble * factor, rounded, where factor
+// is in [-127/8, 127/8]. Two bytes at a time, as 16-bit fixed point.
+#define LANES_WIDEN
+inline I widening(F factor) {
+  const I fixed = _mm512_cvtps_epi32(_mm512_mul_ps(factor, _mm512_set1_ps(128.0f)));
+  return _mm512_or_si512(_mm512_and_si512(fixed, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(fixed, 16));
+}
+inline W widen_bytes(W nibbles, I factor) {
+  const W eight = _mm512_set1_epi16(8 << 8), upper = _mm512_set1_epi16(static_cast<short>(0xff00));
+  const W even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_slli_epi16(nibbles, 8), eight), factor);
+  const W odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(nibbles, upper), eight), factor);
+  // Bits of the odd product where `upper` is set, else of the even one.
+  return _mm512_ternarylogic_epi32(upper, _mm512_slli_epi16(odd, 8), even, 0xca);
+}
+inline void wwiden(const void* p, I factor, W& low, W& high) {
+  const W both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+  low = widen_bytes(_mm512_and_si512(both, mask), factor);
+  high = widen_bytes(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), factor);
+}
+inline X xload(const int8_t* p) {
+  int32_t four;
+  memcpy(&four, p, 4);
+  return _mm512_set1_epi32(four);
+}
+// The intrinsic costs a register copy per product with some compilers; this keeps the sum in place.
+inline __attribute__((always_inline)) I dot(I sum, W w, X x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  return sum;
+}
+
+// The same with the activations still in memory, in one instruction.
+inline __attribute__((always_inline)) I dot_at(I sum, W w, const int8_t* x) {
+  struct Four {
+    int8_t bytes[4];
+  };
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*reinterpret_cast<const Four*>(x)));
+  return sum;
+}
+
+}  // namespace

@@ -1,0 +1,337 @@
+#include "ops.h"
+
+#include <math.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "pool.h"
+
+namespace jaxllm {
+namespace {
+
+constexpr size_t kTaskWidth = kTaskPanels * kPanel;
+
+size_t block_bytes(int bits) { return static_cast<size_t>(bits) * kPanel * kBlock / 8; }
+size_t panels_of(size_t outputs) { return (outputs + kPanel - 1) / kPanel; }
+
+Matrix matrix_of(const Units& w, size_t outputs) {
+  Matrix m{};
+  m.data = static_cast<const uint8_t*>(w.data);
+  m.scale = w.scale;
+  m.bits = w.bits;
+  m.group = w.group;
+  m.inputs = {1, w.inputs};
+  m.panels = panels_of(outputs);
+  m.block_stride = block_bytes(w.bits);
+  m.panel_stride = m.inputs.blocks() * m.block_stride;
+  m.scale_group_stride = w.group ? kPanel : 0;
+  m.scale_panel_stride = w.group ? m.groups() * kPanel : kPanel;
+  return m;
+}
+
+Matrix matrix_of(const Reduction& w, size_t segments, size_t length, size_t outputs) {
+  Matrix m{};
+  m.data = static_cast<const uint8_t*>(w.data);
+  m.scale = w.scale;
+  m.bits = w.bits;
+  m.group = w.group;
+  m.inputs = {segments, length};
+  m.panels = panels_of(outputs);
+  m.panel_stride = block_bytes(w.bits);
+  m.block_stride = w.panels * m.panel_stride;
+  m.scale_panel_stride = kPanel;
+  m.scale_group_stride = w.panels * kPanel;
+  return m;
+}
+
+// Quantizes rows of x, after a norm if there is one, into the caller's scratch.
+bool quantize_rows(const float* x, size_t rows, const Inputs& in, Norm norm, Activations& a) {
+  const size_t width = in.segments * in.length, used = in.all_blocks() * kBlock;
+  const size_t stride = (used + 63) / 64 * 64, padded = (rows + 15) / 16 * 16;
+  const size_t spans = in.all_spans(), blocks = in.all_blocks();
+  // 64 more bytes: a tile reads two blocks at a time, also from a row's last.
+  const size_t data_bytes = padded * stride + 64;
+  char* memory =
+      static_cast<char*>(thread_scratch(kActivations, data_bytes + rows * (2 * spans + blocks) * 4 + 64));
+  if (!memory) return false;
+  int8_t* q = reinterpret_cast<int8_t*>(memory);
+  float* scale = reinterpret_cast<float*>(memory + (data_bytes + 63) / 64 * 64);
+  int32_t* span_sum = reinterpret_cast<int32_t*>(scale + rows * spans);
+  int32_t* block_sum = span_sum + rows * spans;
+  a = {q, stride, scale, span_sum, block_sum};
+  const Backend& kernels = backend();
+  std::atomic<bool> failed{false};
+  auto one = [&](size_t row) {
+    const float* from = x + row * width;
+    if (norm.scale) {
+      float* normed = static_cast<float*>(thread_scratch(kTaskOut, width * sizeof(float)));
+      if (!normed) {
+        failed = true;
+        return;
+      }
+      kernels.rms_norm(from, norm.scale, norm.eps, width, normed);
+      from = normed;
+    }
+    int8_t* to = q + row * stride;
+    kernels.quantize(from, in, to, scale + row * spans, span_sum + row * spans, block_sum + row * blocks);
+    memset(to + used, 0, stride - used);
+  };
+  memset(q + rows * stride, 0, data_bytes - rows * stride);
+  if (rows * width < 16384) {
+    for (size_t row = 0; row < rows; row++) one(row);
+  } else {
+    constexpr size_t kRowsPerTask = 8;
+    parallel((rows + kRowsPerTask - 1) / kRowsPerTask, [&](size_t task) {
+      for (size_t row = task * kRowsPerTask; row < std::min(rows, (task + 1) * kRowsPerTask); row++) one(row);
+    });
+  }
+  return !failed;
+}
+
+// One task's tile of outputs in the thread's own scratch: [kTaskRows][kTaskWidth] floats, twice.
+struct TaskMemory {
+  float *out, *other;
+  void* work;
+  TaskMemory() {
+    constexpr size_t tile = kTaskRows * kTaskWidth * sizeof(float);
+    out = static_cast<float*>(thread_scratch(kTaskOut, 2 * tile));
+    other = out ? out + kTaskRows * kTaskWidth : nullptr;
+    work = thread_scratch(kTaskWork, kTaskScratchBytes);
+  }
+  bool good() const { return out && work; }
+};
+
+struct RowTile {
+  size_t from, to, panel, panels;
+};
+
+// Rows are the faster index: the tasks underway share weights.
+struct Tiling {
+  size_t rows, panels;
+  size_t row_tiles() const { return (rows + kTaskRows - 1) / kTaskRows; }
+  size_t count() const { return row_tiles() * ((panels + kTaskPanels - 1) / kTaskPanels); }
+  RowTile at(size_t task) const {
+    const size_t from = task % row_tiles() * kTaskRows, panel = task / row_tiles() * kTaskPanels;
+    return {from, std::min(rows, from + kTaskRows), panel, std::min<size_t>(panels - panel, kTaskPanels)};
+  }
+};
+
+// Outputs that one task of a single row computes, so that it reads some tens of kilobytes.
+size_t row_task_panels(const Matrix& m) {
+  const size_t panel_bytes = m.inputs.all_blocks() * block_bytes(m.bits);
+  return std::max<size_t>(1, 65536 / std::max<size_t>(1, panel_bytes));
+}
+
+void row_to(const Matrix& m, const Activations& a, size_t from, size_t to, size_t outputs, float* y) {
+  const Backend& kernels = backend();
+  const size_t whole = std::min(to, outputs / kPanel);
+  if (from < whole) kernels.row_panels(m, a, from, whole, y + from * kPanel);
+  if (whole < to && from <= whole) {
+    float last[kPanel];
+    kernels.row_panels(m, a, whole, whole + 1, last);
+    memcpy(y + whole * kPanel, last, (outputs - whole * kPanel) * sizeof(float));
+  }
+}
+
+// Products of one row with weights whose units are inputs: spans and ranges of panels in any order, summed
+// in a fixed one.
+bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const float* residual, float* y) {
+  const size_t spans = m.inputs.all_spans(), padded = m.panels * kPanel;
+  const size_t wanted = 4 * static_cast<size_t>(threads());
+  const size_t cuts = std::max<size_t>(1, std::min((wanted + spans - 1) / spans, m.panels / 8));
+  const size_t per_cut = (m.panels + cuts - 1) / cuts;
+  float* parts = static_cast<float*>(thread_scratch(kTaskOut, spans * padded * sizeof(float)));
+  if (!parts) return false;
+  const Backend& kernels = backend();
+  parallel(spans * cuts, [&](size_t task) {
+    const size_t span = task / cuts, from = task % cuts * per_cut, to = std::min(m.panels, from + per_cut);
+    if (from < to) kernels.row_span(m, a, span, from, to, parts + span * padded + from * kPanel);
+  });
+  for (size_t i = 0; i < outputs; i++) y[i] = parts[i] + (residual ? residual[i] : 0.0f);
+  for (size_t span = 1; span < spans; span++) {
+    for (size_t i = 0; i < outputs; i++) y[i] += parts[span * padded + i];
+  }
+  return true;
+}
+
+// Products of many rows; whichever side the units are on.
+bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
+                   float* y) {
+  const Tiling tiling{rows, m.panels};
+  const Backend& kernels = backend();
+  std::atomic<bool> failed{false};
+  parallel(tiling.count(), [&](size_t task) {
+    const RowTile t = tiling.at(task);
+    const TaskMemory memory;
+    if (!memory.good()) {
+      failed = true;
+      return;
+    }
+    kernels.tile(m, a, t.from, t.to, t.panel, t.panels, memory.out, memory.work);
+    const size_t column = t.panel * kPanel, width = std::min(outputs - column, t.panels * kPanel);
+    for (size_t row = t.from; row < t.to; row++) {
+      const float* from = memory.out + (row - t.from) * kTaskWidth;
+      float* to = y + row * outputs + column;
+      if (residual) {
+        const float* add = residual + row * outputs + column;
+        for (size_t i = 0; i < width; i++) to[i] = from[i] + add[i];
+      } else {
+        memcpy(to, from, width * sizeof(float));
+      }
+    }
+  });
+  return !failed;
+}
+
+bool multiply(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
+              float* y) {
+  if (rows == 1) return reduce_row(m, a, outputs, residual, y);
+  return multiply_rows(m, a, rows, outputs, residual, y);
+}
+
+}  // namespace
+
+Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, const size_t* outputs,
+                 float* const* y, size_t count) {
+  constexpr size_t kMost = 8;
+  if (count == 0 || count > kMost) return "a product takes 1 to 8 weights";
+  Matrix m[kMost];
+  for (size_t i = 0; i < count; i++) m[i] = matrix_of(weights[i], outputs[i]);
+  Activations a;
+  if (!quantize_rows(x, rows, m[0].inputs, norm, a)) return kNoMemory;
+  if (rows > 1) {
+    for (size_t i = 0; i < count; i++) {
+      if (!multiply_rows(m[i], a, rows, outputs[i], nullptr, y[i])) return kNoMemory;
+    }
+    return nullptr;
+  }
+  // One queue of tasks for all weights.
+  size_t first[kMost + 1] = {}, per[kMost];
+  for (size_t i = 0; i < count; i++) {
+    per[i] = row_task_panels(m[i]);
+    first[i + 1] = first[i] + (m[i].panels + per[i] - 1) / per[i];
+  }
+  parallel(first[count], [&](size_t task) {
+    size_t i = 0;
+    while (task >= first[i + 1]) i++;
+    const size_t from = (task - first[i]) * per[i];
+    row_to(m[i], a, from, std::min(m[i].panels, from + per[i]), outputs[i], y[i]);
+  });
+  return nullptr;
+}
+
+Failure from_units(const float* h, size_t rows, const Reduction& weight, size_t segments, size_t length,
+                   size_t outputs, const float* residual, float* y) {
+  const Matrix m = matrix_of(weight, segments, length, outputs);
+  Activations a;
+  if (!quantize_rows(h, rows, m.inputs, {nullptr, 0}, a)) return kNoMemory;
+  return multiply(m, a, rows, outputs, residual, y) ? nullptr : kNoMemory;
+}
+
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Units* gate, const Units& up,
+                     const Reduction& down, size_t units, int activation, bool residual, float* y) {
+  const Matrix up_matrix = matrix_of(up, units), down_matrix = matrix_of(down, 1, units, width);
+  const Matrix gate_matrix = gate ? matrix_of(*gate, units) : up_matrix;
+  Activations a;
+  if (!quantize_rows(x, rows, up_matrix.inputs, norm, a)) return kNoMemory;
+  const size_t padded = up_matrix.panels * kPanel;
+  float* hidden = static_cast<float*>(thread_scratch(kHidden, (rows * units + padded) * sizeof(float)));
+  if (!hidden) return kNoMemory;
+  const Backend& kernels = backend();
+  std::atomic<bool> failed{false};
+  if (rows == 1) {
+    const size_t per = std::max<size_t>(1, row_task_panels(up_matrix) / 2);
+    parallel((up_matrix.panels + per - 1) / per, [&](size_t task) {
+      const size_t from = task * per, to = std::min(up_matrix.panels, from + per);
+      float* up_out = static_cast<float*>(thread_scratch(kTaskOut, (to - from) * kPanel * sizeof(float)));
+      if (!up_out) {
+        failed = true;
+        return;
+      }
+      // Past the last unit there is room for the rest of its panel.
+      float* out = hidden + from * kPanel;
+      kernels.row_panels(gate_matrix, a, from, to, out);
+      if (gate) kernels.row_panels(up_matrix, a, from, to, up_out);
+      kernels.activate(out, gate ? up_out : nullptr, (to - from) * kPanel, activation);
+    });
+  } else {
+    const Tiling tiling{rows, up_matrix.panels};
+    parallel(tiling.count(), [&](size_t task) {
+      const RowTile t = tiling.at(task);
+      const TaskMemory memory;
+      if (!memory.good()) {
+        failed = true;
+        return;
+      }
+      kernels.tile(gate_matrix, a, t.from, t.to, t.panel, t.panels, memory.out, memory.work);
+      if (gate) kernels.tile(up_matrix, a, t.from, t.to, t.panel, t.panels, memory.other, memory.work);
+      const size_t column = t.panel * kPanel, count = std::min(units - column, t.panels * kPanel);
+      for (size_t row = t.from; row < t.to; row++) {
+        float* out = memory.out + (row - t.from) * kTaskWidth;
+        kernels.activate(out, gate ? memory.other + (row - t.from) * kTaskWidth : nullptr, count, activation);
+        memcpy(hidden + row * units + column, out, count * sizeof(float));
+      }
+    });
+  }
+  if (failed) return kNoMemory;
+  if (!quantize_rows(hidden, rows, down_matrix.inputs, {nullptr, 0}, a)) return kNoMemory;
+  return multiply(down_matrix, a, rows, width, residual ? x : nullptr, y) ? nullptr : kNoMemory;
+}
+
+Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y) {
+  const Matrix m = matrix_of(weight, outputs);
+  const Inputs& in = m.inputs;
+  const size_t used = in.all_blocks() * kBlock, stride = (used + 63) / 64 * 64, spans = in.all_spans();
+  const size_t padded = (rows + 15) / 16 * 16, data_bytes = padded * stride + 64;
+  char* memory = static_cast<char*>(thread_scratch(kActivations, data_bytes + rows * spans * 4));
+  if (!memory) return kNoMemory;
+  int8_t* q = reinterpret_cast<int8_t*>(memory);
+  int32_t* span_sum = reinterpret_cast<int32_t*>(memory + data_bytes);
+  memset(q, 0, data_bytes);
+  for (size_t row = 0; row < rows; row++) {
+    const int8_t* from = x + row * in.length;
+    // -128 has no opposite in a byte, which some instruction sets need.
+    for (size_t i = 0; i < in.length; i++) q[row * stride + i] = std::max<int8_t>(from[i], -127);
+    for (size_t span = 0; span < spans; span++) {
+      int32_t sum = 0;
+      for (size_t i = span * kSpan; i < std::min<size_t>(in.length, (span + 1) * kSpan); i++) {
+        sum += q[row * stride + i];
+      }
+      span_sum[row * spans + span] = sum;
+    }
+  }
+  const Activations a{q, stride, nullptr, span_sum, nullptr};
+  const Tiling tiling{rows, m.panels};
+  const Backend& kernels = backend();
+  std::atomic<bool> failed{false};
+  parallel(tiling.count(), [&](size_t task) {
+    const RowTile t = tiling.at(task);
+    const TaskMemory space;
+    if (!space.good()) {
+      failed = true;
+      return;
+    }
+    int32_t* out = reinterpret_cast<int32_t*>(space.out);
+    kernels.tile_int32(m, a, t.from, t.to, t.panel, t.panels, out, space.work);
+    const size_t column = t.panel * kPanel, width = std::min(outputs - column, t.panels * kPanel);
+    for (size_t row = t.from; row < t.to; row++) {
+      memcpy(y + row * outputs + column, out + (row - t.from) * kTaskWidth, width * sizeof(int32_t));
+    }
+  });
+  return failed ? kNoMemory : nullptr;
+}
+
+int64_t read_all(const void* data, size_t bytes) {
+  constexpr size_t kPiece = 1 << 20;
+  std::atomic<int64_t> sum{0};
+  const Backend& kernels = backend();
+  parallel((bytes + kPiece - 1) / kPiece, [&](size_t i) {
+    const size_t from = i * kPiece;
+    sum += kernels.read(static_cast<const char*>(data) + from, std::min(kPiece, bytes - from));
+  });
+  return sum;
+}
+
+}  // namespace jaxllm

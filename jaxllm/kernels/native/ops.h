@@ -1,0 +1,67 @@
+// The operations: kernels spread over the pool's threads. Nothing here knows XLA.
+#pragma once
+#include "backend.h"
+
+namespace jaxllm {
+
+// The fastest kernels that this processor runs, unless `use_backend` chose others.
+const Backend& backend();
+// Chooses by name ("" for the fastest); false when there are none of that name here.
+bool use_backend(const char* name);
+// Names of all that this processor runs, fastest first; returns how many.
+int backends(const char* (&names)[8]);
+
+// A weight whose units are outputs, [panels][blocks] blocks, of which the first `outputs` rows are used.
+struct Units {
+  const void *data, *scale;
+  int bits, group;
+  size_t panels, inputs;  // as stored
+};
+// A weight whose units are inputs, [segments][blocks][panels] blocks.
+struct Reduction {
+  const void *data, *scale;
+  int bits, group;
+  size_t segments, blocks, panels;  // as stored; blocks of a segment
+};
+
+// What is done to the rows of x before a product: nothing, or a root-mean-square norm.
+struct Norm {
+  const float* scale;  // [width], or null
+  float eps;
+};
+
+// Results: null, or what went wrong (out of memory is all that can).
+using Failure = const char*;
+constexpr Failure kNoMemory = "out of memory for a kernel's scratch";
+
+// y[i] [rows][outputs[i]] = norm(x) [rows][inputs] times the first outputs[i] rows of weight i.
+Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, const size_t* outputs,
+                 float* const* y, size_t count);
+// y [rows][outputs] = residual + h [rows][segments * length] times the first rows of each segment.
+Failure from_units(const float* h, size_t rows, const Reduction& weight, size_t segments, size_t length,
+                   size_t outputs, const float* residual, float* y);
+// y [rows][width] = (x if residual) + down(activation(gate(norm(x))) * up(norm(x))), `units` of them.
+// gate may be null: down(activation(up(norm(x)))).
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Units* gate, const Units& up,
+                     const Reduction& down, size_t units, int activation, bool residual, float* y);
+// y [rows][outputs] int32 = x [rows][inputs] int8 times 8-bit rows, scales left aside. -128 counts as -127.
+Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y);
+
+struct AttentionShape {
+  size_t batch, tokens, kv_heads, group, width, capacity;
+  size_t rotary;        // half the dimensions that turn; 0 for none
+  size_t start, valid;  // position of the first token; how many of them are written
+  size_t window;
+  float scale, softcap;
+  bool half;
+};
+// Turns new keys by cos and sin [tokens][rotary], writes them and new values into the cache, and attends.
+// q, y [batch][tokens][kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; caches
+// [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written.
+Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
+                  void* key_cache, void* value_cache, const AttentionShape& shape, float* y);
+
+// Sum of some bytes, read once by all threads: what memory can deliver.
+int64_t read_all(const void* data, size_t bytes);
+
+}  // namespace jaxllm

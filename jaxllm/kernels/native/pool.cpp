@@ -1,0 +1,170 @@
+#include "pool.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace jaxllm {
+namespace {
+
+// How long a thread that has nothing to do looks for work before it sleeps: longer than the gap between
+// two kernels of a step, short enough to leave the core to XLA's own threads and to other processes.
+constexpr int kSpins = 2000;
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Pool {
+ public:
+  explicit Pool(int count) : count_(count) {
+    for (int i = 1; i < count; i++) workers_.emplace_back([this] { serve(); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(sleep_);
+      ending_ = true;
+      round_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  int count() const { return count_; }
+
+  void run(size_t count, void (*work)(void*, size_t), void* context) {
+    if (count_ == 1 || count == 1) {
+      for (size_t i = 0; i < count; i++) work(context, i);
+      return;
+    }
+    std::lock_guard<std::mutex> one(running_);
+    work_ = work;
+    context_ = context;
+    total_ = count;
+    next_.store(0, std::memory_order_relaxed);
+    busy_.store(count_ - 1, std::memory_order_relaxed);
+    round_.fetch_add(1);  // sequentially consistent: either a sleeper sees it, or we see the sleeper
+    if (sleepers_.load() > 0) {
+      {
+        std::lock_guard<std::mutex> lock(sleep_);
+      }
+      wake_.notify_all();
+    }
+    take();
+    // A worker may still be in its last task, or on its way to find that none is left.
+    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; spins++) {
+      if (spins < kSpins) {
+        relax();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+ private:
+  void take() {
+    for (;;) {
+      const size_t i = next_.fetch_add(1, std::memory_order_relaxed);
+      if (i >= total_) return;
+      work_(context_, i);
+    }
+  }
+
+  void serve() {
+    uint64_t seen = 0;
+    for (;;) {
+      for (int spins = 0; round_.load(std::memory_order_acquire) == seen; spins++) {
+        if (spins < kSpins) {
+          relax();
+          continue;
+        }
+        std::unique_lock<std::mutex> lock(sleep_);
+        sleepers_.fetch_add(1);
+        wake_.wait(lock, [&] { return round_.load() != seen; });
+        sleepers_.fetch_sub(1);
+      }
+      seen = round_.load(std::memory_order_acquire);
+      if (ending_) return;
+      take();
+      busy_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  const int count_;
+  std::vector<std::thread> workers_;
+  std::mutex running_, sleep_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> round_{0};
+  std::atomic<int> busy_{0}, sleepers_{0};
+  alignas(64) std::atomic<size_t> next_{0};
+  void (*work_)(void*, size_t) = nullptr;
+  void* context_ = nullptr;
+  size_t total_ = 0;
+  bool ending_ = false;
+};
+
+std::mutex replacing;
+// Never destroyed: threads may not be joined while the process unloads its libraries.
+std::shared_ptr<Pool>& current() {
+  static auto* pool = new std::shared_ptr<Pool>(std::make_shared<Pool>(1));
+  return *pool;
+}
+
+struct Scratch {
+  void* data[kSlots] = {};
+  size_t bytes[kSlots] = {};
+  ~Scratch() {
+    for (void* each : data) free(each);
+  }
+};
+
+}  // namespace
+
+void set_threads(int count) {
+  if (count < 1) count = 1;
+  if (count > kMaxThreads) count = kMaxThreads;
+  std::lock_guard<std::mutex> lock(replacing);
+  if (current()->count() != count) current() = std::make_shared<Pool>(count);
+}
+
+int threads() {
+  std::lock_guard<std::mutex> lock(replacing);
+  return current()->count();
+}
+
+void parallel(size_t count, void (*work)(void*, size_t), void* context) {
+  std::shared_ptr<Pool> pool;
+  {
+    std::lock_guard<std::mutex> lock(replacing);
+    pool = current();
+  }
+  pool->run(count, work, context);
+}
+
+void* thread_scratch(Slot slot, size_t bytes) {
+  thread_local Scratch scratch;
+  if (scratch.bytes[slot] < bytes) {
+    free(scratch.data[slot]);
+    const size_t rounded = (bytes + 4095) / 4096 * 4096;
+    scratch.data[slot] = aligned_alloc(64, rounded);
+    scratch.bytes[slot] = scratch.data[slot] ? rounded : 0;
+  }
+  return scratch.data[slot];
+}
+
+}  // namespace jaxllm

@@ -1,0 +1,32 @@
+"""How weights are stored: their widths (`formats`), the native kernels' order (`blocks`), and reading them
+(`weights`). Products are in `linear.py`."""
+
+from jaxllm.quant.blocks import BlockedArray, blocked_shapes, from_blocks, to_blocks
+from jaxllm.quant.formats import GROUPS, INT4_GROUP, QArray, pack_int4, packed_columns, quantize
+from jaxllm.quant.weights import (
+    Bfloat16Bits,
+    Weight,
+    dequantize,
+    embedding_rows,
+    take_units,
+    unpack_int4,
+)
+
+__all__ = [
+    "GROUPS",
+    "INT4_GROUP",
+    "Bfloat16Bits",
+    "BlockedArray",
+    "QArray",
+    "Weight",
+    "blocked_shapes",
+    "dequantize",
+    "embedding_rows",
+    "from_blocks",
+    "pack_int4",
+    "packed_columns",
+    "quantize",
+    "take_units",
+    "to_blocks",
+    "unpack_int4",
+]

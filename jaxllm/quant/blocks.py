@@ -1,0 +1,204 @@
+"""The order in which native kernels read quantized weights: blocks of 16 outputs × 32 inputs.
+
+Within a block the four inputs of an output are adjacent, `[8, 16, 4]` (inputs by four, outputs, inputs),
+which is the operand that byte-product instructions take, on x86 and Arm alike. At 4 bits two quarters of
+four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8.
+
+Blocks lie output panel by output panel where units are outputs, and input block by input block where
+units are inputs. Either way the first n units are the first bytes, so that a smaller model reads a
+prefix of the same buffer (`take_units` in `weights.py`) and nothing is copied.
+"""
+
+import dataclasses
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.quant.formats import QArray, pack_int4
+
+PANEL = 16
+BLOCK = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockedArray:
+    """A quantized weight of logical `shape`, in blocks.
+
+    Invariants, with P = ceil(outputs/16) panels, B = ceil(inputs/32) blocks, and group 0 or a multiple
+    of 32:
+
+    - axis -1 (the last axis is contracted, all others together are outputs): `data` `[P, B, bits·64]`;
+      `scale` float32 `[16·P]`, or float16 `[P, groups, 16]`.
+    - axis -2 (`[R, C]` or `[K, R, C]`: R, and K, are contracted): `data` `[K, B, P, bits·64]` with B of one
+      of the K; `scale` float32 `[K, 16·P]`, or float16 `[K, groups, P, 16]`.
+
+    `data` is int8 for 8 bits and uint8 for 4. Buffers may hold more units than `shape` says.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    bits: int = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+    axis: int = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return len(self.shape)
+
+
+def blocked_shapes(
+    shape: tuple[int, ...], *, bits: int, group: int, axis: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of data and scales that a weight of `shape` has in blocks."""
+    if axis == -1:
+        outputs, inputs, lead = int(np.prod(shape[:-1], dtype=object)), shape[-1], ()
+    else:
+        outputs, inputs, lead = shape[-1], shape[-2], (shape[0] if len(shape) == 3 else 1,)
+    panels, blocks = -(-outputs // PANEL), -(-inputs // BLOCK)
+    groups = -(-inputs // group) if group else 0
+    if axis == -1:
+        return (panels, blocks, bits * 64), (panels, groups, PANEL) if group else (panels * PANEL,)
+    data = (*lead, blocks, panels, bits * 64)
+    return data, (*lead, groups, panels, PANEL) if group else (*lead, panels * PANEL)
+
+
+def to_blocks(weight: QArray) -> BlockedArray:
+    """A weight of host arrays in the order of the native kernels. Padding is zeros, with scale zero."""
+    levels = _levels(weight)
+    scale = np.asarray(weight.scale)
+    if weight.axis == -1:
+        # [outputs, inputs] and [outputs, groups].
+        matrix, scales = levels.reshape(-1, levels.shape[-1]), scale.reshape(-1, scale.shape[-1])
+        data = _pack(_padded(matrix, PANEL, BLOCK), weight.bits)
+        scales = _padded(scales, PANEL, 1)
+        if weight.group:
+            scales = scales.reshape(-1, PANEL, scales.shape[-1]).transpose(0, 2, 1)
+        else:
+            scales = scales.reshape(-1)
+    else:
+        # [K, inputs, outputs] and [K, groups, outputs].
+        stack = levels.reshape(-1, *levels.shape[-2:])
+        scales = _padded(scale.reshape(-1, *scale.shape[-2:]), 1, PANEL)
+        each = [_pack(_padded(matrix.T, PANEL, BLOCK), weight.bits).transpose(1, 0, 2) for matrix in stack]
+        data = np.stack(each)
+        if weight.group:
+            scales = scales.reshape(*scales.shape[:-1], -1, PANEL)
+        else:
+            scales = scales.reshape(len(stack), -1)
+    return BlockedArray(
+        data=np.ascontiguousarray(data),  # pyright: ignore[reportArgumentType]: of the host until placed
+        scale=np.ascontiguousarray(scales),  # pyright: ignore[reportArgumentType]
+        bits=weight.bits,
+        group=weight.group,
+        axis=weight.axis,
+        shape=weight.shape,
+    )
+
+
+def from_blocks(weight: BlockedArray) -> QArray:
+    """The inverse of `to_blocks`, for host arrays: for devices that have no native kernels."""
+    levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
+    return QArray(
+        data=pack_int4(levels) if weight.bits == 4 else levels,  # pyright: ignore[reportArgumentType]
+        scale=scale,  # pyright: ignore[reportArgumentType]
+        bits=weight.bits,
+        group=weight.group,
+        axis=weight.axis,
+        columns=weight.shape[-1],
+    )
+
+
+def blocked_levels(weight: BlockedArray) -> jax.Array:
+    """The whole numbers that stand for the weight, int8 of its shape. Arrays of the host stay there."""
+    if weight.axis == -1:
+        rows = _unpack(weight.data, weight.bits)
+        rows = rows.reshape(-1, rows.shape[-1])
+        return rows[: _count(weight.shape[:-1]), : weight.shape[-1]].reshape(weight.shape)
+    # [K, B, P, ...] -> [K, P, 16, inputs] -> [K, inputs, outputs].
+    stack = _unpack(weight.data.transpose(0, 2, 1, 3), weight.bits)
+    stack = stack.reshape(stack.shape[0], -1, stack.shape[-1]).transpose(0, 2, 1)
+    lead, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
+    return stack[: lead[0] if lead else 1, :rows, :columns].reshape(weight.shape)
+
+
+def blocked_scales(weight: BlockedArray) -> jax.Array:
+    """Scales of the weight's rank, as `QArray` has them."""
+    scale, shape, group = weight.scale, weight.shape, weight.group
+    if weight.axis == -1:
+        if group:
+            scale = scale.transpose(0, 2, 1)
+        rows = scale.reshape(-1, scale.shape[-1] if group else 1)[: _count(shape[:-1])]
+        return rows.reshape(*shape[:-1], rows.shape[-1])
+    stack = scale.reshape(scale.shape[0], scale.shape[1] if group else 1, -1)
+    lead, rows = shape[:-2], -(-shape[-2] // group) if group else 1
+    return stack[: lead[0] if lead else 1, :rows, : shape[-1]].reshape(*lead, rows, shape[-1])
+
+
+def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Levels `[*rows.shape, C]` int8 and scales `[*rows.shape, groups]` of rows of a matrix `[R, C]`
+    contracted along its last axis, without reading the others; `rows` in range."""
+    panel, lane = rows // PANEL, rows % PANEL
+    columns = weight.shape[-1]
+    # [P, B, quarters, 16, 4] at (panel, :, :, lane): the indexed axes come first.
+    data = weight.data.reshape(*weight.data.shape[:2], -1, PANEL, 4)[panel, :, :, lane]
+    if weight.bits == 4:
+        data = _nibbles(data, axis=-2)
+    levels = data.reshape(*rows.shape, -1)[..., :columns]
+    scale = weight.scale[panel, :, lane] if weight.group else weight.scale[rows][..., None]
+    return levels, scale
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def _levels(weight: QArray) -> np.ndarray:
+    data = np.asarray(weight.data)
+    if weight.bits == 8:
+        return data
+    wide = np.concatenate([data & 15, data >> 4], axis=-1)
+    return wide[..., : weight.columns].astype(np.int8) - np.int8(8)
+
+
+def _padded(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """Zeros added at the end of the last two axes, up to multiples."""
+    pad = [(0, 0)] * (matrix.ndim - 2) + [(0, -matrix.shape[-2] % rows), (0, -matrix.shape[-1] % columns)]
+    return np.pad(matrix, pad) if any(after for _, after in pad) else matrix
+
+
+def _pack(matrix: np.ndarray, bits: int) -> np.ndarray:
+    """Levels `[16·P, 32·B]` int8 -> `[P, B, bits·64]`."""
+    panels, blocks = matrix.shape[0] // PANEL, matrix.shape[1] // BLOCK
+    quarters = matrix.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
+    if bits == 8:
+        return quarters.reshape(panels, blocks, -1)
+    nibbles = (quarters + np.int8(8)).view(np.uint8).reshape(panels, blocks, 4, 2, PANEL, 4)
+    return (nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)).reshape(panels, blocks, -1)
+
+
+def _unpack(data: jax.Array, bits: int) -> jax.Array:
+    """Blocks `[..., B, bits·64]` -> levels `[..., 16, 32·B]` where blocks are the second-to-last axis."""
+    quarters = data.reshape(*data.shape[:-1], -1, PANEL, 4)
+    if bits == 4:
+        quarters = _nibbles(quarters, axis=-3)
+    # [..., B, 8, 16, 4] -> [..., 16, B, 8, 4]
+    lead = tuple(range(quarters.ndim - 4))
+    b = len(lead)
+    moved = quarters.transpose(*lead, b + 2, b, b + 1, b + 3)
+    return moved.reshape(*moved.shape[: b + 1], -1)
+
+
+def _nibbles(data: jax.Array, axis: int) -> jax.Array:
+    """Unpacks quarters along `axis`: each becomes its low nibbles, then its high ones, minus 8."""
+    xp = np if isinstance(data, np.ndarray) else jnp
+    low, high = data & np.uint8(15), data >> np.uint8(4)
+    both = xp.stack([low, high], axis=axis)
+    axis += data.ndim
+    shape = (*data.shape[:axis], 2 * data.shape[axis], *data.shape[axis + 1 :])
+    levels = both.reshape(shape).astype(np.int8) - np.int8(8)
+    return cast(jax.Array, levels)

@@ -1,0 +1,103 @@
+"""A weight, however it is stored: read as floats, row by row, or in part."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.quant.blocks import BlockedArray, blocked_levels, blocked_scales, take_blocked_rows
+from jaxllm.quant.formats import QArray
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Bfloat16Bits:
+    """A bfloat16 weight as its bit patterns, `bits` uint16 of the weight's shape.
+
+    XLA:CPU has no arithmetic and no fused slices in bfloat16: it would convert a whole weight to
+    float32 before it takes a block of it. Bit patterns can be sliced, then widened exactly.
+    """
+
+    bits: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return self.bits.shape
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.bits.ndim
+
+
+Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits
+
+
+def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The weight as floats `[..., R, C]` in `dtype`."""
+    if isinstance(weight, Bfloat16Bits):
+        # The upper half of a float32's bits.
+        wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
+        return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
+    if isinstance(weight, BlockedArray):
+        levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
+    elif isinstance(weight, QArray):
+        data, scale = weight.data, weight.scale
+        levels = data.astype(dtype) if weight.bits == 8 else unpack_int4(data, weight.columns, dtype)
+    else:
+        return weight.astype(dtype)
+    return levels * _spread(scale.astype(dtype), weight.group, levels.shape[weight.axis], weight.axis)
+
+
+def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
+    halves = (packed & np.uint8(15), packed >> np.uint8(4))
+    wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
+    return wide[..., :columns] - np.asarray(8, dtype)
+
+
+def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
+    (any shape) in range."""
+    if isinstance(weight, BlockedArray):
+        levels, scale = take_blocked_rows(weight, rows)
+        scale = _spread(scale.astype(dtype), weight.group, levels.shape[-1], -1)
+        return levels.astype(dtype) * scale
+
+    def take(part: jax.Array) -> jax.Array:
+        return jnp.take(part, rows, axis=0, mode="clip")
+
+    return dequantize(jax.tree.map(take, weight), dtype)
+
+
+def take_units(weight: Weight, count: int) -> Weight:
+    """The first `count` units (entries of the leading axis): a smaller model's weight.
+
+    In blocks it is the same buffer under a smaller shape, and nothing is copied. Other forms are sliced.
+
+    Raises:
+      ConfigError: the weight has fewer units.
+    """
+    if not 1 <= count <= weight.shape[0]:
+        raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
+    if isinstance(weight, BlockedArray):
+        return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
+    if isinstance(weight, QArray):
+        units_contracted = weight.axis == -2 and weight.ndim == 2
+        if not units_contracted:
+            return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:count])
+        scales = -(-count // weight.group) if weight.group else 1
+        return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
+    return jax.tree.map(lambda part: part[:count], weight)
+
+
+def _spread(scale: jax.Array, group: int, length: int, axis: int) -> jax.Array:
+    """Scales of groups along `axis` repeated for each of `length` values; those of a whole axis as they
+    are."""
+    if not group:
+        return scale
+    scale = jnp.repeat(scale, group, axis=axis)
+    return jax.lax.slice_in_dim(scale, 0, length, axis=scale.ndim + axis)

@@ -1,0 +1,330 @@
+// What native_check.cpp draws and what it compares with: buffers, random numbers, weights, plain references.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "ops.h"
+
+namespace check {
+
+// Bytes that end where their data ends: what lies behind cannot be touched.
+class Guarded {
+ public:
+  Guarded() = default;
+  // `align` of the first byte; the data then ends up to align - 1 bytes early. Filled with NaN.
+  Guarded(size_t bytes, size_t align) : bytes_(bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+    if (posix_memalign(&base_, std::max(align, sizeof(void*)), bytes + !bytes)) abort();
+    data_ = base_;
+#else
+    // Emulators of x86 may load a whole register where the instruction reads one number.
+    static const size_t slack =
+        getenv("NATIVE_CHECK_SLACK") ? strtoull(getenv("NATIVE_CHECK_SLACK"), nullptr, 10) : 0;
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t padded = (bytes + align - 1) / align * align + slack;
+    mapped_ = (padded + page - 1) / page * page + page;
+    base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base_ == MAP_FAILED || mprotect(static_cast<char*>(base_) + mapped_ - page, page, PROT_NONE)) abort();
+    data_ = static_cast<char*>(base_) + mapped_ - page - padded;
+#endif
+    memset(data_, 0xff, bytes);
+  }
+  Guarded(Guarded&& other) noexcept { *this = std::move(other); }
+  Guarded& operator=(Guarded&& other) noexcept {
+    std::swap(base_, other.base_), std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_), std::swap(mapped_, other.mapped_);
+    return *this;
+  }
+  ~Guarded() {
+#if defined(__SANITIZE_ADDRESS__)
+    free(base_);
+#else
+    if (base_) munmap(base_, mapped_);
+#endif
+  }
+  char* data() const { return static_cast<char*>(data_); }
+  size_t size() const { return bytes_; }
+
+ private:
+  void *base_ = nullptr, *data_ = nullptr;
+  size_t bytes_ = 0, mapped_ = 0;
+};
+
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(size_t count) : memory_(count * sizeof(T), sizeof(T)), count_(count) {}
+  explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) {
+    if (count_) memcpy(data(), values.data(), count_ * sizeof(T));
+  }
+  T* data() { return reinterpret_cast<T*>(memory_.data()); }
+  const T* data() const { return reinterpret_cast<const T*>(memory_.data()); }
+  size_t size() const { return count_; }
+
+ private:
+  Guarded memory_;
+  size_t count_;
+};
+
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15ull + 0x1234567ull) {}
+  uint64_t below(uint64_t end) {
+    state_ ^= state_ << 13, state_ ^= state_ >> 7, state_ ^= state_ << 17;
+    return (state_ >> 11) % end;
+  }
+  size_t in(size_t low, size_t high) { return low + below(high - low + 1); }
+  double unit() { return static_cast<double>(below(1 << 24)) / (1 << 24) * 2 - 1; }
+  // One row as often as many; now and then more than one task has.
+  size_t rows() { return below(3) == 0 ? 1 : below(8) ? in(1, 40) : in(250, 300); }
+  std::vector<float> floats(size_t count, bool spread = true) {
+    std::vector<float> values(count);
+    for (float& each : values) each = static_cast<float>(unit() * (spread ? exp2(unit() * 4) : 1.7));
+    return values;
+  }
+
+ private:
+  uint64_t state_;
+};
+
+inline double half_value(uint16_t h) {
+  const int exponent = h >> 10 & 31;
+  const double mantissa = h & 1023,
+               size = exponent ? ldexp(1024 + mantissa, exponent - 25) : ldexp(mantissa, -24);
+  return exponent == 31 ? (h & 1023 ? NAN : INFINITY) : h & 0x8000 ? -size : size;
+}
+
+// A normal half of either sign, about 2^-10 to 2^1.
+inline uint16_t draw_half(Random& random) {
+  return static_cast<uint16_t>(random.below(2) << 15 | random.in(5, 15) << 10 | random.below(1024));
+}
+
+// A random weight: in blocks, as levels, and as [segments * inputs][outputs] of the numbers it stands for.
+struct Weight {
+  size_t segments, inputs, outputs, panels, blocks;
+  Buffer<uint8_t> data;
+  Buffer<uint8_t> scale;  // bytes of floats or halves
+  std::vector<int> levels;
+  std::vector<double> dense, wider;  // wider: 4 bits made 8 of one scale per span; empty if that cannot be
+
+  // Units are outputs; the buffer holds some more of them than are used.
+  static Weight of_outputs(Random& random, size_t outputs, size_t inputs, int bits, int group) {
+    const size_t panels = (outputs + 15) / 16 + random.below(2), blocks = (inputs + 31) / 32;
+    return Weight(random, 1, inputs, outputs, panels, blocks, bits, group, false);
+  }
+  // Units are inputs; a lone segment's buffer may hold some more of them.
+  static Weight of_inputs(Random& random, size_t segments, size_t inputs, size_t outputs, int bits,
+                          int group) {
+    const size_t more = segments == 1 ? random.below(3) : 0;
+    return Weight(random, segments, inputs, outputs, (outputs + 15) / 16, (inputs + 31) / 32 + more, bits,
+                  group, true);
+  }
+
+ private:
+  // Of groups along a lone segment that is longer than what is used, all are there.
+  static size_t groups_of(size_t inputs, size_t blocks, int group, bool reduction) {
+    return group ? ((reduction ? blocks * 32 : inputs) + group - 1) / group : 1;
+  }
+
+  Weight(Random& random, size_t segments, size_t inputs, size_t outputs, size_t panels, size_t blocks,
+         int bits, int group, bool reduction)
+      : segments(segments),
+        inputs(inputs),
+        outputs(outputs),
+        panels(panels),
+        blocks(blocks),
+        data(segments * panels * blocks * static_cast<size_t>(bits) * 64),
+        scale(segments * panels * 16 * groups_of(inputs, blocks, group, reduction) * (group ? 2 : 4)),
+        levels(segments * inputs * outputs),
+        dense(levels.size()) {
+    const size_t groups = groups_of(inputs, blocks, group, reduction);
+    const size_t scales = segments * panels * 16 * groups;
+    for (size_t i = 0; i < data.size(); i++) data.data()[i] = static_cast<uint8_t>(random.below(256));
+    for (size_t i = 0; i < scales; i++) {
+      const uint16_t half = draw_half(random);
+      const float value = static_cast<float>(random.unit());
+      memcpy(scale.data() + i * (group ? 2 : 4), group ? static_cast<const void*>(&half) : &value,
+             group ? 2 : 4);
+    }
+    if (bits == 4 && group) wider.resize(dense.size());
+    for (size_t s = 0; s < segments; s++) {
+      for (size_t o = 0; o < outputs; o++) {
+        for (size_t i = 0; i < inputs; i++) {
+          const size_t p = o / 16, b = i / 32, quarter = i % 32 / 4;
+          const size_t block = reduction ? (s * blocks + b) * panels + p : p * blocks + b;
+          const size_t row = bits == 8 ? quarter : quarter / 2;
+          const uint8_t byte =
+              data.data()[block * static_cast<size_t>(bits) * 64 + row * 64 + o % 16 * 4 + i % 4];
+          const int level = bits == 8 ? static_cast<int8_t>(byte) : (quarter % 2 ? byte >> 4 : byte & 15) - 8;
+          const size_t at = (s * inputs + i) * outputs + o;
+          levels[at] = level;
+          dense[at] = level * scale_at(s, p, group ? i / group : 0, o % 16, groups, group, reduction);
+          if (!wider.empty()) {
+            float most = 1e-30f;
+            for (size_t other = i / 256 * 256; other < std::min(inputs, i / 256 * 256 + 256);
+                 other += group) {
+              const double size = fabs(scale_at(s, p, other / group, o % 16, groups, group, reduction));
+              most = std::max(most, static_cast<float>(size));
+            }
+            const float own = static_cast<float>(scale_at(s, p, i / group, o % 16, groups, group, reduction));
+            const float factor = own * ((127.0f / 8.0f) / most);
+            const long fixed = lrintf(factor * 128.0f);
+            const double step = static_cast<double>(most * (8.0f / 127.0f));
+            wider[at] = floor((level * 256.0 * static_cast<double>(fixed) + 16384) / 32768) * step;
+          }
+        }
+      }
+    }
+  }
+
+  double scale_at(size_t s, size_t p, size_t g, size_t lane, size_t groups, int group, bool reduction) const {
+    if (!group) {
+      float value;
+      memcpy(&value, scale.data() + ((s * panels + p) * 16 + lane) * 4, 4);
+      return value;
+    }
+    uint16_t half;
+    const size_t at = reduction ? (s * groups + g) * panels + p : p * groups + g;
+    memcpy(&half, scale.data() + (at * 16 + lane) * 2, 2);
+    return half_value(half);
+  }
+};
+
+// Activations as the kernels see them: 8 bits, a scale for each 256 inputs of a segment.
+inline std::vector<double> rounded(const std::vector<float>& x, size_t rows, size_t segments, size_t length) {
+  std::vector<double> out(x.size());
+  for (size_t row = 0; row < rows * segments; row++) {
+    for (size_t from = 0; from < length; from += 256) {
+      const size_t to = std::min(length, from + 256);
+      float top = 0;
+      for (size_t i = from; i < to; i++) top = std::max(top, fabsf(x[row * length + i]));
+      if (top < 1e-30f) continue;
+      const float factor = 127.0f / top, step = top / 127.0f;
+      for (size_t i = from; i < to; i++) {
+        out[row * length + i] = static_cast<double>(rintf(x[row * length + i] * factor)) * step;
+      }
+    }
+  }
+  return out;
+}
+
+inline double activated(double x, int activation) {
+  switch (activation) {
+    case jaxllm::kSilu:
+      return x / (1 + exp(-x));
+    case jaxllm::kGelu:
+      return x * 0.5 * erfc(-x / sqrt(2.0));
+    case jaxllm::kGeluTanh:
+      return x * 0.5 * (1 + tanh(sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+    default:
+      return std::max(x, 0.0);
+  }
+}
+
+// Keys or values of a cache, [heads][capacity][width]; rows from `stale` on are NaN.
+struct Rows {
+  Rows(Random& random, size_t heads, size_t capacity, size_t width, size_t stale, bool half)
+      : capacity(capacity), width(width), half(half), bytes(heads * capacity * width * (half ? 2 : 4)) {
+    for (size_t i = 0; i < heads * capacity * width; i++) {
+      if (i / width % capacity >= stale) continue;
+      const uint16_t h = draw_half(random);
+      const float value = static_cast<float>(random.unit() * 1.7);
+      memcpy(bytes.data() + i * element(), half ? static_cast<const void*>(&h) : &value, element());
+    }
+  }
+  Rows copy() const { return Rows(*this, 0); }
+  size_t element() const { return half ? 2 : 4; }
+  double at(size_t head, size_t position, size_t h) const {
+    const uint8_t* from = bytes.data() + ((head * capacity + position) * width + h) * element();
+    uint16_t bits;
+    float value;
+    memcpy(half ? static_cast<void*>(&bits) : &value, from, element());
+    return half ? half_value(bits) : value;
+  }
+
+  size_t capacity, width;
+  bool half;
+  Buffer<uint8_t> bytes;
+
+ private:
+  Rows(const Rows& other, int)
+      : capacity(other.capacity), width(other.width), half(other.half), bytes(other.bytes.size()) {
+    if (bytes.size()) memcpy(bytes.data(), other.bytes.data(), bytes.size());
+  }
+};
+
+// Dimension h of a row, turned in pairs (h, h + rotary).
+inline double turned(const float* row, size_t h, const float* cos, const float* sin, size_t token,
+                     size_t rotary) {
+  if (!cos || h >= 2 * rotary) return row[h];
+  const size_t i = h % rotary;
+  const double c = cos[token * rotary + i], s = sin[token * rotary + i], a = row[i], b = row[i + rotary];
+  return h < rotary ? a * c - b * s : b * c + a * s;
+}
+
+void fail(const char* what, size_t row, size_t column, double got, double expected, double room);
+
+// Causal attention over a cache, [batch][tokens][kv_heads][group][width].
+inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float* q, const float* cos,
+                                    const float* sin, const Rows& keys, const Rows& values) {
+  std::vector<double> out(s.batch * s.tokens * s.kv_heads * s.group * s.width), weights(s.capacity),
+      row(s.width);
+  for (size_t r = 0; r < s.batch * s.tokens * s.kv_heads * s.group; r++) {
+    const size_t kv = r / s.group % s.kv_heads, t = r / s.group / s.kv_heads % s.tokens;
+    const size_t head = r / s.group / s.kv_heads / s.tokens * s.kv_heads + kv, position = s.start + t;
+    const size_t from = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
+    const size_t to = std::min(s.capacity, position + 1);
+    for (size_t h = 0; h < s.width; h++)
+      row[h] = turned(q + r * s.width, h, s.rotary ? cos : nullptr, sin, t, s.rotary);
+    double top = -INFINITY, total = 0;
+    for (size_t p = from; p < to; p++) {
+      double score = 0;
+      for (size_t h = 0; h < s.width; h++) score += row[h] * keys.at(head, p, h);
+      score *= s.scale;
+      if (s.softcap > 0) score = tanh(score / s.softcap) * s.softcap;
+      weights[p] = score;
+      top = std::max(top, score);
+    }
+    for (size_t p = from; p < to; p++) total += weights[p] = exp(weights[p] - top);
+    for (size_t p = from; p < to; p++) {
+      for (size_t h = 0; h < s.width; h++) out[r * s.width + h] += weights[p] / total * values.at(head, p, h);
+    }
+  }
+  return out;
+}
+
+// Exactly the valid new rows were written, each as it should be.
+inline void judge_rows(const jaxllm::AttentionShape& s, const float* rows, const float* cos, const float* sin,
+                       const Rows& before, const Rows& after) {
+  for (size_t head = 0; head < s.batch * s.kv_heads; head++) {
+    for (size_t p = 0; p < s.capacity; p++) {
+      const bool fresh = p >= s.start && p < s.start + s.valid;
+      const size_t t = p - s.start;
+      const float* row =
+          rows + ((head / s.kv_heads * s.tokens + t) * s.kv_heads + head % s.kv_heads) * s.width;
+      for (size_t h = 0; h < s.width; h++) {
+        const double got = after.at(head, p, h);
+        if (!fresh) {
+          const size_t at = ((head * s.capacity + p) * s.width + h) * after.element();
+          if (memcmp(before.bytes.data() + at, after.bytes.data() + at, after.element())) {
+            fail("an old row has changed", p, h, got, before.at(head, p, h), 0);
+          }
+          continue;
+        }
+        const double expected = turned(row, h, s.rotary ? cos : nullptr, sin, t, s.rotary);
+        const double room = s.half ? fabs(expected) / 2000 + 1e-7 : 4e-7 * (fabs(expected) + 1);
+        if (!(fabs(got - expected) <= room)) fail("a new row is wrong", p, h, got, expected, room);
+      }
+    }
+  }
+}
+
+}  // namespace check

@@ -1,0 +1,234 @@
+"""Attention over a cache, on every processor's kernels: rotation, writing and reading in one go."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.config import RopeConfig
+from jaxllm.kernels import native
+from jaxllm.layers import cached_attention, causal_mask, rotary_tables
+from tests.kernels import oracle
+from tests.kernels.drawing import answers, jit
+from tests.kernels.switching import NATIVE, kernels_of, needs_native, threads_of
+
+pytestmark = needs_native
+WIDTHS = (8, 16, 20, 64, 80, 128)
+# Scores, their softmax and their sums in float32.
+ROOM = 2e-5
+
+
+class Case(NamedTuple):
+    """What a kernel is given: `args` as arrays, `options` in the graph."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+def case(
+    seed=0, *, B=1, T=1, K=2, G=1, H=16, S=64, start=0, valid=None, rotary=0, half=False, **options
+) -> Case:
+    """Queries that attend sharply; stale rows behind the last that any query may see are NaN."""
+    draw = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return draw.normal(size=shape).astype(np.float32)
+
+    q, k, v = 2 * normal(B, T, K, G, H), normal(B, T, K, H), normal(B, T, K, H)
+    angle = draw.uniform(-3, 3, (T, rotary))
+    table = (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)) if rotary else None
+    keys, values = (normal(B, K, S, H).astype(np.float16 if half else np.float32) for _ in "kv")
+    for rows in (keys, values):
+        rows[:, :, start + T :] = np.nan
+    valid = T if valid is None else valid
+    args = (q, k, v, table, keys, values, np.int32(start), np.int32(valid))
+    return Case(args, {"scale": H**-0.5, "softcap": 0.0, "window": 0} | options)
+
+
+def door(options):
+    return functools.partial(native.attention, **options)
+
+
+def check(case: Case, found: dict[str, Any]) -> None:
+    """The cache that comes back is the old one and the new rows; the answer is attention over it."""
+    q, k, v, table, keys, values, start, valid = case.args
+    capacity = keys.shape[2]
+    turned_q, turned_k = (each if table is None else oracle.rotated(each, *table) for each in (q, k))
+    written = np.s_[:, :, start : min(start + valid, capacity)]
+    for kernels, (out, new_keys, new_values) in found.items():
+        for old, new, rows in ((keys, new_keys, turned_k), (values, new_values, v)):
+            assert new.dtype == old.dtype
+            rows = rows.transpose(0, 2, 1, 3)[:, :, : written[2].stop - start]
+            room = 1e-3 if old.dtype == np.float16 else 1e-6
+            np.testing.assert_allclose(new[written].astype(np.float64), rows, rtol=room, atol=room)
+            expected = old.copy()
+            expected[written] = new[written]
+            np.testing.assert_array_equal(new, expected, err_msg=kernels)
+        np.testing.assert_array_equal(
+            new_values[written], v.transpose(0, 2, 1, 3)[:, :, : written[2].stop - start].astype(values.dtype)
+        )
+        expected = oracle.attention(turned_q, new_keys, new_values, int(start), **case.options)
+        assert out.dtype == np.float32
+        np.testing.assert_allclose(out, expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
+
+
+def run(case: Case, **more: Any) -> None:
+    check(case, answers(door(case.options), *case.args, **more))
+
+
+@pytest.mark.parametrize("H", WIDTHS)
+def test_groups_and_widths(H):
+    """Every number of query heads per kv head that models have; tokens and lengths drawn."""
+    draw = np.random.default_rng(H)
+    for G in range(1, 9):
+        T, S = int(draw.choice([1, 2, 9, 70])), int(draw.integers(80, 200))
+        start = int(draw.integers(0, S - T + 1))
+        rotary, window = int(draw.choice([0, H // 2, H // 4])), int(draw.choice([0, 0, 5, 64]))
+        options = dict(rotary=rotary, window=window, softcap=float(draw.choice([0.0, 3.0])))
+        run(case(G, T=T, G=G, H=H, S=S, start=start, half=bool(G % 2), **options))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    B=st.integers(1, 3), T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8), H=st.integers(2, 40),
+    S=st.integers(1, 200), at=st.floats(0, 1), window=st.sampled_from([0, 1, 2, 63, 64, 65, 500]),
+    softcap=st.sampled_from([0.0, 0.5, 30.0]), turned=st.sampled_from([0, 1, 2]), half=st.booleans(),
+    real=st.floats(0, 1), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_any_shape(B, T, K, G, H, S, at, window, softcap, turned, half, real, seed):
+    """Any start, also where the chunk or its padding reaches past the cache's end."""
+    start = round(at * (S - 1))
+    shape = dict(B=B, T=T, K=K, G=G, H=H, S=S, start=start, valid=round(real * T), half=half)
+    run(case(seed, **shape, rotary=turned * (H // 4), window=window, softcap=softcap))
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("window", [0, 3, 1000])
+@pytest.mark.parametrize("start", [0, 255, 256, 4000, 4095])
+def test_long_caches_are_cut_between_threads(start, window, half):
+    """One token walks the whole cache: threads share it, and what they find is merged."""
+    single = case(start, K=1, G=3, H=64, S=4096, start=start, half=half, rotary=32, window=window)
+    graph = jit(door(single.options)).lower(*single.args).compile()
+    for kernels in NATIVE:
+        with kernels_of(kernels):
+            for count in (1, 2, 3):
+                with threads_of(count):
+                    check(single, {kernels: jax.tree.map(np.array, graph(*single.args))})
+
+
+@pytest.mark.parametrize("T", [1, 5, 40])
+def test_the_same_again_whatever_the_threads(T):
+    """To the last bit, also where threads share one token's keys and what they find is merged."""
+    many = case(0, T=T, K=2, G=2, H=32, S=1024, start=900, rotary=16)
+    graph = jit(door(many.options)).lower(*many.args).compile()
+    for kernels in NATIVE:
+        with kernels_of(kernels):
+            found = []
+            for count in (1, 2, 3):
+                with threads_of(count):
+                    found += [np.array(graph(*many.args)[0]) for _ in range(2)]
+            for other in found[1:]:
+                np.testing.assert_array_equal(other, found[0], err_msg=kernels)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_chunks_are_the_whole(half):
+    """A prompt in one go, in chunks and token by token leaves the same cache and the same answers."""
+    whole = case(0, T=24, K=2, G=2, H=20, S=40, rotary=10, half=half)
+    q, k, v, table, keys, values, *_ = whole.args
+    for kernels in NATIVE:
+        with kernels_of(kernels):
+            expected = jit(door(whole.options))(*whole.args)
+            for size in (1, 5):
+                attend, cache, outs = jit(door(whole.options)), (keys, values), []
+                for at in range(0, 24, size):
+                    part = [each[:, at : at + size] for each in (q, k, v)]
+                    turn = tuple(each[at : at + size] for each in table)
+                    out, *cache = attend(*part, turn, *cache, np.int32(at), np.int32(len(turn[0])))
+                    outs.append(np.asarray(out))
+                np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[0], atol=ROOM)
+                for got, all_at_once in zip(cache, expected[1:], strict=True):
+                    np.testing.assert_array_equal(got, all_at_once)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("T", [1, 6])
+def test_the_door_gives_what_xla_gives(T, window):
+    """The function that models call, on native kernels and without, in both types of cache that kernels
+    take and in one that they leave to XLA."""
+    config = RopeConfig(dim=8, theta=100.0)
+    for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
+        plain = case(3, T=T, K=2, G=2, H=16, S=24, start=9, valid=T, window=window, softcap=2.0)
+        q, k, v, _, keys, values, start, valid = plain.args
+        keys, values = (jnp.nan_to_num(jnp.asarray(each)).astype(dtype) for each in (keys, values))
+
+        def attend(q, k, v, keys, values, start, valid):
+            positions = start + jnp.arange(T, dtype=jnp.int32)
+            table, mask = rotary_tables(positions, config), causal_mask(positions, 24, window)
+            return cached_attention(
+                q, k, v, table, (keys, values), mask, start, valid, scale=0.3, softcap=2.0, window=window
+            )
+
+        found = answers(attend, q, k, v, keys, values, start, valid, xla=True)
+        ours = [np.asarray(each, np.float32) for each in found.pop("xla")]
+        room = {jnp.float32: 1e-6, jnp.float16: 1e-3, jnp.bfloat16: 1e-6}[dtype]
+        for native_ones in found.values():
+            for got, expected in zip(native_ones, ours, strict=True):
+                np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=ROOM + room, rtol=room)
+
+
+def test_a_donated_cache_is_written_in_place():
+    """And one that is not donated keeps its rows."""
+    single = case(0, T=1, S=256, H=64, start=10)
+    q, k, v, table, keys, values, start, valid = single.args
+    attend = jax.jit(door(single.options), donate_argnums=(4, 5))
+    mine = [jnp.array(each) for each in (keys, values)]
+    pointers = [each.unsafe_buffer_pointer() for each in mine]
+    out, *cache = attend(q, k, v, table, *mine, start, valid)
+    assert [each.unsafe_buffer_pointer() for each in cache] == pointers
+    kept = [jnp.array(each) for each in (keys, values)]
+    again, *_ = jax.jit(door(single.options))(q, k, v, table, *kept, start, valid)
+    np.testing.assert_array_equal(again, out)
+    for got, old in zip(kept, (keys, values), strict=True):
+        np.testing.assert_array_equal(got, old)
+
+
+def test_bad_rows_of_a_batch_stay_apart():
+    """NaN in one sequence's query, key or value reaches none of the others."""
+    for T in (1, 12):
+        plain = case(0, B=3, T=T, K=2, G=2, H=16, S=100, start=40)
+        clean = answers(door(plain.options), *plain.args)
+        for i in range(3):
+            args = [each.copy() if isinstance(each, np.ndarray) else each for each in plain.args]
+            args[i][1, 0, 0] = np.nan
+            for kernels, (out, *_) in answers(door(plain.options), *args).items():
+                assert np.isnan(out[1, :, 0]).any()
+                np.testing.assert_array_equal(out[[0, 2]], clean[kernels][0][[0, 2]])
+                np.testing.assert_array_equal(out[1, :, 1], clean[kernels][0][1, :, 1])
+
+
+def test_sharp_scores():
+    """One key far above all others takes everything; equal scores share; the largest floats do not
+    overflow on their way."""
+    for factor in (50.0, 1e4, 1e18):
+        sharp = case(0, T=9, K=1, G=1, H=16, S=200, start=120, scale=factor)
+        run_only = answers(door(sharp.options), *sharp.args)
+        for kernels, (out, keys, values) in run_only.items():
+            scores = np.einsum("tgh,sh->tgs", sharp.args[0][0, :, 0], keys[0, 0, :129].astype(np.float64))
+            for t in range(9):
+                best = np.argmax(scores[t, 0, : 121 + t])
+                gap = np.sort(scores[t, 0, : 121 + t])[-1] - np.sort(scores[t, 0, : 121 + t])[-2]
+                if gap * factor > 90:
+                    np.testing.assert_allclose(
+                        out[0, t, 0, 0], values[0, 0, best], rtol=1e-5, err_msg=kernels
+                    )
+    flat = case(0, T=3, K=1, G=2, H=16, S=100, start=50, scale=0.0)
+    for out, _, values in answers(door(flat.options), *flat.args).values():
+        for t in range(3):
+            mean = values[0, 0, : 51 + t].astype(np.float64).mean(0)
+            np.testing.assert_allclose(out[0, t, 0], np.stack([mean, mean]), atol=1e-6)

@@ -1,0 +1,201 @@
+"""Which kernels a process takes, on how many threads, what it says when it cannot, and how they are built."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
+from tests.kernels.switching import NATIVE, needs_native, threads_of
+
+ROOT = Path(__file__).parents[2]
+
+# Runs in a process of its own: a choice holds as long as its process. Tells, for each environment, what
+# `kernels` found or how it refused.
+TELL = """
+import json, os, sys
+from jaxllm.kernels import native
+from jaxllm.errors import ConfigError
+
+def tell(environment):
+    for name in (native.CHOICE_VARIABLE, native.THREADS_VARIABLE):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    native.kernels.cache_clear()
+    try:
+        found = native.kernels()
+        return dict(name=found.name, reason=found.reason, choices=found.choices, threads=native.threads())
+    except ConfigError as error:
+        return dict(error=str(error))
+"""
+
+
+def python(source: str, *, cwd: Path = ROOT, **environment: str) -> str:
+    """What a script prints, started afresh."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAXLLM_")} | environment
+    env["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def told(environments: list[dict[str, str]], before: str = "") -> list[dict[str, Any]]:
+    source = f"{before}\n{TELL}\nprint(json.dumps([tell(each) for each in json.loads(sys.argv[1])]))"
+    source = source.replace("sys.argv[1]", repr(json.dumps(environments)))
+    return json.loads(python(source))
+
+
+def kernels_and_threads(choice: str | None = None, threads: str | None = None) -> dict[str, str]:
+    asked = {native.CHOICE_VARIABLE: choice, native.THREADS_VARIABLE: threads}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+@needs_native
+def test_what_the_environment_asks_for():
+    """In one process, from the fastest kernels to each that this processor runs, and to none."""
+    asked = [kernels_and_threads(), kernels_and_threads(threads="3"), kernels_and_threads("xla", threads="3")]
+    asked += [kernels_and_threads(name, threads="1") for name in NATIVE]
+    plain, three, xla, *chosen = told(asked)
+    assert plain["choices"] == list(NATIVE)
+    assert plain["name"] == NATIVE[0]
+    assert plain["reason"] == "the fastest that this processor runs"
+    assert plain["threads"] == len(os.sched_getaffinity(0))
+    assert three == plain | {"threads": 3}
+    assert (xla["name"], xla["reason"], xla["choices"], xla["threads"]) == (
+        "xla",
+        "JAXLLM_KERNELS=xla",
+        [],
+        1,
+    )
+    for name, found in zip(NATIVE, chosen, strict=True):
+        assert (found["name"], found["reason"], found["threads"]) == (name, f"JAXLLM_KERNELS={name}", 1)
+    assert "portable" in NATIVE
+    assert len(set(NATIVE)) == len(NATIVE)
+
+
+@needs_native
+def test_what_cannot_be_had_is_named():
+    """One line: the variable, what is wrong with it and what is there instead."""
+    bad_names = ["nonsense", "AVX2", "avx2 ", "\N{SNOWMAN}"]
+    bad_counts = ["nonsense", "0", "-1", "257", "1.5", "", "99999999999999999999"]
+    asked = [kernels_and_threads(name) for name in bad_names]
+    asked += [kernels_and_threads(threads=count) for count in bad_counts]
+    found = told([*asked, kernels_and_threads(threads="2")])
+    assert found.pop()["threads"] == 2
+    for environment, each in zip(asked, found, strict=True):
+        (variable, value), message = next(iter(environment.items())), each["error"]
+        assert variable in message, environment
+        assert value in message, environment
+        assert "portable" in message or variable == native.THREADS_VARIABLE
+        assert "\n" not in message
+
+
+@needs_native
+def test_more_processors_than_threads_are_for():
+    """Nobody asked for anything: the kernels take as many as they can."""
+    many = "import os; os.sched_getaffinity = lambda process: set(range(1000)); os.cpu_count = lambda: 1000"
+    (found,) = told([{}], before=many)
+    assert found["name"] == NATIVE[0]
+    assert 2 <= found["threads"] <= 1000
+
+
+def test_an_absent_library():
+    """Not built, or built for something else: XLA computes, and `reason` says why."""
+    not_built = "import sys; sys.modules['jaxllm.kernels._native'] = None"
+    asked = [kernels_and_threads(), kernels_and_threads(threads="7"), kernels_and_threads("portable")]
+    plain, threads, chosen = told(asked, before=not_built)
+    assert (plain["name"], plain["choices"], plain["threads"]) == ("xla", [], 1)
+    assert plain["reason"] == "they were not built"
+    assert threads == plain
+    assert "there are no native kernels (they were not built)" in chosen["error"]
+    assert "JAXLLM_KERNELS=portable" in chosen["error"]
+
+
+BROKEN = """
+import importlib.abc, sys
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "jaxllm.kernels._native":
+            raise ImportError("undefined symbol: of_another_system")
+sys.meta_path.insert(0, Broken())
+"""
+WITHOUT = """
+import jax.numpy as jnp, numpy as np
+from jaxllm.linear import to_units
+from jaxllm.quant import quantize, to_blocks
+weight = np.random.default_rng(0).normal(size=(20, 70)).astype(np.float32)
+blocked = to_blocks(quantize(weight, bits=8, axis=-1))
+print(np.abs(to_units(jnp.eye(70), blocked) - weight.T).max())
+"""
+
+
+def test_a_library_that_does_not_load():
+    """The reason is the loader's own; products are computed all the same."""
+    out = python(f"{BROKEN}\n{TELL}\nprint(json.dumps(tell(dict())))\n{WITHOUT}").splitlines()
+    found = json.loads(out[0])
+    assert found["name"] == "xla"
+    assert found["reason"] == "undefined symbol: of_another_system"
+    assert float(out[1]) < 0.02
+
+
+@needs_native
+@pytest.mark.parametrize("count", [0, -1, 257, 1 << 40])
+def test_impossible_numbers_of_threads(count):
+    before = native.threads()
+    with pytest.raises(ConfigError, match=f"threads must be a whole number in .*{count}"):
+        native.set_threads(count)
+    assert native.threads() == before
+
+
+@needs_native
+def test_the_process_is_asked_for_threads():
+    with threads_of(1):
+        assert native.threads() == 1
+    busy = native.busy_ns()
+    native.read_all(np.zeros(1 << 20, np.uint8))
+    assert native.busy_ns() >= busy
+    weight_bytes = np.random.default_rng(0).integers(0, 256, (1 << 20) + 3, dtype=np.uint8)
+    for count in (1, 2, 3):
+        with threads_of(count):
+            native.read_all(weight_bytes)
+            native.read_all(weight_bytes[:0])
+            native.read_all(weight_bytes[1:2])
+
+
+# Building
+
+
+def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAXLLM_")} | environment
+    target = ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
+    command = [sys.executable, "setup.py", "build_ext", *target]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+
+
+def libraries(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix in (".so", ".pyd", ".dylib")]
+
+
+def test_a_build_without_kernels(tmp_path):
+    done = build(tmp_path, JAXLLM_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert "JAXLLM_NATIVE=0: jaxllm is built without native kernels" in done.stderr
+    assert libraries(tmp_path) == []
+
+
+def test_a_build_without_a_compiler(tmp_path):
+    """It says so and goes on; asked for kernels, it fails."""
+    missing = dict.fromkeys(("CC", "CXX"), str(tmp_path / "absent-compiler"))
+    done = build(tmp_path, **missing)
+    assert done.returncode == 0, done.stderr
+    assert "jaxllm is built without native kernels (" in done.stderr
+    assert libraries(tmp_path) == []
+    assert build(tmp_path, JAXLLM_NATIVE="1", **missing).returncode != 0

@@ -1,0 +1,120 @@
+"""The kernels without Python: `native_check.cpp`, built with sanitizers, for Arm and for older processors."""
+
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+NATIVE = ROOT / "jaxllm/kernels/native"
+# Of the library's files, those that know Python or XLA; the pool is part of the program itself.
+APART = {"ffi", "module", "pool"}
+ARM_COMPILER, ARM_EMULATOR, X86_EMULATOR = (
+    "aarch64-linux-gnu-g++",
+    "qemu-aarch64-static",
+    "qemu-x86_64-static",
+)
+COMMON = ["-std=c++17", "-g1", "-fno-math-errno", "-pthread", "-Wall"]
+on_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86 hosts")
+
+
+def needs(*programs: str) -> pytest.MarkDecorator:
+    missing = [program for program in programs if not shutil.which(program)]
+    return pytest.mark.skipif(bool(missing), reason=f"missing: {', '.join(missing)}")
+
+
+def instructions(machine: str) -> dict[str, list[str]]:
+    """The flags of each file for a machine, from setup.py itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setuptools, "setup", lambda **_: None)
+        patch.setattr(platform, "machine", lambda: machine)
+        return runpy.run_path(str(ROOT / "setup.py"))["INSTRUCTIONS"]
+
+
+def build(folder: Path, compiler: str, machine: str | None, *flags: str) -> Path:
+    """The program, with every kernel that `machine` may run, or with the portable ones alone."""
+    of_file = instructions(machine) if machine else {}
+    sources = [path for path in sorted(NATIVE.glob("*.cpp")) if path.stem not in APART]
+    sources.append(HERE / "native_check.cpp")
+
+    def compile_one(source: Path) -> Path:
+        out = folder / f"{source.stem}.o"
+        options = [*COMMON, *flags, *of_file.get(source.stem, []), f"-I{NATIVE}", f"-I{HERE}"]
+        run(compiler, *options, "-c", source, "-o", out)
+        return out
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_one, sources))
+    program = folder / "native_check"
+    run(compiler, *COMMON, *flags, *objects, "-o", program)
+    return program
+
+
+def run(*command: Any, **environment: str) -> str:
+    """What a command prints; its complaint is the test's."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=1500,
+    )
+    assert done.returncode == 0, f"{done.returncode}: {(done.stdout + done.stderr)[-3000:]}"
+    return done.stdout
+
+
+SANITIZED = ("-O1", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+
+
+@needs("g++")
+@on_x86
+def test_no_access_outside_a_buffer_and_nothing_undefined(tmp_path):
+    program = build(tmp_path, "g++", "x86_64", "-fsanitize=address,undefined", *SANITIZED)
+    out = run(program, 40, 1, ASAN_OPTIONS="detect_leaks=0")
+    assert out.startswith("40 cases with ")
+    assert "portable" in out
+
+
+@needs("g++")
+def test_threads_do_not_race(tmp_path):
+    """Of the pool and the operations; what one task computes is the sanitizers' above."""
+    program = build(tmp_path, "g++", None, "-fsanitize=thread", "-O1")
+    assert run(program, 5, 1, "concurrent").startswith("5 cases with portable")
+
+
+@pytest.fixture(scope="module")
+def as_shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the optimizer that the library is built with."""
+    return build(tmp_path_factory.mktemp("shipped"), "g++", platform.machine(), "-O3")
+
+
+@needs("g++")
+def test_buffers_before_forbidden_pages(as_shipped):
+    """Which stop also the instructions that a sanitizer does not see, such as loads of tiles."""
+    assert run(as_shipped, 100, 2, "concurrent").startswith("100 cases with ")
+
+
+@needs("g++", X86_EMULATOR)
+@on_x86
+@pytest.mark.parametrize(("processor", "kernels"), [("Nehalem", "portable"), ("Haswell", "avx2 portable")])
+def test_older_processors_run_what_they_have(as_shipped, processor, kernels):
+    """One library for all: nothing of the newer files may run there, not even to say that it is there."""
+    # The emulator loads whole registers where the processor loads one number.
+    out = run(X86_EMULATOR, "-cpu", processor, as_shipped, 3, 3, NATIVE_CHECK_SLACK="64")
+    assert out == f"3 cases with {kernels}\n"
+
+
+@needs(ARM_COMPILER, ARM_EMULATOR)
+def test_arm(tmp_path):
+    """With dot products, and on a processor that lacks them."""
+    program = build(tmp_path, ARM_COMPILER, "aarch64", "-O2", "-static")
+    assert run(ARM_EMULATOR, "-cpu", "max", program, 30, 4) == "30 cases with neon portable\n"
+    assert run(ARM_EMULATOR, "-cpu", "cortex-a53", program, 3, 5) == "3 cases with portable\n"

@@ -1,0 +1,222 @@
+"""Every product on every processor's kernels, and without any: what it must be, to the last rounding."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm import linear
+from jaxllm.kernels import native
+from jaxllm.layers import Norm
+from tests.kernels import oracle
+from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
+from tests.kernels.switching import NATIVE, needs_native
+from tests.quant.plain import levels_of
+
+# Tile edges: 16 outputs, 64 of a task; 32 inputs, 256 of a span; 6, 12 and 16 rows, 256 of a task.
+OUTPUTS = st.integers(1, 70)
+INPUTS = st.integers(1, 600)
+ROWS = st.sampled_from([1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 17, 32, 33, 40])
+widths = st.sampled_from(WIDTHS)
+seeds = st.integers(0, 2**32 - 1)
+every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
+fuzz = settings(deadline=None, max_examples=20)
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+EPS = 1e-5
+
+
+def judge(found, known_of, reads):
+    """Each answer is what it must be; `known_of(kernels, widened)` of the native ones is worked out once."""
+    native_knowns = [known_of("native", widened) for widened in reads]
+    for kernels, got in found.items():
+        oracle.accept(got, *([known_of("xla", False)] if kernels == "xla" else native_knowns))
+
+
+def check_to_units(shape, rows, width, seed, *, xla):
+    draw = np.random.default_rng(seed)
+    weight, x = weight_of(draw, shape, width, -1), floats(draw, rows, shape[-1])
+    if xla:
+        found = answers(linear.to_units, x, weight, xla=True)
+        assert {got.shape for got in found.values()} == {(rows, *shape[:-1])}
+        found = {kernels: got.reshape(rows, -1) for kernels, got in found.items()}
+    else:
+        found = answers(lambda x, weight: native.to_units(x, [weight])[0], x, weight)
+
+    def known(kernels, widened):
+        return oracle.product(oracle.known(x), weight, kernels=kernels, widened=widened)
+
+    judge(found, known, oracle.reads(weight))
+
+
+@every_width
+@pytest.mark.parametrize("shape", [(70, 600), (3, 5, 33)], ids=str)
+@pytest.mark.parametrize("rows", [1, 19])
+def test_to_units(rows, shape, width):
+    check_to_units(shape, rows, width, 0, xla=rows > 1)
+
+
+@needs_native
+@fuzz
+@given(
+    stack=st.none() | st.integers(1, 4), outputs=OUTPUTS, inputs=INPUTS, rows=ROWS, width=widths, seed=seeds
+)  # fmt: skip
+def test_to_units_of_any_shape(stack, outputs, inputs, rows, width, seed):
+    shape = (outputs, inputs) if stack is None else (stack, outputs, inputs)
+    check_to_units(shape, rows, width, seed, xla=False)
+
+
+def check_from_units(shape, rows, width, seed, *, xla, add=False):
+    draw = np.random.default_rng(seed)
+    weight, h = weight_of(draw, shape, width, -2), floats(draw, rows, *shape[:-1])
+    residual = floats(draw, rows, shape[-1]) if add else None
+    segments, flat = shape[0] if len(shape) == 3 else 1, h.reshape(rows, -1)
+    if xla:
+        found = answers(
+            lambda h, w, add: linear.from_units(h, w, residual=add), h, weight, residual, xla=True
+        )
+    else:
+        found = answers(lambda h, w, add: native.from_units(h, w, residual=add), flat, weight, residual)
+
+    def known(kernels, widened):
+        sums = oracle.product(oracle.known(flat), weight, kernels=kernels, segments=segments, widened=widened)
+        return oracle.plus(sums, residual) if add else sums
+
+    judge(found, known, oracle.reads(weight))
+
+
+@every_width
+@pytest.mark.parametrize("shape", [(600, 70), (3, 41, 9)], ids=str)
+@pytest.mark.parametrize("rows", [1, 19])
+def test_from_units(rows, shape, width):
+    check_from_units(shape, rows, width, 0, xla=rows > 1, add=True)
+
+
+@needs_native
+@fuzz
+@given(
+    stack=st.none() | st.integers(1, 4), inputs=INPUTS, outputs=OUTPUTS, rows=ROWS, width=widths, seed=seeds,
+    add=st.booleans(),
+)  # fmt: skip
+def test_from_units_of_any_shape(stack, inputs, outputs, rows, width, seed, add):
+    """Scales and steps of one kv head's inputs never cross into the next one's."""
+    shape = (inputs, outputs) if stack is None else (stack, -(-inputs // stack), outputs)
+    check_from_units(shape, rows, width, seed, xla=False, add=add)
+
+
+@pytest.mark.parametrize("width", [(8, 0), (4, 32)], ids=str)
+@pytest.mark.parametrize("rows", [1, 19])
+def test_normed_to_units(rows, width):
+    """One norm and one rounding for several weights, each with its own outputs."""
+    draw = np.random.default_rng(0)
+    shapes = [(2, 12, 300), (2, 6, 300), (33, 300)]
+    weights = [weight_of(draw, shape, width, -1) for shape in shapes]
+    x, scale = floats(draw, rows, 300), floats(draw, 300)
+    norm, known = Norm(scale=scale, bias=None, eps=EPS), oracle.normed(x, scale, EPS)
+
+    def door(x, norm, weights):
+        return linear.normed_to_units(x, norm, weights, [None] * 3)
+
+    found = answers(door, x, norm, weights, xla=True)
+    for i, weight in enumerate(weights):
+        assert {outs[i].shape for outs in found.values()} == {(rows, *shapes[i][:-1])}
+
+        def product(kernels, widened, weight=weight):
+            return oracle.product(known, weight, kernels=kernels, widened=widened)
+
+        outs = {kernels: outs[i].reshape(rows, -1) for kernels, outs in found.items()}
+        judge(outs, product, oracle.reads(weight))
+
+
+def check_feed_forward(width, neurons, rows, form, seed, *, activation, gated, norm, add, xla):
+    draw = np.random.default_rng(seed)
+    up, gate = (weight_of(draw, (neurons, width), form, -1) for _ in "ug")
+    down = weight_of(draw, (neurons, width), form, -2)
+    x, scale = floats(draw, rows, width), floats(draw, width)
+    if not norm:
+        # Products of the size that a norm's have.
+        x = x / np.float32(np.abs(x).max())
+
+    def by_kernel(x, scale, gate, up, down):
+        return native.feed_forward(
+            x, gate, up, down, activation=activation, norm_scale=scale, norm_eps=EPS, residual=add
+        )
+
+    def door(x, scale, gate, up, down):
+        weights = linear.FeedForward(up=up, down=down, gate=gate)
+        return linear.feed_forward(x, Norm(scale, None, EPS), weights, activation, add_input=add)
+
+    gate = gate if gated else None
+    found = answers(door if xla else by_kernel, x, scale if norm else None, gate, up, down, xla=xla)
+    source = oracle.normed(x, scale, EPS) if norm else oracle.known(x)
+
+    def known(kernels, widened):
+        out = oracle.feed_forward(
+            source, gate, up, down, activation=activation, kernels=kernels, widened=widened
+        )
+        if neurons * width > 1000:
+            # A bound that lets everything pass would be none.
+            assert np.median(out.error) < 0.02 * np.std(out.value)
+        return oracle.plus(out, x) if add else out
+
+    judge(found, known, oracle.reads(up))
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "activation"),
+    [((8, 0), 1, "silu"), ((8, 0), 19, "gelu"), ((4, 32), 1, "relu"), ((4, 64), 19, "gelu_tanh")],
+    ids=str,
+)
+def test_feed_forward(form, rows, activation):
+    options = dict(activation=activation, norm=True, xla=True)
+    check_feed_forward(70, 300, rows, form, 0, gated=True, add=True, **options)
+    check_feed_forward(70, 300, rows, form, 0, gated=False, add=False, **options)
+
+
+@needs_native
+@fuzz
+@given(
+    width=st.integers(1, 300), neurons=st.integers(1, 300), rows=ROWS, form=widths, seed=seeds,
+    activation=st.sampled_from(ACTIVATIONS), gated=st.booleans(), norm=st.booleans(), add=st.booleans(),
+)  # fmt: skip
+def test_feed_forward_of_any_shape(width, neurons, rows, form, seed, activation, gated, norm, add):
+    options = dict(activation=activation, gated=gated, norm=norm, add=add)
+    check_feed_forward(width, neurons, rows, form, seed, xla=False, **options)
+
+
+@needs_native
+@fuzz
+@given(outputs=OUTPUTS, inputs=INPUTS, rows=ROWS, seed=seeds)
+def test_integer_product_is_exact(outputs, inputs, rows, seed):
+    draw = np.random.default_rng(seed)
+    weight = weight_of(draw, (outputs, inputs), (8, 0), -1)
+    x = draw.integers(-127, 128, (rows, inputs), dtype=np.int8)
+    expected = x.astype(np.int64) @ levels_of(weight).T
+    for kernels, got in answers(native.integer_product, x, weight).items():
+        assert got.dtype == np.int32
+        np.testing.assert_array_equal(got, expected, err_msg=kernels)
+
+
+@needs_native
+def test_many_rows_and_outputs():
+    """More than one task has in either direction: 256 rows, 64 outputs."""
+    check_to_units((130, 40), 513, (8, 0), 0, xla=False)
+    check_to_units((130, 40), 300, (4, 32), 0, xla=False)
+    check_from_units((40, 130), 300, (8, 32), 0, xla=False, add=True)
+    options = dict(activation="silu", gated=True, norm=True, add=True)
+    check_feed_forward(40, 130, 300, (4, 32), 0, xla=False, **options)
+
+
+@needs_native
+@pytest.mark.parametrize("kernels", NATIVE)
+def test_the_bounds_see_a_wrong_scale_and_a_missing_block(kernels):
+    """Of the tests above: the least that a broken kernel could do is more than they forgive."""
+    draw = np.random.default_rng(0)
+    weight, x = weight_of(draw, (70, 600), (4, 32), -1), floats(draw, 5, 600)
+    known, dense = oracle.product(oracle.known(x), weight, kernels=kernels), oracle.matrix(weight)
+    values = oracle.rounded(oracle.known(x)).value
+    for block in range(0, 600, 32):
+        part = np.s_[block : block + 32]
+        lost = values[:, part] @ dense[part]
+        # One output's group scale off by one part in a thousand; one block's inputs not there.
+        assert np.mean(np.abs(lost) * 1e-3 > known.error) > 0.5
+        assert np.mean(np.abs(lost) > known.error) > 0.99

@@ -1,0 +1,261 @@
+"""Graphs whose shapes disagree end in an error, never in a read beyond a buffer.
+
+The package never makes such graphs. Exported ones and other people's callers may.
+"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
+from tests.kernels.drawing import weight_of
+from tests.kernels.switching import fall_back, needs_native
+
+F32, F16, I32, I8 = np.float32, np.float16, np.int32, np.int8
+
+
+def zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def ask(name: str, results: Any, operands: list[Any], **attributes: Any) -> Any:
+    """Calls a handler as XLA does, past the Python door."""
+    shaped = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), results)
+    return jax.ffi.ffi_call(f"jaxllm_{name}", shaped)(*map(jnp.asarray, operands), **attributes)
+
+
+def refuse(part: str, *call: Any, **attributes: Any) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"jaxllm kernels: .*{re.escape(part)}"):
+        jax.block_until_ready(ask(*call, **attributes))
+
+
+NOTHING = zeros(0)
+
+
+def formats(bits: int = 8, group: int = 0) -> dict[str, Any]:
+    return {"bits": np.int64(bits), "group": np.int64(group)}
+
+
+# 20 outputs × 70 inputs: 2 panels, 3 blocks.
+DATA, SCALE = zeros(2, 3, 512, dtype=I8), zeros(32)
+NARROW, GROUPED = zeros(2, 3, 256, dtype=np.uint8), zeros(2, 3, 16, dtype=F16)
+X, Y = zeros(4, 70), zeros(4, 20)
+
+FIT, ROW = "a weight's shape does not fit", "at least one row"
+TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
+    "few inputs": (FIT, [Y], [zeros(4, 64), NOTHING, DATA, SCALE], formats()),
+    "many inputs": (FIT, [Y], [zeros(4, 97), NOTHING, DATA, SCALE], formats()),
+    "many outputs": (FIT, [zeros(4, 33)], [X, NOTHING, DATA, SCALE], formats()),
+    "short data": (FIT, [Y], [X, NOTHING, DATA[:1], SCALE], formats()),
+    "flat data": (FIT, [Y], [X, NOTHING, DATA.reshape(-1), SCALE], formats()),
+    "short blocks": (FIT, [Y], [X, NOTHING, DATA[:, :, :256], SCALE], formats()),
+    "short scales": (FIT, [Y], [X, NOTHING, DATA, SCALE[:31]], formats()),
+    "scales of the units alone": (FIT, [Y], [X, NOTHING, DATA, SCALE[:20]], formats()),
+    "long scales": (FIT, [Y], [X, NOTHING, DATA, zeros(33)], formats()),
+    "narrow scales": (FIT, [Y], [X, NOTHING, DATA, SCALE.astype(F16)], formats()),
+    "whole numbers as scales": (FIT, [Y], [X, NOTHING, DATA, SCALE.astype(I32)], formats()),
+    "unsigned bytes": (FIT, [Y], [X, NOTHING, DATA.view(np.uint8), SCALE], formats()),
+    "bytes as nibbles": (FIT, [Y], [X, NOTHING, DATA, SCALE], formats(4)),
+    "nibbles as bytes": (FIT, [Y], [X, NOTHING, NARROW, GROUPED], formats(8, 32)),
+    "three bits": (FIT, [Y], [X, NOTHING, DATA, SCALE], formats(3)),
+    "no bits": (FIT, [Y], [X, NOTHING, zeros(2, 3, 0, dtype=I8), SCALE], formats(0)),
+    "many bits": (FIT, [Y], [X, NOTHING, DATA, SCALE], formats(1 << 40)),
+    "negative bits": (FIT, [Y], [X, NOTHING, DATA, SCALE], formats(-8)),
+    "odd groups": (FIT, [Y], [X, NOTHING, NARROW, GROUPED], formats(4, 16)),
+    "negative groups": (FIT, [Y], [X, NOTHING, NARROW, GROUPED], formats(4, -32)),
+    "wide scales of groups": (FIT, [Y], [X, NOTHING, NARROW, GROUPED.astype(F32)], formats(4, 32)),
+    "groups too few": (FIT, [Y], [X, NOTHING, NARROW, GROUPED[:, :2]], formats(4, 32)),
+    "groups of 64 as of 32": (FIT, [Y], [X, NOTHING, NARROW, GROUPED], formats(4, 64)),
+    "narrow activations": (ROW, [Y], [X.astype(F16), NOTHING, DATA, SCALE], formats()),
+    "a scalar as activations": (ROW, [Y], [zeros(), NOTHING, DATA, SCALE], formats()),
+    "no activations": (ROW, [Y], [zeros(4, 0), NOTHING, DATA, SCALE], formats()),
+    "other rows": ("other rows", [zeros(5, 20)], [X, NOTHING, DATA, SCALE], formats()),
+    "results of another type": ("other rows", [Y.astype(F16)], [X, NOTHING, DATA, SCALE], formats()),
+    "short norm": ("norm's scale", [Y], [X, zeros(69), DATA, SCALE], formats()),
+    "narrow norm": ("norm's scale", [Y], [X, zeros(70, dtype=F16), DATA, SCALE], formats()),
+    "no weights": ("each weight needs", [Y], [X, NOTHING], formats()),
+    "no scales": ("each weight needs", [Y], [X, NOTHING, DATA], formats()),
+    "a result too many": ("each weight needs", [Y, Y], [X, NOTHING, DATA, SCALE], formats()),
+    "nine weights": ("each weight needs", [Y] * 9, [X, NOTHING, *[DATA, SCALE] * 9], formats()),
+    "a wrong second weight": (FIT, [Y, Y], [X, NOTHING, DATA, SCALE, DATA[:, :2], SCALE], formats()),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "results", "operands", "form"), TO_UNITS.values(), ids=TO_UNITS)
+def test_to_units(part, results, operands, form):
+    refuse(part, "to_units", results, operands, **form, eps=F32(0))
+
+
+# 70 inputs × 20 outputs in one segment, or three segments of 40.
+REDUCTION, REDUCTION_SCALE = zeros(1, 3, 2, 512, dtype=I8), zeros(1, 32)
+STACK, STACK_SCALE = zeros(3, 2, 2, 256, dtype=np.uint8), zeros(3, 2, 2, 16, dtype=F16)
+H, HEADS = zeros(4, 70), zeros(4, 120)
+SEGMENTS = "do not divide into segments"
+MISFIT = "the weight's shape does not fit"
+FROM_UNITS: dict[str, tuple[str, list[Any], dict[str, Any], int]] = {
+    "many inputs": (MISFIT, [zeros(4, 97), REDUCTION, REDUCTION_SCALE, NOTHING], formats(), 1),
+    "many outputs": (MISFIT, [H, REDUCTION[:, :, :1], REDUCTION_SCALE[:, :16], NOTHING], formats(), 1),
+    "flat data": (MISFIT, [H, REDUCTION[0], REDUCTION_SCALE, NOTHING], formats(), 1),
+    "short scales": (MISFIT, [H, REDUCTION, REDUCTION_SCALE[:, :20], NOTHING], formats(), 1),
+    "long scales": (MISFIT, [H, REDUCTION, zeros(2, 32), NOTHING], formats(), 1),
+    "no scales": (MISFIT, [H, REDUCTION, NOTHING, NOTHING], formats(), 1),
+    "no data": (MISFIT, [H, REDUCTION[:0], REDUCTION_SCALE, NOTHING], formats(), 1),
+    "no panels": (MISFIT, [H, REDUCTION[:, :, :0], REDUCTION_SCALE, NOTHING], formats(), 1),
+    "no blocks": (MISFIT, [H, REDUCTION[:, :0], REDUCTION_SCALE, NOTHING], formats(), 1),
+    "wide scales of groups": (MISFIT, [HEADS, STACK, STACK_SCALE.astype(F32), NOTHING], formats(4, 32), 3),
+    "groups too few": (MISFIT, [HEADS, STACK, STACK_SCALE[:, :1], NOTHING], formats(4, 32), 3),
+    "groups too many": (MISFIT, [HEADS, STACK, zeros(3, 3, 2, 16, dtype=F16), NOTHING], formats(4, 32), 3),
+    "scales of no groups": (MISFIT, [HEADS, STACK, NOTHING.astype(F16), NOTHING], formats(4, 32), 3),
+    "segments too many": (MISFIT, [zeros(4, 160), STACK, STACK_SCALE, NOTHING], formats(4, 32), 4),
+    "longer segments": (MISFIT, [zeros(4, 195), STACK, STACK_SCALE, NOTHING], formats(4, 32), 3),
+    "shorter segments": (MISFIT, [zeros(4, 96), STACK, STACK_SCALE, NOTHING], formats(4, 32), 3),
+    "one long segment": (MISFIT, [HEADS, STACK, STACK_SCALE, NOTHING], formats(4, 32), 1),
+    "no segments": (SEGMENTS, [HEADS, STACK, STACK_SCALE, NOTHING], formats(4, 32), 0),
+    "negative segments": (SEGMENTS, [HEADS, STACK, STACK_SCALE, NOTHING], formats(4, 32), -3),
+    "segments that do not divide": (SEGMENTS, [HEADS, STACK, STACK_SCALE, NOTHING], formats(4, 32), 7),
+    "endless segments": (SEGMENTS, [HEADS, STACK, STACK_SCALE, NOTHING], formats(4, 32), 1 << 62),
+    "short residual": ("the residual", [H, REDUCTION, REDUCTION_SCALE, zeros(4, 19)], formats(), 1),
+    "one row of a residual": ("the residual", [H, REDUCTION, REDUCTION_SCALE, zeros(20)], formats(), 1),
+    "narrow residual": ("the residual", [H, REDUCTION, REDUCTION_SCALE, Y.astype(F16)], formats(), 1),
+    "other rows": ("other rows", [zeros(3, 70), REDUCTION, REDUCTION_SCALE, NOTHING], formats(), 1),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "operands", "form", "segments"), FROM_UNITS.values(), ids=FROM_UNITS)
+def test_from_units(part, operands, form, segments):
+    refuse(part, "from_units", Y, operands, **form, segments=np.int64(segments))
+
+
+# A block of 20 neurons over 70: the units above, and their reduction.
+DOWN, DOWN_SCALE = zeros(1, 1, 5, 512, dtype=I8), zeros(1, 80)
+UP = [DATA, SCALE]
+BLOCK = [X, NOTHING, *UP, *UP, DOWN, DOWN_SCALE]
+
+
+def block(at: int, value: Any) -> list[Any]:
+    return [*BLOCK[:at], value, *BLOCK[at + 1 :]]
+
+
+FEED_FORWARD: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
+    "short gate": (FIT, X, block(2, DATA[:1]), {}),
+    "short scales of the gate": (FIT, X, block(3, SCALE[:16]), {}),
+    "short up": (FIT, X, block(4, DATA[:, :2]), {}),
+    "no up": (FIT, X, block(4, DATA[:0]), {}),
+    "short down": (FIT, X, block(6, DOWN[:, :, :4]), {}),
+    "short scales of down": (FIT, X, block(7, zeros(1, 64)), {}),
+    "units as inputs": (FIT, X, block(6, DATA), {}),
+    "more units": (FIT, X, BLOCK, {"units": np.int64(33)}),
+    "no units": ("at least one unit", X, BLOCK, {"units": np.int64(0)}),
+    "negative units": ("at least one unit", X, BLOCK, {"units": np.int64(-20)}),
+    "endless units": (FIT, X, BLOCK, {"units": np.int64(1 << 62)}),
+    "another result": ("another shape", zeros(4, 71), BLOCK, {}),
+    "short norm": ("norm's scale", X, block(1, zeros(69)), {}),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "result", "operands", "change"), FEED_FORWARD.values(), ids=FEED_FORWARD)
+def test_feed_forward(part, result, operands, change):
+    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0))
+    refuse(part, "feed_forward", result, operands, **(formats() | attributes | change))
+
+
+INTEGERS = {
+    "floats": ("int8", zeros(4, 20, dtype=I32), [X, DATA]),
+    "few inputs": (MISFIT, zeros(4, 20, dtype=I32), [zeros(4, 64, dtype=I8), DATA]),
+    "nibbles": (MISFIT, zeros(4, 20, dtype=I32), [zeros(4, 70, dtype=I8), NARROW]),
+    "many outputs": (MISFIT, zeros(4, 33, dtype=I32), [zeros(4, 70, dtype=I8), DATA]),
+    "float results": ("int32", Y, [zeros(4, 70, dtype=I8), DATA]),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "result", "operands"), INTEGERS.values(), ids=INTEGERS)
+def test_integer_product(part, result, operands):
+    refuse(part, "integer_product", result, operands)
+
+
+Q, NEW, CACHE, POSITION = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(dtype=I32)
+FOUR = np.int32(4)
+GOOD = [Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, POSITION, FOUR]
+
+
+def but(**change: Any) -> list[Any]:
+    names = ("q", "k", "v", "cos", "sin", "keys", "values", "start", "valid")
+    return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
+
+
+ATTENTION: dict[str, tuple[str, list[Any]]] = {
+    "flat queries": ("queries must be", but(q=zeros(4, 96))),
+    "narrow queries": ("queries must be", but(q=Q.astype(F16))),
+    "narrow keys": ("queries must be", but(k=NEW.astype(F16))),
+    "fewer keys": ("do not fit the queries", but(k=zeros(1, 3, 2, 16))),
+    "fewer values": ("do not fit the queries", but(v=zeros(1, 3, 2, 16))),
+    "other kv heads": ("do not fit the queries", but(k=zeros(1, 4, 3, 16), v=zeros(1, 4, 3, 16))),
+    "wider keys": ("do not fit the queries", but(k=zeros(1, 4, 2, 17))),
+    "integer cache": ("float32 or float16", but(keys=CACHE.astype(np.int8), values=CACHE.astype(np.int8))),
+    "mixed cache": ("float32 or float16", but(values=CACHE.astype(F16))),
+    "cache of other heads": ("cache does not fit", but(keys=zeros(1, 3, 32, 16), values=zeros(1, 3, 32, 16))),
+    "cache of two": ("cache does not fit", but(keys=zeros(2, 2, 32, 16), values=zeros(2, 2, 32, 16))),
+    "narrower cache": ("cache does not fit", but(keys=zeros(1, 2, 32, 8), values=zeros(1, 2, 32, 8))),
+    "shorter values": ("cache does not fit", but(values=zeros(1, 2, 31, 16))),
+    "short sines": ("cosines and sines", but(cos=zeros(4, 8), sin=zeros(4, 7))),
+    "wide cosines": ("cosines and sines", but(cos=zeros(4, 9), sin=zeros(4, 9))),
+    "cosines of three tokens": ("cosines and sines", but(cos=zeros(3, 7), sin=zeros(3, 7))),
+    "narrow cosines": ("cosines and sines", but(cos=zeros(4, 8, dtype=F16), sin=zeros(4, 8, dtype=F16))),
+    "negative start": ("out of range", but(start=np.int32(-1))),
+    "negative count": ("out of range", but(valid=np.int32(-1))),
+    "more than there are": ("out of range", but(valid=np.int32(5))),
+    "two starts": ("one int32", but(start=zeros(2, dtype=I32))),
+    "float start": ("one int32", but(start=zeros())),
+}  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "operands"), ATTENTION.values(), ids=ATTENTION)
+def test_attention(part, operands):
+    results = [Q, operands[5], operands[6]]
+    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0))
+    refuse(part, "attention", results, operands, **options)
+
+
+@needs_native
+def test_results_of_attention():
+    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0))
+    refuse("another shape", "attention", [zeros(1, 4, 2, 3, 15), CACHE, CACHE], GOOD, **options)
+    refuse("does not fit", "attention", [Q, CACHE[:, :, :31], CACHE], GOOD, **options)
+    refuse("does not fit", "attention", [Q, CACHE, CACHE[:, :, :31]], GOOD, **options)
+    refuse("one int32", "attention", [Q, CACHE, CACHE], GOOD, **(options | dict(window=np.int64(-1))))
+
+
+@needs_native
+def test_what_fits_is_computed():
+    """The shapes above are refused for what is said of them, not for something else."""
+    assert ask("to_units", [Y], [X, NOTHING, *UP], **formats(), eps=F32(0))[0].shape == (4, 20)
+    operands = [H, REDUCTION, REDUCTION_SCALE, Y]
+    assert ask("from_units", Y, operands, **formats(), segments=np.int64(1)).shape == (4, 20)
+    operands = [HEADS, STACK, STACK_SCALE, NOTHING]
+    assert ask("from_units", Y, operands, **formats(4, 32), segments=np.int64(3)).shape == (4, 20)
+    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0))
+    assert ask("feed_forward", X, BLOCK, **formats(), **attributes).shape == (4, 70)
+    options = dict(scale=F32(1), softcap=F32(0), window=np.int64(0))
+    assert ask("attention", [Q, CACHE, CACHE], GOOD, **options)[0].shape == Q.shape
+    operands = [zeros(4, 70, dtype=I8), DATA]
+    assert ask("integer_product", zeros(4, 20, dtype=I32), operands).shape == (4, 20)
+
+
+def test_kernels_that_are_not_there(monkeypatch):
+    """The door says so itself, instead of a graph with a name that XLA does not know."""
+    weight = weight_of(np.random.default_rng(0), (20, 70), (8, 0), -1)
+    fall_back(monkeypatch)
+    with pytest.raises(ConfigError, match="no native kernels in this process"):
+        native.to_units(jnp.asarray(X), [weight])
+    assert native.threads() == 1
+    assert native.busy_ns() == 0

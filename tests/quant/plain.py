@@ -1,0 +1,71 @@
+"""What stored weights stand for, in numpy and float64, without the code under test."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxllm.quant import Bfloat16Bits, BlockedArray, QArray
+
+
+def wide(weight: Any) -> np.ndarray:
+    """The weight as floats `[..., R, C]`."""
+    if isinstance(weight, Bfloat16Bits):
+        return np.asarray(weight.bits).view(ml_dtypes.bfloat16).astype(np.float64)
+    if isinstance(weight, QArray | BlockedArray):
+        return levels_of(weight) * step_of(weight)
+    return np.asarray(weight).astype(np.float64)
+
+
+def levels_of(weight: QArray | BlockedArray) -> np.ndarray:
+    """The whole numbers of a quantized weight, int64 of its shape."""
+    if isinstance(weight, BlockedArray):
+        return _blocked_levels(weight)
+    data = np.asarray(weight.data)
+    if weight.bits == 8:
+        return data.astype(np.int64)
+    nibbles = np.concatenate([data & 15, data >> 4], axis=-1)
+    return nibbles[..., : weight.columns].astype(np.int64) - 8
+
+
+def step_of(weight: QArray | BlockedArray) -> np.ndarray:
+    """The scale of every element, float64, of the weight's shape."""
+    scale = np.asarray(weight.scale).astype(np.float64)
+    if isinstance(weight, BlockedArray):
+        return _blocked_steps(weight, scale)
+    if weight.group:
+        scale = np.repeat(scale, weight.group, axis=weight.axis)
+        scale = np.take(scale, np.arange(weight.shape[weight.axis]), axis=weight.axis)
+    return np.broadcast_to(scale, weight.shape)
+
+
+def _places(weight: BlockedArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Segment, input and output of every element of the weight, each of its shape."""
+    index = np.indices(weight.shape)
+    if weight.axis == -1:
+        outputs = np.ravel_multi_index(tuple(index[:-1]), weight.shape[:-1])
+        return np.zeros_like(outputs), index[-1], outputs
+    return index[0] if weight.ndim == 3 else np.zeros_like(index[0]), index[-2], index[-1]
+
+
+def _blocked_levels(weight: BlockedArray) -> np.ndarray:
+    """Element by element: four inputs of an output are adjacent, then the other outputs of the panel, then
+    the other inputs of the block; at 4 bits two quarters of four inputs share their bytes."""
+    data = np.asarray(weight.data)
+    segment, row, column = _places(weight)
+    panel, lane, block, within = column // 16, column % 16, row // 32, row % 32
+    quarter, four = within // 4, within % 4
+    byte_row = quarter if weight.bits == 8 else quarter // 2
+    at = byte_row * 64 + lane * 4 + four
+    byte = data[panel, block, at] if weight.axis == -1 else data[segment, block, panel, at]
+    if weight.bits == 8:
+        return byte.astype(np.int64)
+    return np.where(quarter % 2, byte >> 4, byte & 15).astype(np.int64) - 8
+
+
+def _blocked_steps(weight: BlockedArray, scale: np.ndarray) -> np.ndarray:
+    segment, row, column = _places(weight)
+    if not weight.group:
+        return scale[column] if weight.axis == -1 else scale[segment, column]
+    panel, lane, group = column // 16, column % 16, row // weight.group
+    return scale[panel, group, lane] if weight.axis == -1 else scale[segment, group, panel, lane]

@@ -1,0 +1,181 @@
+"""The kernels' order of a weight: its bytes by hand, its inverse, and what its padding holds."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.quant import BlockedArray, QArray, blocked_shapes, from_blocks, quantize, to_blocks
+from jaxllm.quant.blocks import blocked_levels, blocked_scales, take_blocked_rows
+from tests.quant.plain import levels_of, step_of, wide
+
+WIDTHS = [(8, 0), (8, 32), (8, 64), (4, 32), (4, 64)]
+every_width = pytest.mark.parametrize(("bits", "group"), WIDTHS, ids=str)
+every_axis = pytest.mark.parametrize("axis", [-1, -2])
+SHAPES = [(1, 1), (16, 32), (17, 33), (70, 65), (3, 20, 40), (2, 40, 20)]
+
+
+def quantized(shape, bits, group, axis, seed=0) -> QArray:
+    weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return quantize(weight, bits=bits, axis=axis, group=group)
+
+
+def counted(shape, bits, axis) -> QArray:
+    """Levels that tell places apart: 8 bits `16·r + c` (mod 256), 4 bits `r + 3·c` (mod 16)."""
+    row, column = np.indices(shape)
+    if bits == 8:
+        data = (16 * row + column).astype(np.uint8).view(np.int8)
+        scale = np.ones((shape[0], 1) if axis == -1 else (1, shape[1]), np.float32)
+        return QArray(data=data, scale=scale, bits=8, group=0, axis=axis, columns=shape[1])
+    from jaxllm.quant import pack_int4
+
+    data = pack_int4((row + 3 * column) % 16 - 8)
+    groups = (shape[0], -(-shape[1] // 32)) if axis == -1 else (-(-shape[0] // 32), shape[1])
+    scale = np.ones(groups, np.float16)
+    return QArray(data=data, scale=scale, bits=4, group=32, axis=axis, columns=shape[1])
+
+
+# Bytes
+
+
+def test_bytes_of_a_block():
+    """16 outputs × 32 inputs: four inputs of output 0, of output 1, ...; then the next four inputs."""
+    got = to_blocks(counted((16, 32), 8, -1)).data
+    assert got.shape == (1, 1, 512)
+    block = got.view(np.uint8)[0, 0]
+    assert block[:8].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert block[60:68].tolist() == [240, 241, 242, 243, 4, 5, 6, 7]
+    assert block[-4:].tolist() == [12, 13, 14, 15]  # 16·15 + 28... mod 256
+    # The same matrix as inputs × outputs is the same block.
+    turned = counted((16, 32), 8, -1)
+    turned = dataclasses.replace(turned, data=turned.data.T, scale=turned.scale.T, axis=-2, columns=16)
+    np.testing.assert_array_equal(to_blocks(turned).data.reshape(-1), got.reshape(-1))
+
+
+def test_bytes_of_a_narrow_block():
+    """Low nibbles hold inputs 0-3 and high ones 4-7, stored plus 8; then inputs 8-15."""
+    got = to_blocks(counted((16, 32), 4, -1)).data
+    assert got.shape == (1, 1, 256)
+    assert got.dtype == np.uint8
+    low = [(row + 3 * column) % 16 for row in (0, 1) for column in range(4)]
+    high = [(row + 3 * column) % 16 for row in (0, 1) for column in range(4, 8)]
+    assert got[0, 0, :8].tolist() == [a | b << 4 for a, b in zip(low, high, strict=True)]
+    assert got[0, 0, 64] == (3 * 8) % 16 | (3 * 12) % 16 << 4
+
+
+def test_order_of_blocks():
+    """Panel by panel where units are outputs, input block by input block where they are inputs."""
+    shape = (33, 70)  # 3 panels × 3 blocks, or 2 blocks × 5 panels
+    outputs, inputs = to_blocks(counted(shape, 8, -1)), to_blocks(counted(shape, 8, -2))
+    assert outputs.data.shape == (3, 3, 512)
+    assert outputs.data.view(np.uint8)[2, 1, 0] == 16 * 32 % 256 + 32
+    assert inputs.data.shape == (1, 2, 5, 512)
+    assert inputs.data.view(np.uint8)[0, 1, 3, 0] == 16 * 32 % 256 + 48
+
+
+def test_scales_of_blocks():
+    weight = quantized((33, 70), 4, 32, -1)
+    got = to_blocks(weight).scale
+    assert got.shape == (3, 3, 16)
+    np.testing.assert_array_equal(got[1, 2], weight.scale[16:32, 2])
+    weight = quantized((70, 33), 4, 32, -2)
+    got = to_blocks(weight).scale
+    assert got.shape == (1, 3, 3, 16)
+    np.testing.assert_array_equal(got[0, 2, 1], weight.scale[2, 16:32])
+    for axis in (-1, -2):
+        got = to_blocks(quantized((33, 33), 8, 0, axis)).scale
+        assert got.dtype == np.float32
+        assert got.shape == ((48,) if axis == -1 else (1, 48))
+
+
+# Both ways
+
+
+@every_width
+@every_axis
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_blocks_stand_for_the_same_weight(shape, axis, bits, group):
+    weight = quantized(shape, bits, group, axis)
+    blocked = to_blocks(weight)
+    assert (blocked.data.shape, blocked.scale.shape) == blocked_shapes(
+        shape, bits=bits, group=group, axis=axis
+    )
+    assert blocked.data.dtype == (np.int8 if bits == 8 else np.uint8)
+    assert blocked.scale.dtype == (np.float16 if group else np.float32)
+    assert blocked.data.flags.c_contiguous
+    assert blocked.scale.flags.c_contiguous
+    np.testing.assert_array_equal(levels_of(blocked), levels_of(weight))
+    np.testing.assert_array_equal(step_of(blocked), step_of(weight))
+    np.testing.assert_array_equal(blocked_levels(blocked), levels_of(weight))
+    np.testing.assert_array_equal(blocked_scales(blocked), weight.scale)
+    back = from_blocks(blocked)
+    for field in dataclasses.fields(QArray):
+        np.testing.assert_array_equal(
+            getattr(back, field.name), getattr(weight, field.name), err_msg=field.name, strict=True
+        )
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    lead=st.none() | st.integers(1, 4),
+    rows=st.integers(1, 130),
+    columns=st.integers(1, 130),
+    width=st.sampled_from(WIDTHS),
+    axis=st.sampled_from([-1, -2]),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_there_and_back(lead, rows, columns, width, axis, seed):
+    shape = (rows, columns) if lead is None else (lead, rows, columns)
+    weight = quantized(shape, *width, axis, seed)
+    blocked = to_blocks(weight)
+    np.testing.assert_array_equal(wide(blocked), wide(weight))
+    back = from_blocks(blocked)
+    np.testing.assert_array_equal(back.data, weight.data, strict=True)
+    np.testing.assert_array_equal(back.scale, weight.scale, strict=True)
+
+
+@every_width
+@every_axis
+def test_padding_weighs_nothing(axis, bits, group):
+    """Outputs and inputs that are not there are zeros (8 in a nibble), whatever is read of them."""
+    weight = quantized((2, 20, 40) if axis == -2 else (20, 40), bits, group, axis)
+    blocked = to_blocks(weight)
+    # Everything that the blocks hold, as if it were all part of the weight.
+    if axis == -1:
+        whole = dataclasses.replace(blocked, shape=(32, 64), group=0, scale=np.ones(32, np.float32))
+        inside = np.s_[:20, :40]
+    else:
+        whole = dataclasses.replace(blocked, shape=(2, 32, 48), group=0, scale=np.ones((2, 48), np.float32))
+        inside = np.s_[:, :20, :40]
+    levels = levels_of(whole)
+    np.testing.assert_array_equal(levels[inside], levels_of(weight))
+    levels[inside] = 0
+    assert not levels.any()
+    assert np.count_nonzero(blocked.scale) == np.count_nonzero(weight.scale)
+
+
+# Parts
+
+
+@every_width
+def test_rows_of_blocks(bits, group):
+    weight = quantized((37, 70), bits, group, -1)
+    rows = np.array([[36, 0, 15], [16, 16, 1]])
+    levels, scale = take_blocked_rows(to_blocks(weight), rows)
+    assert levels.dtype == np.int8
+    np.testing.assert_array_equal(levels, levels_of(weight)[rows])
+    np.testing.assert_array_equal(scale, weight.scale[rows])
+
+
+def test_a_blocked_weight_is_a_tree_of_its_arrays():
+    weight = to_blocks(quantized((20, 40), 4, 32, -1))
+    leaves, structure = jax.tree.flatten(weight)
+    assert [leaf.shape for leaf in leaves] == [(2, 2, 256), (2, 2, 16)]
+    again = jax.tree.unflatten(structure, leaves)
+    assert isinstance(again, BlockedArray)
+    assert (again.bits, again.group, again.axis, again.shape, again.ndim) == (4, 32, -1, (20, 40), 2)
+    # A smaller model's weight is another type of argument to a graph, not a shorter array.
+    assert jax.tree.structure(dataclasses.replace(weight, shape=(10, 40))) != structure
