@@ -1,14 +1,14 @@
 """The one place that compiles: the table of executables for one model, filled before the first request.
 
-Every graph is compiled ahead of time for one `Bucket`; a call whose bucket is not in the table raises
-`BucketMissing` instead of compiling under a user's request.
+Every graph is compiled ahead of time for one `Bucket`, or read from disk where an earlier process left it
+(`graph_store.py`); a call whose bucket is not in the table raises `BucketMissing` instead of compiling
+under a user's request.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,9 +24,12 @@ from jaxllm.models.decoder import Params
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
 from jaxllm.steps import decode_tokens, prefill_chunk, score_chunk
 from serving.chunks import plan_chunks
+from serving.graph_store import GraphStore
+from serving.machine import usable_cores
 from serving.options import EngineOptions
 
 MAX_STOP_IDS = 16
+_PROGRESS_S = 1.0
 Progress = Callable[[str, int, int], None]
 
 
@@ -36,21 +39,29 @@ class BucketTable:
     Attributes:
       cfg: the model.
       options: resolved options (see `EngineOptions.resolve`).
-      build_ms: time spent filling the table, in all.
-      bucket_ms: time to trace and compile each bucket (several are built at a time).
+      build_ms: time spent waiting for graphs, in all.
+      bucket_ms: time to trace and compile each bucket, or to read it (several are built at a time).
+      loaded: those buckets whose graph was read from disk.
     """
 
-    def __init__(self, cfg: ModelConfig, params: Params, options: EngineOptions) -> None:
+    def __init__(
+        self, cfg: ModelConfig, params: Params, options: EngineOptions, store: GraphStore | None = None
+    ) -> None:
+        """Makes an empty table; `store` keeps its graphs for later processes."""
         self.cfg = cfg
         self.options = options
         self.build_ms = 0.0
         self.bucket_ms: dict[Bucket, float] = {}
+        self.loaded: set[Bucket] = set()
         self._params = params
         self._dtype = jnp.dtype(options.activation_dtype)
+        self._cache_dtype = jnp.dtype(options.cache_dtype)
         self._table: dict[Bucket, Any] = {}
+        self._pending: dict[Bucket, concurrent.futures.Future] = {}
+        self._store = store
 
     def __contains__(self, bucket: Bucket) -> bool:
-        return bucket in self._table
+        return bucket in self._table or bucket in self._pending
 
     # -- which graphs ---------------------------------------------------------------------------
 
@@ -66,15 +77,18 @@ class BucketTable:
         return buckets
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """The fewest buckets that answer one request: one cache length, the chunks of its prompt."""
+        """The fewest buckets that answer one request: one cache length, the chunks of its prompt.
+
+        They come in the order in which the request needs them, the slowest to build of a step first.
+        """
         total = min(prompt_tokens + max_tokens, self.options.context_tokens)
         cache = next(c for c in self.options.cache_tokens if c >= total)
         chunks = dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens))
         return [
+            *(self._prefill_bucket(chunk, cache) for chunk in chunks),
             Bucket(kind="sample"),
             Bucket(kind="start", cache_tokens=cache),
-            self._decode_bucket(cache),
-            *(self._prefill_bucket(chunk, cache) for chunk in chunks),
+            *([] if max_tokens == 1 else [self._decode_bucket(cache)]),
         ]
 
     def score_buckets(self, window_tokens: int) -> list[Bucket]:
@@ -85,24 +99,32 @@ class BucketTable:
             Bucket(kind="score", tokens=self.options.chunk_tokens[-1], cache_tokens=cache),
         ]
 
-    def fill(self, buckets: Iterable[Bucket], progress: Progress | None = None) -> None:
-        """Compiles the buckets that the table lacks, in parallel.
+    def fill(
+        self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
+    ) -> None:
+        """Gets graphs that the table lacks, several at a time: from disk, else by compiling them.
 
         Args:
-          buckets: what to compile.
-          progress: called with ("compile", done, total) as graphs get ready.
+          buckets: the graphs to wait for.
+          progress: called with ("compile", done, total) as they get ready, and at times until then.
+          later: graphs to go on with in the background; a call that needs one waits for it.
         """
         missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._table]
-        if not missing:
-            return
         began = time.perf_counter()
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            futures = {pool.submit(self._build, bucket): bucket for bucket in missing}
-            for done, future in enumerate(concurrent.futures.as_completed(futures), start=1):
-                bucket = futures[future]
-                self._table[bucket], self.bucket_ms[bucket] = future.result()
+        self._begin([*missing, *later])
+        waiting = {self._pending[bucket]: bucket for bucket in missing}
+        try:
+            while waiting:
+                ready, _ = concurrent.futures.wait(waiting, _PROGRESS_S, concurrent.futures.FIRST_COMPLETED)
+                for future in ready:
+                    self._finish(waiting.pop(future))
                 if progress is not None:
-                    progress("compile", done, len(missing))
+                    progress("compile", len(missing) - len(waiting), len(missing))
+        except BaseException:
+            # Perhaps an interrupt: what no thread has begun must not hold up the end of the process.
+            for future in self._pending.values():
+                future.cancel()
+            raise
         self.build_ms += 1000 * (time.perf_counter() - began)
 
     def rehearse(self) -> None:
@@ -111,13 +133,13 @@ class BucketTable:
         XLA:CPU sets up the kernels of a graph when it first runs, which takes as long as many tokens;
         a service pays that before its first request.
         """
-        for bucket in list(self._table):
+        for bucket in [*self._table, *self._pending]:
             if bucket.kind not in ("prefill", "decode"):
                 continue
             cache = self._get(Bucket(kind="start", cache_tokens=bucket.cache_tokens))()
             if bucket.kind == "prefill":
                 row, one = np.zeros((1, bucket.tokens), np.int32), np.int32(1)
-                logits, _ = self._table[bucket](self._params, row, one, np.bool_(True), cache)
+                logits, _ = self._get(bucket)(self._params, row, one, np.bool_(True), cache)
                 logits.block_until_ready()
                 continue
             sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
@@ -205,24 +227,48 @@ class BucketTable:
 
     def _get(self, bucket: Bucket) -> Any:
         graph = self._table.get(bucket)
+        if graph is None and bucket in self._pending:
+            graph = self._finish(bucket)
         if graph is None:
             raise BucketMissing(f"{bucket} was not compiled; fill the table with it before the first request")
         return graph
 
+    def _begin(self, buckets: Sequence[Bucket]) -> None:
+        """Has threads build those buckets that nobody has asked for yet, or that failed, in this order."""
+        self._pending = {bucket: future for bucket, future in self._pending.items() if not _failed(future)}
+        new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self]
+        if not new:
+            return
+        pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
+        self._pending |= {bucket: pool.submit(self._build, bucket) for bucket in new}
+        # Its threads end when they have nothing left to do.
+        pool.shutdown(wait=False)
+
+    def _finish(self, bucket: Bucket) -> Any:
+        """Waits for a bucket that is being built and puts it into the table."""
+        graph, self.bucket_ms[bucket] = self._pending.pop(bucket).result()
+        self._table[bucket] = graph
+        return graph
+
     def _build(self, bucket: Bucket) -> tuple[Any, float]:
         began = time.perf_counter()
-        compiled = self._lowered(bucket).compile()
-        return compiled, 1000 * (time.perf_counter() - began)
+        graph = None if self._store is None else self._store.load(bucket)
+        if graph is not None:
+            self.loaded.add(bucket)
+        else:
+            graph = self._lowered(bucket).compile()
+            if self._store is not None:
+                self._store.store(bucket, graph)
+        return graph, 1000 * (time.perf_counter() - began)
 
     def _lowered(self, bucket: Bucket) -> Any:
         cfg, dtype = self.cfg, self._dtype
-        make_cache = functools.partial(new_cache, cfg, batch=1, tokens=bucket.cache_tokens, dtype=dtype)
+        empty = functools.partial(new_cache, cfg, batch=1, dtype=self._cache_dtype)
+        make_cache = functools.partial(empty, tokens=bucket.cache_tokens)
         if bucket.kind == "start":
             return jax.jit(make_cache).lower()
         if bucket.kind == "grow":
-            short = jax.eval_shape(
-                functools.partial(new_cache, cfg, batch=1, tokens=bucket.tokens, dtype=dtype)
-            )
+            short = jax.eval_shape(functools.partial(empty, tokens=bucket.tokens))
             # Nothing to donate: no buffer of the short cache has the size of one of the long.
             return jax.jit(functools.partial(grow, tokens=bucket.cache_tokens)).lower(short)
         sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
@@ -243,6 +289,10 @@ class BucketTable:
         token = jax.ShapeDtypeStruct((1,), jnp.int32)
         stop_ids = jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32)
         return jax.jit(step, donate_argnums=(2, 3)).lower(params, token, cache, sampler, stop_ids, scalar)
+
+
+def _failed(future: concurrent.futures.Future) -> bool:
+    return future.cancelled() or (future.done() and future.exception() is not None)
 
 
 def _shapes(tree: Any) -> Any:

@@ -3,13 +3,12 @@
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from jaxllm.bundle import WEIGHT_FORMATS
 from jaxllm.errors import ConfigError
@@ -17,8 +16,13 @@ from jaxllm.sampling import Sampling
 from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.options import EngineOptions
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 ProgressCallback = Callable[[str, int, int], None]
 MAX_INPUT_BYTES = 64 << 20
+# Bars are for waits that people notice; loading what draws them takes a good part of a start by itself.
+_PATIENCE_S = 0.5
 
 _STAGES = {
     "prepare": "Preparing weights",
@@ -137,19 +141,31 @@ def print_json(value: Any) -> None:
 def progress_bars() -> Iterator[ProgressCallback]:
     """A callback (stage, done, total) that draws a bar per stage on stderr, gone when done.
 
-    Nothing is drawn where stderr is no terminal.
+    Nothing is drawn where stderr is no terminal, nor during the first moment.
     """
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks = {}
+    began = time.monotonic()
+    bars, tasks = None, {}
+    with contextlib.ExitStack() as stack:
 
         def update(stage: str, done: int, total: int) -> None:
+            nonlocal bars
+            if bars is None:
+                if not sys.stderr.isatty() or time.monotonic() - began < _PATIENCE_S:
+                    return
+                bars = stack.enter_context(_bars())
             if stage not in tasks:
                 tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
             bars.update(tasks[stage], completed=done, total=total)
 
         yield update
+
+
+def _bars() -> "Progress":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _bias(pair: str) -> tuple[int, float]:

@@ -1,18 +1,25 @@
 """The engine: a bundle's parameters, its graphs and its tokenizer, answering one request at a time."""
 
+import functools
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import jax
+
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.kernels.native import kernels
 from jaxllm.tokenizer import Tokenizer
 from serving.buckets import BucketTable, Progress
+from serving.executables import ExecutableFolder
 from serving.generation import Generation, GenerationConfig, Session
-from serving.models import open_model
+from serving.graph_store import GraphStore
+from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
 
 Message = Mapping[str, str]
@@ -36,7 +43,8 @@ class Engine:
         began = time.perf_counter()
         self.bundle = bundle
         self.cfg: ModelConfig = bundle.cfg
-        self.options = (options or EngineOptions()).resolve(bundle.cfg)
+        quantized = bundle.layout.weights in ("int8", "int4")
+        self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
         self.tokenizer = Tokenizer(bundle.tokenizer_files())
         total, done = bundle.weight_bytes, 0
 
@@ -46,8 +54,21 @@ class Engine:
             if progress is not None:
                 progress("load", done, total)
 
+        if quantized and jax.default_backend() == "cpu" and kernels().missing:
+            _say_once(
+                f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
+                "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
+            )
         params = bundle.load(on_segment=on_segment)
-        self.table = BucketTable(bundle.cfg, params, self.options)
+        store = None
+        if self.options.executables_bytes:
+            folder = ExecutableFolder(
+                cache_folder() / "executables", limit_bytes=self.options.executables_bytes
+            )
+            store = GraphStore(
+                folder, cfg=bundle.cfg, options=self.options, params=params, kernels=repr(kernels())
+            )
+        self.table = BucketTable(bundle.cfg, params, self.options, store)
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     @classmethod
@@ -86,12 +107,23 @@ class Engine:
         max_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        """Compiles and rehearses all graphs, or only compiles those that one request needs."""
+        """Compiles and rehearses all graphs, or only compiles those that one request needs.
+
+        Graphs that an earlier process compiled are read instead (see `EngineOptions.executables_bytes`).
+
+        Args:
+          prompt_tokens: of that one request; None stands for all requests. Only what its first token
+            needs is waited for, the rest gets ready in the background.
+          max_tokens: of that one request; 0 where it is not known.
+          progress: called with ("compile", graphs done, graphs in all).
+        """
         if prompt_tokens is None:
             self.table.fill(self.table.all_buckets(), progress)
             self.table.rehearse()
         elif 0 < prompt_tokens <= self.options.context_tokens:
-            self.table.fill(self.table.request_buckets(prompt_tokens, max_tokens), progress)
+            needed = self.table.request_buckets(prompt_tokens, max_tokens)
+            first = [bucket for bucket in needed if bucket.kind != "decode"]
+            self.table.fill(first, progress, later=needed)
 
     def stream(
         self,
@@ -134,3 +166,8 @@ class Engine:
         """Answers a conversation of {"role", "content"} messages through the model's chat template."""
         prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("jaxllm").warning(message)

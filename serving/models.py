@@ -16,7 +16,6 @@ import platformdirs
 
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.errors import BundleError, CheckpointError
-from jaxllm.prepare import prepare, weight_format_of
 
 Progress = Callable[[str, int, int], None]
 
@@ -66,6 +65,9 @@ def cache_folder() -> Path:
 
 
 def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
+    # Here, so that who opens a bundle does not wait for all that reads checkpoints.
+    from jaxllm.prepare import prepare, weight_format_of
+
     weights = weights or weight_format_of(folder)
     place = cache_folder() / "bundles" / _digest([str(folder.resolve())]) / weights
     cached = place / f"{_content_key(folder)}{SUFFIX}"

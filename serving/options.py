@@ -1,11 +1,13 @@
-"""What an engine may be told: sizes of its graphs and caches, and its dtype."""
+"""What an engine may be told: sizes of its graphs and caches, its dtype, and what it keeps on disk."""
 
 import dataclasses
+import os
 
 import jax
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -16,6 +18,8 @@ _ACCELERATOR_CHUNKS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
 _CACHE_GROWTH = 4
 _MAX_DECODE_BLOCK = 256
+_EXECUTABLES_BYTES = 1 << 30
+_EXECUTABLES_VARIABLE = "JAXLLM_EXECUTABLES_BYTES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,10 @@ class EngineOptions:
       cache_tokens: cache lengths, ascending; a sequence moves into the next one as it grows.
       decode_block: most tokens decoded per dispatch.
       activation_dtype: "float32" or "bfloat16".
+      cache_dtype: of keys and values: "float32", "bfloat16" or "float16". Left to choose, it is float16
+        where native kernels serve quantized weights, else the activations'.
+      executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
+        none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
     """
 
     context_tokens: int = 0
@@ -35,6 +43,8 @@ class EngineOptions:
     cache_tokens: tuple[int, ...] = ()
     decode_block: int = 16
     activation_dtype: str = ""
+    cache_dtype: str = ""
+    executables_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.context_tokens < 0:
@@ -49,12 +59,23 @@ class EngineOptions:
             raise ConfigError(f"decode_block must be in [1, {_MAX_DECODE_BLOCK}], got {self.decode_block}")
         if self.activation_dtype not in ("", "float32", "bfloat16"):
             raise ConfigError(f"activation_dtype must be float32 or bfloat16, got {self.activation_dtype!r}")
+        if self.cache_dtype not in ("", "float32", "bfloat16", "float16"):
+            raise ConfigError(f"cache_dtype must be float32, bfloat16 or float16, got {self.cache_dtype!r}")
+        if self.executables_bytes is not None and self.executables_bytes < 0:
+            raise ConfigError(
+                f"executables_bytes must not be negative, got {self.executables_bytes}; 0 keeps none"
+            )
 
-    def resolve(self, cfg: ModelConfig, backend: str | None = None) -> "EngineOptions":
+    def resolve(
+        self, cfg: ModelConfig, backend: str | None = None, *, quantized: bool = False
+    ) -> "EngineOptions":
         """These options with every choice made for `cfg` on `backend` (default: JAX's own).
 
+        `quantized` says that the weights are int8 or int4.
+
         Raises:
-          ConfigError: the context does not fit the model's window, or the caches do not hold it.
+          ConfigError: the context does not fit the model's window, the caches do not hold it, or
+            $JAXLLM_EXECUTABLES_BYTES is no size.
         """
         on_cpu = (backend or jax.default_backend()) == "cpu"
         context = self.context_tokens or min(cfg.window_tokens, DEFAULT_CONTEXT_TOKENS)
@@ -69,12 +90,18 @@ class EngineOptions:
         chunks = self.chunk_tokens or (_CPU_CHUNKS if on_cpu else _ACCELERATOR_CHUNKS)
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
+        activation_dtype = self.activation_dtype or ("float32" if on_cpu else "bfloat16")
+        half_cache = on_cpu and quantized and native.kernels().native
         return dataclasses.replace(
             self,
             context_tokens=context,
             chunk_tokens=chunks,
             cache_tokens=caches,
-            activation_dtype=self.activation_dtype or ("float32" if on_cpu else "bfloat16"),
+            activation_dtype=activation_dtype,
+            cache_dtype=self.cache_dtype or ("float16" if half_cache else activation_dtype),
+            executables_bytes=_executables_bytes()
+            if self.executables_bytes is None
+            else self.executables_bytes,
         )
 
 
@@ -85,3 +112,14 @@ def _cache_lengths(context: int) -> tuple[int, ...]:
         lengths.append(length)
         length *= _CACHE_GROWTH
     return (*lengths, context)
+
+
+def _executables_bytes() -> int:
+    text = os.environ.get(_EXECUTABLES_VARIABLE, "")
+    if not text:
+        return _EXECUTABLES_BYTES if hasattr(os, "geteuid") else 0
+    if not text.isdecimal():
+        raise ConfigError(
+            f"{_EXECUTABLES_VARIABLE} must be a number of bytes (0: keep none), got {text!r:.80}"
+        )
+    return int(text)

@@ -16,6 +16,7 @@ from serving.console import (
 )
 from serving.engine import Engine
 from serving.generation import Generation
+from serving.machine import process_age_ms
 
 
 @click.command("generate")
@@ -48,15 +49,27 @@ def generate_command(
             prompt_tokens=generation.prompt_tokens, max_tokens=config.max_tokens, progress=progress
         )
     if as_json:
-        print_json(summary(generation.result()))
+        asked_ms = process_age_ms()
+        facts = summary(generation.result())
+        first_ms = None if asked_ms is None else round(asked_ms + generation.timings.ttft_ms)
+        print_json({**facts, "first_token_ms": first_ms, **graphs(engine)})
         return
     for piece in generation:
         click.echo(piece, nl=False)
     click.echo()
 
 
+def graphs(engine: Engine) -> dict[str, int]:
+    """How many graphs the engine read from disk, and how many it compiled."""
+    table = engine.table
+    return {
+        "loaded_graphs": len(table.loaded),
+        "compiled_graphs": len(table.bucket_ms.keys() - table.loaded),
+    }
+
+
 def summary(generation: Generation) -> dict[str, Any]:
-    """A finished answer as programs read it."""
+    """A finished answer as programs read it; times in milliseconds."""
     tokens, timings = len(generation.tokens), generation.timings
     tpot_ms = timings.tpot_ms(tokens)
     return {

@@ -8,6 +8,7 @@ import jax
 
 import jaxllm
 from jaxllm.bundle import Bundle
+from jaxllm.kernels import native
 from jaxllm.models.decoder import parameter_count
 from serving.console import print_json
 from serving.models import default_bundle
@@ -20,6 +21,7 @@ from serving.models import default_bundle
 def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
     """Describe a BUNDLE (default: the packaged model) and the device."""
     path = bundle or default_bundle()
+    chosen = native.kernels()
     with Bundle.open(path) as opened:
         if verify:
             opened.verify()
@@ -34,6 +36,10 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
             "jaxllm": jaxllm.__version__,
             "jax": jax.__version__,
             "device": str(jax.devices()[0].device_kind),
+            "kernels": chosen.name,
+            "kernels_reason": chosen.reason,
+            "kernels_available": list(chosen.choices),
+            "kernel_threads": native.threads(),
         }
     if as_json:
         print_json(facts)

@@ -1,6 +1,8 @@
 """The engine against the plainest possible loop, and what a request may and may not do."""
 
+import concurrent.futures
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +11,12 @@ import pytest
 
 from jaxllm.config import Bucket
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
+from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
 from serving import Engine, EngineOptions, GenerationConfig, Sampling
 from serving.buckets import BucketTable
 from serving.generation import Session
+from tests.tiny import write_tiny_bundle
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
 
@@ -242,9 +246,52 @@ def test_one_request_compiles_only_what_it_needs(tiny_bundle):
     options = EngineOptions(context_tokens=128, chunk_tokens=(16, 32), cache_tokens=(32, 128))
     engine = Engine.open(tiny_bundle, options=options, warm_up=False)
     engine.warm_up(prompt_tokens=8, max_tokens=20)
+    assert len(engine.generate(PROMPT, config(max_tokens=20)).tokens) == 20
     kinds = sorted((bucket.kind, bucket.cache_tokens) for bucket in engine.table.bucket_ms)
     assert kinds == [("decode", 32), ("prefill", 32), ("sample", 0), ("start", 32)]
-    assert len(engine.generate(PROMPT, config(max_tokens=20)).tokens) == 20
+
+
+def test_the_first_token_does_not_wait_for_the_graph_of_the_others(tiny_bundle, engine, monkeypatch):
+    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
+    build, may_go_on = BucketTable._build, threading.Event()
+
+    def slow(table, bucket):
+        if bucket.kind == "decode":
+            assert may_go_on.wait(60)
+        return build(table, bucket)
+
+    monkeypatch.setattr(BucketTable, "_build", slow)
+    try:
+        other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
+        generation = other.stream(PROMPT, config())
+        next(generation)
+        assert len(generation.tokens) == 1
+    finally:
+        may_go_on.set()
+    assert generation.result().tokens == engine.generate(PROMPT, config()).tokens
+
+
+def test_one_token_needs_no_graph_for_others(tiny_bundle, engine):
+    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
+    other.warm_up(prompt_tokens=len(PROMPT), max_tokens=1)
+    first = other.generate(PROMPT, config(max_tokens=1))
+    assert first.tokens == engine.generate(PROMPT, config(max_tokens=1)).tokens
+    assert {bucket.kind for bucket in other.table.bucket_ms} == {"prefill", "sample", "start"}
+
+
+def test_a_graph_that_failed_to_build_may_be_asked_for_again(tiny_bundle, engine, monkeypatch):
+    other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
+
+    def broken(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BucketTable, "_build", broken)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
+        concurrent.futures.wait(other.table._pending.values())
+    other.table.fill(other.table.request_buckets(len(PROMPT), 20))
+    assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
 
 
 def test_graphs_update_the_cache_in_place(engine):
@@ -258,7 +305,7 @@ def test_graphs_update_the_cache_in_place(engine):
 
 def test_rehearsal_runs_every_graph_and_leaves_no_trace(tiny_bundle, engine, monkeypatch):
     other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
-    other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
+    other.table.fill(other.table.request_buckets(len(PROMPT), 20))
     ran = []
 
     def spied(kind, graph):
@@ -281,3 +328,13 @@ def test_rehearsal_runs_every_graph_and_leaves_no_trace(tiny_bundle, engine, mon
 def test_stop_tokens_must_be_token_ids(token):
     with pytest.raises(ConfigError, match="stop_token_ids"):
         config(stop_token_ids=(token,))
+
+
+def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights="int8")
+    monkeypatch.setattr("serving.engine.kernels", lambda: Kernels("xla", "they were not built", missing=True))
+    for _ in range(2):
+        Engine.open(path, warm_up=False)
+    (record,) = [each for each in caplog.records if each.name == "jaxllm"]
+    assert "they were not built" in record.getMessage()
+    assert "C++ compiler" in record.getMessage()

@@ -45,6 +45,7 @@ def test_no_chunk_is_useless():
         (dict(decode_block=0), "decode_block"),
         (dict(decode_block=100000), "decode_block"),
         (dict(activation_dtype="float64"), "activation_dtype"),
+        (dict(executables_bytes=-1), "executables_bytes"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options, message):
@@ -55,6 +56,17 @@ def test_bad_options_say_what_is_allowed(options, message):
 def test_a_context_beyond_the_window_is_refused():
     with pytest.raises(ConfigError, match="window"):
         EngineOptions(context_tokens=CFG.window_tokens + 1).resolve(CFG)
+
+
+def test_how_much_is_kept_is_an_option_before_it_is_an_environment_variable(monkeypatch):
+    monkeypatch.delenv("JAXLLM_EXECUTABLES_BYTES", raising=False)
+    assert EngineOptions().resolve(CFG).executables_bytes == 1 << 30
+    monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "123")
+    assert EngineOptions().resolve(CFG).executables_bytes == 123
+    assert EngineOptions(executables_bytes=0).resolve(CFG).executables_bytes == 0
+    monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "1 GiB")
+    with pytest.raises(ConfigError, match="JAXLLM_EXECUTABLES_BYTES must be a number of bytes"):
+        EngineOptions().resolve(CFG)
 
 
 def test_caches_must_hold_the_context():

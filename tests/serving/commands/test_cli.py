@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from jaxllm.bundle import Bundle
 from jaxllm.errors import CheckpointError
 from serving import Engine
-from serving.cli import COMMANDS, main
+from serving.cli import COMMANDS, cli, main
 from tests.serving.commands.outcome import Run, succeeded
 
 USAGE: dict[str, tuple[Any, ...]] = {
@@ -43,6 +44,14 @@ def test_help(run: Run, arguments: tuple[str, ...], flag: str) -> None:
     out = succeeded(run(*arguments, flag))
     assert out.startswith(f"Usage: {' '.join(['jaxllm', *arguments])} ")
     assert all(name in out for name in (COMMANDS if not arguments else ["--help"]))
+
+
+def test_the_list_of_commands_has_the_first_sentence_of_their_help() -> None:
+    with click.Context(cli) as context:
+        for name, (_, help_) in COMMANDS.items():
+            command = cli.get_command(context, name)
+            assert command is not None
+            assert command.get_short_help_str(limit=1000).rstrip(".") == help_.rstrip("."), name
 
 
 def test_version(run: Run) -> None:
@@ -87,16 +96,28 @@ _HEAVY = {"torch", "transformers", "optax", "orbax", "matplotlib", "tensorflow",
     [
         (("--version",), _ROOMS | _HEAVY | {"jax", "numpy"}),
         (("info", "--help"), _ROOMS | _HEAVY),
-        (("--help",), _HEAVY),
+        (("--help",), _ROOMS | _HEAVY | {"jax", "numpy", "rich"}),
     ],
 )
 def test_what_is_not_used_is_not_imported(arguments: tuple[str, ...], unwanted: set[str]) -> None:
-    """Help for all commands reads their modules, but none of what these need to run."""
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTED, *arguments], capture_output=True, text=True, check=True
     )
     assert unwanted & set(done.stdout.split()) == set()
     assert done.stderr == ""
+
+
+def test_a_prompt_for_a_bundle_waits_for_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    """As far as importing goes; there is no such model."""
+    arguments = ("generate", "-p", "x", "-m", str(tmp_path / "absent"))
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORTED, *arguments], capture_output=True, text=True, check=False
+    )
+    imported = set(done.stdout.split())
+    assert {"jax", "serving.engine"} <= imported
+    checkpoints = {"jaxllm.prepare", "jaxllm.checkpoints.huggingface", "safetensors"}
+    unwanted = _ROOMS | _HEAVY | checkpoints | {"chex", "flax", "jinja2", "rich"}
+    assert unwanted & imported == set()
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 import serving.console
 import serving.models
+from jaxllm.bundle import Bundle
 from tests.serving.commands.outcome import WINDOW, Run, edit_config, failed
 
 FOLDER_DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -184,3 +185,11 @@ def test_output_that_cannot_be_written_is_one_line(tiny_bundle):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["error: No space left on device"]
+
+
+def test_an_error_of_the_system_names_its_file(run, bundle, monkeypatch):
+    def broken(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/some/where")
+
+    monkeypatch.setattr(Bundle, "open", broken)
+    failed(run("info", bundle), "error: /some/where: Permission denied")

@@ -43,7 +43,8 @@ def test_info(run: Run, bundle: Path, verify: tuple[str, ...]) -> None:
             "config": json.loads(json.dumps(CFG.to_json())),
         }
     assert {key: facts[key] for key in expected} == expected
-    assert set(facts) - set(expected) == {"jaxllm", "jax", "device"}
+    kernels = {"kernels", "kernels_reason", "kernels_available", "kernel_threads"}
+    assert set(facts) - set(expected) == {"jaxllm", "jax", "device"} | kernels
     lines = succeeded(run("info", bundle, *verify)).splitlines()
     # One whole fact a line, however wide the terminal.
     shown = dict(line.split(maxsplit=1) for line in lines)

@@ -1,0 +1,186 @@
+"""Compiled graphs on disk, so that a process starts in the time it takes to read them.
+
+XLA takes seconds to compile what it loads back in tens of milliseconds. An entry is one file,
+
+    header   magic, version, key, length and xxh3_128 of the payload
+    payload  what `jax.experimental.serialize_executable` makes of the executable
+
+named by the key of its graph (`graph_store.py`). Whatever is wrong with an entry or its folder, the graph
+is compiled instead: a cache never stands between a user and an answer.
+
+An executable is machine code, and loading one runs code that its file chooses. No checksum can make that
+safe; what makes it safe is that nobody else can have written the file. So the folder must belong to this
+user and be closed to others' writing, and so must each entry; the checksum only tells damage.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import xxhash
+from jax.experimental import serialize_executable
+
+from jaxllm.atomic import atomic_file
+
+SUFFIX = ".graph"
+# Of one entry: far above any graph (code grows with layers, not with weights), far below what would hurt.
+MAX_ENTRY_BYTES = 256 << 20
+_HEADER = struct.Struct("<8sI32sQ16s")
+_MAGIC, _VERSION = b"jaxllmGX", 1
+_STALE_S = 3600
+_log = logging.getLogger(__name__)
+
+
+class ExecutableFolder:
+    """Executables by key, in one folder of this user's. Threads and processes may share it.
+
+    Args:
+      folder: made when it is missing, closed to others.
+      limit_bytes: most bytes of entries; those unused for longest are deleted to keep it.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._told = False
+        self._lock = threading.Lock()
+
+    def load(self, key: str) -> jax.stages.Compiled | None:
+        """The executable of a graph, or None when there is none that can be used."""
+        try:
+            payload = self._read(key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, struct.error) as error:
+            _log.debug("%s: %s", self._path(key), error)
+            return None
+        try:
+            executable, arguments, results = pickle.loads(payload)
+            return serialize_executable.deserialize_and_load(
+                executable, arguments, results, execution_devices=jax.devices()[:1]
+            )
+        except Exception as error:  # Whatever JAX and XLA raise for what they cannot use.
+            _log.debug("%s: cannot be loaded (%s)", self._path(key), error)
+            return None
+
+    def store(self, key: str, compiled: jax.stages.Compiled) -> None:
+        """Keeps the executable of a graph that was just compiled, in place of what had its key."""
+        settings = jax.config.values
+        if settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]:
+            # JAX may have read it from its own cache, and XLA:CPU serializes what was read without its code:
+            # it would load, and fail when it runs.
+            return
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+        except Exception as error:  # Backends and graphs that have no serialized form.
+            _log.debug("%s: cannot be serialized (%s)", key, error)
+            return
+        if _HEADER.size + len(payload) > min(MAX_ENTRY_BYTES, self._limit_bytes):
+            return
+        checksum = xxhash.xxh3_128_digest(payload)
+        header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(key), len(payload), checksum)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._opened() as folder:
+                with atomic_file(self._path(key)) as file:
+                    os.fchmod(file.fileno(), 0o600)
+                    file.write(header)
+                    file.write(payload)
+                self._make_room(folder, newest=self._path(key).name)
+        except (OSError, ValueError) as error:
+            self._tell(error)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{SUFFIX}"
+
+    def _read(self, key: str) -> bytes:
+        """The payload of an entry, checked.
+
+        Raises:
+          OSError: there is none, or it cannot be read.
+          ValueError: the folder or the entry is not ours alone, or the entry is damaged.
+        """
+        try:
+            with self._opened() as folder:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                number = os.open(self._path(key).name, flags, dir_fd=folder)
+        except ValueError as error:
+            self._tell(error)
+            raise
+        with open(number, "rb") as file:
+            facts = os.fstat(number)
+            if not stat.S_ISREG(facts.st_mode) or not _ours_alone(facts):
+                raise ValueError("not a file that only this user may write")
+            if not _HEADER.size <= facts.st_size <= MAX_ENTRY_BYTES:
+                raise ValueError(f"{facts.st_size} bytes are not the size of an entry")
+            magic, version, named, size, checksum = _HEADER.unpack(file.read(_HEADER.size))
+            if (magic, version, named.hex(), size) != (_MAGIC, _VERSION, key, facts.st_size - _HEADER.size):
+                raise ValueError("not an entry of this key, or truncated")
+            payload = file.read(size)
+            if xxhash.xxh3_128_digest(payload) != checksum:
+                raise ValueError("the checksum is wrong")
+            with contextlib.suppress(OSError):  # On storage that is read-only now.
+                # The time of its last use, which is what `_make_room` goes by.
+                os.utime(number)
+        return payload
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """The folder's descriptor.
+
+        Raises:
+          ValueError: others could have written what is in it.
+        """
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if not _ours_alone(os.fstat(folder)):
+                raise ValueError("it is not this user's, or others may write to it")
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _make_room(self, folder: int, *, newest: str) -> None:
+        """Deletes the entries unused for longest until the rest keep the limit, and forgotten leftovers."""
+        entries = []
+        with os.scandir(folder) as found:
+            for each in found:
+                with contextlib.suppress(FileNotFoundError):  # Another process makes room too.
+                    facts = each.stat(follow_symlinks=False)
+                    if each.name.endswith(SUFFIX):
+                        entries.append((each.name == newest, facts.st_mtime_ns, each.name, facts.st_size))
+                    elif each.name.endswith(".tmp") and time.time() - facts.st_mtime > _STALE_S:
+                        # Of a process that was killed while it wrote.
+                        os.unlink(each.name, dir_fd=folder)
+        total = sum(size for *_, size in entries)
+        for _, _, name, size in sorted(entries):
+            if total <= self._limit_bytes:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            total -= size
+
+    def _tell(self, error: Exception) -> None:
+        """Says once that graphs are not kept, and why: it costs every later start."""
+        with self._lock:
+            told, self._told = self._told, True
+        if not told:
+            reason = error.strerror if isinstance(error, OSError) else error
+            _log.warning(
+                "%s: compiled graphs are not kept there (%s), so every start compiles them anew; set "
+                "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_EXECUTABLES_BYTES=0",
+                self._folder,
+                reason,
+            )
+
+
+def _ours_alone(facts: os.stat_result) -> bool:
+    """Whether a file is this user's and nobody else may write to it."""
+    return facts.st_uid == os.geteuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -1,0 +1,47 @@
+"""What this process runs on: its cores, its instruction set, and how long it has been alive."""
+
+import os
+import platform
+import time
+from pathlib import Path
+
+_CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
+# Enough for the first processor's entry; a file of all processors of a large server takes long to make.
+_CPUINFO_BYTES = 8192
+_CPUINFO_KEYS = {
+    "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
+    "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
+}  # fmt: skip
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: in a container or under taskset fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_features() -> list[str]:
+    """What a compiler for this very CPU looks at, as text: model and instruction sets.
+
+    Where the system does not tell, the machine's own name stands for its CPU.
+    """
+    system = platform.uname()
+    try:
+        with _CPUINFO.open("rb") as file:
+            text = file.read(_CPUINFO_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return [system.machine, system.node]
+    first = text.split("\n\n")[0].splitlines()
+    known = [line for line in first if line.partition(":")[0].strip() in _CPUINFO_KEYS]
+    return [system.machine, *known] if known else [system.machine, system.node]
+
+
+def process_age_ms() -> float | None:
+    """Time since this process began, to about 10 ms; None where the system does not tell."""
+    try:
+        # The second field is the command in parentheses, which may itself hold spaces and parentheses.
+        fields = _PROCESS_FACTS.read_text().rpartition(")")[2].split()
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+        began_s = int(fields[19]) / ticks_per_s
+        return 1000 * (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
+    except (OSError, AttributeError, IndexError, ValueError):
+        return None
