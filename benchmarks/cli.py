@@ -5,8 +5,11 @@ from pathlib import Path
 import click
 
 from benchmarks import engine as engine_bench
-from benchmarks.report import emit
-from serving.console import engine_options, model_options, progress_bars
+from benchmarks.peers import PEERS
+from benchmarks.report import check_plot, emit
+from benchmarks.shapes import SHAPES
+from jaxllm.bundle import WEIGHT_FORMATS
+from serving.console import engine_options, progress_bars
 
 
 @click.group("bench")
@@ -15,22 +18,92 @@ def bench_command() -> None:
 
 
 @bench_command.command("engine")
-@model_options
+@click.option(
+    "-m",
+    "--model",
+    type=click.Path(path_type=Path),
+    help="A bundle or a Hugging Face model folder. [default: the packaged model]",
+)
+@click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of a model: random weights of this size, made once and kept in the cache directory.",
+)
+@click.option(
+    "--weights",
+    multiple=True,
+    type=click.Choice(WEIGHT_FORMATS),
+    help="Weight width for a folder or a shape. Repeatable: one run compares them. [default: its own]",
+)
+@click.option(
+    "--context",
+    "context_tokens",
+    type=int,
+    default=0,
+    metavar="TOKENS",
+    help="Most tokens of prompt and answer together. [default: the model's window, up to 2048]",
+)
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    default=("all",),
+    type=click.Choice([*PEERS, "all", "none"]),
+    help="Another engine to run beside ours, on the same weights. Repeatable. [default: all installed]",
+)
+@click.option(
+    "--threads",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Cores that each system computes with. [default: all that this process may use]",
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Measure every system's perplexity on this UTF-8 text too.",
+)
+@click.option("--separator", help="Split the text into documents at this string, scored apart.")
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def engine_command(
     model: Path | None,
-    weights: str | None,
+    shape: str | None,
+    weights: tuple[str, ...],
     context_tokens: int,
+    peers: tuple[str, ...],
+    threads: int,
+    text: Path | None,
+    separator: str | None,
     quick: bool,
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Load, build and run times of a model, its prefill and decode rates, peak memory."""
+    """Load, build and run times of a model, its prefill and decode rates, memory and perplexity, beside
+    other engines that run the same weights at the same width."""
+    if shape is not None and model is not None:
+        raise click.UsageError("--shape and --model exclude each other")
+    if separator == "":
+        raise click.UsageError("--separator must not be empty")
+    check_plot(plot)
+    subject = engine_bench.Subject(
+        model=model,
+        shape=shape,
+        weights=weights,
+        peers=() if "none" in peers else peers,
+        threads=threads,
+        text=text,
+        separator=separator,
+    )
     plan = engine_bench.Plan.quick() if quick else engine_bench.Plan()
     with progress_bars() as progress:
         rows = engine_bench.run(
-            model, weights=weights, options=engine_options(context_tokens), plan=plan, progress=progress
+            subject,
+            options=engine_options(context_tokens),
+            plan=plan,
+            progress=progress,
+            tell=lambda message: click.echo(message, err=True),
         )
     emit("engine", rows, as_json=as_json, plot=plot)

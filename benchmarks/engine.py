@@ -1,141 +1,215 @@
-"""`jaxllm bench engine`: load, build and run times apart; prefill and decode rates; peak memory.
+"""`jaxllm bench engine`: load, build and run times apart, prefill and decode rates, memory and quality of
+our engine, beside other engines that run the same weights at the same width.
 
-The decode rate is measured twice in alternation: as the engine runs (a block of tokens per dispatch)
-and with one dispatch per token (`jaxllm-one-token-per-dispatch`), the loop that engines without
-on-device sampling run.
+Every system runs in a process of its own on the same cores (`peers/process.py`) and answers the same prompts
+in alternation (`contest.py`). Ours decodes as the service does, a block of tokens per dispatch, and with one
+dispatch per token (`jaxllm-one-token-per-dispatch`), the loop of engines without on-device sampling.
 """
 
 import dataclasses
-import time
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
+from benchmarks.bandwidth import read_bandwidth
+from benchmarks.checkpoint import Checkpoint
+from benchmarks.contest import prompt_ids, race
+from benchmarks.engine_rows import memory_rows, opening_rows, quality_rows, row, size_rows, speed_rows
+from benchmarks.field import PER_TOKEN, Circumstances, Field
+from benchmarks.peers import PEERS
+from benchmarks.peers.process import Child
+from benchmarks.quality import REFERENCE, Text, perplexity
+from benchmarks.report import Row
+from benchmarks.shapes import shape_folder
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from serving.options import DEFAULT_CONTEXT_TOKENS, EngineOptions
 
-from benchmarks.report import Row, median, peak_memory_bytes, reset_peak_memory
-from jaxllm.sampling import Sampling, sampler_state
-from serving.buckets import MAX_STOP_IDS, Progress
-from serving.engine import Engine
-from serving.options import EngineOptions
-
-OURS, PER_TOKEN = "jaxllm", "jaxllm-one-token-per-dispatch"
+MEMORY = "memory"
+Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Sizes of one measurement."""
+    """Sizes of one measurement.
+
+    Attributes:
+      prompt_tokens: lengths of prompts.
+      decode_tokens: decoded after each of them.
+      rounds: of which medians are taken.
+      text_windows: most windows of text to score; 0 means all.
+      patience_s: for repeating what other processes disturbed, in all.
+      slow_peers: whether "all" peers holds those too that take minutes.
+    """
 
     prompt_tokens: tuple[int, ...] = (64, 256, 1024)
     decode_tokens: int = 128
     rounds: int = 5
+    text_windows: int = 0
+    patience_s: float = 120.0
+    slow_peers: bool = True
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute on two cores for a model of some hundred million parameters."""
-        return cls(prompt_tokens=(64, 256), decode_tokens=32, rounds=3)
+        return cls(
+            prompt_tokens=(64, 256),
+            decode_tokens=32,
+            rounds=3,
+            text_windows=8,
+            patience_s=5.0,
+            slow_peers=False,
+        )
+
+    def within(self, context_tokens: int) -> "Plan":
+        """The plan for a context that may be too short for it.
+
+        Raises:
+          ConfigError: there is no room for one token of prompt and one of the answer.
+        """
+        if context_tokens < 2:
+            raise ConfigError(
+                "bench engine needs a context of at least 2 tokens, one to feed and one to decode, got "
+                f"{context_tokens}; give a larger --context"
+            )
+        decode = min(self.decode_tokens, context_tokens // 2)
+        prompts = {min(tokens, context_tokens - decode) for tokens in self.prompt_tokens}
+        return dataclasses.replace(self, prompt_tokens=tuple(sorted(prompts)), decode_tokens=decode)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured, and against whom.
+
+    Attributes:
+      model: a bundle, a Hugging Face folder, or None for the packaged model.
+      shape: a name of `shapes.SHAPES` instead: random weights.
+      weights: widths of ours; empty takes the model's own.
+      peers: names of other engines (see `peers.PEERS`), "all" for those that are installed and can run
+        the model.
+      threads: that every system may compute with; 0 takes all cores of this process.
+      text: a UTF-8 file to measure perplexity on.
+      separator: splits it into documents.
+    """
+
+    model: Path | None = None
+    shape: str | None = None
+    weights: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    threads: int = 0
+    text: Path | None = None
+    separator: str | None = None
 
 
 def run(
-    model: Path | None,
+    subject: Subject,
     *,
-    weights: str | None,
     options: EngineOptions,
     plan: Plan,
     progress: Progress | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> list[Row]:
-    """Measures one model; rows as `report` prints them."""
-    engine = Engine.open(model, weights=weights, options=options, warm_up=False, progress=progress)
-    name = f"{engine.bundle.layout.name} {engine.bundle.layout.weights}"
-    engine.warm_up(progress=progress)
-    rows = [
-        _ours(name, "load_ms", engine.load_ms, "ms"),
-        _ours(name, "build_ms", engine.table.build_ms, "ms"),
-        _ours(name, "graphs", len(engine.table.bucket_ms), "graphs"),
-        _ours(name, "weight_bytes", engine.bundle.weight_bytes, "bytes"),
-        _ours(f"{name}, load and build", "peak_memory_bytes", peak_memory_bytes(), "bytes"),
-    ]
-    run_memory = "run" if reset_peak_memory() else "load, build and run"
-    context = engine.options.context_tokens
-    lengths = sorted({min(tokens, context) for tokens in plan.prompt_tokens})
-    for tokens in lengths:
-        rows += _prefill_rows(engine, tokens, plan, name)
-    prompt = min(lengths[0], context // 2)
-    rows += _decode_rows(engine, prompt, min(plan.decode_tokens, context - prompt), plan, name)
-    rows.append(_ours(f"{name}, {run_memory}", "peak_memory_bytes", peak_memory_bytes(), "bytes"))
-    return rows
+    """Measures one model; rows as `report` prints them.
+
+    Args:
+      subject: see there.
+      options: of our engine.
+      plan: how much is measured.
+      progress: called with (stage, done, total).
+      tell: called with what the user should know besides the rows.
+
+    Raises:
+      JaxllmError: the model, a peer or the plan does not fit; or a system fails.
+    """
+    progress, tell = progress or (lambda *_: None), tell or (lambda _: None)
+    threads = _threads(subject.threads)
+    model = subject.model if subject.shape is None else shape_folder(subject.shape, progress)
+    checkpoint = Checkpoint.find(model)
+    widths = checkpoint.widths(subject.weights)
+    peers = _peers(subject.peers, checkpoint.cfg, plan, tell)
+    # The same choice as the engine's own: all systems must have the same room.
+    context = options.context_tokens or min(checkpoint.cfg.window_tokens, DEFAULT_CONTEXT_TOKENS)
+    plan = plan.within(context)
+    text = _text(subject, checkpoint, context, plan.text_windows)
+    given = Circumstances(
+        checkpoint=checkpoint,
+        options=dataclasses.replace(options, context_tokens=context),
+        threads=threads,
+        context_tokens=context,
+    )
+    rows: list[Row] = []
+    # Before and after: what others take of memory's speed meanwhile must not raise our share of it.
+    bandwidth = read_bandwidth(threads)
+    with Field(given, progress) as field:
+        for width in widths:
+            child = field.open_ours(width)
+            rows += opening_rows(f"{checkpoint.name} {width}", child)
+        if peers and child.facts["backend"] != "cpu":
+            tell("no peers: they are measured on CPUs alone, and ours runs on an accelerator")
+            peers = []
+        for peer in peers:
+            field.open_peer(peer)
+        prompts = [prompt_ids(checkpoint.cfg.vocab_size, tokens) for tokens in plan.prompt_tokens]
+        results = race(
+            field.contenders,
+            prompts,
+            decode_tokens=plan.decode_tokens,
+            rounds=plan.rounds,
+            patience_s=plan.patience_s,
+            progress=progress,
+        )
+        bandwidth = max(bandwidth, read_bandwidth(threads))
+        for width in widths:
+            name, group = f"{checkpoint.name} {width}", field.beside(width)
+            rows += size_rows(name, group, again=checkpoint.stored not in (None, "f32"))
+            for tokens in plan.prompt_tokens:
+                rows += speed_rows(name, group, results, tokens, plan.decode_tokens, bandwidth)
+            rows += memory_rows(name, group)
+        if text is not None:
+            # A system beside several widths is scored once.
+            values: dict[Child, float] = {}
+            for width in widths:
+                children = {s: c.child for s, c in field.beside(width).items() if s != PER_TOKEN}
+                children[REFERENCE] = field.float_child()
+                for child in children.values():
+                    if child not in values:
+                        values[child] = perplexity(child, text, progress)
+                rows += quality_rows(f"{checkpoint.name} {width}", children, values, text)
+    note = f"{threads} threads"
+    return [*rows, row(MEMORY, "read_bandwidth", bandwidth, "bytes/s", system=MEMORY, note=note)]
 
 
-def _ours(case: str, metric: str, value: float, unit: str) -> Row:
-    return Row(case=case, system=OURS, metric=metric, value=value, unit=unit)
+def _threads(wanted: int) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not 0 <= wanted <= cores:
+        raise ConfigError(f"--threads must be in [1, {cores}], the cores of this process; got {wanted}")
+    return wanted or cores
 
 
-def _prefill_rows(engine: Engine, tokens: int, plan: Plan, name: str) -> list[Row]:
-    prompt = _prompt(engine, tokens)
-
-    def once() -> None:
-        sampler = sampler_state(Sampling(), prompt, engine.cfg.vocab_size, 0)
-        logits, _ = engine.table.prefill(engine.table.start(tokens), prompt, 0)
-        np.asarray(engine.table.sample(logits, sampler)[0])
-
-    once()
-    ms = median(_timed_ms(once) for _ in range(plan.rounds))
-    case = f"{name}, prompt {tokens}"
-    return [
-        _ours(case, "ttft_ms", ms, "ms"),
-        _ours(case, "prefill_tokens_per_s", 1000 * tokens / ms, "tokens/s"),
-    ]
-
-
-def _decode_rows(engine: Engine, prompt_tokens: int, tokens: int, plan: Plan, name: str) -> list[Row]:
-    blocks = {OURS: engine.options.decode_block, PER_TOKEN: 1}
-    runs: dict[str, list[float]] = {system: [] for system in blocks}
-    for round_ in range(plan.rounds + 1):
-        for system, block in blocks.items():
-            ms = _decode_ms(engine, prompt_tokens, tokens, block)
-            if round_:  # the first round warms caches
-                runs[system].append(ms)
-    rate = {system: 1000 * tokens / median(ms) for system, ms in runs.items()}
-    case = f"{name}, decode {tokens} after {prompt_tokens}"
-    metric, unit = "decode_tokens_per_s", "tokens/s"
-    return [
-        Row(
-            case=case,
-            system=OURS,
-            metric=metric,
-            value=rate[OURS],
-            unit=unit,
-            baseline=PER_TOKEN,
-            ratio=rate[OURS] / rate[PER_TOKEN],
-        ),
-        Row(case=case, system=PER_TOKEN, metric=metric, value=rate[PER_TOKEN], unit=unit),
-    ]
+def _peers(wanted: Sequence[str], cfg: ModelConfig, plan: Plan, tell: Callable[[str], None]) -> list[str]:
+    """The peers to measure; one that was named has to be there."""
+    chosen = []
+    for name, peer in PEERS.items():
+        if name not in wanted and "all" not in wanted:
+            continue
+        missing = peer.missing()
+        reason = f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else peer.refusal(cfg)
+        if reason is None and peer.slow and not plan.slow_peers and name not in wanted:
+            reason = f"it takes minutes; --peer {name} measures it even so"
+        if reason is None:
+            chosen.append(name)
+        elif name in wanted:
+            raise ConfigError(f"peer {name}: {reason}")
+        else:
+            tell(f"without {name}: {reason}")
+    return chosen
 
 
-def _decode_ms(engine: Engine, prompt_tokens: int, tokens: int, block: int) -> float:
-    """Time to decode `tokens` greedily, at most `block` per dispatch, each block read by the host."""
-    table, prompt = engine.table, _prompt(engine, prompt_tokens)
-    sampler = sampler_state(Sampling(), prompt, engine.cfg.vocab_size, 0)
-    logits, cache = table.prefill(table.start(prompt_tokens + tokens), prompt, 0)
-    token, sampler = table.sample(logits, sampler)
-    token.block_until_ready()
-    no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
-    done = 0
-    began = time.perf_counter()
-    while done < tokens:
-        rows, count, cache, sampler = table.decode(token, cache, sampler, no_stop, min(block, tokens - done))
-        got = np.asarray(rows)[0, : int(count)]
-        token = got[-1:]
-        done += len(got)
-    return 1000 * (time.perf_counter() - began)
-
-
-def _prompt(engine: Engine, tokens: int) -> list[int]:
-    """Token ids spread over the vocabulary, the same at every run."""
-    rng = np.random.default_rng(0)
-    return rng.integers(0, engine.cfg.vocab_size, tokens).tolist()
-
-
-def _timed_ms(call: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - began)
+def _text(subject: Subject, checkpoint: Checkpoint, context_tokens: int, limit: int) -> Text | None:
+    if subject.text is None:
+        return None
+    if subject.shape is not None:
+        raise ConfigError("--text needs a trained model: random weights have no perplexity worth reading")
+    return Text.read(
+        subject.text, checkpoint, separator=subject.separator, window_tokens=context_tokens, limit=limit
+    )

@@ -4,9 +4,9 @@ import dataclasses
 import json
 import os
 import platform
-import resource
 import statistics
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Row:
     """One measured value.
 
     `ratio` says how many times better ours is than `baseline` (above 1 is better, whatever the
-    metric's direction); rows of a baseline itself have neither.
+    metric's direction); rows of a baseline itself have neither. `note` says how the system ran.
     """
 
     case: str
@@ -33,6 +33,7 @@ class Row:
     unit: str
     baseline: str | None = None
     ratio: float | None = None
+    note: str | None = None
 
 
 def median(values: Iterable[float]) -> float:
@@ -54,31 +55,65 @@ def machine() -> dict[str, Any]:
     }
 
 
-def peak_memory_bytes() -> int:
-    """Most memory the process held resident, since it began or since `reset_peak_memory`; memory of an
-    accelerator is added."""
-    stats = jax.devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
-    return _peak_resident_bytes() + (stats or {}).get("peak_bytes_in_use", 0)
+def check_plot(folder: Path | None) -> None:
+    """Refuses a folder for figures that cannot be drawn into, before anything is measured.
 
-
-def reset_peak_memory() -> bool:
-    """Starts the peak of resident memory anew, where the system allows it (Linux)."""
+    Raises:
+      click.UsageError: matplotlib is missing, or the folder cannot be made or written.
+    """
+    if folder is None:
+        return
     try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+        import matplotlib.pyplot  # noqa: F401
+    except ImportError as error:
+        raise click.UsageError("--plot needs matplotlib: pip install 'jaxllm[plot]'") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise click.UsageError(
+            f"--plot {folder}: cannot be written ({error.strerror}); name another"
+        ) from error
 
 
-def _peak_resident_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    # Kibibytes, but bytes on macOS.
-    unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def compared(
+    rows_of: Mapping[str, float],
+    *,
+    ours: str,
+    case: str,
+    metric: str,
+    unit: str,
+    notes: Mapping[str, str | None] | None = None,
+    lower_is_better: bool = False,
+) -> list["Row"]:
+    """The rows of one case and metric: ours once per baseline with its ratio, then each baseline's.
+
+    Args:
+      rows_of: value by system, ours among them.
+      ours: our system's name.
+      case: what was measured.
+      metric: by the contract's name.
+      unit: of the values.
+      notes: by system, how it ran.
+      lower_is_better: turns ratios round.
+    """
+    notes = notes or {}
+
+    def row(system: str, **against: Any) -> Row:
+        value = rows_of[system]
+        return Row(
+            case=case, system=system, metric=metric, value=value, unit=unit, note=notes.get(system), **against
+        )
+
+    others = [system for system in rows_of if system != ours]
+    if not others:
+        return [row(ours)]
+    rows = []
+    for other in others:
+        ratio = rows_of[ours] / rows_of[other]
+        rows.append(row(ours, baseline=other, ratio=1 / ratio if lower_is_better else ratio))
+    return rows + [row(other) for other in others]
 
 
 def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -> None:
@@ -89,7 +124,7 @@ def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -
     else:
         console = Console()
         # A file or pipe has no width; the usual 80 columns would break the rows.
-        console.width = console.width if console.is_terminal else 140
+        console.width = console.width if console.is_terminal else 180
         console.print(_table(bench, rows))
     if plot is not None:
         _draw(bench, rows, plot)
@@ -97,23 +132,34 @@ def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -
 
 def _table(bench: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"bench {bench} ({machine()['cpu']}, {machine()['cores']} cores)")
-    for heading in ("case", "system", "metric", "value", "against", "ratio"):
+    noted = any(row.note for row in rows)
+    for heading in ("case", "system", "metric", "value", "against", "ratio", *(["note"] if noted else [])):
         right = heading in ("value", "ratio")
         table.add_column(heading, justify="right" if right else "left")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
-        value = f"{row.value / 1e6:,.1f} MB" if row.unit == "bytes" else f"{row.value:,.1f} {row.unit}"
-        table.add_row(row.case, row.system, row.metric, value, row.baseline or "", ratio)
+        cells = [row.case, row.system, row.metric, _shown(row), row.baseline or "", ratio]
+        table.add_row(*cells, *([row.note or ""] if noted else []))
     return table
+
+
+def _shown(row: Row) -> str:
+    """The value with its unit, in as many digits as its metric is read with."""
+    if row.unit == "bytes":
+        return f"{row.value / 1e6:,.1f} MB"
+    if row.unit == "bytes/s":
+        return f"{row.value / 1e9:,.1f} GB/s"
+    if row.unit == "share":
+        return f"{100 * row.value:,.0f} %"
+    digits = 4 if row.metric == "perplexity" else 2 if row.metric == "bits_per_weight" else 1
+    return f"{row.value:,.{digits}f} {row.unit}".rstrip()
 
 
 def _draw(bench: str, rows: Sequence[Row], folder: Path) -> None:
     """One figure per metric: bars per case and system."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise click.UsageError("--plot needs matplotlib: pip install 'jaxllm[plot]'") from error
-    folder.mkdir(parents=True, exist_ok=True)
+    check_plot(folder)
+    import matplotlib.pyplot as plt
+
     for metric in dict.fromkeys(row.metric for row in rows):
         chosen = {(r.case, r.system): r for r in rows if r.metric == metric}.values()
         figure, axes = plt.subplots(figsize=(7, 1 + 0.4 * len(chosen)), layout="constrained")

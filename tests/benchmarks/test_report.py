@@ -4,11 +4,11 @@ import json
 import click
 import pytest
 
-from benchmarks.report import Row, emit, machine, peak_memory_bytes
+from benchmarks.report import Row, check_plot, compared, emit, machine
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
-    Row(case="a", system="other", metric="ttft_ms", value=3.0, unit="ms"),
+    Row(case="a", system="other", metric="ttft_ms", value=3.0, unit="ms", note="at its best"),
     Row(case="b", system="jaxllm", metric="decode_tokens_per_s", value=1e4, unit="tokens/s"),
 ]
 
@@ -26,6 +26,7 @@ def test_table_shows_every_row(capsys):
     text = capsys.readouterr().out
     assert "1.50x" in text
     assert "10,000.0 tokens/s" in text
+    assert "at its best" in text
 
 
 def test_plot_draws_one_figure_per_metric(tmp_path):
@@ -39,7 +40,35 @@ def test_plot_draws_one_figure_per_metric(tmp_path):
 def test_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.pyplot", None)
     with pytest.raises(click.UsageError, match="matplotlib"):
-        emit("engine", ROWS, as_json=True, plot=tmp_path)
+        check_plot(tmp_path)
+
+
+def test_plot_into_what_is_no_folder_is_refused(tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(click.UsageError, match="cannot be written"):
+        check_plot(tmp_path / "file")
+    check_plot(None)
+    check_plot(tmp_path / "new")
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_ours_comes_once_per_baseline_with_how_many_times_better():
+    values = {"jaxllm": 10.0, "a": 5.0, "b": 20.0}
+    rows = compared(values, ours="jaxllm", case="c", metric="m", unit="u", notes={"a": "so"})
+    assert [(r.system, r.baseline, r.ratio, r.note) for r in rows] == [
+        ("jaxllm", "a", 2.0, None),
+        ("jaxllm", "b", 0.5, None),
+        ("a", None, None, "so"),
+        ("b", None, None, None),
+    ]
+    lower = compared(values, ours="jaxllm", case="c", metric="m", unit="u", lower_is_better=True)
+    assert [r.ratio for r in lower] == [0.5, 2.0, None, None]
+
+
+def test_without_a_baseline_there_is_one_row():
+    (row,) = compared({"jaxllm": 10.0}, ours="jaxllm", case="c", metric="m", unit="u")
+    assert (row.value, row.baseline, row.ratio) == (10.0, None, None)
 
 
 def test_the_machine_is_described_without_its_name():
@@ -47,11 +76,3 @@ def test_the_machine_is_described_without_its_name():
     assert facts["cores"] >= 1
     assert facts["backend"] == "cpu"
     assert __import__("socket").gethostname() not in json.dumps(facts)
-
-
-def test_peak_memory_counts_what_the_process_holds():
-    before = peak_memory_bytes()
-    block = bytearray(64 << 20)
-    block[::4096] = b"x" * len(block[::4096])
-    assert peak_memory_bytes() >= before
-    assert peak_memory_bytes() > len(block)

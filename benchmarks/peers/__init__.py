@@ -1,0 +1,21 @@
+"""Systems that `jaxllm bench engine` measures beside ours, each in a child process of its own.
+
+A peer is one file here and one line below.
+"""
+
+from benchmarks.peers.jaxllm_engine import JaxllmEngine
+from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.peer import Opening, Peer, Progress, Session
+from benchmarks.peers.torch_transformers import TorchTransformers
+
+OURS = JaxllmEngine()
+PEERS: dict[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        LlamaCpp(),
+        TorchTransformers(),
+    )
+}
+SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **PEERS}
+
+__all__ = ["OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]

@@ -1,0 +1,125 @@
+"""The child's side: `python -m benchmarks.peers.child` opens one model and answers commands about it.
+
+One JSON object per line on standard input, one per line back (before it any number of
+`{"progress": [stage, done, total]}`):
+
+    {"do": "open", "opening": {...}}                    -> {"facts": {...}, "settings": [...]}
+    {"do": "answer", "prompt": [ids], "tokens": 128, "setting": "...", "repeats": 1}
+                                                        -> {"prefill_ms": 1, "decode_ms": 2, "ids": [...]}
+    {"do": "score", "tokens": [ids], "targets": [ids]}  -> {"loss": nats}
+
+Every answer also has `cpu_s`, what the command took of all cores, and `peak_bytes`, the most memory held
+since the command before. A failure is `{"error": text}`. The clock is read here, so that no pipe is timed;
+times are medians of the repeats. The end of standard input ends the process at once, whatever it is doing: it
+cannot outlive its parent.
+"""
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from statistics import median
+from typing import Any, TextIO
+
+from benchmarks.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.peers import SYSTEMS, Opening, Session
+from jaxllm.errors import JaxllmError, one_line
+
+TIMES = ("prefill_ms", "decode_ms", "prefill_kernel_ms", "decode_kernel_ms")
+
+
+class Server:
+    """Holds the session and turns commands into answers."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._session: Session | None = None
+
+    def handle(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one command; never raises."""
+        began_cpu = time.process_time()
+        try:
+            answer = self._answer(command)
+        except JaxllmError as error:
+            answer = {"error": one_line(error)}
+        except Exception as error:  # Whatever a library raises: the parent has to hear of it.
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {one_line(error)}"}
+        answer |= {"cpu_s": time.process_time() - began_cpu, "peak_bytes": peak_resident_bytes()}
+        reset_peak_memory()
+        return answer
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Writes one line to the parent."""
+        self._out.write(json.dumps(message) + "\n")
+        self._out.flush()
+
+    def _answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        if command["do"] == "open":
+            opening = Opening.from_json(command["opening"])
+            self._session = SYSTEMS[opening.peer].open(opening, self._progress)
+            return {"facts": self._session.facts(), "settings": list(self._session.settings)}
+        session = self._session
+        if session is None:
+            raise RuntimeError("no model is open")
+        if command["do"] == "score":
+            scores = session.score(command["tokens"], command["targets"])
+            return {"loss": -sum(float(score) for score in scores)}
+        if command["do"] == "answer":
+            prompt, tokens, setting = command["prompt"], command["tokens"], command["setting"]
+            answers = [_timed_answer(session, prompt, tokens, setting) for _ in range(command["repeats"])]
+            times = {key: median(each[key] for each in answers) for key in TIMES}
+            return answers[-1] | times
+        raise RuntimeError(f"unknown command {command['do']!r}")
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self.send({"progress": [stage, done, total]})
+
+
+def _kernel_ms(session: Session) -> float:
+    """Time spent in native kernels so far, where a session tells it."""
+    told = getattr(session, "kernel_ms", None)
+    return told() if told is not None else 0.0
+
+
+def _timed_answer(session: Session, prompt: list[int], tokens: int, setting: str) -> dict[str, Any]:
+    kernels = [_kernel_ms(session)]
+    began = time.perf_counter()
+    first = session.prefill(prompt, setting)
+    between = time.perf_counter()
+    kernels.append(_kernel_ms(session))
+    rest = session.decode(tokens, setting) if tokens else []
+    ended = time.perf_counter()
+    kernels.append(_kernel_ms(session))
+    return {
+        "prefill_kernel_ms": kernels[1] - kernels[0],
+        "decode_kernel_ms": kernels[2] - kernels[1],
+        "prefill_ms": 1000 * (between - began),
+        "decode_ms": 1000 * (ended - between),
+        "ids": [first, *rest],
+    }
+
+
+def main() -> None:
+    """Serves until standard input ends."""
+    # Libraries print; what they print must not reach the parent as answers.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    commands: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            commands.put(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    server = Server(out)
+    while True:
+        server.send(server.handle(commands.get()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""GGUF files of Hugging Face folders, made once and kept in the user's cache directory."""
+
+import fcntl
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.peers.gguf_file import quantize_gguf, write_gguf
+from benchmarks.peers.peer import Progress
+from serving.models import cache_folder
+
+# Changes whenever the same folder would make another file.
+_VERSION = "1"
+
+
+def gguf_of(folder: Path, file_type: str, *, threads: int, progress: Progress) -> Path:
+    """The GGUF of a folder's weights at a llama.cpp file type, made unless it is there.
+
+    Args:
+      folder: a Hugging Face model folder.
+      file_type: one of `gguf_file.FILE_TYPES`.
+      threads: that the quantizer may use.
+      progress: called with ("Writing GGUF", parameters written, parameters in all).
+
+    Raises:
+      CheckpointError: the folder cannot be read.
+    """
+    place = cache_folder() / "benchmarks" / "gguf" / _digest(str(folder.resolve()))
+    place.mkdir(parents=True, exist_ok=True)
+    key = _content_key(folder)
+    wanted, floats = place / f"{key}-{file_type}.gguf", place / f"{key}-F32.gguf"
+    with _alone(place):
+        for older in place.glob("*.gguf"):
+            if not older.name.startswith(key):
+                older.unlink()
+        if not wanted.exists():
+            keep = floats.exists() or wanted == floats
+            if not floats.exists():
+                _write_floats(folder, floats, progress)
+            if wanted != floats:
+                quantize_gguf(floats, wanted, file_type, threads)
+            if not keep:
+                # Several times the size of what was asked for, and soon made again.
+                floats.unlink()
+    return wanted
+
+
+def _write_floats(folder: Path, path: Path, progress: Progress) -> None:
+    from jaxllm.checkpoints.huggingface import read_config, read_params
+
+    cfg = read_config(folder)
+    write_gguf(path, cfg, read_params(folder, cfg), progress)
+
+
+def _content_key(folder: Path) -> str:
+    """Names what a folder holds by name, size and time of its config and weights."""
+    parts = [_VERSION]
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        stat = path.stat()
+        parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
+    return _digest("\0".join(parts))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lets one process at a time make files in a folder."""
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,112 @@
+"""What a benchmark asks of a system under test.
+
+A `Peer` describes one system (ours among them) and opens a model in it; it lives in the benchmark's
+process and, by the same name, in the child process that does the work. A `Session` is the open model: it
+exists in the child alone (see `child.py`), where every system gets the same cores, the same prompts and the
+same clock. Libraries are imported inside of methods, so that a peer which is not installed costs nothing.
+"""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxllm.config import ModelConfig
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opening:
+    """What a child process is told to open.
+
+    Attributes:
+      peer: a name in the registry.
+      model: the bundle or Hugging Face folder to open; peers of ours always get a folder.
+      format: the width, in the peer's own words ("int8", "Q8_0").
+      threads: how many threads may compute.
+      context_tokens: most tokens of prompt and answer together; 0 lets the peer choose.
+      options: of the peer's own making, plain data.
+    """
+
+    peer: str
+    model: Path
+    format: str
+    threads: int
+    context_tokens: int = 0
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self) | {"model": str(self.model)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Opening":
+        """Reads what `to_json` wrote."""
+        return cls(**data | {"model": Path(data["model"])})
+
+
+class Session(Protocol):
+    """An open model. One answer at a time; the calls come in the order prefill, decode, decode, ...
+
+    Attributes:
+      settings: ways to run that the benchmark tries (the first is the usual one); per case it keeps the
+        fastest, so that a peer is shown at its best.
+    """
+
+    settings: Sequence[str]
+
+    def facts(self) -> dict[str, Any]:
+        """Numbers and text about the open model, for rows: weight_bytes, bits_per_weight, step_bytes (of
+        weights that one decoded token reads) and whatever else the peer can tell."""
+        ...
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """Forgets the last answer, feeds a prompt and returns the likeliest next token, on the host."""
+        ...
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """The `tokens` likeliest tokens after the last one, one by one, each read by the host."""
+        ...
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """Log-probability (natural) of each target after its token and all tokens before it."""
+        ...
+
+
+class Peer(Protocol):
+    """One system that the benchmark can measure.
+
+    Attributes:
+      name: as rows and the command line call it.
+      slow: so slow that a quick run leaves it out unless it is named.
+    """
+
+    name: str
+    slow: bool
+
+    def missing(self) -> str | None:
+        """Names what has to be installed first; None when nothing has."""
+        ...
+
+    def refusal(self, cfg: ModelConfig) -> str | None:
+        """Why this system cannot run such a model; None when it can."""
+        ...
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """The system names of its rows beside our `weights`, and the format that each of them runs."""
+        ...
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a model, in the child."""
+        ...
+
+
+def missing_packages(*packages: str) -> str | None:
+    """Those of the importable packages that are not installed, as text; None when all are.
+
+    Nothing is imported: that would take seconds, and belongs into the child.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return " and ".join(missing) or None

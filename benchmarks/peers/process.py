@@ -1,0 +1,200 @@
+"""The parent's side: one child process per system, all treated alike.
+
+Every system, ours included, runs in a process of its own, pinned to the same cores. Systems share neither
+allocator nor thread pools, and only the one that is asked computes: before each timed command the others
+are waited for until they sleep (OpenMP workers spin for a while after their work).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.peer import Opening, Progress
+from benchmarks.quiet import Disturbance, wait_until_asleep
+from jaxllm.errors import JaxllmError, one_line
+
+_COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
+_CLOSE_TIMEOUT_S = 5.0
+_SHOWN_STDERR_BYTES = 2000
+
+
+class PeerFailed(JaxllmError):
+    """A system under test could not be started, refused a command, or died."""
+
+
+class Child:
+    """A system with an open model in a process of its own. A context manager; closing it ends the process.
+
+    Attributes:
+      label: what messages call it.
+      facts: what its session tells about the model (see `Session.facts`).
+      settings: ways to run that it offers.
+      open_peak_bytes: most memory it held resident while it opened the model.
+      peak_bytes: most that it held since, where the system lets the two be told apart.
+      disturbed: whether other processes took noticeable time of the cores during the last command; None
+        where the system does not tell.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        opening: Opening,
+        progress: Progress | None = None,
+        *,
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
+        """Starts the process and opens the model.
+
+        Args:
+          label: what messages call it.
+          opening: what it opens.
+          progress: called as the child reports it.
+          command: the program; anything that keeps the protocol of `child.py`.
+
+        Raises:
+          PeerFailed: it did not start, or could not open the model.
+        """
+        self.label = label
+        self.peak_bytes = 0
+        self.disturbed: bool | None = None
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
+        self._process: subprocess.Popen | None = _start(command, opening.threads, self._stderr)
+        try:
+            opened = self._ask({"do": "open", "opening": opening.to_json()}, progress)
+        except BaseException:
+            self.close()
+            raise
+        self.open_peak_bytes, self.peak_bytes = self.peak_bytes, 0
+        self.facts: dict[str, Any] = opened["facts"]
+        self.settings: list[str] = opened["settings"]
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def answer(self, prompt: Sequence[int], tokens: int, setting: str, *, repeats: int = 1) -> dict[str, Any]:
+        """Feeds a prompt, then decodes greedily, `repeats` times: the median `prefill_ms` and `decode_ms`,
+        and the `ids`, the first of them from the prefill."""
+        command = {"do": "answer", "prompt": list(prompt), "tokens": tokens, "setting": setting}
+        return self._ask(command | {"repeats": repeats})
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> float:
+        """Negative log-likelihood (nats) of the targets, each after its token and all before it."""
+        return self._ask({"do": "score", "tokens": list(tokens), "targets": list(targets)})["loss"]
+
+    def close(self) -> None:
+        """Ends the process, by force if it must be."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        self._stderr.close()
+
+    def wait_until_asleep(self) -> None:
+        """Returns once the process computes nothing, or after a second."""
+        if self._process is not None:
+            wait_until_asleep(self._process.pid)
+
+    def _ask(self, command: dict[str, Any], progress: Progress | None = None) -> dict[str, Any]:
+        if self._process is None:
+            raise PeerFailed(f"{self.label} is closed; start it again")
+        disturbance = Disturbance()
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+            answer = self._read(progress)
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            raise PeerFailed(f"{self.label} {self._death()}")
+        self.disturbed = disturbance.ended(own_s=answer["cpu_s"])
+        self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
+        if "error" in answer:
+            raise PeerFailed(f"{self.label} cannot {command['do']}: {answer['error']}")
+        return answer
+
+    def _read(self, progress: Progress | None) -> dict[str, Any] | None:
+        """The answer to a command, None if the process ends instead."""
+        for line in self._process.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError as error:
+                shown = line[:80].decode(errors="replace")
+                raise PeerFailed(f"{self.label} broke the protocol: {shown!r} is not JSON") from error
+            if "progress" not in message:
+                return message
+            if progress is not None:
+                progress(*message["progress"])
+        return None
+
+    def _death(self) -> str:
+        """How the process ended, with the last words of its standard error."""
+        code = self._process.wait()
+        how = f"exited with {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+            if -code == signal.SIGKILL:
+                how += " (most often for want of memory)"
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, self._stderr.tell() - _SHOWN_STDERR_BYTES))
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
+        return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
+
+
+@contextlib.contextmanager
+def _pinned(threads: int) -> Iterator[None]:
+    """Pins this thread, hence a process that it starts, to the first `threads` of its cores."""
+    if not hasattr(os, "sched_getaffinity"):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:threads])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _start(command: Sequence[str], threads: int, stderr: Any) -> subprocess.Popen:
+    root = str(Path(__file__).parents[2])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": str(threads),
+        "JAXLLM_THREADS": str(threads),
+        # No library may look for a newer model.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    with _pinned(threads):
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            env=environment,
+            # Ctrl-C is for the parent alone, which then closes its children.
+            start_new_session=True,
+        )
+
+
+def rest(children: Sequence[Child]) -> None:
+    """Returns once none of the children computes any more."""
+    for child in children:
+        child.wait_until_asleep()

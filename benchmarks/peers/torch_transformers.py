@@ -1,0 +1,129 @@
+"""transformers on torch, on the same Hugging Face folder, in float32 or bfloat16.
+
+`inference_mode`, scaled-dot-product attention, logits of the last token alone, and both of its caches: the
+one that grows and the one of a fixed length.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.peer import Opening, Progress, Session, missing_packages
+from jaxllm.config import ModelConfig
+
+_DTYPES = {"f32": "float32", "bf16": "bfloat16"}
+GROWING, FIXED = "dynamic cache", "static cache"
+
+
+class TorchTransformers:
+    """transformers, in the two widths in which torch computes quickly on a CPU."""
+
+    name = "transformers"
+    slow = True
+
+    def missing(self) -> str | None:
+        """torch and transformers."""
+        return missing_packages("torch", "transformers")
+
+    def refusal(self, cfg: ModelConfig) -> str | None:
+        """None: every model here is one of theirs."""
+        return None
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """Both widths, whatever ours is: it has no others without further packages."""
+        return {f"{self.name}-{width}": width for width in _DTYPES}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Loads the folder."""
+        return TransformersSession(opening)
+
+
+class TransformersSession:
+    """One model in torch."""
+
+    settings = (GROWING, FIXED)
+
+    def __init__(self, opening: Opening) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(opening.threads)
+        transformers.logging.disable_progress_bar()
+        self._torch, self._transformers = torch, transformers
+        self._context_tokens = opening.context_tokens
+        self._format = opening.format
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            opening.model,
+            dtype=getattr(torch, _DTYPES[opening.format]),
+            attn_implementation="sdpa",
+            local_files_only=True,
+            trust_remote_code=False,
+        ).eval()
+        self._cache: Any = None
+        self._fixed: Any = None
+        self._token: Any = None
+        self._seen = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes of the weights; a table that is shared counts once."""
+        weights = list(self._model.parameters())
+        weight_bytes = sum(each.numel() * each.element_size() for each in weights)
+        table = self._model.get_input_embeddings().weight
+        tied = self._model.get_output_embeddings().weight is table
+        return {
+            "weight_bytes": weight_bytes,
+            "bits_per_weight": 8 * weight_bytes / sum(each.numel() for each in weights),
+            "step_bytes": weight_bytes - (0 if tied else table.numel() * table.element_size()),
+            "format": self._format,
+        }
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        if setting == GROWING:
+            self._cache = self._transformers.DynamicCache(config=self._model.config)
+        else:
+            self._cache = self._emptied()
+        self._seen = 0
+        self._token = self._feed(self._torch.tensor([list(prompt)]))
+        return int(self._token)
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        ids = []
+        for _ in range(tokens):
+            self._token = self._feed(self._token)
+            ids.append(int(self._token))
+        return ids
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """See `Session.score`."""
+        torch = self._torch
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+            scores = torch.log_softmax(logits.double(), -1)
+            return scores[torch.arange(len(targets)), torch.tensor(list(targets))].tolist()
+
+    def _feed(self, ids: Any) -> Any:
+        """Feeds ids `[1, T]`; the likeliest next one `[1, 1]`."""
+        torch = self._torch
+        with torch.inference_mode():
+            places = torch.arange(self._seen, self._seen + ids.shape[1])
+            self._seen += ids.shape[1]
+            out = self._model(
+                ids,
+                position_ids=places[None],
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            return out.logits[:, -1].argmax(-1, keepdim=True)
+
+    def _emptied(self) -> Any:
+        """The cache of a fixed length, made once and cleared."""
+        if self._fixed is None:
+            self._fixed = self._transformers.StaticCache(
+                config=self._model.config, max_cache_len=self._context_tokens
+            )
+        else:
+            with self._torch.inference_mode():
+                self._fixed.reset()
+        return self._fixed
