@@ -118,10 +118,16 @@ struct Tiling {
   }
 };
 
-// Outputs that one task of a single row computes, so that it reads some tens of kilobytes.
-size_t row_task_panels(const Matrix& m) {
-  const size_t panel_bytes = m.inputs.all_blocks() * block_bytes(m.bits);
-  return std::max<size_t>(1, 65536 / std::max<size_t>(1, panel_bytes));
+size_t panel_bytes(const Matrix& m) { return m.inputs.all_blocks() * block_bytes(m.bits); }
+
+// What the threads read first of a weight whose units are outputs, or inputs.
+Upcoming first_ranges(const Matrix& m, const Ranges& ranges) {
+  const size_t bytes = std::min(m.panels, ranges.longest()) * panel_bytes(m);
+  return {m.data, bytes, bytes};
+}
+Upcoming first_spans(const Matrix& m) {
+  const size_t bytes = m.inputs.span_blocks(0) * m.block_stride;
+  return {m.data, bytes, bytes};
 }
 
 void row_to(const Matrix& m, const Activations& a, size_t from, size_t to, size_t outputs, float* y) {
@@ -135,20 +141,26 @@ void row_to(const Matrix& m, const Activations& a, size_t from, size_t to, size_
   }
 }
 
-// Products of one row with weights whose units are inputs: spans and ranges of panels in any order, summed
-// in a fixed one.
-bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const float* residual, float* y) {
+// Products of one row with weights whose units are inputs: spans in any order, summed in a fixed one. The
+// last spans are cut into ranges of panels, so that all threads end together.
+bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const float* residual, float* y,
+                const Upcoming& next) {
   const size_t spans = m.inputs.all_spans(), padded = m.panels * kPanel;
-  const size_t wanted = 4 * static_cast<size_t>(threads());
-  const size_t cuts = std::max<size_t>(1, std::min((wanted + spans - 1) / spans, m.panels / 8));
+  const size_t team = static_cast<size_t>(threads()), last = std::min(spans, team), whole = spans - last;
+  const size_t cuts = std::max<size_t>(1, std::min((4 * team + last - 1) / last, m.panels / 8));
   const size_t per_cut = (m.panels + cuts - 1) / cuts;
   float* parts = static_cast<float*>(thread_scratch(kTaskOut, spans * padded * sizeof(float)));
   if (!parts) return false;
   const Backend& kernels = backend();
-  parallel(spans * cuts, [&](size_t task) {
-    const size_t span = task / cuts, from = task % cuts * per_cut, to = std::min(m.panels, from + per_cut);
-    if (from < to) kernels.row_span(m, a, span, from, to, parts + span * padded + from * kPanel);
-  });
+  parallel(
+      whole + last * cuts,
+      [&](size_t task) {
+        if (task < whole) return kernels.row_span(m, a, task, 0, m.panels, parts + task * padded);
+        const size_t span = whole + (task - whole) / cuts, from = (task - whole) % cuts * per_cut;
+        const size_t to = std::min(m.panels, from + per_cut);
+        if (from < to) kernels.row_span(m, a, span, from, to, parts + span * padded + from * kPanel);
+      },
+      next);
   for (size_t i = 0; i < outputs; i++) y[i] = parts[i] + (residual ? residual[i] : 0.0f);
   for (size_t span = 1; span < spans; span++) {
     for (size_t i = 0; i < outputs; i++) y[i] += parts[span * padded + i];
@@ -186,8 +198,8 @@ bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t ou
 }
 
 bool multiply(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
-              float* y) {
-  if (rows == 1) return reduce_row(m, a, outputs, residual, y);
+              float* y, const Upcoming& next) {
+  if (rows == 1) return reduce_row(m, a, outputs, residual, y, next);
   return multiply_rows(m, a, rows, outputs, residual, y);
 }
 
@@ -207,18 +219,21 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, c
     }
     return nullptr;
   }
-  // One queue of tasks for all weights.
-  size_t first[kMost + 1] = {}, per[kMost];
-  for (size_t i = 0; i < count; i++) {
-    per[i] = row_task_panels(m[i]);
-    first[i + 1] = first[i] + (m[i].panels + per[i] - 1) / per[i];
-  }
-  parallel(first[count], [&](size_t task) {
-    size_t i = 0;
-    while (task >= first[i + 1]) i++;
-    const size_t from = (task - first[i]) * per[i];
-    row_to(m[i], a, from, std::min(m[i].panels, from + per[i]), outputs[i], y[i]);
-  });
+  // The panels of all weights are one sequence.
+  size_t panels = 0;
+  for (size_t i = 0; i < count; i++) panels += m[i].panels;
+  const Ranges ranges(panels, panel_bytes(m[0]), static_cast<size_t>(threads()));
+  parallel(
+      ranges.count(),
+      [&](size_t task) {
+        auto [from, to] = ranges.at(task);
+        for (size_t i = 0; from < to; i++) {
+          if (from < m[i].panels) row_to(m[i], a, from, std::min(to, m[i].panels), outputs[i], y[i]);
+          from -= std::min(from, m[i].panels);
+          to -= std::min(to, m[i].panels);
+        }
+      },
+      begin_reading(first_ranges(m[0], ranges)));
   return nullptr;
 }
 
@@ -227,7 +242,8 @@ Failure from_units(const float* h, size_t rows, const Reduction& weight, size_t 
   const Matrix m = matrix_of(weight, segments, length, outputs);
   Activations a;
   if (!quantize_rows(h, rows, m.inputs, {nullptr, 0}, a)) return kNoMemory;
-  return multiply(m, a, rows, outputs, residual, y) ? nullptr : kNoMemory;
+  const Upcoming next = rows == 1 ? begin_reading(first_spans(m)) : Upcoming{};
+  return multiply(m, a, rows, outputs, residual, y, next) ? nullptr : kNoMemory;
 }
 
 Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Units* gate, const Units& up,
@@ -241,21 +257,26 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   if (!hidden) return kNoMemory;
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
+  Upcoming next;
   if (rows == 1) {
-    const size_t per = std::max<size_t>(1, row_task_panels(up_matrix) / 2);
-    parallel((up_matrix.panels + per - 1) / per, [&](size_t task) {
-      const size_t from = task * per, to = std::min(up_matrix.panels, from + per);
-      float* up_out = static_cast<float*>(thread_scratch(kTaskOut, (to - from) * kPanel * sizeof(float)));
-      if (!up_out) {
-        failed = true;
-        return;
-      }
-      // Past the last unit there is room for the rest of its panel.
-      float* out = hidden + from * kPanel;
-      kernels.row_panels(gate_matrix, a, from, to, out);
-      if (gate) kernels.row_panels(up_matrix, a, from, to, up_out);
-      kernels.activate(out, gate ? up_out : nullptr, (to - from) * kPanel, activation);
-    });
+    const Ranges ranges(up_matrix.panels, panel_bytes(up_matrix), static_cast<size_t>(threads()));
+    next = begin_reading(first_ranges(gate_matrix, ranges));
+    parallel(
+        ranges.count(),
+        [&](size_t task) {
+          const auto [from, to] = ranges.at(task);
+          float* up_out = static_cast<float*>(thread_scratch(kTaskOut, (to - from) * kPanel * sizeof(float)));
+          if (!up_out) {
+            failed = true;
+            return;
+          }
+          // Past the last unit there is room for the rest of its panel.
+          float* out = hidden + from * kPanel;
+          kernels.row_panels(gate_matrix, a, from, to, out);
+          if (gate) kernels.row_panels(up_matrix, a, from, to, up_out);
+          kernels.activate(out, gate ? up_out : nullptr, (to - from) * kPanel, activation);
+        },
+        first_spans(down_matrix));
   } else {
     const Tiling tiling{rows, up_matrix.panels};
     parallel(tiling.count(), [&](size_t task) {
@@ -277,7 +298,8 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   }
   if (failed) return kNoMemory;
   if (!quantize_rows(hidden, rows, down_matrix.inputs, {nullptr, 0}, a)) return kNoMemory;
-  return multiply(down_matrix, a, rows, width, residual ? x : nullptr, y) ? nullptr : kNoMemory;
+  return multiply(down_matrix, a, rows, width, residual ? x : nullptr, y, next) ? nullptr
+                                                                                             : kNoMemory;
 }
 
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y) {

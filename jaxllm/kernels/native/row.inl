@@ -16,6 +16,22 @@ ALWAYS_INLINE I block_dot(const uint8_t* w, const int8_t* x, I sum) {
   return sum;
 }
 
+// The same with the block's inputs in registers.
+template <int Bits>
+ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
+  if (Bits == 8) {
+    UNROLL for (int i = 0; i < 8; i++) sum = dot(sum, wbiased(wload(w + 64 * i)), x[i]);
+  } else {
+    UNROLL for (int i = 0; i < 4; i++) {
+      W low, high;
+      wnibbles(w + 64 * i, low, high);
+      sum = dot(sum, low, x[2 * i]);
+      sum = dot(sum, high, x[2 * i + 1]);
+    }
+  }
+  return sum;
+}
+
 template <int Bits>
 constexpr int bias() {
   return Bits == 8 ? kBias8 : kBias4;
@@ -29,10 +45,13 @@ ALWAYS_INLINE void prefetch_block(const uint8_t* w, size_t ahead) {
 // How far ahead of use weights are asked for: about what memory delivers while it is underway.
 constexpr size_t kAhead = 4096;
 
+// Blocks that share a scale, as a shift: 1 or 2 of them.
+ALWAYS_INLINE size_t group_shift(const Matrix& m) { return m.group == 2 * kBlock; }
+
 template <int Bits, bool Grouped>
 void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
-  const size_t spans = in.all_spans();
+  const size_t spans = in.all_spans(), shift = group_shift(m);
   for (size_t panel = from; panel < to; panel++, y += kPanel) {
     const uint8_t* data = m.data + panel * m.panel_stride;
     F total = fzero();
@@ -44,12 +63,12 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
       F part;
       if (Grouped) {
         const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + panel * m.scale_panel_stride;
-        const size_t per = m.group / kBlock, local = first - segment * in.blocks();
+        const size_t local = first - segment * in.blocks();
         part = fzero();
         for (size_t b = 0; b < count; b++, w += m.block_stride, x += kBlock) {
           prefetch_block<Bits>(w, kAhead);
           const I sum = block_dot<Bits>(w, x, iset(-bias<Bits>() * a.block_sum[first + b]));
-          const size_t group = segment * m.groups() + (local + b) / per;
+          const size_t group = segment * m.groups() + ((local + b) >> shift);
           part = fma(to_float(sum), fload_half(scale + group * m.scale_group_stride), part);
         }
       } else {
@@ -72,59 +91,43 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
   }
 }
 
-// One span of `Panels` neighbouring panels, whose blocks of one input block lie in a row of memory. Sums stay
-// in registers; meanwhile the next panels' blocks are on their way.
-template <int Bits, bool Grouped, int Panels>
-void row_span_panels(const Matrix& m, const Activations& a, size_t span, size_t panel, float* y) {
+// The panels of one input block lie in a row of memory, and so do the rows: they are read in that order,
+// while the sums of all panels wait in y, as whole numbers until their scale is known.
+template <int Bits, bool Grouped>
+void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
-  const size_t first = in.span_block(span), count = in.span_blocks(span);
-  const size_t segment = span / in.spans(), local = first - segment * in.blocks();
-  const uint8_t* w = m.data + first * m.block_stride + panel * m.panel_stride;
-  const int8_t* x = a.q + first * kBlock;
-  const size_t soon = Panels * m.panel_stride;
-  I sum[Panels];
-  F part[Panels];
-  UNROLL for (int p = 0; p < Panels; p++) {
-    sum[p] = iset(-bias<Bits>() * a.span_sum[span]);
-    part[p] = fzero();
-  }
-  for (size_t b = 0; b < count; b++, w += m.block_stride, x += kBlock) {
-    if (Grouped) {
-      const size_t group = segment * m.groups() + (local + b) / (m.group / kBlock);
-      const uint16_t* scale =
-          static_cast<const uint16_t*>(m.scale) + group * m.scale_group_stride + panel * m.scale_panel_stride;
-      const I start = iset(-bias<Bits>() * a.block_sum[first + b]);
-      UNROLL for (int p = 0; p < Panels; p++) {
-        prefetch_block<Bits>(w + p * m.panel_stride, soon);
-        const I dots = block_dot<Bits>(w + p * m.panel_stride, x, start);
-        part[p] = fma(to_float(dots), fload_half(scale + p * m.scale_panel_stride), part[p]);
-      }
-    } else {
-      UNROLL for (int p = 0; p < Panels; p++) {
-        prefetch_block<Bits>(w + p * m.panel_stride, soon);
-        sum[p] = block_dot<Bits>(w + p * m.panel_stride, x, sum[p]);
+  const size_t first = in.span_block(span), count = in.span_blocks(span), panels = to - from;
+  const size_t segment = span / in.spans(), local = first - segment * in.blocks(), shift = group_shift(m);
+  const size_t run = panels * m.panel_stride;  // of a block's row; the next one's begins block_stride on
+  const size_t skip = m.block_stride - run;
+  for (size_t b = 0; b < count; b++) {
+    const uint8_t* w = m.data + (first + b) * m.block_stride + from * m.panel_stride;
+    const int8_t* bytes = a.q + (first + b) * kBlock;
+    X x[8];
+    UNROLL for (int i = 0; i < 8; i++) x[i] = xload(bytes + 4 * i);
+    const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + from * m.scale_panel_stride +
+                            (segment * m.groups() + ((local + b) >> shift)) * m.scale_group_stride;
+    const I none = iset(-bias<Bits>() * (Grouped ? a.block_sum[first + b] : a.span_sum[span]));
+    for (size_t p = 0, at = 0; p < panels; p++, at += m.panel_stride) {
+      prefetch_block<Bits>(w + at, at + kAhead < run ? kAhead : kAhead + skip);
+      float* sum = y + p * kPanel;
+      if (Grouped) {
+        const I dots = block_dot_with<Bits>(w + at, x, none);
+        const F channel = fload_half(scale + p * m.scale_panel_stride);
+        fstore(sum, fma(to_float(dots), channel, b ? fload(sum) : fzero()));
+      } else {
+        istore(sum, block_dot_with<Bits>(w + at, x, b ? iload(sum) : none));
       }
     }
   }
   const F row = fset(a.scale[span]);
-  UNROLL for (int p = 0; p < Panels; p++) {
-    if (!Grouped) {
-      const float* scale = static_cast<const float*>(m.scale);
-      const F channel = fload(scale + segment * m.scale_group_stride + (panel + p) * m.scale_panel_stride);
-      part[p] = fmul(to_float(sum[p]), channel);
-    }
-    fstore(y + p * kPanel, fmul(part[p], row));
+  const float* scale = static_cast<const float*>(m.scale) + segment * m.scale_group_stride;
+  for (size_t p = 0; p < panels; p++) {
+    float* sum = y + p * kPanel;
+    const F part =
+        Grouped ? fload(sum) : fmul(to_float(iload(sum)), fload(scale + (from + p) * m.scale_panel_stride));
+    fstore(sum, fmul(part, row));
   }
-}
-
-template <int Bits, bool Grouped>
-void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
-  constexpr int kTogether = 4;
-  size_t panel = from;
-  for (; panel + kTogether <= to; panel += kTogether, y += kTogether * kPanel) {
-    row_span_panels<Bits, Grouped, kTogether>(m, a, span, panel, y);
-  }
-  for (; panel < to; panel++, y += kPanel) row_span_panels<Bits, Grouped, 1>(m, a, span, panel, y);
 }
 
 void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
