@@ -72,6 +72,12 @@ class Sampling:
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
             raise ConfigError(f"seed must be a whole number in [0, 2**64), got {self.seed!r}")
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether any logit changes before a token is chosen."""
+        neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
+        return not neutral or bool(self.logit_bias)
+
 
 def _check(name: str, value: float, low: float, high: float, allowed: str) -> None:
     valid = isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
@@ -84,9 +90,9 @@ def _check(name: str, value: float, low: float, high: float, allowed: str) -> No
 class SamplerState:
     """A request's sampling as arrays, and what its penalties remember.
 
-    Invariants: scalars are float32 or int32 `[]`; `bias` `[V]` float32; `in_prompt` `[B, V]` bool;
-    `counts` `[B, V]` int32, how often the answer holds each token; `seed` `[2]` uint32; `drawn` `[]`
-    int32, tokens drawn so far (the draw's key is a function of the two, so that neither the chunking
+    Invariants: scalars are float32 or int32 `[]`; `penalized` `[]` bool, whether any penalty or bias
+    changes a logit; `bias` `[V]` float32; `in_prompt` `[B, V]` bool; `counts` `[B, V]` int32, how often
+    the answer holds each token; `seed` `[2]` uint32; `drawn` `[]` int32, tokens drawn so far (the draw's key is a function of the two, so that neither the chunking
     of the prompt nor the number of tokens per dispatch changes an answer).
     """
 
@@ -97,6 +103,7 @@ class SamplerState:
     repetition_penalty: jax.Array
     presence_penalty: jax.Array
     frequency_penalty: jax.Array
+    penalized: jax.Array
     bias: jax.Array
     in_prompt: jax.Array
     counts: jax.Array
@@ -125,6 +132,7 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
         repetition_penalty=np.float32(sampling.repetition_penalty),
         presence_penalty=np.float32(sampling.presence_penalty),
         frequency_penalty=np.float32(sampling.frequency_penalty),
+        penalized=np.bool_(sampling.penalizes),
         bias=bias,
         in_prompt=in_prompt,
         counts=np.zeros((1, vocab_size), np.int32),
@@ -137,7 +145,8 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
 
 def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerState]:
     """Chooses one token per row of `logits` `[B, V]` float32: ids `[B]` int32, and the new state."""
-    logits = penalize(logits, state)
+    # Most requests have no penalties, which then would cost more than all else that a choice takes.
+    logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
 
     def draw(logits: jax.Array) -> jax.Array:
         # From the largest down, so that no temperature, however small, makes it infinite.
@@ -146,13 +155,20 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
         key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
         return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
 
-    def greedy(logits: jax.Array) -> jax.Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    token = jax.lax.cond(state.temperature > 0, draw, greedy, logits)
+    token = jax.lax.cond(state.temperature > 0, draw, largest, logits)
     rows = jnp.arange(logits.shape[0])
     counts = state.counts.at[rows, token].add(1)
     return token, dataclasses.replace(state, counts=counts, drawn=state.drawn + 1)
+
+
+def largest(logits: jax.Array) -> jax.Array:
+    """The first index of each row's largest value, or of its first NaN, as `jnp.argmax`: `[B]` int32.
+
+    In two passes, both of which XLA:CPU vectorizes: a tenth of the time of its argmax.
+    """
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+    return jnp.min(jnp.where((logits == top) | jnp.isnan(logits), index, logits.shape[-1]), axis=-1)
 
 
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:

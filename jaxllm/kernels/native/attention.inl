@@ -1,16 +1,19 @@
 // Attention with a running softmax (Flash Attention's, arXiv 2205.14135): part of compute.inl.
 
-// C [Rows][Panels * 16] = or += A [Rows][count] x B [count][Panels * 16].
-template <int Rows, int Panels>
-ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const float* b, size_t b_stride, size_t count,
-                              float* c, size_t c_stride, bool add) {
+ALWAYS_INLINE F load_element(const float* p) { return fload(p); }
+ALWAYS_INLINE F load_element(const uint16_t* p) { return fload_half(p); }
+
+// C [Rows][Panels * 16] = or += A [Rows][count] x B [count][Panels * 16], B of floats or halves.
+template <int Rows, int Panels, class Element>
+ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const Element* b, size_t b_stride,
+                              size_t count, float* c, size_t c_stride, bool add) {
   F sum[Rows][Panels];
   UNROLL for (int r = 0; r < Rows; r++) {
     UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = add ? fload(c + r * c_stride + p * 16) : fzero();
   }
   for (size_t i = 0; i < count; i++, b += b_stride) {
     F row[Panels];
-    UNROLL for (int p = 0; p < Panels; p++) row[p] = fload(b + 16 * p);
+    UNROLL for (int p = 0; p < Panels; p++) row[p] = load_element(b + 16 * p);
     UNROLL for (int r = 0; r < Rows; r++) {
       const F x = fset(a[r * a_stride + i]);
       UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = fma(x, row[p], sum[r][p]);
@@ -21,8 +24,8 @@ ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const float* b, s
   }
 }
 
-template <int Panels>
-void float_rows(size_t rows, const float* a, size_t a_stride, const float* b, size_t b_stride, size_t count,
+template <int Panels, class Element>
+void float_rows(size_t rows, const float* a, size_t a_stride, const Element* b, size_t b_stride, size_t count,
                 float* c, size_t c_stride, bool add) {
   size_t r = 0;
   for (; r + kFloatRows <= rows; r += kFloatRows) {
@@ -40,7 +43,8 @@ void float_rows(size_t rows, const float* a, size_t a_stride, const float* b, si
 }
 
 // The same for any number of rows and `width` columns, a multiple of 16.
-void float_product(size_t rows, size_t width, const float* a, size_t a_stride, const float* b,
+template <class Element>
+void float_product(size_t rows, size_t width, const float* a, size_t a_stride, const Element* b,
                    size_t b_stride, size_t count, float* c, size_t c_stride, bool add) {
   size_t at = 0;
   for (; at + 16 * kFloatPanels <= width; at += 16 * kFloatPanels) {
@@ -80,18 +84,54 @@ const float* cached_rows(const void* cache, bool half, size_t width, size_t wide
   return scratch;
 }
 
-// scores [rows][kKeyBlock] of `count` keys by dot products along the head, for few rows.
-template <int Rows>
-void scores_by_dots(const float* q, const float* keys, size_t count, size_t wide, float* scores) {
-  for (size_t s = 0; s < count; s++, keys += wide) {
-    F sum[Rows];
-    UNROLL for (int r = 0; r < Rows; r++) sum[r] = fzero();
+// out[i] = the sum over the lanes of v[i].
+ALWAYS_INLINE void sums_of(const F (&v)[16], float* out) {
+#ifdef LANES_SUMS
+  fstore(out, fsums(v));
+#else
+  UNROLL for (int i = 0; i < 16; i++) out[i] = fsum(v[i]);
+#endif
+}
+
+// scores [Rows][kKeyBlock] of `count` keys by dot products along the head, sixteen at a time; beyond `count`
+// they mean nothing.
+template <int Rows, class Element>
+void scores_by_dots(const float* q, const Element* keys, size_t count, size_t wide, float* scores) {
+  constexpr int kKeys = 16 / Rows;
+  for (size_t s = 0; s < count; s += kKeys) {
+    const Element* key[kKeys];
+    UNROLL for (int j = 0; j < kKeys; j++) key[j] = keys + (s + j < count ? s + j : count - 1) * wide;
+    F sum[16];
+    UNROLL for (int i = 0; i < 16; i++) sum[i] = fzero();
     for (size_t h = 0; h < wide; h += 16) {
-      const F key = fload(keys + h);
-      UNROLL for (int r = 0; r < Rows; r++) sum[r] = fma(fload(q + r * wide + h), key, sum[r]);
+      F row[Rows];
+      UNROLL for (int r = 0; r < Rows; r++) row[r] = fload(q + r * wide + h);
+      UNROLL for (int j = 0; j < kKeys; j++) {
+        // The next block of keys, by then half a block's work away.
+        __builtin_prefetch(key[j] + kKeyBlock * wide + h, 0, 2);
+        const F each = load_element(key[j] + h);
+        UNROLL for (int r = 0; r < Rows; r++) sum[r * kKeys + j] = fma(row[r], each, sum[r * kKeys + j]);
+      }
     }
-    UNROLL for (int r = 0; r < Rows; r++) scores[r * kKeyBlock + s] = fsum(sum[r]);
+    float together[16];
+    sums_of(sum, together);
+    UNROLL for (int r = 0; r < Rows; r++) {
+      memcpy(scores + r * kKeyBlock + s, together + r * kKeys, kKeys * sizeof(float));
+    }
   }
+}
+
+template <class Element>
+void scores_of_few(size_t rows, const float* q, const Element* keys, size_t count, size_t wide,
+                   float* scores) {
+  size_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    scores_by_dots<4>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
+  }
+  for (; r + 2 <= rows; r += 2) {
+    scores_by_dots<2>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
+  }
+  if (r < rows) scores_by_dots<1>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
 }
 
 // Rotary embedding of one head, halves paired: x[i] with x[i + rotary].
@@ -188,15 +228,16 @@ void attend(const Attention& a, const AttentionTile& t) {
     t.total[r] = 0.0f;
     for (size_t h = 0; h < wide; h += 16) fstore(t.sums + r * wide + h, fzero());
   }
+  // Few rows use each key a few times only: it is widened on the way instead of in scratch.
+  const bool halves = a.half && width == wide && rows < kFewRows;
   for (size_t block = t.from; block < t.to; block += kKeyBlock) {
     const size_t count = t.to - block < kKeyBlock ? t.to - block : kKeyBlock;
-    if (rows < kFewRows) {
+    if (halves) {
+      const uint16_t* from = static_cast<const uint16_t*>(a.k) + block * width;
+      scores_of_few(rows, q, from, count, wide, scores);
+    } else if (rows < kFewRows) {
       const float* from = cached_rows(a.k, a.half, width, wide, block, count, keys);
-      size_t r = 0;
-      for (; r + 4 <= rows; r += 4) {
-        scores_by_dots<4>(q + r * wide, from, count, wide, scores + r * kKeyBlock);
-      }
-      for (; r < rows; r++) scores_by_dots<1>(q + r * wide, from, count, wide, scores + r * kKeyBlock);
+      scores_of_few(rows, q, from, count, wide, scores);
     } else {
       const float* from = cached_rows(a.k, a.half, width, wide, block, count, values);
       for (size_t h = 0; h < wide; h++) {
@@ -216,6 +257,12 @@ void attend(const Attention& a, const AttentionTile& t) {
           weigh(scores + r * kKeyBlock, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r);
     }
     if (!any) continue;
+    if (halves) {
+      const uint16_t* from = static_cast<const uint16_t*>(a.v) + block * width;
+      for (size_t at = 0; at < count * width; at += 32) __builtin_prefetch(from + kKeyBlock * width + at, 0, 2);
+      float_product(rows, wide, scores, kKeyBlock, from, width, count, t.sums, wide, true);
+      continue;
+    }
     const float* from = cached_rows(a.v, a.half, width, wide, block, count, values);
     float_product(rows, wide, scores, kKeyBlock, from, wide, count, t.sums, wide, true);
   }

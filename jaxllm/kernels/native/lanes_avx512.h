@@ -36,6 +36,23 @@ inline F fmax(F a, F b) { return _mm512_max_ps(a, b); }  // b where either is Na
 inline F fmin(F a, F b) { return _mm512_min_ps(a, b); }  // b where either is NaN
 inline F fabs(F a) { return _mm512_abs_ps(a); }
 inline float fsum(F a) { return _mm512_reduce_add_ps(a); }
+// Sixteen sums at a time: lane i is the sum over the lanes of v[i].
+#define LANES_SUMS
+inline __attribute__((always_inline)) F fsums(const F (&v)[16]) {
+  F quarter[4];  // lanes 4l..4l+3: what v[4i], v[4i+1], ... have in their own lanes 4l..4l+3
+  for (int i = 0; i < 4; i++) {
+    const F* four = v + 4 * i;
+    const F low = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
+    const F high = _mm512_add_ps(_mm512_unpacklo_ps(four[2], four[3]), _mm512_unpackhi_ps(four[2], four[3]));
+    const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+    quarter[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const auto halved = [](F a, F b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return halved(halved(quarter[0], quarter[1]), halved(quarter[2], quarter[3]));
+}
 inline float ftop(F a) { return _mm512_reduce_max_ps(a); }
 inline F to_float(I a) { return _mm512_cvtepi32_ps(a); }
 inline I round_to_int(F a) { return _mm512_cvtps_epi32(a); }
