@@ -1,68 +1,76 @@
 """How fast this machine's cores read memory: the limit of decoding, which reads all weights per token.
 
-The native library's own read loop is tried, and numpy's reductions over the same large buffer, which run
-without Python's lock, one thread per core: the fastest of all counts.
+On a shared machine that speed changes from second to second, so it is measured beside each sample of a race
+(`contest.py`), not once. The native library's own read loop is tried, and numpy's reductions over the same
+large buffer, which run without Python's lock, one thread per core; the fastest counts.
 """
 
 import concurrent.futures
 import os
 import time
+from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.quiet import Disturbance, wait_for_quiet
 from jaxllm.kernels import native
 
-# Several times any cache of the last level that a core can call its own.
-_BUFFER_BYTES = 1 << 30
-_ROUNDS = 4
-# On a busy machine rounds are repeated, but not for ever.
-_LIMIT_S = 2.0
+# Many times what the caches hold.
+_BUFFER_BYTES = 1 << 29
+_TRIALS, _ROUNDS, _KEPT = 3, 2, 2
 # The same loop (a running maximum) over words of other widths: which of them numpy reads with the widest
 # loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
 _WORDS = (np.uint8, np.int32, np.float32, np.int64)
 
 
-def read_bandwidth(threads: int, *, buffer_bytes: int = _BUFFER_BYTES) -> float:
-    """Bytes per second that `threads` cores read together: the best of several methods and rounds.
+class MemoryProbe:
+    """Reads a buffer in the ways that are fastest on this machine. A context manager."""
 
-    Args:
-      threads: at most the cores that this process may use.
-      buffer_bytes: how much is read per round; less than the caches hold would measure those.
-    """
-    buffer = np.zeros(buffer_bytes // 8, np.int64)
-    buffer += 1  # written, so that it is memory and not the one page of zeros
-    cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else None
+    def __init__(self, threads: int, *, buffer_bytes: int = _BUFFER_BYTES) -> None:
+        """Makes the buffer and finds the fastest ways.
 
-    def pin() -> None:
-        if cores is not None:
-            os.sched_setaffinity(0, cores)  # of the calling thread
+        Args:
+          threads: that read together; at most the cores that this process may use.
+          buffer_bytes: how much is read at a time; less than the caches hold would measure those.
+        """
+        self._buffer = np.zeros(buffer_bytes // 8, np.int64)
+        self._buffer += 1  # written, so that it is memory and not the one page of zeros
+        self._threads = threads
+        cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else None
 
-    with concurrent.futures.ThreadPoolExecutor(threads, initializer=pin) as pool:
+        def pin() -> None:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)  # of the calling thread
 
-        def read_s(parts: list[np.ndarray]) -> float:
-            began = time.perf_counter()
-            list(pool.map(np.max, parts))
-            return time.perf_counter() - began
-
-        def read_by_kernel(_: list[np.ndarray]) -> float:
-            began = time.perf_counter()
-            native.read_all(buffer)
-            return time.perf_counter() - began
-
-        methods = [(read_s, word) for word in _WORDS]
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=pin)
+        ways: list[Callable[[], float]] = [self._by_words(word) for word in _WORDS]
         if native.kernels().native:
-            native.set_threads(threads)
-            methods.append((read_by_kernel, np.uint8))
-        best_s = float("inf")
-        for method, word in methods:
-            parts = np.array_split(buffer.view(word), threads)
-            undisturbed, until = 0, time.perf_counter() + _LIMIT_S
-            while undisturbed < _ROUNDS and time.perf_counter() < until:
-                disturbance = Disturbance()
-                best_s = min(best_s, method(parts))
-                if disturbance.ended(own_s=0.0):
-                    wait_for_quiet(0.3)
-                else:
-                    undisturbed += 1
-    return buffer.nbytes / best_s
+            ways.append(self._by_kernel)
+        trials = [min(way() for _ in range(_TRIALS)) for way in ways]
+        self._ways = [ways[i] for i in np.argsort(trials)[:_KEPT]]
+
+    def __enter__(self) -> "MemoryProbe":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown()
+
+    def bytes_per_s(self) -> float:
+        """What the threads read per second now, in the fastest of a few rounds."""
+        return self._buffer.nbytes / min(way() for _ in range(_ROUNDS) for way in self._ways)
+
+    def _by_words(self, word: type) -> Callable[[], float]:
+        parts = np.array_split(self._buffer.view(word), self._threads)
+
+        def read_s() -> float:
+            began = time.perf_counter()
+            list(self._pool.map(np.max, parts))
+            return time.perf_counter() - began
+
+        return read_s
+
+    def _by_kernel(self) -> float:
+        # Set each time: threads belong to the process.
+        native.set_threads(self._threads)
+        began = time.perf_counter()
+        native.read_all(self._buffer)
+        return time.perf_counter() - began

@@ -44,6 +44,8 @@ class Result:
       decode_ms: for all further tokens.
       prefill_kernel_ms, decode_kernel_ms: of these, in native kernels; 0 where nobody tells.
       prefill_setting, decode_setting: which were the fastest; None where there was no choice.
+      readable_bytes: what memory could have delivered while the further tokens were decoded, by its speed
+        just before and after; 0 without a probe.
       disturbed: samples, of all kept, beside which other processes computed.
       samples: how many were kept.
     """
@@ -54,6 +56,7 @@ class Result:
     decode_kernel_ms: float
     prefill_setting: str | None
     decode_setting: str | None
+    readable_bytes: float
     disturbed: int
     samples: int
 
@@ -66,6 +69,7 @@ def race(
     rounds: int,
     patience_s: float,
     progress: Progress,
+    bytes_per_s: Callable[[], float] | None = None,
 ) -> dict[tuple[str, int], Result]:
     """Runs all rounds; results by contender's name and prompt length.
 
@@ -76,9 +80,10 @@ def race(
       rounds: timed ones.
       patience_s: time in all to spend on samples that are not kept, and on waiting for quiet.
       progress: called with ("Measuring", done, total).
+      bytes_per_s: measures how fast memory is read at this moment; called around every sample.
     """
     total = len(contenders) * len(prompts) * (rounds + 1)
-    runner = _Runner(decode_tokens, patience_s, total, progress)
+    runner = _Runner(decode_tokens, patience_s, total, progress, bytes_per_s)
     best: dict[tuple[str, int], dict[str, str]] = {}
     for contender in contenders:
         for prompt in prompts:
@@ -103,7 +108,15 @@ def prompt_ids(vocab_size: int, tokens: int) -> list[int]:
 class _Runner:
     """Sends commands to children, one at a time, each when the one before is asleep."""
 
-    def __init__(self, decode_tokens: int, patience_s: float, total: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        decode_tokens: int,
+        patience_s: float,
+        total: int,
+        progress: Progress,
+        bytes_per_s: Callable[[], float] | None,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
         self._decode_tokens = decode_tokens
         self._patience_s = patience_s
         self._progress, self._done, self._total = progress, 0, total
@@ -130,6 +143,7 @@ class _Runner:
     def sample(self, child: Child, prompt: Sequence[int], best: dict[str, str]) -> dict[str, Any]:
         """The time of each phase at its best setting, and whether others disturbed it."""
         sample: dict[str, Any] = {"disturbed": False}
+        before = self._memory_speed()
         for setting in dict.fromkeys(best.values()):
             answer = self._undisturbed(child, prompt, setting)
             sample["disturbed"] |= bool(child.disturbed)
@@ -137,6 +151,8 @@ class _Runner:
                 if best[phase] == setting:
                     kernels = _KERNELS[phase]
                     sample |= {phase: answer[phase], kernels: answer.get(kernels, 0.0)}
+        speed = (before + self._memory_speed()) / 2
+        sample["readable_bytes"] = speed * sample["decode_ms"] / 1000
         self._step()
         return sample
 
@@ -150,9 +166,19 @@ class _Runner:
             self._patience_s -= time.perf_counter() - began
         return answer
 
-    def _answer(self, child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
+    def _memory_speed(self) -> float:
+        if self._bytes_per_s is None:
+            return 0.0
+        self._wait_for_last()
+        return self._bytes_per_s()
+
+    def _wait_for_last(self) -> None:
         if self._last is not None:
             self._last.wait_until_asleep()
+            self._last = None
+
+    def _answer(self, child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
+        self._wait_for_last()
         self._last = child
         repeats = self._repeats.get((child, len(prompt)), 1)
         return child.answer(prompt, self._decode_tokens, setting, repeats=repeats)
@@ -173,6 +199,7 @@ def _result(samples: list[dict[str, Any]], chosen_settings: dict[str, str]) -> R
         decode_kernel_ms=median(sample.get("decode_kernel_ms", 0.0) for sample in chosen),
         prefill_setting=chosen_settings.get("prefill_ms"),
         decode_setting=chosen_settings.get("decode_ms"),
+        readable_bytes=median(sample["readable_bytes"] for sample in chosen),
         disturbed=0 if undisturbed else len(chosen),
         samples=len(chosen),
     )

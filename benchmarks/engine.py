@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.bandwidth import read_bandwidth
+from benchmarks.bandwidth import MemoryProbe
 from benchmarks.checkpoint import Checkpoint
 from benchmarks.contest import prompt_ids, race
 from benchmarks.engine_rows import memory_rows, opening_rows, quality_rows, row, size_rows, speed_rows
@@ -19,7 +19,7 @@ from benchmarks.field import PER_TOKEN, Circumstances, Field
 from benchmarks.peers import PEERS
 from benchmarks.peers.process import Child
 from benchmarks.quality import REFERENCE, Text, perplexity
-from benchmarks.report import Row
+from benchmarks.report import Row, median
 from benchmarks.shapes import shape_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -138,9 +138,13 @@ def run(
         context_tokens=context,
     )
     rows: list[Row] = []
-    # Before and after: what others take of memory's speed meanwhile must not raise our share of it.
-    bandwidth = read_bandwidth(threads)
-    with Field(given, progress) as field:
+    speeds: list[float] = []
+
+    def memory_speed() -> float:
+        speeds.append(probe.bytes_per_s())
+        return speeds[-1]
+
+    with MemoryProbe(threads) as probe, Field(given, progress) as field:
         for width in widths:
             child = field.open_ours(width)
             rows += opening_rows(f"{checkpoint.name} {width}", child)
@@ -157,13 +161,13 @@ def run(
             rounds=plan.rounds,
             patience_s=plan.patience_s,
             progress=progress,
+            bytes_per_s=memory_speed,
         )
-        bandwidth = max(bandwidth, read_bandwidth(threads))
         for width in widths:
             name, group = f"{checkpoint.name} {width}", field.beside(width)
             rows += size_rows(name, group, again=checkpoint.stored not in (None, "f32"))
             for tokens in plan.prompt_tokens:
-                rows += speed_rows(name, group, results, tokens, plan.decode_tokens, bandwidth)
+                rows += speed_rows(name, group, results, tokens, plan.decode_tokens)
             rows += memory_rows(name, group)
         if text is not None:
             # A system beside several widths is scored once.
@@ -175,8 +179,8 @@ def run(
                     if child not in values:
                         values[child] = perplexity(child, text, progress)
                 rows += quality_rows(f"{checkpoint.name} {width}", children, values, text)
-    note = f"{threads} threads"
-    return [*rows, row(MEMORY, "read_bandwidth", bandwidth, "bytes/s", system=MEMORY, note=note)]
+    note = f"{threads} threads, between {min(speeds) / 1e9:.1f} and {max(speeds) / 1e9:.1f} GB/s meanwhile"
+    return [*rows, row(MEMORY, "read_bandwidth", median(speeds), "bytes/s", system=MEMORY, note=note)]
 
 
 def _threads(wanted: int) -> int:

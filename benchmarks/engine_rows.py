@@ -51,7 +51,6 @@ def speed_rows(
     results: Mapping[tuple[str, int], Result],
     prompt: int,
     tokens: int,
-    bandwidth: float,
 ) -> list[Row]:
     """Prefill and decode at one prompt length, and the share of memory's speed that decoding reaches."""
     found = {system: results[each.name, prompt] for system, each in group.items()}
@@ -80,9 +79,9 @@ def speed_rows(
     )
     if ours.decode_kernel_ms:
         rows.append(row(case, "kernel_share", ours.decode_kernel_ms / ours.decode_ms, "share"))
-    for system, rate in rates.items():
+    for system, each in found.items():
         if system != PER_TOKEN:
-            share = group[system].child.facts["step_bytes"] * rate / bandwidth
+            share = group[system].child.facts["step_bytes"] * tokens / each.readable_bytes
             rows.append(row(case, "bandwidth_share", share, "share", system=system))
     return rows
 

@@ -92,8 +92,9 @@ class SamplerState:
 
     Invariants: scalars are float32 or int32 `[]`; `penalized` `[]` bool, whether any penalty or bias
     changes a logit; `bias` `[V]` float32; `in_prompt` `[B, V]` bool; `counts` `[B, V]` int32, how often
-    the answer holds each token; `seed` `[2]` uint32; `drawn` `[]` int32, tokens drawn so far (the draw's key is a function of the two, so that neither the chunking
-    of the prompt nor the number of tokens per dispatch changes an answer).
+    the answer holds each token; `seed` `[2]` uint32; `drawn` `[]` int32, tokens drawn so far (the draw's
+    key is a function of the two, so that neither the chunking of the prompt nor the number of tokens per
+    dispatch changes an answer).
     """
 
     temperature: jax.Array

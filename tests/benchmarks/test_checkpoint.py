@@ -52,7 +52,7 @@ def test_a_missing_model_is_named(tmp_path):
         Checkpoint.find(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(("name", "millions"), [("15m", 15.2), ("110m", 110), ("250m", 246), ("1b", 1100)])
+@pytest.mark.parametrize(("name", "millions"), [("15m", 15.2), ("110m", 110), ("250m", 258), ("1b", 1100)])
 def test_shapes_have_the_size_of_their_names(name, millions):
     assert parameter_count(SHAPES[name].cfg) / 1e6 == pytest.approx(millions, rel=0.02)
 

@@ -80,3 +80,15 @@ def test_prompts_are_the_same_at_every_run_and_in_range():
     assert prompt_ids(50, 8) == prompt_ids(50, 8)
     assert prompt_ids(50, 200)[:8] == prompt_ids(50, 8)
     assert set(prompt_ids(50, 2000)) == set(range(50))
+
+
+def test_memory_is_measured_before_and_after_each_sample():
+    speeds = iter([10.0, 30.0, 50.0, 70.0])
+    result = race(
+        [Contender("ours", Scripted({"x": (1.0, 500.0)}), ("x",))], [[0] * 10],
+        decode_tokens=4, rounds=2, patience_s=0.0, progress=lambda *_: None, bytes_per_s=lambda: next(speeds),
+    )["ours", 10]  # fmt: skip
+    # Two seconds at 20 bytes a second, and at 60.
+    assert result.readable_bytes == pytest.approx((40 + 120) / 2)
+    with pytest.raises(StopIteration):
+        next(speeds)

@@ -1,12 +1,14 @@
 """`jaxllm bench engine`: its rows, its peers, and what it refuses."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
 from click.testing import CliRunner
 
 from benchmarks import engine as bench
+from benchmarks.bandwidth import MemoryProbe
 from benchmarks.engine import Plan, Subject
 from benchmarks.field import OURS, PER_TOKEN
 from benchmarks.peers import PEERS
@@ -26,7 +28,8 @@ CFG = dataclasses.replace(TINY, ffn_size=96)
 @pytest.fixture(autouse=True, scope="module")
 def known_bandwidth():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.engine.read_bandwidth", lambda threads: 1e9)
+        patch.setattr(MemoryProbe, "bytes_per_s", lambda probe: 1e9)
+        patch.setattr(bench, "MemoryProbe", functools.partial(MemoryProbe, buffer_bytes=1 << 20))
         yield
 
 

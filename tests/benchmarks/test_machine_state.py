@@ -7,7 +7,7 @@ import time
 import pytest
 
 from benchmarks import quiet
-from benchmarks.bandwidth import read_bandwidth
+from benchmarks.bandwidth import MemoryProbe
 from benchmarks.memory import peak_resident_bytes
 
 
@@ -20,8 +20,9 @@ def test_peak_memory_counts_what_the_process_holds():
 
 
 def test_bandwidth_is_bytes_per_second():
-    # Between a floppy drive and what no cache reaches.
-    assert 1e6 < read_bandwidth(1, buffer_bytes=1 << 22) < 1e13
+    with MemoryProbe(1, buffer_bytes=1 << 22) as probe:
+        # Between a floppy drive and what no cache reaches.
+        assert 1e6 < probe.bytes_per_s() < 1e13
 
 
 @pytest.mark.parametrize(("others_s", "disturbed"), [(0.0, False), (0.05, False), (0.5, True)])
