@@ -171,7 +171,18 @@ def feed_forward(
 
 def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
     """Rows of `table` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`."""
-    return embedding_rows(table, tokens, dtype)
+
+    def by_xla(tokens: jax.Array) -> jax.Array:
+        return embedding_rows(table, tokens, dtype)
+
+    if not isinstance(table, BlockedArray) or not native.kernels().native:
+        return by_xla(tokens)
+    blocked = table
+
+    def by_kernel(tokens: jax.Array) -> jax.Array:
+        return native.unit_rows(blocked, tokens).astype(dtype)
+
+    return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
 
 
 def _natively(x: jax.Array, by_kernel: Callable[[jax.Array], Out], by_xla: Callable[[jax.Array], Out]) -> Out:

@@ -179,6 +179,19 @@ def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
     return call(x, weight.data)
 
 
+def unit_rows(weight: BlockedArray, index: jax.Array) -> jax.Array:
+    """Rows of a weight `[R, C]` whose last axis is contracted, at `index` (any shape, int32; one out of range
+    counts as the last): `[*index.shape, C]` float32."""
+    result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
+    call = jax.ffi.ffi_call(_target("unit_rows"), result)
+    return call(index, weight.data, weight.scale, **_format(weight), outputs=np.int64(weight.shape[0]))
+
+
+def largest(x: jax.Array) -> jax.Array:
+    """Where each row of `x` `[M, V]` float32 is largest first, or first NaN: `[M]` int32."""
+    return jax.ffi.ffi_call(_target("largest"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
+
+
 def attention(
     q: jax.Array,
     k: jax.Array,

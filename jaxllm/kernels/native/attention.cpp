@@ -12,6 +12,16 @@ namespace {
 
 constexpr size_t kCutKeys = 256, kMostCuts = 16;
 
+// Asks memory for the first keys and values of a tile of one token, which has little to do until they come.
+void ask_for(const Attention& a, const AttentionTile& t, size_t row_bytes) {
+  constexpr size_t kFirstBytes = 16384;
+  const size_t from = t.from * row_bytes, bytes = std::min((t.to - t.from) * row_bytes, kFirstBytes);
+  for (const void* rows : {a.k, a.v}) {
+    const char* at = static_cast<const char*>(rows) + from;
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
+  }
+}
+
 }  // namespace
 
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
@@ -91,7 +101,7 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
                      s.scale,
                      s.softcap};
   };
-  parallel(heads * tiles * cuts, [&](size_t task) {
+  const auto attend = [&](size_t task) {
     const size_t cut = task % cuts, index = task / cuts % heads;
     // The last tiles see most keys: they go first, so that no thread ends with the longest one.
     const size_t tile = tiles - 1 - task / cuts / heads;
@@ -105,6 +115,7 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     t.from = std::min(end, begin / kKeyBlock * kKeyBlock + cut * per_cut);
     t.to = cut + 1 == cuts ? end : std::min(end, begin / kKeyBlock * kKeyBlock + (cut + 1) * per_cut);
     const size_t rows = (t.last - t.first) * s.group;
+    if (s.tokens == 1) ask_for(a, t, s.width * element);
     t.scratch =
         static_cast<float*>(thread_scratch(kTaskWork, attention_scratch(rows, s.width) * sizeof(float)));
     float* result = parts ? parts + ((tile * heads + index) * cuts + cut) * part_floats
@@ -118,7 +129,8 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     t.total = t.top + most_rows;
     kernels.attend(a, t);
     if (!parts) finish(a, t.first, rows, t.sums, t.total);
-  });
+  };
+  parallel(heads * tiles * cuts, attend, s.tokens == 1 ? expected_reading() : Upcoming{});
   if (failed) return kNoMemory;
   for (size_t tile = 0; parts && tile < tiles; tile++) {
     for (size_t index = 0; index < heads; index++) {

@@ -100,6 +100,10 @@ struct Backend {
   // Turns a row of `width` if cos is not null, and stores it as half or float. Scratch: padded_width floats.
   void (*store_row)(const float* x, size_t width, const float* cos, const float* sin, size_t rotary,
                     bool half, void* out, float* scratch);
+  // Row `row` of a weight whose units are outputs, as floats.
+  void (*unit_row)(const Matrix&, size_t row, float* out);
+  // The first index of the largest number, or of the first NaN.
+  int32_t (*largest)(const float* x, size_t count);
   int64_t (*read)(const void* data, size_t bytes);
 };
 

@@ -22,6 +22,7 @@ constexpr float kTiny = 1e-30f;
 #include "tile.inl"
 #include "activate.inl"
 #include "attention.inl"
+#include "tokens.inl"
 
 int64_t read_words(const void* data, size_t bytes) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
@@ -37,8 +38,8 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,       quantize, rms_norm, row_panels, row_span,  tile,
-                 tile_int32, activate, attend,   store_row,  read_words};
+  return Backend{name,     quantize, rms_norm,  row_panels, row_span, tile,    tile_int32,
+                 activate, attend,   store_row, unit_row,   largest,  read_words};
 }
 
 }  // namespace

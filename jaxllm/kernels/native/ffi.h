@@ -8,8 +8,10 @@ struct Target {
   const char* name;
   void* handler;
 };
-// Ends with a null name.
-extern const Target kTargets[];
+// One list for each file of handlers; each ends with a null name.
+extern const Target kProductTargets[], kAttentionTargets[], kTokenTargets[];
+// All lists; ends with null.
+extern const Target* const kTargets[];
 
 // Nanoseconds that all operations have taken since the process began.
 int64_t busy_ns();

@@ -11,14 +11,16 @@ namespace {
 PyObject* targets(PyObject*, PyObject*) {
   PyObject* all = PyDict_New();
   if (!all) return nullptr;
-  for (const jaxllm::Target* each = jaxllm::kTargets; each->name; each++) {
-    PyObject* capsule = PyCapsule_New(each->handler, nullptr, nullptr);
-    if (!capsule || PyDict_SetItemString(all, each->name, capsule) < 0) {
-      Py_XDECREF(capsule);
-      Py_DECREF(all);
-      return nullptr;
+  for (const jaxllm::Target* const* list = jaxllm::kTargets; *list; list++) {
+    for (const jaxllm::Target* each = *list; each->name; each++) {
+      PyObject* capsule = PyCapsule_New(each->handler, nullptr, nullptr);
+      if (!capsule || PyDict_SetItemString(all, each->name, capsule) < 0) {
+        Py_XDECREF(capsule);
+        Py_DECREF(all);
+        return nullptr;
+      }
+      Py_DECREF(capsule);
     }
-    Py_DECREF(capsule);
   }
   return all;
 }

@@ -345,6 +345,23 @@ Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_
   return failed ? kNoMemory : nullptr;
 }
 
+void unit_rows(const int32_t* index, size_t count, const Units& weight, size_t outputs, float* y) {
+  const Matrix m = matrix_of(weight, outputs);
+  const Backend& kernels = backend();
+  const int32_t last = static_cast<int32_t>(outputs) - 1;
+  constexpr size_t kRowsPerTask = 16;
+  parallel((count + kRowsPerTask - 1) / kRowsPerTask, [&](size_t task) {
+    for (size_t i = task * kRowsPerTask; i < std::min(count, (task + 1) * kRowsPerTask); i++) {
+      const size_t row = static_cast<size_t>(std::clamp(index[i], 0, last));
+      kernels.unit_row(m, row, y + i * weight.inputs);
+    }
+  });
+}
+
+void largest(const float* x, size_t rows, size_t width, int32_t* y) {
+  for (size_t row = 0; row < rows; row++) y[row] = backend().largest(x + row * width, width);
+}
+
 int64_t read_all(const void* data, size_t bytes) {
   constexpr size_t kPiece = 1 << 20;
   std::atomic<int64_t> sum{0};

@@ -47,6 +47,11 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
 // y [rows][outputs] int32 = x [rows][inputs] int8 times 8-bit rows, scales left aside. -128 counts as -127.
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y);
 
+// y [count][inputs] = rows of a weight, one per index; an index beyond its `outputs` counts as the last.
+void unit_rows(const int32_t* index, size_t count, const Units& weight, size_t outputs, float* y);
+// y [rows] = where each row of x [rows][width] is largest first; a NaN is larger than any number.
+void largest(const float* x, size_t rows, size_t width, int32_t* y);
+
 struct AttentionShape {
   size_t batch, tokens, kv_heads, group, width, capacity;
   size_t rotary;        // half the dimensions that turn; 0 for none

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -17,9 +18,25 @@
 namespace jaxllm {
 namespace {
 
-// How long a thread that has nothing to do looks for work before it sleeps: longer than the gap between
-// two kernels of a step, short enough to leave the core to XLA's own threads and to other processes.
-constexpr int kSpins = 2000;
+// How long a thread that has nothing to do looks for work before it sleeps: longer than the gaps between the
+// kernels of a step (waking takes as long as reading a megabyte), short enough to leave the core to XLA's own
+// threads and to other processes.
+constexpr std::chrono::microseconds kPatience{100};
+
+// Whether a thread that looks for work may go on; asks the clock now and then.
+class Patience {
+ public:
+  bool left() {
+    if (++looks_ % 32) return true;
+    const auto now = std::chrono::steady_clock::now();
+    if (looks_ == 32) until_ = now + kPatience;
+    return now < until_;
+  }
+
+ private:
+  unsigned looks_ = 0;
+  std::chrono::steady_clock::time_point until_;
+};
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -91,10 +108,10 @@ class Pool {
     take();
     // A worker may still be in its last task, or on its way to find that none is left.
     Prefetch prefetch(next, 0);
-    for (int spins = 0; busy_.load(std::memory_order_acquire) != 0; spins++) {
-      if (prefetch.some()) {
-        spins = 0;
-      } else if (spins < kSpins) {
+    Patience patience;
+    while (busy_.load(std::memory_order_acquire) != 0) {
+      if (prefetch.some()) continue;
+      if (patience.left()) {
         relax();
       } else {
         std::this_thread::yield();
@@ -115,12 +132,10 @@ class Pool {
     uint64_t seen = 0;
     Prefetch prefetch;
     for (;;) {
-      for (int spins = 0; round_.load(std::memory_order_acquire) == seen; spins++) {
-        if (prefetch.some()) {
-          spins = 0;
-          continue;
-        }
-        if (spins < kSpins) {
+      Patience patience;
+      while (round_.load(std::memory_order_acquire) == seen) {
+        if (prefetch.some()) continue;
+        if (patience.left()) {
           relax();
           continue;
         }

@@ -1,0 +1,98 @@
+// Attention as XLA calls it.
+#include <string.h>
+
+#include "ffi_checks.h"
+
+namespace jaxllm {
+namespace {
+
+// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], start and valid
+// [] -> y like q, and the caches, in place.
+Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
+                     AnyBuffer values, AnyBuffer start, AnyBuffer valid, ffi::Result<AnyBuffer> y,
+                     ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values, float scale,
+                     float softcap, int64_t window) {
+  const Timer timer;
+  const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
+  if (rank(q) != 5 || rank(k) != 4 || rank(keys) != 4 || !is_float(q) || !is_float(k) || !is_float(v) ||
+      q.element_count() == 0) {
+    return wrong("queries must be float32 [B, T, K, G, H], new keys and values [B, T, K, H]");
+  }
+  const size_t batch = dim(q, 0), tokens = dim(q, 1), kv_heads = dim(q, 2), width = dim(q, 4),
+               capacity = dim(keys, 2);
+  if (dim(k, 0) != batch || dim(k, 1) != tokens || dim(k, 2) != kv_heads || dim(k, 3) != width ||
+      v.element_count() != k.element_count()) {
+    return wrong("new keys and values do not fit the queries");
+  }
+  const auto type = keys.element_type();
+  if ((type != ffi::DataType::F32 && type != ffi::DataType::F16) || values.element_type() != type)
+    return wrong("a cache must be float32 or float16");
+  if (dim(keys, 0) != batch || dim(keys, 1) != kv_heads || dim(keys, 3) != width || capacity == 0 ||
+      values.element_count() != keys.element_count() || new_keys->size_bytes() != keys.size_bytes() ||
+      new_values->size_bytes() != values.size_bytes()) {
+    return wrong("the cache does not fit the queries");
+  }
+  const size_t rotary = cos.element_count() / tokens;
+  if (!is_float(cos) || !is_float(sin) || cos.element_count() != rotary * tokens ||
+      sin.element_count() != cos.element_count() || 2 * rotary > width) {
+    return wrong("cosines and sines must be float32 [T, rotary], at most half the head");
+  }
+  const auto is_index = [](const AnyBuffer& each) {
+    return each.element_type() == ffi::DataType::S32 && each.element_count() == 1;
+  };
+  if (!is_index(start) || !is_index(valid) || window < 0) return wrong("positions must be one int32 each");
+  const int32_t position = *start.reinterpret_data<int32_t>(), count = *valid.reinterpret_data<int32_t>();
+  if (position < 0 || count < 0 || static_cast<size_t>(count) > tokens)
+    return wrong("a position is out of range");
+  if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
+  // XLA gives a result the memory of the cache it replaces; should it not, the cache is copied.
+  if (new_keys->untyped_data() != keys.untyped_data())
+    memcpy(new_keys->untyped_data(), keys.untyped_data(), keys.size_bytes());
+  if (new_values->untyped_data() != values.untyped_data()) {
+    memcpy(new_values->untyped_data(), values.untyped_data(), values.size_bytes());
+  }
+  const AttentionShape shape{batch,
+                             tokens,
+                             kv_heads,
+                             dim(q, 3),
+                             width,
+                             capacity,
+                             rotary,
+                             static_cast<size_t>(position),
+                             static_cast<size_t>(count),
+                             static_cast<size_t>(window),
+                             scale,
+                             softcap,
+                             type == ffi::DataType::F16};
+  return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
+                          v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
+                          sin.reinterpret_data<float>(), new_keys->untyped_data(), new_values->untyped_data(),
+                          shape, y->reinterpret_data<float>()));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Attr<float>("scale")
+                           .Attr<float>("softcap")
+                           .Attr<int64_t>("window"));
+
+const Target kAttentionTargets[] = {
+    {"jaxllm_attention", reinterpret_cast<void*>(+AttentionHandler)},
+    {nullptr, nullptr},
+};
+
+}  // namespace jaxllm

@@ -1,0 +1,62 @@
+// What all handlers share: reading XLA's buffers, refusing what does not fit, and the time they take.
+//
+// Every check guards memory: a graph whose shapes disagree must end in an error, not in a read beyond a
+// buffer.
+#pragma once
+#include <chrono>
+#include <string>
+
+#include "ffi.h"
+#include "ops.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxllm {
+
+namespace ffi = xla::ffi;
+using ffi::AnyBuffer;
+using ffi::Error;
+
+void add_busy_ns(int64_t ns);
+
+// Adds the time it lives to what operations have taken.
+class Timer {
+ public:
+  ~Timer() { add_busy_ns((std::chrono::steady_clock::now() - began_).count()); }
+
+ private:
+  std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
+};
+
+inline Error wrong(const std::string& what) { return Error::InvalidArgument("jaxllm kernels: " + what); }
+inline Error result(Failure failure) {
+  return failure ? Error(ffi::ErrorCode::kResourceExhausted, failure) : Error::Success();
+}
+
+inline size_t dim(const AnyBuffer& buffer, size_t i) { return static_cast<size_t>(buffer.dimensions()[i]); }
+inline size_t rank(const AnyBuffer& buffer) { return buffer.dimensions().size(); }
+
+// An optional float vector or matrix: an empty buffer stands for none.
+inline bool read_floats(const AnyBuffer& buffer, size_t count, const float*& out) {
+  out = nullptr;
+  if (buffer.element_type() != ffi::DataType::F32) return false;
+  if (buffer.element_count() == 0) return true;
+  out = buffer.reinterpret_data<float>();
+  return buffer.element_count() == count;
+}
+
+// Rows of a matrix [..., width].
+inline bool read_rows(const AnyBuffer& x, ffi::DataType type, size_t& rows, size_t& width) {
+  if (x.element_type() != type || rank(x) == 0) return false;
+  width = dim(x, rank(x) - 1);
+  if (width == 0 || x.element_count() == 0) return false;
+  rows = x.element_count() / width;
+  return true;
+}
+
+inline size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
+
+// A weight [panels, blocks, bytes] whose units are outputs; false where its shapes disagree.
+bool read_units(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group, size_t inputs,
+                size_t outputs, Units& out);
+
+}  // namespace jaxllm
