@@ -12,16 +12,6 @@ namespace {
 
 constexpr size_t kCutKeys = 256, kMostCuts = 16;
 
-// Asks memory for the first keys and values of a tile of one token, which has little to do until they come.
-void ask_for(const Attention& a, const AttentionTile& t, size_t row_bytes) {
-  constexpr size_t kFirstBytes = 16384;
-  const size_t from = t.from * row_bytes, bytes = std::min((t.to - t.from) * row_bytes, kFirstBytes);
-  for (const void* rows : {a.k, a.v}) {
-    const char* at = static_cast<const char*>(rows) + from;
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(at + i);
-  }
-}
-
 }  // namespace
 
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
@@ -29,6 +19,12 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   const size_t wide = padded_width(s.width), element = s.half ? 2 : 4;
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
+  Upcoming next;
+  if (s.tokens == 1) {
+    const size_t row_bytes = s.width * element;
+    next = begin_reading({key_cache, value_cache, s.batch * s.kv_heads, s.capacity * row_bytes,
+                          std::min(s.capacity, s.start + 1) * row_bytes});
+  }
   const size_t written = s.start < s.capacity ? std::min(s.valid, s.capacity - s.start) : 0;
   const auto write_head = [&](size_t index) {
     const size_t b = index / s.kv_heads, kv = index % s.kv_heads;
@@ -115,7 +111,6 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     t.from = std::min(end, begin / kKeyBlock * kKeyBlock + cut * per_cut);
     t.to = cut + 1 == cuts ? end : std::min(end, begin / kKeyBlock * kKeyBlock + (cut + 1) * per_cut);
     const size_t rows = (t.last - t.first) * s.group;
-    if (s.tokens == 1) ask_for(a, t, s.width * element);
     t.scratch =
         static_cast<float*>(thread_scratch(kTaskWork, attention_scratch(rows, s.width) * sizeof(float)));
     float* result = parts ? parts + ((tile * heads + index) * cuts + cut) * part_floats
@@ -130,7 +125,7 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     kernels.attend(a, t);
     if (!parts) finish(a, t.first, rows, t.sums, t.total);
   };
-  parallel(heads * tiles * cuts, attend, s.tokens == 1 ? expected_reading() : Upcoming{});
+  parallel(heads * tiles * cuts, attend, next);
   if (failed) return kNoMemory;
   for (size_t tile = 0; parts && tile < tiles; tile++) {
     for (size_t index = 0; index < heads; index++) {

@@ -123,11 +123,11 @@ size_t panel_bytes(const Matrix& m) { return m.inputs.all_blocks() * block_bytes
 // What the threads read first of a weight whose units are outputs, or inputs.
 Upcoming first_ranges(const Matrix& m, const Ranges& ranges) {
   const size_t bytes = std::min(m.panels, ranges.longest()) * panel_bytes(m);
-  return {m.data, bytes, bytes};
+  return {m.data, nullptr, static_cast<size_t>(threads()), bytes, bytes};
 }
 Upcoming first_spans(const Matrix& m) {
   const size_t bytes = m.inputs.span_blocks(0) * m.block_stride;
-  return {m.data, bytes, bytes};
+  return {m.data, nullptr, std::min(m.inputs.all_spans(), static_cast<size_t>(threads())), bytes, bytes};
 }
 
 void row_to(const Matrix& m, const Activations& a, size_t from, size_t to, size_t outputs, float* y) {

@@ -50,22 +50,35 @@ inline void relax() {
 class Prefetch {
  public:
   Prefetch() = default;
-  Prefetch(const Upcoming& next, int thread)
-      : at_(static_cast<const char*>(next.data) + thread * next.stride),
-        end_(at_ + (next.bytes < kMostBytes ? next.bytes : kMostBytes)) {}
+  Prefetch(const Upcoming& next, size_t thread, size_t threads)
+      : next_(next), run_(thread), threads_(threads) {}
 
   // False when all has been asked for.
   bool some() {
-    if (at_ >= end_) return false;
-    for (int i = 0; i < 8; i++) __builtin_prefetch(at_ + 64 * i, 0, 2);
-    at_ += 512;
+    if (run_ >= next_.runs || total_ >= kMostBytes) return false;
+    ask(next_.data);
+    if (next_.other) ask(next_.other);
+    at_ += kStep;
+    if (at_ >= next_.bytes) {
+      at_ = 0;
+      run_ += threads_;
+    }
     return true;
   }
 
  private:
+  static constexpr size_t kStep = 512;
   // A part of a core's own cache: what is underway must not be driven out.
   static constexpr size_t kMostBytes = 256 << 10;
-  const char *at_ = nullptr, *end_ = nullptr;
+
+  void ask(const void* data) {
+    const char* from = static_cast<const char*>(data) + run_ * next_.stride + at_;
+    for (size_t i = 0; i < kStep; i += 64) __builtin_prefetch(from + i, 0, 2);
+    total_ += kStep;
+  }
+
+  Upcoming next_;
+  size_t run_ = 0, threads_ = 1, at_ = 0, total_ = 0;
 };
 
 class Pool {
@@ -107,7 +120,7 @@ class Pool {
     }
     take();
     // A worker may still be in its last task, or on its way to find that none is left.
-    Prefetch prefetch(next, 0);
+    Prefetch prefetch(next, 0, static_cast<size_t>(count_));
     Patience patience;
     while (busy_.load(std::memory_order_acquire) != 0) {
       if (prefetch.some()) continue;
@@ -147,7 +160,7 @@ class Pool {
       seen = round_.load(std::memory_order_acquire);
       if (ending_) return;
       take();
-      prefetch = Prefetch(upcoming_, thread);
+      prefetch = Prefetch(upcoming_, static_cast<size_t>(thread), static_cast<size_t>(count_));
       busy_.fetch_sub(1, std::memory_order_release);
     }
   }

@@ -7,7 +7,7 @@
 namespace jaxllm {
 namespace {
 
-// More than the products of any model's step; where two share a place, one of them is not foreseen.
+// More than the operations of any model's step; where two share a place, one of them is not foreseen.
 constexpr size_t kPlaces = 4096;
 
 struct Memory {
@@ -43,12 +43,6 @@ Upcoming begin_reading(const Upcoming& now) {
   if (m.last) m.of(m.last) = {m.last, now};
   m.last = now.data;
   return m.after(now.data);
-}
-
-Upcoming expected_reading() {
-  Memory& m = memory();
-  const std::lock_guard<std::mutex> lock(m.mutex);
-  return m.after(m.last);
 }
 
 }  // namespace jaxllm

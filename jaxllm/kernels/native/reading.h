@@ -10,10 +10,11 @@
 
 namespace jaxllm {
 
-// What threads will read: thread i begins at data + i * stride, and reads at least `bytes` there.
+// What threads will read: `runs` of `bytes`, `stride` apart, of one array or of two alike. Thread i of n takes
+// runs i, i + n, i + 2n ...
 struct Upcoming {
-  const void* data = nullptr;
-  size_t stride = 0, bytes = 0;
+  const void *data = nullptr, *other = nullptr;
+  size_t runs = 0, stride = 0, bytes = 0;
 };
 
 // Panels cut into ranges for tasks: long ones first, then ever shorter ones, so that threads end together.
@@ -57,10 +58,7 @@ class Ranges {
   size_t panels_, threads_, least_;
 };
 
-// Says that a product whose threads read `now` begins, and returns what was read after it the last time:
-// a model runs the same products in the same order for every token. Pointers are never followed.
+// Says that an operation whose threads read `now` begins, and returns what was read after it the last time:
+// a model runs the same operations in the same order for every token. Pointers are never followed.
 Upcoming begin_reading(const Upcoming& now);
-// What is expected after the last product that began.
-Upcoming expected_reading();
-
 }  // namespace jaxllm

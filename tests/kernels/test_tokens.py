@@ -1,0 +1,114 @@
+"""Where a step begins and ends: rows of an embedding, and the likeliest token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.kernels import native
+from jaxllm.linear import embed
+from jaxllm.quant import embedding_rows
+from jaxllm.sampling import largest
+from tests.kernels.drawing import WIDTHS, answers, weight_of
+from tests.kernels.switching import fall_back, needs_native
+from tests.kernels.test_refusals import DATA, FIT, SCALE, formats, refuse, zeros
+
+every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
+
+
+@needs_native
+@every_width
+@pytest.mark.parametrize("shape", [(1, 1), (16, 32), (37, 70), (50, 96), (20, 33)], ids=str)
+def test_rows_are_those_of_the_weight(shape, width):
+    draw = np.random.default_rng(0)
+    weight = weight_of(draw, shape, width, -1)
+    tokens = draw.integers(0, shape[0], (3, 7), dtype=np.int32)
+    expected = np.asarray(embedding_rows(weight, jnp.asarray(tokens), jnp.dtype("float32")))
+    for kernels, got in answers(lambda w, t: native.unit_rows(w, t), weight, tokens).items():
+        np.testing.assert_array_equal(got, expected, err_msg=kernels)
+
+
+@needs_native
+@every_width
+def test_many_rows_are_each_their_own(width):
+    """More rows than one task takes."""
+    weight = weight_of(np.random.default_rng(0), (40, 64), width, -1)
+    tokens = np.arange(400, dtype=np.int32) % 40
+    for got in answers(lambda w, t: native.unit_rows(w, t), weight, tokens).values():
+        np.testing.assert_array_equal(got, np.tile(got[:40], (10, 1)))
+
+
+@needs_native
+def test_an_index_out_of_range_reads_no_other_memory():
+    """As XLA's own gather: it counts as the nearest."""
+    weight = weight_of(np.random.default_rng(0), (20, 64), (8, 0), -1)
+    tokens = np.array([-1, -(2**31), 20, 2**31 - 1], np.int32)
+    for got in answers(lambda w, t: native.unit_rows(w, t), weight, tokens).values():
+        first, last = np.asarray(
+            embedding_rows(weight, jnp.asarray([0, 19], jnp.int32), jnp.dtype("float32"))
+        )
+        np.testing.assert_array_equal(got, [first, first, last, last])
+
+
+@every_width
+def test_embedding_is_the_same_without_kernels(width, monkeypatch):
+    weight, tokens = weight_of(np.random.default_rng(0), (37, 70), width, -1), jnp.arange(12).reshape(3, 4)
+    # Without kernels scales are rounded to the narrower type before they multiply.
+    for dtype, room in ((jnp.dtype("float32"), 0), (jnp.dtype("bfloat16"), 2**-7)):
+        got = jax.jit(lambda w, t, dtype=dtype: embed(t, w, dtype))(weight, tokens)
+        assert got.dtype == dtype
+        with monkeypatch.context() as patch:
+            fall_back(patch)
+            plain = np.asarray(embed(tokens, weight, dtype), np.float32)
+        np.testing.assert_allclose(np.asarray(got, np.float32), plain, rtol=room, atol=0)
+
+
+SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-45, 3e38]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=700),
+    st.integers(1, 3),
+)
+def test_the_largest_is_that_of_argmax(values, rows):
+    """Of equal ones the first, of NaN the first, whatever else there is."""
+    x = np.stack([np.roll(np.array(values, np.float32), row) for row in range(rows)])
+    got = np.asarray(largest(jnp.asarray(x)))
+    np.testing.assert_array_equal(got, np.argmax(x, axis=-1))
+    with pytest.MonkeyPatch.context() as patch:
+        fall_back(patch)
+        np.testing.assert_array_equal(largest(jnp.asarray(x)), got)
+
+
+@needs_native
+@pytest.mark.parametrize("width", [1, 15, 16, 255, 256, 257, 512, 32000])
+def test_the_largest_is_found_wherever_it_is(width):
+    draw = np.random.default_rng(width)
+    x = draw.normal(size=(30, width)).astype(np.float32)
+    x[np.arange(30), draw.integers(0, width, 30)] = 50
+    for kernels, got in answers(native.largest, x).items():
+        np.testing.assert_array_equal(got, np.argmax(x, axis=-1), err_msg=kernels)
+
+
+@needs_native
+def test_shapes_that_do_not_fit_are_refused():
+    tokens, rows = np.zeros(4, np.int32), zeros(4, 70)
+
+    def of(outputs):
+        return {**formats(), "outputs": np.int64(outputs)}
+
+    fit = FIT.removeprefix("a ")
+    for why, name, result, operands, attributes in (
+        ("one for each row", "unit_rows", zeros(5, 70), [tokens, DATA, SCALE], of(20)),
+        ("indices must be int32", "unit_rows", rows, [zeros(4), DATA, SCALE], of(20)),
+        (fit, "unit_rows", zeros(4, 64), [tokens, DATA, SCALE], of(20)),
+        (fit, "unit_rows", rows, [tokens, DATA, SCALE], of(33)),
+        (fit, "unit_rows", rows, [tokens, DATA, SCALE], of(0)),
+        ("one int32 for each row", "largest", zeros(3, dtype=np.int32), [rows], {}),
+        ("one int32 for each row", "largest", zeros(4), [rows], {}),
+        ("rows must be float32", "largest", zeros(4, dtype=np.int32), [rows.astype(np.float16)], {}),
+    ):  # fmt: skip
+        refuse(why, name, result, operands, **attributes)
