@@ -4,18 +4,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: demo test test-fast check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxllm demo
 
+# One process per core; tests that compare times come last, with the machine to themselves.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(PYTEST) -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 # Leaves out what takes more than some seconds.
 test-fast: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 # What a reviewer's machine would say: format, lint, types.
 check: $(VENV)/.dev

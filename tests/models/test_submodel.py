@@ -139,6 +139,7 @@ def test_half_a_model_allocates_no_weights():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("bits", [8, 4])
 def test_half_a_model_takes_half_the_time(bits):
     """At most 0.55 of a full decode step, where weights come from memory and all else is small."""

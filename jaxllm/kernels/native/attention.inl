@@ -259,7 +259,8 @@ void attend(const Attention& a, const AttentionTile& t) {
     if (!any) continue;
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.v) + block * width;
-      for (size_t at = 0; at < count * width; at += 32) __builtin_prefetch(from + kKeyBlock * width + at, 0, 2);
+      for (size_t at = 0; at < count * width; at += 32)
+        __builtin_prefetch(from + kKeyBlock * width + at, 0, 2);
       float_product(rows, wide, scores, kKeyBlock, from, width, count, t.sums, wide, true);
       continue;
     }

@@ -38,7 +38,7 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,     quantize, rms_norm,  row_panels, row_span, tile,    tile_int32,
+  return Backend{name,     quantize, rms_norm,  row_panels, row_span, tile,      tile_int32,
                  activate, attend,   store_row, unit_row,   largest,  read_words};
 }
 

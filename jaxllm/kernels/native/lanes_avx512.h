@@ -45,8 +45,8 @@ inline __attribute__((always_inline)) F fsums(const F (&v)[16]) {
     const F low = _mm512_add_ps(_mm512_unpacklo_ps(four[0], four[1]), _mm512_unpackhi_ps(four[0], four[1]));
     const F high = _mm512_add_ps(_mm512_unpacklo_ps(four[2], four[3]), _mm512_unpackhi_ps(four[2], four[3]));
     const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
-    quarter[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
-                               _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    quarter[i] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
   }
   const auto halved = [](F a, F b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));

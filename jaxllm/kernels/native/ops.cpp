@@ -298,8 +298,7 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   }
   if (failed) return kNoMemory;
   if (!quantize_rows(hidden, rows, down_matrix.inputs, {nullptr, 0}, a)) return kNoMemory;
-  return multiply(down_matrix, a, rows, width, residual ? x : nullptr, y, next) ? nullptr
-                                                                                             : kNoMemory;
+  return multiply(down_matrix, a, rows, width, residual ? x : nullptr, y, next) ? nullptr : kNoMemory;
 }
 
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y) {

@@ -10,8 +10,8 @@
 
 namespace jaxllm {
 
-// What threads will read: `runs` of `bytes`, `stride` apart, of one array or of two alike. Thread i of n takes
-// runs i, i + n, i + 2n ...
+// What threads will read: `runs` of `bytes`, `stride` apart, of one array or of two alike. Thread i of n
+// takes runs i, i + n, i + 2n ...
 struct Upcoming {
   const void *data = nullptr, *other = nullptr;
   size_t runs = 0, stride = 0, bytes = 0;
