@@ -25,6 +25,7 @@ INSTRUCTIONS: dict[str, list[str]] = {
     "backend_avx512": AVX512 if X86 else [],
     "backend_amx": [*AVX512, "-mamx-tile", "-mamx-int8"] if X86 else [],
     "backend_neon": ["-march=armv8.2-a+dotprod+fp16"] if ARM else [],
+    "backend_i8mm": ["-march=armv8.2-a+dotprod+fp16+i8mm"] if ARM else [],
 }
 
 

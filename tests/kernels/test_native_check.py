@@ -114,7 +114,8 @@ def test_older_processors_run_what_they_have(as_shipped, processor, kernels):
 
 @needs(ARM_COMPILER, ARM_EMULATOR)
 def test_arm(tmp_path):
-    """With dot products, and on a processor that lacks them."""
+    """With products of matrices, with dot products alone, and on a processor that lacks both."""
     program = build(tmp_path, ARM_COMPILER, "aarch64", "-O2", "-static")
-    assert run(ARM_EMULATOR, "-cpu", "max", program, 30, 4) == "30 cases with neon portable\n"
+    assert run(ARM_EMULATOR, "-cpu", "max", program, 30, 4) == "30 cases with i8mm neon portable\n"
+    assert run(ARM_EMULATOR, "-cpu", "neoverse-n1", program, 3, 6) == "3 cases with neon portable\n"
     assert run(ARM_EMULATOR, "-cpu", "cortex-a53", program, 3, 5) == "3 cases with portable\n"

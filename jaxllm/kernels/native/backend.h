@@ -124,6 +124,7 @@ const Backend* avx512_backend();
 const Backend* amx_backend();
 const Backend* avxvnni_backend();
 const Backend* avx2_backend();
+const Backend* i8mm_backend();
 const Backend* neon_backend();
 const Backend* portable_backend();
 

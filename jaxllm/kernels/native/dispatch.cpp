@@ -13,6 +13,8 @@
 #endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace jaxllm {
@@ -63,6 +65,19 @@ bool has_dot_products() {
 #endif
 }
 
+bool has_matrix_products() {
+#if defined(__aarch64__) && defined(__linux__)
+  constexpr unsigned long kMatrix = 1ul << 13;  // HWCAP2_I8MM
+  return has_dot_products() && (getauxval(AT_HWCAP2) & kMatrix);
+#elif defined(__aarch64__) && defined(__APPLE__)
+  int has = 0;  // since 2022
+  size_t bytes = sizeof(has);
+  return sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &bytes, nullptr, 0) == 0 && has;
+#else
+  return false;
+#endif
+}
+
 struct List {
   const Backend* found[8];
   int count = 0;
@@ -78,6 +93,7 @@ struct List {
     add(has_avxvnni(), avxvnni_backend);
     add(has_avx2(), avx2_backend);
 #endif
+    add(has_matrix_products(), i8mm_backend);
     add(has_dot_products(), neon_backend);
     add(true, portable_backend);
   }
