@@ -1,7 +1,9 @@
 #include <math.h>
+#include <stdint.h>
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 
 #include "ops.h"
 #include "pool.h"
@@ -10,7 +12,7 @@ namespace jaxllm {
 
 namespace {
 
-constexpr size_t kCutKeys = 256, kMostCuts = 16;
+constexpr size_t kCutKeys = 512, kMostCuts = 16;
 
 }  // namespace
 
@@ -61,19 +63,38 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   const size_t most_rows = std::min(s.tokens, tile_tokens) * s.group;
   const size_t part_floats = most_rows * (wide + 2);
   float* parts = nullptr;
+  std::atomic<uint32_t>* missing = nullptr;  // of each head, the cuts that are not done
   if (cuts > 1) {
-    parts = static_cast<float*>(thread_scratch(kHidden, tiles * heads * cuts * part_floats * sizeof(float)));
-    if (!parts) return kNoMemory;
+    const size_t part_bytes = heads * cuts * part_floats * sizeof(float);
+    char* memory = static_cast<char*>(thread_scratch(kHidden, part_bytes + heads * sizeof(*missing)));
+    if (!memory) return kNoMemory;
+    parts = reinterpret_cast<float*>(memory);
+    missing = reinterpret_cast<std::atomic<uint32_t>*>(memory + part_bytes);
+    for (size_t i = 0; i < heads; i++) new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(cuts));
   }
   const size_t oldest = s.window && s.start + 1 > s.window ? s.start + 1 - s.window : 0;
   const size_t per_cut = ((visible - std::min(oldest, visible)) / cuts / kKeyBlock + 1) * kKeyBlock;
-  const auto finish = [&](const Attention& a, size_t first, size_t rows, const float* sums,
-                          const float* total) {
+  // Of `count` parts of the same rows, the softmax over all of them.
+  const auto finish = [&](const Attention& a, size_t first, size_t rows, const float* part, size_t count) {
     for (size_t r = 0; r < rows; r++) {
+      const float *sums = part + r * wide, *top = part + most_rows * wide + r, *total = top + most_rows;
+      float best = -INFINITY, all = 0.0f, weights[kMostCuts];
+      for (size_t c = 0; c < count; c++) {
+        if (total[c * part_floats] != 0.0f) best = std::max(best, top[c * part_floats]);
+      }
+      for (size_t c = 0; c < count; c++) {
+        const bool seen = total[c * part_floats] != 0.0f;  // a part may see nothing, or NaN
+        weights[c] = !seen ? 0.0f : count == 1 ? 1.0f : expf(top[c * part_floats] - best);
+        all += weights[c] * total[c * part_floats];
+      }
       // A row that saw nothing (more tokens than the cache holds) is all zeros.
-      const float factor = total[r] != 0.0f ? 1.0f / total[r] : 0.0f;
+      const float factor = all != 0.0f ? 1.0f / all : 0.0f;
       float* to = a.out + (first + r / s.group) * row_stride + r % s.group * s.width;
-      for (size_t h = 0; h < s.width; h++) to[h] = sums[r * wide + h] * factor;
+      for (size_t h = 0; h < s.width; h++) to[h] = sums[h] * (weights[0] * factor);
+      for (size_t c = 1; c < count; c++) {
+        const float weight = weights[c] * factor;
+        for (size_t h = 0; h < s.width; h++) to[h] += sums[c * part_floats + h] * weight;
+      }
     }
   };
   const auto head_of = [&](size_t index) {
@@ -113,7 +134,7 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     const size_t rows = (t.last - t.first) * s.group;
     t.scratch =
         static_cast<float*>(thread_scratch(kTaskWork, attention_scratch(rows, s.width) * sizeof(float)));
-    float* result = parts ? parts + ((tile * heads + index) * cuts + cut) * part_floats
+    float* result = parts ? parts + (index * cuts + cut) * part_floats
                           : static_cast<float*>(thread_scratch(kTaskOut, part_floats * sizeof(float)));
     if (!t.scratch || !result) {
       failed = true;
@@ -123,33 +144,15 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     t.top = result + most_rows * wide;
     t.total = t.top + most_rows;
     kernels.attend(a, t);
-    if (!parts) finish(a, t.first, rows, t.sums, t.total);
+    if (!parts) {
+      finish(a, t.first, rows, result, 1);
+    } else if (missing[index].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      // Whoever is last joins the parts of a head, always in the same order.
+      finish(a, t.first, rows, parts + index * cuts * part_floats, cuts);
+    }
   };
   parallel(heads * tiles * cuts, attend, next);
   if (failed) return kNoMemory;
-  for (size_t tile = 0; parts && tile < tiles; tile++) {
-    for (size_t index = 0; index < heads; index++) {
-      const size_t first = tile * tile_tokens,
-                   rows = (std::min(s.tokens, first + tile_tokens) - first) * s.group;
-      float* base = parts + (tile * heads + index) * cuts * part_floats;
-      float *sums = base, *top = base + most_rows * wide, *total = top + most_rows;
-      for (size_t cut = 1; cut < cuts; cut++) {
-        const float* other = base + cut * part_floats;
-        const float *other_top = other + most_rows * wide, *other_total = other_top + most_rows;
-        for (size_t r = 0; r < rows; r++) {
-          if (other_total[r] == 0.0f) continue;
-          const float best = total[r] == 0.0f ? other_top[r] : std::max(top[r], other_top[r]);
-          const float mine = total[r] == 0.0f ? 0.0f : expf(top[r] - best),
-                      theirs = expf(other_top[r] - best);
-          for (size_t h = 0; h < wide; h++)
-            sums[r * wide + h] = sums[r * wide + h] * mine + other[r * wide + h] * theirs;
-          total[r] = total[r] * mine + other_total[r] * theirs;
-          top[r] = best;
-        }
-      }
-      finish(head_of(index), first, rows, sums, total);
-    }
-  }
   return nullptr;
 }
 

@@ -14,6 +14,10 @@ ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const Element* b,
   for (size_t i = 0; i < count; i++, b += b_stride) {
     F row[Panels];
     UNROLL for (int p = 0; p < Panels; p++) row[p] = load_element(b + 16 * p);
+    if constexpr (sizeof(Element) < sizeof(float)) {
+      // Straight from the cache: the next block of keys is then on its way too.
+      UNROLL for (int p = 0; p < Panels; p += 2) __builtin_prefetch(b + kKeyBlock * b_stride + 16 * p, 0, 2);
+    }
     UNROLL for (int r = 0; r < Rows; r++) {
       const F x = fset(a[r * a_stride + i]);
       UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = fma(x, row[p], sum[r][p]);
@@ -259,8 +263,6 @@ void attend(const Attention& a, const AttentionTile& t) {
     if (!any) continue;
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.v) + block * width;
-      for (size_t at = 0; at < count * width; at += 32)
-        __builtin_prefetch(from + kKeyBlock * width + at, 0, 2);
       float_product(rows, wide, scores, kKeyBlock, from, width, count, t.sums, wide, true);
       continue;
     }
