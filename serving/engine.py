@@ -43,7 +43,7 @@ class Engine:
         began = time.perf_counter()
         self.bundle = bundle
         self.cfg: ModelConfig = bundle.cfg
-        quantized = bundle.layout.weights in ("int8", "int4")
+        quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
         self.tokenizer = Tokenizer(bundle.tokenizer_files())
         total, done = bundle.weight_bytes, 0

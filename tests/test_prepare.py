@@ -57,7 +57,7 @@ def test_parameters_are_those_of_the_folder(tmp_path: Path, source: str) -> None
             np.testing.assert_array_equal(value, expected[name].astype(np.float32), strict=True)
 
 
-@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4", "int4-all"])
 def test_a_prepared_folder_is_the_bundle_of_its_parameters(
     tmp_path: Path, folder: Path, weights: Any
 ) -> None:

@@ -22,7 +22,7 @@ from benchmarks.peers.peer import Opening, Progress, Session, missing_packages
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 
-_FORMATS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
+_FORMATS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "int4-all": "Q4_0"}
 _BATCH_TOKENS = 512
 _WARNING = 3  # of ggml's log levels
 _SETTINGS = {"flash attention": 1, "no flash attention": 0}

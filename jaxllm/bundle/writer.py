@@ -103,7 +103,7 @@ def stored_form(value: np.ndarray, spec: ParamSpec, weights: WeightFormat) -> np
         return np.asarray(value, np.float32)
     if weights == "bf16":
         return np.asarray(value).astype(ml_dtypes.bfloat16)
-    bits = 4 if weights == "int4" and spec.role != "embed" else 8
+    bits = 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
     return to_blocks(quantize(np.asarray(value, np.float32), bits=bits, axis=contracted_axis(spec)))
 
 

@@ -52,13 +52,13 @@ def test_bf16_comes_back_bit_for_bit_with_float32_vectors(tmp_path: Path, cfg: M
                 assert same_bits(value.bits, rounded[name].view(np.uint16)), name
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("weights", ["int8", "int4", "int4-all"])
 @every_config
 def test_integers_are_those_of_quantize(
     tmp_path: Path, cfg: ModelConfig, weights: WeightFormat, kernels: str
 ) -> None:
     """Matrices along the axis their product contracts, in the order of whoever will read them; tables at 8
-    bits at least; vectors as they are."""
+    bits unless all are to be narrow; vectors as they are."""
     with Bundle.open(write(tmp_path / "m", weights, cfg)) as bundle:
         loaded = bundle.load()
     bits_seen = set()
@@ -67,7 +67,8 @@ def test_integers_are_those_of_quantize(
         if value.ndim == 1 or name.endswith(("bias", "positions")):
             assert same_bits(got, value), name
             continue
-        bits = 4 if weights == "int4" and name not in ("embed.tokens", "head") else 8
+        table = name in ("embed.tokens", "head")
+        bits = {"int8": 8, "int4": 8 if table else 4, "int4-all": 4}[weights]
         expected = quantize(value, bits=bits, axis=-2 if name.endswith((".o", ".down")) else -1)
         if kernels == "native":
             expected = to_blocks(expected)
@@ -76,7 +77,7 @@ def test_integers_are_those_of_quantize(
             ours, theirs = (getattr(each, field.name) for each in (got, expected))
             assert same_bits(ours, theirs), (name, field.name)
         bits_seen.add(bits)
-    assert bits_seen == ({8} if weights == "int8" else {4, 8})
+    assert bits_seen == {"int8": {8}, "int4": {4, 8}, "int4-all": {4}}[weights]
 
 
 @every_config
@@ -153,7 +154,7 @@ def test_places(tmp_path: Path, cfg: ModelConfig, weights: WeightFormat) -> None
 @every_format
 def test_arrays_are_the_mapped_file(tmp_path: Path, weights: WeightFormat) -> None:
     """Loading copies nothing: all pointers differ from their offsets in the file by one number."""
-    if weights in ("int8", "int4") and not NATIVE:
+    if weights not in ("f32", "bf16") and not NATIVE:
         pytest.skip("without native kernels narrow weights are put into another order")
     with Bundle.open(write(tmp_path / "m", weights)) as bundle:
         bases = set()

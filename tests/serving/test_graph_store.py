@@ -122,7 +122,7 @@ CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "jaxlib": lambda patch: patch.setattr(jaxlib, "__version__", "9"),
     "numpy": lambda patch: patch.setattr(np, "__version__", "9"),
     "XLA_FLAGS": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true"),
-    "kernels": lambda patch: patch.setenv("JAXLLM_KERNELS", "xla"),
+    "kernels": lambda patch: patch.setenv("JAXLLM_KERNELS", "others"),
     "platform": lambda patch: other_device(patch, platform="gpu"),
     "device": lambda patch: other_device(patch, device_kind="H200"),
     "driver": lambda patch: other_device(patch, client=types.SimpleNamespace(platform_version="12.9")),
