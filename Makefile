@@ -25,7 +25,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/*
+	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/* tests/kernels/native_check*
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

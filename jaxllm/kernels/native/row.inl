@@ -51,7 +51,8 @@ ALWAYS_INLINE size_t group_shift(const Matrix& m) { return m.group == 2 * kBlock
 template <int Bits, bool Grouped>
 void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
-  const size_t spans = in.all_spans(), shift = group_shift(m);
+  // Divisions stay out of the loop over blocks: each takes as long as a block.
+  const size_t spans = in.all_spans(), shift = group_shift(m), groups = m.groups();
   for (size_t panel = from; panel < to; panel++, y += kPanel) {
     const uint8_t* data = m.data + panel * m.panel_stride;
     F total = fzero();
@@ -62,14 +63,15 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
       const int8_t* x = a.q + first * kBlock;
       F part;
       if (Grouped) {
-        const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + panel * m.scale_panel_stride;
+        const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + panel * m.scale_panel_stride +
+                                segment * groups * m.scale_group_stride;
         const size_t local = first - segment * in.blocks();
         part = fzero();
         for (size_t b = 0; b < count; b++, w += m.block_stride, x += kBlock) {
           prefetch_block<Bits>(w, kAhead);
           const I sum = block_dot<Bits>(w, x, iset(-bias<Bits>() * a.block_sum[first + b]));
-          const size_t group = segment * m.groups() + ((local + b) >> shift);
-          part = fma(to_float(sum), fload_half(scale + group * m.scale_group_stride), part);
+          const F channel = fload_half(scale + ((local + b) >> shift) * m.scale_group_stride);
+          part = fma(to_float(sum), channel, part);
         }
       } else {
         I even = iset(-bias<Bits>() * a.span_sum[span]), odd = izero();

@@ -1,0 +1,53 @@
+// Attention beside a plain one in double: part of native_check.cpp.
+
+void check_attention(Random& random) {
+  AttentionShape s{};
+  s.batch = random.in(1, 2), s.kv_heads = random.in(1, 3), s.group = random.in(1, 8);
+  s.tokens = random.below(2) ? 1 : random.in(1, 70);
+  s.width = random.below(2) ? 16 * random.in(1, 8) : random.in(1, 40);
+  s.capacity = random.below(4) ? random.in(1, 300) : random.in(1000, 3000);
+  if (s.capacity > 300) s.batch = 1, s.tokens = std::min<size_t>(s.tokens, 2);
+  s.start = random.below(s.capacity + 1);
+  s.valid = random.below(3) ? s.tokens : random.below(s.tokens + 1);
+  s.rotary = random.below(2) ? random.below(s.width / 2 + 1) : 0;
+  s.window = random.below(2) ? 0 : random.in(1, 100);
+  s.scale = 1.0f / sqrtf(static_cast<float>(s.width));
+  s.softcap = random.below(2) ? 0.0f : 5.0f;
+  s.half = random.below(2);
+  shape = "attention B " + std::to_string(s.batch) + " T " + std::to_string(s.tokens) + " K " +
+          std::to_string(s.kv_heads) + " G " + std::to_string(s.group) + " H " + std::to_string(s.width) +
+          " S " + std::to_string(s.capacity) + " start " + std::to_string(s.start) + " valid " +
+          std::to_string(s.valid) + " rotary " + std::to_string(s.rotary) + " window " +
+          std::to_string(s.window) + (s.half ? " half" : "");
+  const size_t new_rows = s.batch * s.tokens * s.kv_heads;
+  const Buffer<float> q(random.floats(new_rows * s.group * s.width, false)),
+      k(random.floats(new_rows * s.width, false));
+  const Buffer<float> v(random.floats(new_rows * s.width, false));
+  Buffer<float> cos(s.tokens * s.rotary), sin(s.tokens * s.rotary);
+  for (size_t i = 0; i < cos.size(); i++) {
+    const double angle = random.unit() * 6;
+    cos.data()[i] = static_cast<float>(::cos(angle)), sin.data()[i] = static_cast<float>(::sin(angle));
+  }
+  // Rows that no query may see are NaN.
+  const Rows old_keys(random, s.batch * s.kv_heads, s.capacity, s.width, s.start + s.tokens, s.half);
+  const Rows old_values(random, s.batch * s.kv_heads, s.capacity, s.width, s.start + s.tokens, s.half);
+  Rows keys = old_keys.copy(), values = old_values.copy();
+  Buffer<float> y(new_rows * s.group * s.width);
+  everywhere(
+      y,
+      [&] {
+        keys = old_keys.copy(), values = old_values.copy();
+        must(attention(q.data(), k.data(), v.data(), cos.data(), sin.data(), keys.bytes.data(),
+                       values.bytes.data(), s, y.data()));
+      },
+      [&] {
+        judge_rows(s, k.data(), cos.data(), sin.data(), old_keys, keys);
+        judge_rows(s, v.data(), nullptr, nullptr, old_values, values);
+        const std::vector<double> expected = attended(s, q.data(), cos.data(), sin.data(), keys, values);
+        for (size_t i = 0; i < y.size(); i++) {
+          if (!(fabs(y.data()[i] - expected[i]) <= 5e-5)) {
+            fail("attention is wrong", i / s.width, i % s.width, y.data()[i], expected[i], 5e-5);
+          }
+        }
+      });
+}
