@@ -1,3 +1,5 @@
+// Attention over the cache: new rows written, then tiles of queries (and, for one tile alone, cuts of its
+// keys) spread over the threads.
 #include <math.h>
 #include <stdint.h>
 
@@ -9,151 +11,179 @@
 #include "pool.h"
 
 namespace jaxllm {
-
 namespace {
 
 constexpr size_t kCutKeys = 512, kMostCuts = 16;
+// Fewer new tokens than this are written by the caller alone.
+constexpr size_t kFewTokens = 8;
+
+struct Buffers {
+  const float *q, *k, *v, *cos, *sin;
+  char *keys, *values;
+  float* y;
+};
+
+size_t row_bytes(const AttentionShape& s) { return s.width * (s.half ? 2 : 4); }
+size_t heads(const AttentionShape& s) { return s.batch * s.kv_heads; }
+
+// Turns the valid new keys of one kv head and stores them, and its new values; false without memory.
+bool write_head(const Buffers& b, const AttentionShape& s, size_t head) {
+  const size_t written = s.start < s.capacity ? std::min(s.valid, s.capacity - s.start) : 0;
+  float* scratch = static_cast<float*>(thread_scratch(kTaskWork, padded_width(s.width) * sizeof(float)));
+  if (!scratch) return false;
+  const Backend& kernels = backend();
+  for (size_t t = 0; t < written; t++) {
+    const size_t token = head / s.kv_heads * s.tokens + t;
+    const size_t from = (token * s.kv_heads + head % s.kv_heads) * s.width;
+    const size_t to = (head * s.capacity + s.start + t) * row_bytes(s);
+    const float *cos = s.rotary ? b.cos + t * s.rotary : nullptr,
+                *sin = s.rotary ? b.sin + t * s.rotary : nullptr;
+    kernels.store_row(b.k + from, s.width, cos, sin, s.rotary, s.half, b.keys + to, scratch);
+    kernels.store_row(b.v + from, s.width, nullptr, nullptr, 0, s.half, b.values + to, scratch);
+  }
+  return true;
+}
+
+bool write_new_rows(const Buffers& b, const AttentionShape& s) {
+  std::atomic<bool> failed{false};
+  const auto write = [&](size_t head) {
+    if (!write_head(b, s, head)) failed = true;
+  };
+  if (s.tokens < kFewTokens) {
+    for (size_t head = 0; head < heads(s); head++) write(head);
+  } else {
+    parallel(heads(s), write);
+  }
+  return !failed;
+}
+
+// One kv head as kernels take it.
+Attention head_of(const Buffers& b, const AttentionShape& s, size_t head) {
+  const size_t row_stride = s.kv_heads * s.group * s.width, cache = head * s.capacity * row_bytes(s);
+  const size_t at = head / s.kv_heads * s.tokens * row_stride + head % s.kv_heads * s.group * s.width;
+  Attention a{};
+  a.q = b.q + at, a.out = b.y + at, a.row_stride = row_stride;
+  a.k = b.keys + cache, a.v = b.values + cache;
+  a.cos = s.rotary ? b.cos : nullptr, a.sin = b.sin, a.rotary = s.rotary, a.half = s.half;
+  a.tokens = s.tokens, a.group = s.group, a.width = s.width;
+  a.start = s.start, a.window = s.window;
+  a.scale = s.scale, a.softcap = s.softcap;
+  return a;
+}
+
+// How the work is divided.
+struct Division {
+  size_t tokens;     // of a tile, at most
+  size_t tiles;      // of a head
+  size_t cuts;       // of a tile's keys: more than one only where there is one tile
+  size_t cut_keys;   // of each but the last
+  size_t most_rows;  // queries of a tile
+  size_t wide;       // floats of a row of sums
+
+  explicit Division(const AttentionShape& s) : wide(padded_width(s.width)) {
+    tokens = std::max<size_t>(1, kAttentionRows / s.group);
+    tiles = (s.tokens + tokens - 1) / tokens;
+    most_rows = std::min(s.tokens, tokens) * s.group;
+    // One tile alone walks the whole cache: cut it, so that all threads have a part. The number of threads
+    // plays no role, lest it change results.
+    const size_t visible = std::min(s.capacity, s.start + s.tokens);
+    const size_t oldest = std::min(visible, s.window && s.start + 1 > s.window ? s.start + 1 - s.window : 0);
+    cuts = tiles > 1 ? 1 : std::min<size_t>(kMostCuts, visible / kCutKeys + 1);
+    cut_keys = ((visible - oldest) / cuts / kKeyBlock + 1) * kKeyBlock;
+  }
+  // What a cut leaves: sums, largest scores and totals of its rows.
+  size_t part_floats() const { return most_rows * (wide + 2); }
+
+  AttentionTile tile(const AttentionShape& s, size_t tile, size_t cut) const {
+    AttentionTile t{};
+    t.first = tile * tokens;
+    t.last = std::min(s.tokens, t.first + tokens);
+    const size_t position = s.start + t.first;
+    const size_t oldest = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
+    const size_t begin = oldest / kKeyBlock * kKeyBlock, end = std::min(s.capacity, s.start + t.last);
+    t.from = std::min(end, begin + cut * cut_keys);
+    t.to = cut + 1 == cuts ? end : std::min(end, begin + (cut + 1) * cut_keys);
+    return t;
+  }
+};
+
+// The softmax over all cuts of a tile, from what each left: parts of part_floats() floats, one after another.
+void join(const Attention& a, const AttentionTile& t, const Division& d, const float* parts) {
+  const size_t stride = d.part_floats(), rows = (t.last - t.first) * a.group;
+  for (size_t r = 0; r < rows; r++) {
+    const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r,
+                *total = top + d.most_rows;
+    float best = -INFINITY, all = 0.0f, weights[kMostCuts];
+    for (size_t c = 0; c < d.cuts; c++) {
+      if (total[c * stride] != 0.0f) best = std::max(best, top[c * stride]);
+    }
+    for (size_t c = 0; c < d.cuts; c++) {
+      const bool seen = total[c * stride] != 0.0f;  // a cut may see nothing, or NaN
+      weights[c] = !seen ? 0.0f : d.cuts == 1 ? 1.0f : expf(top[c * stride] - best);
+      all += weights[c] * total[c * stride];
+    }
+    // A row that saw nothing (more tokens than the cache holds) is all zeros.
+    const float factor = all != 0.0f ? 1.0f / all : 0.0f;
+    float* to = a.out + (t.first + r / a.group) * a.row_stride + r % a.group * a.width;
+    for (size_t h = 0; h < a.width; h++) to[h] = sums[h] * (weights[0] * factor);
+    for (size_t c = 1; c < d.cuts; c++) {
+      const float weight = weights[c] * factor;
+      for (size_t h = 0; h < a.width; h++) to[h] += sums[c * stride + h] * weight;
+    }
+  }
+}
 
 }  // namespace
 
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& s, float* y) {
-  const size_t wide = padded_width(s.width), element = s.half ? 2 : 4;
-  const Backend& kernels = backend();
-  std::atomic<bool> failed{false};
+  const Buffers b{q, k, v, cos, sin, static_cast<char*>(key_cache), static_cast<char*>(value_cache), y};
   Upcoming next;
   if (s.tokens == 1) {
-    const size_t row_bytes = s.width * element;
-    next = begin_reading({key_cache, value_cache, s.batch * s.kv_heads, s.capacity * row_bytes,
-                          std::min(s.capacity, s.start + 1) * row_bytes});
+    next = begin_reading({key_cache, value_cache, heads(s), s.capacity * row_bytes(s),
+                          std::min(s.capacity, s.start + 1) * row_bytes(s)});
   }
-  const size_t written = s.start < s.capacity ? std::min(s.valid, s.capacity - s.start) : 0;
-  const auto write_head = [&](size_t index) {
-    const size_t b = index / s.kv_heads, kv = index % s.kv_heads;
-    float* scratch = static_cast<float*>(thread_scratch(kTaskWork, wide * sizeof(float)));
-    if (!scratch) {
-      failed = true;
-      return;
-    }
-    for (size_t t = 0; t < written; t++) {
-      const size_t from = ((b * s.tokens + t) * s.kv_heads + kv) * s.width;
-      const size_t to = (index * s.capacity + s.start + t) * s.width * element;
-      const float *turn_cos = s.rotary ? cos + t * s.rotary : nullptr,
-                  *turn_sin = s.rotary ? sin + t * s.rotary : nullptr;
-      kernels.store_row(k + from, s.width, turn_cos, turn_sin, s.rotary, s.half,
-                        static_cast<char*>(key_cache) + to, scratch);
-      kernels.store_row(v + from, s.width, nullptr, nullptr, 0, s.half, static_cast<char*>(value_cache) + to,
-                        scratch);
-    }
-  };
-  if (s.tokens < 8) {
-    for (size_t index = 0; index < s.batch * s.kv_heads; index++) write_head(index);
-  } else {
-    parallel(s.batch * s.kv_heads, write_head);
-  }
-  if (failed) return kNoMemory;
-  const size_t head = s.group * s.width, row_stride = s.kv_heads * head;
-  const size_t tile_tokens = std::max<size_t>(1, kAttentionRows / s.group);
-  const size_t tiles = (s.tokens + tile_tokens - 1) / tile_tokens;
-  const size_t heads = s.batch * s.kv_heads;
-  const size_t visible = std::min(s.capacity, s.start + s.tokens);
-  // One tile alone walks the whole cache: cut it, so that all threads have a part. The number of threads
-  // plays no role, lest it change results.
-  const size_t cuts = tiles > 1 ? 1 : std::min<size_t>(kMostCuts, visible / kCutKeys + 1);
-  const size_t most_rows = std::min(s.tokens, tile_tokens) * s.group;
-  const size_t part_floats = most_rows * (wide + 2);
-  float* parts = nullptr;
+  if (!write_new_rows(b, s)) return kNoMemory;
+  const Division d(s);
+  const size_t part_bytes = d.part_floats() * sizeof(float);
+  char* parts = nullptr;                     // of all heads and cuts
   std::atomic<uint32_t>* missing = nullptr;  // of each head, the cuts that are not done
-  if (cuts > 1) {
-    const size_t part_bytes = heads * cuts * part_floats * sizeof(float);
-    char* memory = static_cast<char*>(thread_scratch(kHidden, part_bytes + heads * sizeof(*missing)));
-    if (!memory) return kNoMemory;
-    parts = reinterpret_cast<float*>(memory);
-    missing = reinterpret_cast<std::atomic<uint32_t>*>(memory + part_bytes);
-    for (size_t i = 0; i < heads; i++) new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(cuts));
+  if (d.cuts > 1) {
+    const size_t all_bytes = heads(s) * d.cuts * part_bytes;
+    parts = static_cast<char*>(thread_scratch(kHidden, all_bytes + heads(s) * sizeof(*missing)));
+    if (!parts) return kNoMemory;
+    missing = reinterpret_cast<std::atomic<uint32_t>*>(parts + all_bytes);
+    for (size_t i = 0; i < heads(s); i++)
+      new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(d.cuts));
   }
-  const size_t oldest = s.window && s.start + 1 > s.window ? s.start + 1 - s.window : 0;
-  const size_t per_cut = ((visible - std::min(oldest, visible)) / cuts / kKeyBlock + 1) * kKeyBlock;
-  // Of `count` parts of the same rows, the softmax over all of them.
-  const auto finish = [&](const Attention& a, size_t first, size_t rows, const float* part, size_t count) {
-    for (size_t r = 0; r < rows; r++) {
-      const float *sums = part + r * wide, *top = part + most_rows * wide + r, *total = top + most_rows;
-      float best = -INFINITY, all = 0.0f, weights[kMostCuts];
-      for (size_t c = 0; c < count; c++) {
-        if (total[c * part_floats] != 0.0f) best = std::max(best, top[c * part_floats]);
-      }
-      for (size_t c = 0; c < count; c++) {
-        const bool seen = total[c * part_floats] != 0.0f;  // a part may see nothing, or NaN
-        weights[c] = !seen ? 0.0f : count == 1 ? 1.0f : expf(top[c * part_floats] - best);
-        all += weights[c] * total[c * part_floats];
-      }
-      // A row that saw nothing (more tokens than the cache holds) is all zeros.
-      const float factor = all != 0.0f ? 1.0f / all : 0.0f;
-      float* to = a.out + (first + r / s.group) * row_stride + r % s.group * s.width;
-      for (size_t h = 0; h < s.width; h++) to[h] = sums[h] * (weights[0] * factor);
-      for (size_t c = 1; c < count; c++) {
-        const float weight = weights[c] * factor;
-        for (size_t h = 0; h < s.width; h++) to[h] += sums[c * part_floats + h] * weight;
-      }
-    }
-  };
-  const auto head_of = [&](size_t index) {
-    const size_t b = index / s.kv_heads, kv = index % s.kv_heads;
-    const size_t at = b * s.tokens * row_stride + kv * head,
-                 cache = (b * s.kv_heads + kv) * s.capacity * s.width * element;
-    return Attention{q + at,
-                     y + at,
-                     row_stride,
-                     static_cast<const char*>(key_cache) + cache,
-                     static_cast<const char*>(value_cache) + cache,
-                     s.rotary ? cos : nullptr,
-                     sin,
-                     s.rotary,
-                     s.half,
-                     s.tokens,
-                     s.group,
-                     s.width,
-                     s.start,
-                     s.window,
-                     s.scale,
-                     s.softcap};
-  };
+  const Backend& kernels = backend();
+  std::atomic<bool> failed{false};
   const auto attend = [&](size_t task) {
-    const size_t cut = task % cuts, index = task / cuts % heads;
+    const size_t cut = task % d.cuts, head = task / d.cuts % heads(s);
     // The last tiles see most keys: they go first, so that no thread ends with the longest one.
-    const size_t tile = tiles - 1 - task / cuts / heads;
-    const Attention a = head_of(index);
-    AttentionTile t{};
-    t.first = tile * tile_tokens;
-    t.last = std::min(s.tokens, t.first + tile_tokens);
-    const size_t position = s.start + t.first;
-    const size_t begin = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
-    const size_t end = std::min(s.capacity, s.start + t.last);
-    t.from = std::min(end, begin / kKeyBlock * kKeyBlock + cut * per_cut);
-    t.to = cut + 1 == cuts ? end : std::min(end, begin / kKeyBlock * kKeyBlock + (cut + 1) * per_cut);
-    const size_t rows = (t.last - t.first) * s.group;
-    t.scratch =
-        static_cast<float*>(thread_scratch(kTaskWork, attention_scratch(rows, s.width) * sizeof(float)));
-    float* result = parts ? parts + (index * cuts + cut) * part_floats
-                          : static_cast<float*>(thread_scratch(kTaskOut, part_floats * sizeof(float)));
-    if (!t.scratch || !result) {
+    AttentionTile t = d.tile(s, d.tiles - 1 - task / d.cuts / heads(s), cut);
+    const Attention a = head_of(b, s, head);
+    const size_t scratch = attention_scratch((t.last - t.first) * s.group, s.width) * sizeof(float);
+    t.scratch = static_cast<float*>(thread_scratch(kTaskWork, scratch));
+    char* first = parts ? parts + head * d.cuts * part_bytes : nullptr;  // of the head's parts
+    void* part = parts ? first + cut * part_bytes : thread_scratch(kTaskOut, part_bytes);
+    if (!t.scratch || !part) {
       failed = true;
       return;
     }
-    t.sums = result;
-    t.top = result + most_rows * wide;
-    t.total = t.top + most_rows;
+    t.sums = static_cast<float*>(part);
+    t.top = t.sums + d.most_rows * d.wide;
+    t.total = t.top + d.most_rows;
     kernels.attend(a, t);
     if (!parts) {
-      finish(a, t.first, rows, result, 1);
-    } else if (missing[index].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      join(a, t, d, t.sums);
+    } else if (missing[head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Whoever is last joins the parts of a head, always in the same order.
-      finish(a, t.first, rows, parts + index * cuts * part_floats, cuts);
+      join(a, t, d, reinterpret_cast<const float*>(first));
     }
   };
-  parallel(heads * tiles * cuts, attend, next);
-  if (failed) return kNoMemory;
-  return nullptr;
+  parallel(heads(s) * d.tiles * d.cuts, attend, next);
+  return failed ? kNoMemory : nullptr;
 }
 
 }  // namespace jaxllm
