@@ -259,6 +259,7 @@ def _check_threads(name: str, count: Any) -> int:
 
 
 def _library() -> Any:
-    from jaxllm.kernels import _native  # pyright: ignore[reportAttributeAccessIssue]: may not be built
+    # Not `from jaxllm.kernels import ...`: what is not there must be told from what does not load.
+    import jaxllm.kernels._native as library  # pyright: ignore[reportMissingImports]: may not be built
 
-    return _native
+    return library
