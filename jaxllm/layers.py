@@ -101,19 +101,19 @@ def _yarn(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 
 def rotary_tables(positions: jax.Array, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin `[T, dim/2]` float32 at `positions` `[T]` int32."""
+    """cos and sin `[..., T, dim/2]` float32 at `positions` `[..., T]` int32."""
     frequencies, factor = inverse_frequencies(rope)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates the first 2·R dimensions of `x` `[B, T, ..., H]`, halves paired (x[i], x[i+R]).
 
-    `cos`, `sin` are `[T, R]`.
+    `cos`, `sin` are `[T, R]`, or `[B, T, R]` where rows differ in their positions.
     """
     half = cos.shape[-1]
-    lead = (1, cos.shape[0]) + (1,) * (x.ndim - 3) + (half,)
+    lead = (cos.shape[0] if cos.ndim == 3 else 1, cos.shape[-2]) + (1,) * (x.ndim - 3) + (half,)
     cos, sin = cos.reshape(lead), sin.reshape(lead)
     first = x[..., :half].astype(jnp.float32)
     second = x[..., half : 2 * half].astype(jnp.float32)
@@ -168,6 +168,48 @@ def attention(
     weights = weights.reshape(batch, kv_heads, new * group, -1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
     return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
+
+
+def document_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> jax.Array:
+    """Causal attention within documents that are packed one behind the other.
+
+    Args:
+      q: queries `[B, T, K, G, H]`.
+      k, v: keys and values `[B, T, K, H]`.
+      starts: `[B, T]` int32, where in its row the document of each token begins.
+      scale, softcap: see `attention`.
+      window: see `causal_mask`.
+
+    Returns:
+      `[B, T, K, G, H]` in q's dtype.
+    """
+    count = q.shape[1]
+    mask = causal_mask(jnp.arange(count, dtype=jnp.int32), count, window)
+    mask = mask & (jnp.arange(count, dtype=jnp.int32) >= starts[:, :, None])
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    outs = []
+    for first in range(0, count, 128):
+        last = min(first + 128, count)
+        outs.append(
+            attention(
+                q[:, first:last],
+                k[:, :, :last],
+                v[:, :, :last],
+                mask[:, first:last, :last],
+                scale=scale,
+                softcap=softcap,
+            )
+        )
+    return jnp.concatenate(outs, axis=1)
 
 
 def cached_attention(

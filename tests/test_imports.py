@@ -20,7 +20,7 @@ MAY_IMPORT = {
 # The core's rooms from the ground up: each stands on the ones before it.
 ROOMS = (
     "errors", "atomic", "config", "quant", "kernels", "kv", "layers", "linear", "models", "sampling",
-    "steps", "chat_template", "tokenizer", "checkpoints", "bundle", "prepare",
+    "steps", "chat_template", "tokenizer", "checkpoints", "bundle", "prepare", "tasks",
 )  # fmt: skip
 # Imports by name, at run time. The command line names every room's commands as strings and imports one
 # when it runs, which ties no room to another; serving's front door names its own rooms and the core's.
@@ -32,7 +32,7 @@ CLOCKS_AND_THREADS = {
     "subprocess", "socket",
 }  # fmt: skip
 CLOCK_CALLS = {"now", "utcnow", "today"}
-FILE_ROOMS = {"atomic", "bundle", "checkpoints", "prepare"}
+FILE_ROOMS = {"atomic", "bundle", "checkpoints", "prepare", "tasks"}
 # The native kernels belong to the process, as their threads do: their door alone reads its environment
 # (which kernels, how many threads) and asks how many processors it may use. Of `os` it takes nothing else.
 PROCESS_FILE = "jaxllm/kernels/native.py"

@@ -14,20 +14,21 @@ The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each bu
 """
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Literal, overload
+import functools
+from collections.abc import Callable, Mapping
+from typing import Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.layers import (
     Norm,
-    attention,
     cached_attention,
     causal_mask,
+    document_attention,
     normalize,
     rotary_tables,
     rotate,
@@ -37,6 +38,10 @@ from jaxllm.quant import Weight
 
 Params = Mapping[str, Weight]
 Role = Literal["embed", "to_units", "from_units", "vector"]
+RotaryTable = tuple[jax.Array, jax.Array]
+Kept = TypeVar("Kept")
+# Queries, keys and values of new tokens -> what they attend to, and what the layer keeps of it.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,44 +179,83 @@ def forward(
       Hidden states after the final norm `[B, T, D]`, and the cache with `length + valid` tokens (None
       without a cache).
     """
+    if cache is None:
+        return forward_documents(params, tokens, cfg=cfg, dtype=dtype), None
     count = tokens.shape[1]
-    start = jnp.zeros((), jnp.int32) if cache is None else cache.length
+    start, capacity = cache.length, cache.capacity_tokens
     valid = jnp.asarray(count, jnp.int32) if valid is None else valid
     positions = start + jnp.arange(count, dtype=jnp.int32)
-    keys = count if cache is None else cache.capacity_tokens
-    tables = {rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
-    masks = {window: causal_mask(positions, keys, window) for window in sorted(set(cfg.attention_windows))}
+    masks = {
+        window: causal_mask(positions, capacity, window) for window in sorted(set(cfg.attention_windows))
+    }
+    tables = _rotary_tables(positions, cfg)
 
-    x = embed(tokens, params["embed.tokens"], dtype)
-    if cfg.embed_scale != 1.0:
-        x = x * np.asarray(cfg.embed_scale, x.dtype)
-    if cfg.learned_positions:
-        x = x + embed(positions, params["embed.positions"], dtype)
-    new_keys, new_values = [], []
+    x = _embed(params, tokens, positions, cfg, dtype)
+    kept = []
     for layer in range(cfg.layers):
-        weights = _LayerParams(params, f"layers.{layer}.")
-        past = None if cache is None else (cache.keys[layer], cache.values[layer])
-        rope = cfg.layer_rope(layer)
-        mixed, k, v = _attend(
-            weights,
-            x,
-            past,
-            cfg,
-            table=None if rope is None else tables[rope],
-            mask=masks[cfg.attention_windows[layer]],
-            window=cfg.attention_windows[layer],
+        window = cfg.attention_windows[layer]
+        attend = functools.partial(
+            _attend_cache,
+            cfg=cfg,
+            table=tables.get(cfg.layer_rope(layer)),
+            past=(cache.keys[layer], cache.values[layer]),
+            mask=masks[window],
+            window=window,
             start=start,
             valid=valid,
         )
-        new_keys.append(k)
-        new_values.append(v)
-        x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
-        mixed = _ffn(weights, x, cfg)
-        x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+        x, past = _layer(_LayerParams(params, f"layers.{layer}."), x, cfg, attend)
+        kept.append(past)
     x = normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
-    if cache is not None:
-        cache = KVCache(keys=tuple(new_keys), values=tuple(new_values), length=start + valid)
-    return x, cache
+    keys, values = zip(*kept, strict=True)
+    return x, KVCache(keys=keys, values=values, length=start + valid)
+
+
+def forward_documents(
+    params: Params,
+    tokens: jax.Array,
+    starts: jax.Array | None = None,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    remat: bool = False,
+) -> jax.Array:
+    """Hidden states of whole documents, packed one behind the other: what training differentiates.
+
+    Args:
+      params: see the module docstring.
+      tokens: `[B, T]` int32, ids in [0, V).
+      starts: `[B, T]` int32, where in its row the document of each token begins. Tokens attend within their
+        document and positions count from its beginning. None: a row is one document.
+      cfg: the model.
+      dtype: of the activations.
+      remat: keep only each layer's input for the backward pass, and compute the rest again.
+
+    Returns:
+      Hidden states after the final norm `[B, T, D]`.
+    """
+    starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - starts
+    tables = _rotary_tables(positions, cfg)
+    x = _embed(params, tokens, positions, cfg, dtype)
+    for layer in range(cfg.layers):
+        attend = functools.partial(
+            _attend_documents,
+            cfg=cfg,
+            table=tables.get(cfg.layer_rope(layer)),
+            starts=starts,
+            window=cfg.attention_windows[layer],
+        )
+        prefix = f"layers.{layer}."
+        weights = {name: params[name] for name in params if name.startswith(prefix)}
+
+        def run(
+            weights: Params, x: jax.Array, attend: Attend[None] = attend, prefix: str = prefix
+        ) -> jax.Array:
+            return _layer(_LayerParams(weights, prefix), x, cfg, attend)[0]
+
+        x = (jax.checkpoint(run) if remat else run)(weights, x)
+    return normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
 
 
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
@@ -244,20 +288,26 @@ class _LayerParams:
         return Norm(scale=scale, bias=self.vector(f"{name}.bias"), eps=cfg.norm_eps)
 
 
-def _attend(
-    weights: _LayerParams,
-    x: jax.Array,
-    past: tuple[jax.Array, jax.Array] | None,
-    cfg: ModelConfig,
-    *,
-    table: tuple[jax.Array, jax.Array] | None,
-    mask: jax.Array,
-    window: int,
-    start: jax.Array,
-    valid: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention block of `x` `[B, T, D]`: its output `[B, T, D]`, with x added unless a norm comes
-    first, and the layer's keys and values."""
+def _rotary_tables(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | None, RotaryTable]:
+    """The tables of every rotary embedding that some layer uses."""
+    return {rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
+
+
+def _embed(
+    params: Params, tokens: jax.Array, positions: jax.Array, cfg: ModelConfig, dtype: jnp.dtype
+) -> jax.Array:
+    x = embed(tokens, params["embed.tokens"], dtype)
+    if cfg.embed_scale != 1.0:
+        x = x * np.asarray(cfg.embed_scale, x.dtype)
+    if cfg.learned_positions:
+        x = x + embed(positions, params["embed.positions"], dtype)
+    return x
+
+
+def _layer(
+    weights: _LayerParams, x: jax.Array, cfg: ModelConfig, attend: Attend[Kept]
+) -> tuple[jax.Array, Kept]:
+    """One layer of `x` `[B, T, D]`: its output `[B, T, D]`, and what `attend` keeps."""
     q, k, v = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
@@ -268,19 +318,51 @@ def _attend(
     if cfg.qk_norm:
         q = normalize(q, weights.norm("attn.q_norm", cfg))
         k = normalize(k, weights.norm("attn.k_norm", cfg))
-    scale, softcap = cfg.attention_scale, cfg.attention_softcap
-    if past is None:
-        if table is not None:
-            q, k = rotate(q, *table), rotate(k, *table)
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-        out = attention(q, k, v, mask, scale=scale, softcap=softcap)
-    else:
-        out, k, v = cached_attention(
-            q, k, v, table, past, mask, start, valid, scale=scale, softcap=softcap, window=window
-        )
+    out, kept = attend(q, k, v)
     out = out.reshape(*out.shape[:3], -1)
+    # A block adds its input to its output itself, unless a norm comes between.
     residual = None if cfg.post_norms else x
-    return from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual), k, v
+    mixed = from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual)
+    x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+    mixed = _ffn(weights, x, cfg)
+    x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+    return x, kept
+
+
+def _attend_cache(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    cfg: ModelConfig,
+    table: RotaryTable | None,
+    past: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    window: int,
+    start: jax.Array,
+    valid: jax.Array,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    scale, softcap = cfg.attention_scale, cfg.attention_softcap
+    out, keys, values = cached_attention(
+        q, k, v, table, past, mask, start, valid, scale=scale, softcap=softcap, window=window
+    )
+    return out, (keys, values)
+
+
+def _attend_documents(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    cfg: ModelConfig,
+    table: RotaryTable | None,
+    starts: jax.Array,
+    window: int,
+) -> tuple[jax.Array, None]:
+    if table is not None:
+        q, k = rotate(q, *table), rotate(k, *table)
+    scale, softcap = cfg.attention_scale, cfg.attention_softcap
+    return document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window), None
 
 
 def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -1,0 +1,71 @@
+"""Tasks that a model is trained on and judged by: questions with their right answers, read from files.
+
+`TASKS` names them all; to add one, write how its files become `TaskExample`s and add a line here.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks import api_choice, free_text, labels, multiple_choice, ui_steps
+from jaxllm.tasks.example import Split, TaskExample
+
+Score = Literal["accuracy", "exact_match", "rouge"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task by name.
+
+    Attributes:
+      name: what users call it.
+      title: one line for people.
+      read: the examples of a split of the data in a folder.
+      score: how answers are judged: by the likeliest option, by a free answer's equality with the right
+        one, or by Rouge.
+      per_byte: options of very different lengths are compared by likelihood per byte.
+      answer_tokens: of a free answer, at most.
+    """
+
+    name: str
+    title: str
+    read: Callable[[Path, Split], Iterator[TaskExample]]
+    score: Score = "accuracy"
+    per_byte: bool = False
+    answer_tokens: int = 64
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("sentiment", "is a review positive or negative (SST-2)", labels.SENTIMENT.read),
+        Task("news", "the topic of a piece of news (AG News)", labels.NEWS.read),
+        Task("emotion", "the emotion in a message (emotion)", labels.EMOTION.read),
+        Task("ui-step", "the next step on a phone's screen (DroidTask)", ui_steps.read),
+        Task("api-choice", "the function that answers a request (BFCL)", api_choice.read),
+        Task("shorten", "a shorter version of a sentence", free_text.read_compression, "rouge"),
+        Task("chat-summary", "the summary of a chat (SAMSum)", free_text.read_chats, "rouge"),
+        Task("arc-easy", "grade-school science questions", multiple_choice.ARC_EASY.read, per_byte=True),
+        Task("openbookqa", "science with common knowledge", multiple_choice.OPENBOOKQA.read, per_byte=True),
+        Task(
+            "lambada",
+            "a passage's last word",
+            free_text.read_last_words,
+            "exact_match",
+            answer_tokens=8,
+        ),
+    )
+}
+
+
+def find_task(name: str) -> Task:
+    """The task called `name`.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"there is no task {name!r}; the tasks are {', '.join(TASKS)}")
+    return TASKS[name]

@@ -1,0 +1,62 @@
+"""Reads the files that tasks are made of: JSON, and JSON with one record a line."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxllm.errors import ConfigError
+
+Record = Mapping[str, Any]
+Made = TypeVar("Made")
+
+# Far above any record of the tasks' files; a longer line is no record.
+MAX_LINE_BYTES = 1 << 24
+MAX_FILE_BYTES = 1 << 28
+
+
+def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator[Made]:
+    """What `make` makes of each record of a file with one JSON object a line, read as it goes.
+
+    Raises:
+      ConfigError: the file cannot be read, a line is no JSON object, or `make` refuses it.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES):
+                number += 1
+                if line.strip():
+                    yield from _made(path, number, line, make)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in a file.
+
+    Raises:
+      ConfigError: the file cannot be read or holds no JSON.
+    """
+    try:
+        if Path(path).stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; it is no file of tasks")
+        return json.loads(Path(path).read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} holds no JSON: {error}") from error
+
+
+def _made(path: Path, number: int, line: bytes, make: Callable[[Record], Iterable[Made]]) -> list[Made]:
+    try:
+        record = json.loads(line)
+        if not isinstance(record, dict):
+            raise ConfigError(f"expected an object, got {record!r:.80}")
+        return list(make(record))
+    except ConfigError as error:
+        raise ConfigError(f"{path}, line {number}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path}, line {number} is not a record of this task: {error!r}") from error

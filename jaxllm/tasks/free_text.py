@@ -1,0 +1,81 @@
+"""Free answers: sentences made shorter, chats summed up, stories told from their first sentence, and the
+last word of a passage (LAMBADA, arXiv 1606.06031)."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import Split, TaskExample, held_out, text_field
+from jaxllm.tasks.files import Record, read_jsonl
+
+COMPRESSION_FILES = tuple(f"tasks/compression/{name}.jsonl" for name in ("google", "broadcast", "gigaword"))
+CHATS_FILE = "tasks/samsum/valid.jsonl"
+LAMBADA_FILE = "tasks/lambada/valid.jsonl"
+SHORTEN = "Say this in a shorter way."
+SUM_UP = "Sum up this chat."
+TELL = "Tell a story that begins like this."
+HELD_OUT_SHARE = 0.1
+# A longer text is a collection, not a story to be told at once.
+MAX_STORY_CHARACTERS = 8000
+
+_FIRST_SENTENCE = re.compile(r"\s*(.+?[.!?][\"']?)\s+(.*)", re.DOTALL)
+
+
+def read_compression(data: Path, split: Split) -> Iterator[TaskExample]:
+    """Sentences with shorter versions.
+
+    Raises:
+      ConfigError: a file is missing or of another form.
+    """
+
+    def make(record: Record) -> list[TaskExample]:
+        text, summaries = text_field(record, "text"), [str(each) for each in record["summaries"]]
+        if not summaries or held_out(text, HELD_OUT_SHARE) != (split == "valid"):
+            return []
+        references = tuple(summaries)
+        return [TaskExample(system=SHORTEN, user=text, answer=references[0], references=references)]
+
+    for file in COMPRESSION_FILES:
+        yield from read_jsonl(Path(data) / file, make)
+
+
+def read_chats(data: Path, split: Split) -> Iterator[TaskExample]:
+    """Chats with summaries (SAMSum, arXiv 1911.12237), of which there is a validation split alone.
+
+    Raises:
+      ConfigError: the file is missing or of another form, or training is asked for.
+    """
+    if split != "valid":
+        raise ConfigError("chats come in a validation split alone: nothing is to be trained on them")
+
+    def make(record: Record) -> list[TaskExample]:
+        chat = text_field(record, "context").replace("\r\n", "\n")
+        summary = text_field(record, "response").strip()
+        return [TaskExample(system=SUM_UP, user=chat, answer=summary, references=(summary,))]
+
+    return read_jsonl(Path(data) / CHATS_FILE, make)
+
+
+def read_last_words(data: Path, split: Split) -> Iterator[TaskExample]:
+    """Passages without their last word, of which there is a validation split alone.
+
+    Raises:
+      ConfigError: the file is missing or of another form, or training is asked for.
+    """
+    if split != "valid":
+        raise ConfigError("LAMBADA comes in a validation split alone: nothing is to be trained on it")
+
+    def make(record: Record) -> list[TaskExample]:
+        word = text_field(record, "continuation").strip()
+        return [TaskExample(user=text_field(record, "context").rstrip(), answer=f" {word}", form="text")]
+
+    return read_jsonl(Path(data) / LAMBADA_FILE, make)
+
+
+def story_example(story: str) -> TaskExample | None:
+    """The request to tell `story` from its first sentence; None where it has but one, or is too long."""
+    found = _FIRST_SENTENCE.fullmatch(story) if len(story) <= MAX_STORY_CHARACTERS else None
+    if not found or not found[2].strip():
+        return None
+    return TaskExample(system=TELL, user=found[1], answer=found[2].strip())

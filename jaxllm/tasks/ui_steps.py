@@ -1,0 +1,67 @@
+"""The next step on a phone's screen towards a goal: DroidTask (AutoDroid, arXiv 2308.15272) as text.
+
+An answer names the element by its text and not by its number: `tap Settings`, `type in Search`,
+`check Dark mode`, or `finish` when the goal is reached.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import Split, TaskExample, held_out
+from jaxllm.tasks.files import read_json
+
+FILE = "tasks/ui_automation/steps.json"
+INSTRUCTION = "What is the next step on this screen?"
+FINISH = "finish"
+HELD_OUT_SHARE = 0.2
+
+_VERBS = {"button": "tap", "p": "tap", "input": "type in", "checkbox": "check"}
+_ELEMENT = re.compile(r"<(?P<tag>\w+) id=(?P<id>\d+)(?P<rest>[^>]*)>(?P<body>.*?)</(?P=tag)>", re.DOTALL)
+_TEXT = re.compile(r"text='(.*?)'")
+_NUMBER = re.compile(r" id=\d+")
+
+
+def read(data: Path, split: Split) -> Iterator[TaskExample]:
+    """The steps of the goals in a split; a goal's steps are all on one side.
+
+    Raises:
+      ConfigError: the file is missing or of another form.
+    """
+    path = Path(data) / FILE
+    try:
+        for app, goals in sorted(read_json(path).items()):
+            for goal in goals.values():
+                if held_out(f"{app}\0{goal['task']}", HELD_OUT_SHARE) == (split == "valid"):
+                    yield from (example(app, goal["task"], step) for step in goal["profile"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{path} does not hold steps per app and goal: {error!r}") from error
+
+
+def example(app: str, goal: str, step: dict[str, Any]) -> TaskExample:
+    """The question at one step: `{"label": [element, text], "history": ..., "state": ...}`."""
+    chosen = int(step["label"][0])
+    actions = screen_actions(step["state"])
+    answer = FINISH if chosen < 0 else actions[chosen]
+    history = _NUMBER.sub("", step["history"]).strip()
+    screen = _NUMBER.sub("", step["state"]).strip()
+    return TaskExample(
+        system=INSTRUCTION,
+        user=f"App: {app}\nGoal: {goal}\nDone:\n{history}\nScreen:\n{screen}",
+        answer=answer,
+        # Elements of the same text are the same answer.
+        options=tuple(dict.fromkeys([FINISH, *actions.values()])),
+    )
+
+
+def screen_actions(screen: str) -> dict[int, str]:
+    """What can be done with each element of a screen in HTML, by the element's number."""
+    actions = {}
+    for element in _ELEMENT.finditer(screen):
+        named = _TEXT.search(element["rest"])
+        text = named[1] if named else element["body"]
+        name = " ".join(text.replace("<br>", " ").split())
+        actions[int(element["id"])] = f"{_VERBS.get(element['tag'], 'tap')} {name}".strip()
+    return actions
