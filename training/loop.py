@@ -1,251 +1,192 @@
-"""The training loop: one compiled step, held-out loss, and checkpoints that resume bit for bit.
+"""The loop of every job: one compiled step, held-out loss, and checkpoints that resume bit for bit.
 
-The state of a run is (step, parameters, optimizer state); batches follow from the step alone. So a
-run that was killed goes on from its last checkpoint and ends with the same bits as one that never
-stopped, on the same machine and number of devices.
+A job says what is trained and by which loss; settings say how. The state of a run is (step, parameters,
+optimizer state) and batches follow from the step alone, so a run that was killed goes on from its last
+checkpoint and ends with the same bits as one that never stopped, on the same machine and mesh.
 
-The batch is divided over all devices, each with a copy of the parameters. On a CPU, two devices on two
-cores train 1.5x faster than one device with two threads, because XLA:CPU leaves part of the backward
-pass on one thread. The loop prints nothing: it hands `Progress` records to its caller.
+On a CPU, two devices on two cores train faster than one device with two threads, because XLA:CPU leaves
+part of the backward pass on one thread. The loop prints nothing: it hands `Progress` records to its caller.
 """
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from orbax.checkpoint import checkpoint_managers
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import ModelConfig
-from jaxllm.errors import CheckpointError, JaxllmError
-from jaxllm.models import decoder
-from training.data import evaluation_batches
-from training.recipe import Recipe
-
-Params = dict[str, jax.Array]
+from jaxllm.errors import JaxllmError
+from training.checkpoints import Checkpoints, Params, TrainState
+from training.optimizer import learning_rate, make_optimizer
+from training.packing import Batch
+from training.parallel import place_rows, shardings_of
+from training.settings import TrainSettings
 
 
-@flax.struct.dataclass
-class TrainState:
-    """What a checkpoint holds.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """What is trained.
 
     Attributes:
-      step: int32 scalar, steps done.
-      params: float32 leaves, see `jaxllm.models.decoder`.
-      optimizer: optax's state.
+      init: initial parameters from a PRNG key: a dict of float32 arrays by name.
+      losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
+        penalty, float32 scalar, that is added to their mean and reported apart.
+      frozen: arrays that the losses need and that are not trained.
     """
 
-    step: jax.Array
-    params: Params
-    optimizer: Any
+    init: Callable[[jax.Array], Params]
+    losses: Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]
+    frozen: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Metrics after `step` steps; losses in nats per token.
+    """Metrics after `step` steps; losses in nats per token, weighted as in training.
 
-    `loss` is the mean over the steps since the last record, `gradient_norm` the last step's before
-    clipping; `held_out_loss` is set where a checkpoint was written.
+    `loss` is the mean over the steps since the last record, `penalty` likewise; `gradient_norm` is the last
+    step's before clipping; `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
+    (by the source's number; its weights alone).
     """
 
     step: int
     loss: float
+    penalty: float
     gradient_norm: float
     learning_rate: float
     tokens_per_s: float
     held_out_loss: float | None = None
+    held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
-def decays(params: Mapping[str, Any]) -> dict[str, bool]:
-    """True for the parameters that weight decay pulls to zero: the matrices, not norms or biases."""
-    return {name: not name.endswith((".scale", "bias")) for name in params}
+class Trainer:
+    """A job's compiled functions on a mesh."""
 
-
-def learning_rate(recipe: Recipe) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine to the final share at the last step."""
-    peak = recipe.peak_learning_rate
-    # From one step's worth, not from zero: the first step should learn too.
-    warmup = optax.schedules.linear_schedule(peak / (recipe.warmup_steps + 1), peak, recipe.warmup_steps)
-    cosine = optax.schedules.cosine_decay_schedule(
-        peak, max(recipe.steps - recipe.warmup_steps, 1), recipe.final_learning_rate_share
-    )
-    return optax.schedules.join_schedules([warmup, cosine], [recipe.warmup_steps])
-
-
-def make_optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) behind clipping by the global norm."""
-    return optax.chain(
-        optax.clip_by_global_norm(recipe.clip_norm),
-        optax.adamw(
-            learning_rate(recipe),
-            b1=recipe.beta1,
-            b2=recipe.beta2,
-            weight_decay=recipe.weight_decay,
-            mask=decays,
-        ),
-    )
-
-
-def next_token_losses(params: Params, tokens: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """Cross entropy in nats `[B, T]` float32 of each next token of `tokens` `[B, T+1]` int32."""
-    hidden, _ = decoder.forward(params, tokens[:, :-1], cfg=cfg)
-    scores = decoder.logits(params, hidden, cfg=cfg)
-    return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
-
-
-@functools.partial(jax.jit, static_argnames="recipe", donate_argnames="state")
-def train_step(
-    state: TrainState, tokens: jax.Array, *, recipe: Recipe
-) -> tuple[TrainState, jax.Array, jax.Array]:
-    """One optimizer step on `tokens` `[B, T+1]` int32, compiled once per recipe; donates `state`.
-
-    Returns:
-      The next state, the mean loss in nats per token and the gradient's norm before clipping.
-    """
-
-    def mean_loss(params: Params) -> jax.Array:
-        return jnp.mean(next_token_losses(params, tokens, cfg=recipe.model))
-
-    loss, gradients = jax.value_and_grad(mean_loss)(state.params)
-    # optax counts steps in int32 and raises floats to that power, which strict promotion refuses.
-    with jax.numpy_dtype_promotion("standard"):
-        optimizer = make_optimizer(recipe)
-        updates, inner = optimizer.update(gradients, state.optimizer, state.params)
-    params = optax.apply_updates(state.params, updates)
-    state = TrainState(step=state.step + 1, params=params, optimizer=inner)
-    return state, loss, optax.tree.norm(gradients)
-
-
-def evaluate(params: Params, tokens: np.ndarray, *, recipe: Recipe) -> float:
-    """Nats per token of `tokens` `[tokens]`, each (but the first) a target once."""
-    rows = NamedSharding(data_mesh(recipe.batch), PartitionSpec("data"))
-    nats, count = 0.0, 0.0
-    for batch, weights in evaluation_batches(tokens, recipe.window_tokens, recipe.batch):
-        placed = jax.device_put((batch, weights), rows)
-        nats += float(_weighted_loss(params, *placed, cfg=recipe.model))
-        count += float(weights.sum())
-    return nats / max(count, 1.0)
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def _weighted_loss(params: Params, tokens: jax.Array, weights: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    return jnp.sum(next_token_losses(params, tokens, cfg=cfg) * weights)
-
-
-def data_mesh(batch: int) -> Mesh:
-    """A mesh over as many devices as divide the batch, at most all of them."""
-    devices = jax.devices()
-    count = max(n for n in range(1, len(devices) + 1) if batch % n == 0)
-    return Mesh(np.asarray(devices[:count]), ("data",), axis_types=(AxisType.Auto,))
-
-
-class Checkpoints:
-    """Orbax checkpoints of a run: the last two, to resume, and the best by held-out loss.
-
-    A checkpoint takes its name only when it is whole. Opening a run that another process is writing
-    changes nothing in it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        keep = [
-            checkpoint_managers.LatestN(2),
-            checkpoint_managers.BestN(get_metric_fn=_held_out_loss, reverse=True, n=1),
-        ]
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=checkpoint_managers.AnyPreservationPolicy(keep),
-            # orbax stores metrics only where it is told how to rank them.
-            best_fn=_held_out_loss,
-            best_mode="min",
-            # The next step reuses the donated buffers, which on a CPU are what would be written.
-            enable_async_checkpointing=False,
+    def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh) -> None:
+        self.mesh, self.settings = mesh, settings
+        self._job = job
+        shapes = jax.eval_shape(self._initial)
+        self._shardings = shardings_of(shapes, mesh)
+        self._abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self._shardings,
         )
-        self._folder = Path(folder)
-        self._manager = ocp.CheckpointManager(
-            self._folder.resolve(), options=options, item_handlers=ocp.StandardCheckpointHandler()
+        self._frozen = jax.tree.map(
+            lambda leaf, sharding: jax.device_put(leaf, sharding), job.frozen, shardings_of(job.frozen, mesh)
         )
+        copied = NamedSharding(mesh, PartitionSpec())
+        self._step = jax.jit(
+            self._one_step,
+            donate_argnums=0,
+            out_shardings=(self._shardings, (copied, copied, copied)),
+        )
+        self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
 
-    def __enter__(self) -> "Checkpoints":
-        return self
+    def initial(self) -> TrainState:
+        """Parameters from the settings' seed, and an optimizer that has seen nothing."""
+        return jax.jit(self._initial, out_shardings=self._shardings)()
 
-    def __exit__(self, *_: object) -> None:
-        self._manager.close()
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state."""
+        return self._abstract
 
-    def latest(self) -> int | None:
-        """Steps done in the newest checkpoint."""
-        return self._manager.latest_step()
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, tuple[jax.Array, ...]]:
+        """One optimizer step; donates `state`.
 
-    def best(self) -> tuple[int, float]:
-        """The checkpoint with the lowest held-out loss: its step and that loss.
-
-        Raises:
-          CheckpointError: there is none yet.
+        Returns:
+          The next state; the loss in nats per token, the penalty and the gradient's norm before clipping.
         """
-        losses = {step: _held_out_loss(self._manager.metrics(step)) for step in self._manager.all_steps()}
-        if not losses:
-            raise CheckpointError(f"there is no checkpoint in {self._folder} yet; train first")
-        step = min(losses, key=losses.__getitem__)
-        return step, losses[step]
+        with jax.set_mesh(self.mesh):
+            placed = place_rows(batch, self.mesh, self.settings.accumulate)
+            return self._step(state, self._frozen, placed)
 
-    def save(self, state: TrainState, held_out_loss: float) -> None:
-        """Writes `state` under its step and drops what is no longer needed."""
-        self._manager.save(
-            int(state.step),
-            args=ocp.args.StandardSave(state),
-            metrics={"held_out_loss": held_out_loss},
-        )
+    def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
+        """The weighted loss in nats per token of some batches: of all sources, and of each."""
+        nats: dict[int, float] = {}
+        weight: dict[int, float] = {}
+        for batch in batches:
+            count = int(batch.sources.max()) + 1
+            with jax.set_mesh(self.mesh):
+                placed = place_rows(batch, self.mesh, self.settings.accumulate)
+                # To a multiple of 8: few graphs, however many sources a batch happens to hold.
+                sums, weights = self._sums(params, self._frozen, placed, -(-count // 8) * 8)
+            for source, (each, own) in enumerate(zip(np.asarray(sums), np.asarray(weights), strict=True)):
+                if own:
+                    nats[source] = nats.get(source, 0.0) + float(each)
+                    weight[source] = weight.get(source, 0.0) + float(own)
+        whole = sum(nats.values()) / max(sum(weight.values()), 1e-9)
+        return whole, {source: nats[source] / weight[source] for source in sorted(nats)}
 
-    def restore(self, step: int, recipe: Recipe, mesh: Mesh) -> TrainState:
-        """The state after `step` steps, a copy on each device of `mesh`.
+    def _initial(self) -> TrainState:
+        params = self._job.init(jax.random.key(self.settings.seed))
+        optimizer = make_optimizer(self.settings).init(params)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
 
-        Raises:
-          CheckpointError: the checkpoint is damaged, or of another model.
-        """
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        shapes = jax.eval_shape(lambda: initial_state(recipe))
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), shapes
-        )
-        try:
-            return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"cannot read the checkpoint {self._folder / str(step)}: {error}; remove it to go on "
-                "from an earlier one"
-            ) from error
+    def _one_step(
+        self, state: TrainState, frozen: Any, parts: Batch
+    ) -> tuple[TrainState, tuple[jax.Array, ...]]:
+        total = jnp.sum(parts.weights)
+        count = np.float32(parts.weights.shape[0])
 
+        def part_loss(params: Params, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            losses, penalty = self._job.losses(params, frozen, part)
+            mean = jnp.sum(losses * part.weights) / total
+            return mean + penalty / count, (mean, penalty / count)
 
-def initial_state(recipe: Recipe) -> TrainState:
-    """Random parameters from the recipe's seed, and an optimizer that has seen nothing."""
-    params = decoder.init_params(recipe.model, jax.random.key(recipe.seed))
-    return TrainState(
-        step=jnp.zeros((), jnp.int32), params=params, optimizer=make_optimizer(recipe).init(params)
-    )
+        def add_part(sums: Any, part: Batch) -> tuple[Any, None]:
+            gradients, measured = jax.grad(part_loss, has_aux=True)(state.params, part)
+            return jax.tree.map(jnp.add, sums, (gradients, measured)), None
+
+        nothing = (jax.tree.map(jnp.zeros_like, state.params), (jnp.zeros(()), jnp.zeros(())))
+        if parts.weights.shape[0] == 1:
+            sums, _ = add_part(nothing, jax.tree.map(lambda each: each[0], parts))
+        else:
+            sums, _ = jax.lax.scan(add_part, nothing, parts)
+        gradients, (loss, penalty) = sums
+        # optax counts steps in int32 and raises floats to that power, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer = make_optimizer(self.settings)
+            updates, inner = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        state = TrainState(step=state.step + 1, params=params, optimizer=inner)
+        return state, (loss, penalty, optax.tree.norm(gradients))
+
+    def _source_sums(
+        self, params: Params, frozen: Any, parts: Batch, sources: int
+    ) -> tuple[jax.Array, jax.Array]:
+        def add_part(sums: Any, part: Batch) -> tuple[Any, None]:
+            losses, _ = self._job.losses(params, frozen, part)
+            of = jax.nn.one_hot(part.sources, sources, dtype=jnp.float32) * part.weights[..., None]
+            return (sums[0] + jnp.einsum("bt,bts->s", losses, of), sums[1] + of.sum((0, 1))), None
+
+        sums, _ = jax.lax.scan(add_part, (jnp.zeros(sources), jnp.zeros(sources)), parts)
+        return sums
 
 
 def train(
-    recipe: Recipe,
-    batch_at: Callable[[int], np.ndarray],
-    held_out_tokens: np.ndarray,
+    job: Job,
+    settings: TrainSettings,
+    batch_at: Callable[[int], Batch],
+    held_out: Callable[[], Iterable[Batch]],
     folder: Path,
     report: Callable[[Progress], None],
+    mesh: Mesh,
 ) -> TrainState:
-    """Trains to the recipe's last step, from the newest checkpoint in `folder` if there is one.
+    """Trains to the last step, from the newest checkpoint in `folder` if there is one.
 
     Args:
-      recipe: the run.
-      batch_at: the batch `[B, T+1]` int32 of a step (from 0), a pure function of the step.
-      held_out_tokens: `[tokens]` ids.
+      job: what is trained.
+      settings: how.
+      batch_at: the batch of a step (from 0), a pure function of the step.
+      held_out: the batches whose loss picks the best checkpoint.
       folder: of the checkpoints.
       report: called every `log_steps` steps and at each checkpoint; what it raises ends the run.
+      mesh: the devices.
 
     Returns:
       The state after the last step; that of the newest checkpoint if it is at that step or beyond.
@@ -254,47 +195,41 @@ def train(
       JaxllmError: the loss is no longer finite.
       CheckpointError: the newest checkpoint cannot be read.
     """
-    mesh = data_mesh(recipe.batch)
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    schedule = learning_rate(recipe)
+    trainer = Trainer(job, settings, mesh)
+    schedule = learning_rate(settings)
     with Checkpoints(folder) as checkpoints:
         done = checkpoints.latest()
-        if done is None:
-            state = jax.device_put(initial_state(recipe), NamedSharding(mesh, PartitionSpec()))
-        else:
-            state = checkpoints.restore(done, recipe, mesh)
-        losses: list[jax.Array] = []
+        state = trainer.initial() if done is None else checkpoints.restore(done, trainer.abstract())
+        measured: list[tuple[jax.Array, ...]] = []
         started = time.perf_counter()
-        for step in range((done or 0) + 1, recipe.steps + 1):
-            tokens = jax.device_put(batch_at(step - 1), rows)
-            state, loss, norm = train_step(state, tokens, recipe=recipe)
-            losses.append(loss)
-            save = step % recipe.checkpoint_steps == 0 or step == recipe.steps
-            if not save and step % recipe.log_steps:
+        for step in range((done or 0) + 1, settings.steps + 1):
+            state, measures = trainer.step(state, batch_at(step - 1))
+            measured.append(measures)
+            save = step % settings.checkpoint_steps == 0 or step == settings.steps
+            if not save and step % settings.log_steps:
                 continue
-            mean = float(np.mean([float(each) for each in losses]))
+            losses, penalties, norms = np.asarray(measured, np.float64).T
             elapsed_s = time.perf_counter() - started
+            mean = float(np.mean(losses))
             if not np.isfinite(mean):
                 raise JaxllmError(
                     f"the loss is {mean} at step {step}: lower peak_learning_rate or clip_norm and "
                     "start again in a new run folder"
                 )
-            held_out_loss = evaluate(state.params, held_out_tokens, recipe=recipe) if save else None
+            held_out_loss, by_source = trainer.evaluate(state.params, held_out()) if save else (None, {})
             if held_out_loss is not None:
                 checkpoints.save(state, held_out_loss)
             report(
                 Progress(
                     step=step,
                     loss=mean,
-                    gradient_norm=float(norm),
+                    penalty=float(np.mean(penalties)),
+                    gradient_norm=float(norms[-1]),
                     learning_rate=float(schedule(step - 1)),
-                    tokens_per_s=len(losses) * recipe.batch * recipe.window_tokens / elapsed_s,
+                    tokens_per_s=len(measured) * settings.batch * settings.row_tokens / elapsed_s,
                     held_out_loss=held_out_loss,
+                    held_out_by_source=by_source,
                 )
             )
-            losses, started = [], time.perf_counter()
+            measured, started = [], time.perf_counter()
     return state
-
-
-def _held_out_loss(metrics: Any) -> float:
-    return float(metrics["held_out_loss"])

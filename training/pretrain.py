@@ -1,105 +1,175 @@
-"""Pretraining from text to a model folder: tokenizer, token files, loop, Hugging Face folder.
+"""Pretraining from documents to a model folder: tokenizer, token files, loop, Hugging Face folder.
 
 Everything of a run is in its folder: `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`,
 `metrics.jsonl`, and at the end `hf/` and `summary.json`. Calling `pretrain` again on the same folder
-goes on where it stopped. It does not choose the text, and never trains on `valid_paths`.
+goes on where it stopped. It never trains on `valid_paths`.
+
+Models of one family share a tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
 """
 
 import dataclasses
+import functools
 import json
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
+import jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as ProgressBar
 from tokenizers import Tokenizer
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
+from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import decoder
 from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
-from training import data, loop
-from training.recipe import Recipe
-from training.tokenizer import END_OF_TEXT, PAD, end_of_text_id, train_tokenizer
+from training.checkpoints import Checkpoints, Params
+from training.corpus import Corpus, TokenizedDocuments, write_tokens
+from training.documents import read_texts, text_document
+from training.log import Log
+from training.loop import Job, Trainer, train
+from training.losses import distillation_losses, next_token_losses
+from training.packing import PackedBatches, evaluation_batches
+from training.parallel import MeshShape, gathered, make_mesh
+from training.recipe import Recipe, Source
+from training.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, token_id, train_tokenizer
 
 RECIPE_FILE = "recipe.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """A trained model to learn from; its vocabulary is the student's."""
+
+    cfg: ModelConfig
+    params: Params
+
+    @classmethod
+    def read(cls, folder: Path) -> "Teacher":
+        """Reads a Hugging Face folder."""
+        cfg = huggingface.read_config(folder)
+        return cls(cfg, {name: jnp.asarray(value) for name, value in huggingface.read_params(folder, cfg)})
+
+
 def pretrain(
     recipe: Recipe,
-    text_paths: Sequence[Path],
     run_dir: Path,
     *,
+    data: Path | None = None,
+    text_paths: Sequence[Path] = (),
     valid_paths: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+    teacher: Path | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
     console: Console | None = None,
 ) -> Path:
     """Trains a model from nothing, or goes on with the run in `run_dir`, and exports the best.
 
     Args:
-      recipe: the run. Resuming, only its `steps` may differ from the run's own.
-      text_paths: UTF-8 files, see `training.data.read_documents`; none means `builtin_text`.
+      recipe: the run. Resuming, only how long it trains and what it logs may differ from the run's own.
       run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      text_paths: UTF-8 files for a recipe without sources; none means Python's own documentation.
       valid_paths: text to report the final loss on, never trained on.
+      tokenizer: a `tokenizer.json` of this project to take; None trains one.
+      teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
       console: where progress goes; the terminal's error stream by default.
 
     Returns:
       The Hugging Face folder, `run_dir/hf`.
 
     Raises:
-      ConfigError: the text or recipe is unusable, or `run_dir` belongs to another run.
+      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
     """
-    console = console or Console(stderr=True)
     run_dir = Path(run_dir)
-    documents = data.read_documents(text_paths) if text_paths else data.builtin_text()
-    valid_documents = data.read_documents(valid_paths) if valid_paths else []
-    train_documents, held_out_documents = data.split_documents(documents, recipe.held_out_share)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    identity = {"recipe": recipe.to_json(), "text": data.text_digest(documents)}
-    if (run_dir / RECIPE_FILE).exists():
-        _check_same_run(run_dir, recipe, identity["text"])
-        tokenizer = _read_tokenizer(run_dir)
-    else:
-        tokenizer = train_tokenizer(train_documents, recipe.model.vocab_size)
-    train_tokens, held_out_tokens = (
-        data.token_file(run_dir / "tokens", name, each, tokenizer)
-        for name, each in (("train", train_documents), ("held_out", held_out_documents))
+    first = jax.process_index() == 0
+    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    job = pretrain_job(recipe, _read_teacher(recipe, teacher))
+    corpus = Corpus.open(_sources(recipe, text_paths), data, recipe.held_out_share)
+    if first:
+        _prepare_run(recipe, corpus, run_dir, tokenizer)
+    _wait_for_first("tokens")
+    vocabulary = _read_tokenizer(run_dir)
+    train_documents, held_out = (
+        corpus.tokenized(vocabulary, split, run_dir / "tokens") for split in ("train", "held_out")
     )
-    windows = data.TrainingWindows(train_tokens, recipe.window_tokens, recipe.batch, recipe.seed)
-    # Last, when text and recipe have shown that they fit: a folder is claimed only by a run that starts.
-    _write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    _write_json(run_dir / RECIPE_FILE, identity)
+    batches = PackedBatches(train_documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
+    held_out_batches = functools.partial(
+        evaluation_batches, held_out, recipe.row_tokens, recipe.batch, corpus.sources
+    )
+    tokens_per_step = recipe.batch * recipe.row_tokens
     console.print(
-        f"{decoder.parameter_count(recipe.model):,} parameters; {len(train_documents):,} documents, "
-        f"{len(train_tokens):,} tokens to train on, {len(held_out_tokens):,} held out; "
-        f"{recipe.steps:,} steps of {recipe.batch * recipe.window_tokens:,} tokens",
+        f"{decoder.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
+        f"{len(train_documents):,} documents, {len(train_documents.tokens):,} tokens to train on, "
+        f"{len(held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
+        f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
         soft_wrap=True,
     )
-    with _Log(run_dir / "metrics.jsonl", recipe.steps, console) as log:
-        loop.train(recipe, windows.batch_at, held_out_tokens, run_dir / "checkpoints", log)
+    names = [source.name for source in corpus.sources]
+    folder = run_dir if first else None
+    with Log(folder, recipe.steps, console, names, tensorboard=tensorboard) as log:
+        train(job, recipe, batches.batch_at, held_out_batches, run_dir / "checkpoints", log, mesh)
 
-    params, best_step, held_out_loss = best_params(run_dir, recipe)
-    folder = run_dir / "hf"
-    write_model(folder, recipe, tokenizer, params)
+    params, best_step, held_out_loss = best_params(run_dir, recipe, mesh)
+    whole = gathered(params)
+    if first:
+        write_model(run_dir / "hf", recipe, vocabulary, whole)
+    trainer = Trainer(job, recipe, mesh)
     summary: dict[str, Any] = {
         "parameters": decoder.parameter_count(recipe.model),
         "best_step": best_step,
-        "tokens_seen": best_step * recipe.batch * recipe.window_tokens,
-        "training": _size(train_tokens, train_documents),
-        "held_out": _losses(held_out_loss, held_out_tokens, held_out_documents),
+        "tokens_seen": best_step * tokens_per_step,
+        "epochs": round(batches.epochs_at(best_step), 3),
+        "training": _size(train_documents),
+        "held_out": {"weighted_loss": held_out_loss, **_losses(trainer, params, held_out, recipe)},
     }
-    if valid_documents:
-        valid_tokens = data.token_file(run_dir / "tokens", "valid", valid_documents, tokenizer)
-        loss = loop.evaluate(params, valid_tokens, recipe=recipe)
-        summary["valid"] = _losses(loss, valid_tokens, valid_documents)
-    _write_json(run_dir / "summary.json", summary)
-    console.print_json(data=summary)
-    return folder
+    if valid_paths:
+        if first:
+            texts = (text_document(text) for path in valid_paths for text in read_texts(path))
+            write_tokens(_fresh(run_dir / "tokens" / "valid"), ((0, each) for each in texts), vocabulary)
+        _wait_for_first("valid")
+        valid = TokenizedDocuments.read(run_dir / "tokens" / "valid")
+        summary["valid"] = _losses(trainer, params, valid, recipe)
+    if first:
+        _write_json(run_dir / "summary.json", summary)
+        console.print_json(data=summary)
+    return run_dir / "hf"
+
+
+def pretrain_job(recipe: Recipe, teacher: Teacher | None = None) -> Job:
+    """What the loop trains for a recipe."""
+    cfg, dtype = recipe.model, jnp.dtype(recipe.precision)
+
+    def init(key: jax.Array) -> Params:
+        return decoder.init_params(cfg, key)
+
+    def losses(params: Params, frozen: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        nothing = jnp.zeros(())
+        if teacher is None:
+            return next_token_losses(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat), nothing
+        share = recipe.teacher_share
+        each = distillation_losses(
+            params,
+            frozen,
+            batch,
+            cfg=cfg,
+            teacher_cfg=teacher.cfg,
+            teacher_share=share,
+            dtype=dtype,
+            remat=recipe.remat,
+        )
+        return each, nothing
+
+    return Job(init, losses, None if teacher is None else teacher.params)
 
 
 def export_best(run_dir: Path) -> Path:
@@ -115,24 +185,24 @@ def export_best(run_dir: Path) -> Path:
     """
     run_dir = Path(run_dir)
     recipe = run_recipe(run_dir)
-    params, _, _ = best_params(run_dir, recipe)
-    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), params)
+    params, _, _ = best_params(run_dir, recipe, make_mesh(MeshShape(data=1), 1))
+    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), gathered(params))
     return run_dir / "hf"
 
 
-def write_model(folder: Path, recipe: Recipe, tokenizer: Tokenizer, params: loop.Params) -> None:
+def write_model(folder: Path, recipe: Recipe, tokenizer: Tokenizer, params: Any) -> None:
     """Writes a Hugging Face folder: config, weights, tokenizer with chat template, generation config."""
-    ids = {"eos_token_id": end_of_text_id(tokenizer), "pad_token_id": tokenizer.token_to_id(PAD)}
+    ends = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, END_OF_TURN)]
+    ids = {"eos_token_id": ends, "pad_token_id": token_id(tokenizer, PAD)}
     # Spelled out, because transformers fills a missing begin token with a default id.
-    config = {"bos_token_id": None, **ids}
-    huggingface.write_folder(folder, recipe.model, params, extra_config=config)
+    huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
     tokenizer_folder.write_tokenizer(
         folder,
         TokenizerFiles(
             tokenizer_json=tokenizer.to_str(pretty=True),
             chat_template=recipe.chat_template,
             special={"eos_token": END_OF_TEXT, "pad_token": PAD},
-            eos_ids=(ids["eos_token_id"],),
+            eos_ids=tuple(ends),
         ),
     )
     _write_json(Path(folder) / "generation_config.json", ids)
@@ -148,7 +218,7 @@ def run_recipe(run_dir: Path) -> Recipe:
     return Recipe.from_json(_read_identity(run_dir)["recipe"])
 
 
-def best_params(run_dir: Path, recipe: Recipe) -> tuple[loop.Params, int, float]:
+def best_params(run_dir: Path, recipe: Recipe, mesh: Mesh) -> tuple[Params, int, float]:
     """The parameters of the best checkpoint, its step and its held-out loss in nats per token.
 
     Raises:
@@ -157,90 +227,84 @@ def best_params(run_dir: Path, recipe: Recipe) -> tuple[loop.Params, int, float]
     folder = Path(run_dir) / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint in {folder} yet; train first")
-    with loop.Checkpoints(folder) as checkpoints:
+    trainer = Trainer(pretrain_job(recipe), recipe, mesh)
+    with Checkpoints(folder) as checkpoints:
         step, loss = checkpoints.best()
-        state = checkpoints.restore(step, recipe, loop.data_mesh(recipe.batch))
+        state = checkpoints.restore(step, trainer.abstract())
     return state.params, step, loss
 
 
-class _Log:
-    """Metrics to `metrics.jsonl` and the console, and a progress bar."""
+def _sources(recipe: Recipe, text_paths: Sequence[Path]) -> tuple[Source, ...]:
+    if recipe.sources and text_paths:
+        raise ConfigError("this recipe names its own sources: give --data and no --text")
+    return recipe.sources or tuple(Source(text=str(Path(path).absolute())) for path in text_paths)
 
-    def __init__(self, path: Path, steps: int, console: Console) -> None:
-        self._path, self._console = path, console
-        self._bar = ProgressBar(
-            TextColumn("step"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
+
+def _read_teacher(recipe: Recipe, folder: Path | None) -> Teacher | None:
+    if (folder is not None) != (recipe.teacher_share > 0):
+        raise ConfigError(
+            f"the recipe's teacher_share is {recipe.teacher_share}: "
+            + ("say with --teacher whom to learn from" if folder is None else "it takes no --teacher")
         )
-        self._task = self._bar.add_task("", total=steps)
-        self._last: int | None = None
-
-    def __enter__(self) -> "_Log":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def __call__(self, progress: loop.Progress) -> None:
-        if self._last is None:
-            _forget_metrics_from(self._path, progress.step)
-        self._last = progress.step
-        record = {"unix_time_s": round(time.time(), 1), **dataclasses.asdict(progress)}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        line = (
-            f"step {progress.step}  loss {progress.loss:.4f}  lr {progress.learning_rate:.2e}  "
-            f"grad {progress.gradient_norm:.3f}  {progress.tokens_per_s:,.0f} tokens/s"
+    if folder is None:
+        return None
+    teacher = Teacher.read(folder)
+    if teacher.cfg.vocab_size != recipe.model.vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {recipe.model.vocab_size}; "
+            "train both with one tokenizer"
         )
-        self._bar.update(self._task, completed=progress.step, description=f"loss {progress.loss:.3f}")
-        if progress.held_out_loss is not None:
-            line += f"  held-out {progress.held_out_loss:.4f}"
-        if progress.held_out_loss is not None or not self._console.is_terminal:
-            self._console.print(line, highlight=False, soft_wrap=True)
+    return teacher
 
 
-def _forget_metrics_from(path: Path, step: int) -> None:
-    """Drops the lines of steps that a killed run had done after its last checkpoint."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        # A killed run may have left half a line.
-        try:
-            earlier = json.loads(line)["step"] < step
-        except (ValueError, KeyError, TypeError):
-            continue
-        if earlier:
-            kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+def _prepare_run(recipe: Recipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None) -> None:
+    """Writes the run's identity, tokenizer and tokens, or checks that they are there and the same."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run's folder {run_dir}: {error.strerror}") from error
+    identity = {"recipe": recipe.to_json(), "documents": corpus.digest()}
+    resuming = (run_dir / RECIPE_FILE).exists()
+    if resuming:
+        _check_same_run(run_dir, recipe, identity["documents"])
+        tokenizer = _read_tokenizer(run_dir)
+    elif tokenizer_file is not None:
+        tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
+    else:
+        tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
+    for split in ("train", "held_out"):
+        documents = corpus.tokenized(tokenizer, split, run_dir / "tokens")
+        if split == "train" and not resuming:
+            PackedBatches(documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
+    # Last, when sources and recipe have shown that they fit: a folder is claimed only by a run that starts.
+    _write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    _write_json(run_dir / RECIPE_FILE, identity)
 
 
-def _check_same_run(run_dir: Path, recipe: Recipe, text: str) -> None:
-    earlier = dataclasses.replace(run_recipe(run_dir), steps=recipe.steps)
+# What a resumed run may change: how long it trains, how it computes, and what it reports.
+_MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
+
+
+def _check_same_run(run_dir: Path, recipe: Recipe, documents: str) -> None:
+    earlier = run_recipe(run_dir)
     differing = [
         field.name
         for field in dataclasses.fields(Recipe)
-        if getattr(earlier, field.name) != getattr(recipe, field.name)
+        if field.name not in _MAY_CHANGE and getattr(earlier, field.name) != getattr(recipe, field.name)
     ]
-    if _read_identity(run_dir)["text"] != text:
-        differing.append("the training text")
+    if _read_identity(run_dir)["documents"] != documents:
+        differing.append("the documents")
     if differing:
         raise ConfigError(
             f"{run_dir} holds another run, it differs in {', '.join(differing)}; give another --run "
-            "folder, or the same recipe and text to resume"
+            "folder, or the same recipe and documents to resume"
         )
 
 
 def _read_identity(run_dir: Path) -> dict[str, Any]:
     try:
         identity = json.loads((Path(run_dir) / RECIPE_FILE).read_text(encoding="utf-8"))
-        return {"recipe": identity["recipe"], "text": identity["text"]}
+        return {"recipe": identity["recipe"], "documents": identity["documents"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{run_dir} is not the folder of a pretraining run: {error}") from error
 
@@ -252,18 +316,44 @@ def _read_tokenizer(run_dir: Path) -> Tokenizer:
         raise CheckpointError(f"cannot read the tokenizer of the run in {run_dir}: {error}") from error
 
 
-def _size(tokens: np.ndarray, documents: Sequence[str]) -> dict[str, int]:
-    return {
-        "documents": len(documents),
-        "tokens": len(tokens),
-        "bytes": sum(len(document.encode()) for document in documents),
-    }
+def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    try:
+        tokenizer = parse_tokenizer_json(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ConfigError(
+            f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}"
+        )
+    token_id(tokenizer, END_OF_TURN)
+    return tokenizer
 
 
-def _losses(loss: float, tokens: np.ndarray, documents: Sequence[str]) -> dict[str, float]:
-    """Loss per token and per UTF-8 byte of text; the end-of-text tokens cost nats but are no bytes."""
-    size = _size(tokens, documents)
-    per_byte = loss * (size["tokens"] - 1) / size["bytes"]
+def _wait_for_first(name: str) -> None:
+    """Other processes go on when the first has written what they will read."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _fresh(folder: Path) -> Path:
+    if folder.exists():
+        for file in folder.iterdir():
+            file.unlink()
+        folder.rmdir()
+    return folder
+
+
+def _size(documents: TokenizedDocuments) -> dict[str, int]:
+    return {"documents": len(documents), "tokens": len(documents.tokens), "bytes": documents.text_bytes}
+
+
+def _losses(
+    trainer: Trainer, params: Params, documents: TokenizedDocuments, recipe: Recipe
+) -> dict[str, float]:
+    """Loss per token and per UTF-8 byte of text; special tokens cost nats but are no bytes."""
+    loss, _ = trainer.evaluate(params, evaluation_batches(documents, recipe.row_tokens, recipe.batch))
+    size = _size(documents)
+    per_byte = loss * (size["tokens"] - size["documents"]) / max(size["bytes"], 1)
     return {"nats_per_token": loss, "nats_per_byte": per_byte, **size}
 
 

@@ -1,7 +1,8 @@
 """What a pretraining run is: one frozen value, read from TOML.
 
 The recipes that come with the package are the files in `training/recipes`; any other is named by its
-path. A recipe names no text: the same one trains on whatever files it is given.
+path. A recipe may name its sources, by paths under the folder of all data that the command line gives; one
+that names none trains on whatever texts it is given.
 """
 
 import dataclasses
@@ -12,64 +13,76 @@ from typing import Any
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.tasks import find_task
+from training.settings import TrainSettings, require_float
+from training.tokenizer import ROLE_TEMPLATE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One pretraining run. All fields are required but the ones with a default.
+class Source:
+    """Where documents come from: one of a text file, the same as stories to be told, or a task.
+
+    Attributes:
+      text: path of a text file, each document to be learnt whole.
+      stories: path of a text file, each document as the request to tell it from its first sentence.
+      task: a name in `jaxllm.tasks.TASKS`; its training split, as questions with answers.
+      repeats: how often an epoch takes each document; below 1, a new draw of so many every epoch.
+      prompt_weight: of the loss on a prompt's tokens.
+      answer_weight: of the loss on all other tokens.
+    """
+
+    text: str = ""
+    stories: str = ""
+    task: str = ""
+    repeats: float = 1.0
+    prompt_weight: float = 1.0
+    answer_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        named = [value for value in (self.text, self.stories, self.task) if value]
+        if len(named) != 1 or not isinstance(named[0], str):
+            raise ConfigError(f"a source is one of text, stories and task, each a name; got {named}")
+        if self.task:
+            find_task(self.task)
+        require_float("repeats", self.repeats, least=0, most=1000)
+        require_float("prompt_weight", self.prompt_weight, least=0, most=1000)
+        require_float("answer_weight", self.answer_weight, least=0, most=1000)
+
+    @property
+    def name(self) -> str:
+        """What it is called in metrics."""
+        if self.task:
+            return self.task
+        return Path(self.text).stem if self.text else f"{Path(self.stories).stem}-told"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe(TrainSettings):
+    """One pretraining run.
 
     Attributes:
       model: what is trained.
-      steps: optimizer steps of the whole run.
-      batch: B, windows per step.
-      window_tokens: T, tokens the model sees at once in training, at most the model's window.
-      seed: of the initial parameters and the order of the windows.
+      sources: what it is trained on; empty for texts that the command line names.
       held_out_share: of the documents, kept out of training to pick the best checkpoint.
-      peak_learning_rate: reached after `warmup_steps` and left on a cosine.
-      final_learning_rate_share: of the peak, reached at the last step.
-      warmup_steps: of linear warm-up from zero.
-      weight_decay: AdamW's, on matrices only.
-      beta1, beta2: AdamW's.
-      clip_norm: the gradient's global norm is cut to this.
-      checkpoint_steps: steps between two checkpoints, each with its held-out loss.
-      log_steps: steps between two lines of metrics.
+      teacher_share: of the loss that is taken from a teacher's distribution; 0 trains without one.
       chat_template: Jinja, how messages become the prompt; written into the tokenizer's config.
     """
 
     model: ModelConfig
-    steps: int
-    batch: int
-    window_tokens: int
-    peak_learning_rate: float
-    chat_template: str
-    seed: int = 0
+    sources: tuple[Source, ...] = ()
     held_out_share: float = 0.02
-    final_learning_rate_share: float = 0.1
-    warmup_steps: int = 100
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip_norm: float = 1.0
-    checkpoint_steps: int = 100
-    log_steps: int = 10
+    teacher_share: float = 0.0
+    chat_template: str = ROLE_TEMPLATE
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "window_tokens", "checkpoint_steps", "log_steps"):
-            _require_int(name, getattr(self, name), 1)
-        for name in ("seed", "warmup_steps"):
-            _require_int(name, getattr(self, name), 0)
-        if self.window_tokens > self.model.window_tokens:
+        super().__post_init__()
+        if self.row_tokens > self.model.window_tokens:
             raise ConfigError(
-                f"window_tokens ({self.window_tokens}) must be at most the model's window "
+                f"row_tokens ({self.row_tokens}) must be at most the model's window "
                 f"({self.model.window_tokens})"
             )
-        _require_float("held_out_share", self.held_out_share, above=0, below=1)
-        _require_float("peak_learning_rate", self.peak_learning_rate, above=0, below=1)
-        _require_float("clip_norm", self.clip_norm, above=0)
-        for name in ("beta1", "beta2"):
-            _require_float(name, getattr(self, name), least=0, below=1)
-        _require_float("weight_decay", self.weight_decay, least=0)
-        _require_float("final_learning_rate_share", self.final_learning_rate_share, least=0, most=1)
+        require_float("held_out_share", self.held_out_share, above=0, below=1)
+        require_float("teacher_share", self.teacher_share, least=0, most=1)
         if not isinstance(self.chat_template, str):
             raise ConfigError(f"chat_template must be text, got {self.chat_template!r}")
 
@@ -99,7 +112,8 @@ class Recipe:
             raise ConfigError(f"the recipe lacks {', '.join(missing)}")
         if not isinstance(data["model"], dict):
             raise ConfigError(f"the recipe's model must be a table, got {data['model']!r}")
-        return cls(**{**data, "model": ModelConfig.from_json(data["model"])})
+        parts = {"model": ModelConfig.from_json(data["model"]), "sources": _sources(data.get("sources", []))}
+        return cls(**{**data, **parts})
 
 
 def recipe_names() -> list[str]:
@@ -132,28 +146,8 @@ def load_recipe(name: str) -> Recipe:
         raise ConfigError(f"recipe {name}: {error}") from error
 
 
-def _require_int(name: str, value: Any, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ConfigError(f"{name} must be a whole number of at least {low}, got {value!r}")
-
-
-def _require_float(
-    name: str,
-    value: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-) -> None:
-    bounds = {
-        "at least": (least, lambda bound: value >= bound),
-        "above": (above, lambda bound: value > bound),
-        "at most": (most, lambda bound: value <= bound),
-        "below": (below, lambda bound: value < bound),
-    }
-    asked = {word: test for word, test in bounds.items() if test[0] is not None}
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not all(test(bound) for bound, test in asked.values()):
-        wanted = " and ".join(f"{word} {bound}" for word, (bound, _) in asked.items())
-        raise ConfigError(f"{name} must be a number {wanted}, got {value!r}")
+def _sources(tables: Any) -> tuple[Source, ...]:
+    try:
+        return tuple(Source(**table) for table in tables)
+    except TypeError as error:
+        raise ConfigError(f"malformed sources: {error}") from error

@@ -4,6 +4,10 @@ Every byte is in the first alphabet, so any text can be encoded and nothing maps
 digits are single tokens, so that a number's pieces mean the same everywhere. No token is added in
 front of or behind a text: the end of a document is marked by whoever packs documents.
 
+The special tokens come first, with the same ids in every vocabulary: the ends of documents and turns,
+the roles of a chat, and the marks by which a latency objective can be written into a prompt (ELMS, arXiv
+2409.09071, section 3.4): `<|ttft:40|>` asks for a time to first token of 40 % of the full model's.
+
 It does not choose which text to learn from, and writes no Hugging Face folder.
 """
 
@@ -15,18 +19,31 @@ from jaxllm.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
-SPECIAL_TOKENS = (END_OF_TEXT, PAD)
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+END_OF_TURN = "<|end|>"
+# In percent of the full model's time.
+SLO_PERCENTS = tuple(range(20, 101, 10))
+SLO_MARKS = tuple(f"<|{kind}:{percent}|>" for kind in ("ttft", "tpot") for percent in SLO_PERCENTS)
+SPECIAL_TOKENS = (END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN, *SLO_MARKS)
+
+# How a chat is written with these tokens.
+ROLE_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 # The 256 bytes and the specials must fit before the first merge.
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
-def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns byte-level BPE merges; the same documents always give the same tokenizer.
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learns byte-level BPE merges; the same texts always give the same tokenizer.
 
     Args:
-      documents: texts without special tokens.
-      vocab_size: tokens in all, the specials (ids 0 and 1) and the 256 bytes included.
+      texts: without special tokens.
+      vocab_size: tokens in all, the specials (the first ids) and the 256 bytes included.
 
     Returns:
       A tokenizer with exactly `vocab_size` tokens, to be saved as `tokenizer.json`.
@@ -54,7 +71,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     size = tokenizer.get_vocab_size()
     if size != vocab_size:
         raise ConfigError(
@@ -64,13 +81,13 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def end_of_text_id(tokenizer: Tokenizer) -> int:
-    """The id that ends a document.
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a special token.
 
     Raises:
       ConfigError: the tokenizer has no such token.
     """
-    found = tokenizer.token_to_id(END_OF_TEXT)
+    found = tokenizer.token_to_id(token)
     if found is None:
-        raise ConfigError(f"the tokenizer has no {END_OF_TEXT} token; train it with `train_tokenizer`")
+        raise ConfigError(f"the tokenizer has no {token} token; train it with `train_tokenizer`")
     return found

@@ -1,0 +1,114 @@
+"""Sources become tokens: which documents, on which side, in which files."""
+
+import json
+
+import numpy as np
+import pytest
+from jinja2 import Template
+
+from jaxllm.errors import CheckpointError, ConfigError
+from training import corpus
+from training.corpus import Corpus, TokenizedDocuments, encode_document
+from training.documents import chat_document, text_document
+from training.recipe import Source
+from training.tokenizer import MIN_VOCAB_SIZE, ROLE_TEMPLATE, train_tokenizer
+
+TEXTS = [f"Cat {i} sat on mat {i}. Then it ran to house {i * 7}!" for i in range(40)]
+REVIEWS = [{"text": f"film number {i}", "label": ("positive", "negative")[i % 2]} for i in range(30)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "cats.txt").write_text("<|endoftext|>".join(TEXTS))
+    (tmp_path / "tasks" / "sst2").mkdir(parents=True)
+    (tmp_path / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, REVIEWS)))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, MIN_VOCAB_SIZE + 20)
+
+
+SOURCES = (
+    Source(text="text/cats.txt"),
+    Source(stories="text/cats.txt"),
+    Source(task="sentiment"),
+)
+
+
+def test_every_document_stands_on_one_side(data):
+    opened = Corpus.open(SOURCES, data, 0.1)
+    sides = {split: list(opened.documents(split)) for split in ("train", "held_out")}
+    assert len(sides["held_out"]) == 11
+    assert len(sides["train"]) + 11 == 2 * len(TEXTS) + len(REVIEWS) == len(opened.digests)
+    assert {number for number, _ in sides["train"]} == {0, 1, 2}
+    told = next(document for number, document in sides["train"] if number == 1)
+    assert told.texts[1].endswith(".")
+    assert told.texts[2].startswith("Then")
+    assert Corpus.open(SOURCES, data, 0.1).digest() == opened.digest()
+    assert Corpus.open(SOURCES[:2], data, 0.1).digest() != opened.digest()
+
+
+def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(corpus, "_ENCODE_DOCUMENTS", 7)
+    opened = Corpus.open(SOURCES, data, 0.1)
+    tokens = opened.tokenized(tokenizer, "train", tmp_path / "tokens")
+    assert isinstance(tokens.tokens, np.memmap)
+    assert tokens.tokens.dtype == np.uint16
+    documents = list(opened.documents("train"))
+    assert len(tokens) == len(documents)
+    assert tokens.text_bytes == sum(len(text.encode()) for _, each in documents for text in each.texts)
+    for number, (source, document) in enumerate(documents):
+        ids = tokens.tokens[tokens.starts[number] : tokens.starts[number + 1]]
+        assert ids.tolist() == encode_document(document, tokenizer)
+        assert tokens.sources[number] == source
+        answer = tokenizer.decode(ids[tokens.prompt_tokens[number] :].tolist(), skip_special_tokens=True)
+        assert answer == (document.texts[0] if source == 0 else document.texts[-1])
+
+
+def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
+    from jaxllm.tasks import labels
+
+    example = labels.SENTIMENT.example({"text": "so <|end|> bad", "label": "negative"})
+    ids = encode_document(chat_document(example), tokenizer)
+    prompt = Template(ROLE_TEMPLATE).render(messages=example.messages(), add_generation_prompt=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{prompt}negative<|end|>"
+    # The text's own `<|end|>` is no end of a turn.
+    assert ids.count(tokenizer.token_to_id("<|end|>")) == 3
+    clean = labels.SENTIMENT.example({"text": "so bad", "label": "negative"})
+    prompt = Template(ROLE_TEMPLATE).render(messages=clean.messages(), add_generation_prompt=True)
+    assert (
+        encode_document(chat_document(clean), tokenizer) == tokenizer.encode(f"{prompt}negative<|end|>").ids
+    )
+
+
+def test_token_files_are_written_once_and_never_stale(data, tmp_path, tokenizer, monkeypatch):
+    opened = Corpus.open(SOURCES, data, 0.1)
+    first = opened.tokenized(tokenizer, "train", tmp_path / "tokens")
+    other = Corpus.open(SOURCES[:1], data, 0.1).tokenized(tokenizer, "train", tmp_path / "tokens")
+    assert len(other) < len(first)
+    monkeypatch.setattr(corpus, "write_tokens", None)
+    again = opened.tokenized(tokenizer, "train", tmp_path / "tokens")
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "index.npz"])
+def test_damaged_token_files_are_told(tmp_path, tokenizer, name):
+    corpus.write_tokens(tmp_path / "t", [(0, text_document(text)) for text in TEXTS], tokenizer)
+    assert len(TokenizedDocuments.read(tmp_path / "t")) == len(TEXTS)
+    file = tmp_path / "t" / name
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="made again"):
+        TokenizedDocuments.read(tmp_path / "t")
+
+
+def test_sources_are_checked(data):
+    with pytest.raises(ConfigError, match="--data"):
+        Corpus.open(SOURCES, None, 0.1)
+    with pytest.raises(ConfigError, match=r"none\.txt"):
+        Corpus.open([Source(text="none.txt")], data, 0.1)
+    for wrong in ({}, {"text": "a", "task": "news"}, {"task": "weather"}, {"text": "a", "repeats": -1}):
+        with pytest.raises(ConfigError):
+            Source(**wrong)

@@ -1,0 +1,168 @@
+"""Documents to train on: plain texts and chats, read from files one by one, and their split.
+
+A document is a row of pieces, each a text or a special token, of which the first few are the prompt. Two
+laws hold, so that a run can be repeated:
+
+- a document is in the training split or held out by its content alone, so copies of it never stand on
+  both sides and the order of the files does not matter;
+- a special token's name inside a text stays text.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import TaskExample
+from training.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
+
+# A document without an end would be held in memory whole.
+MAX_DOCUMENT_CHARACTERS = 1 << 26
+_READ_CHARACTERS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Special:
+    """A special token, told from a text that reads the same."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """What one row of tokens is made of.
+
+    Attributes:
+      pieces: texts and special tokens, in order.
+      prompt_pieces: how many of them are given; the others are what is to be learnt.
+    """
+
+    pieces: tuple[str | Special, ...]
+    prompt_pieces: int = 0
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The pieces that are text."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, str))
+
+    def digest(self) -> bytes:
+        """Names its content: 16 bytes."""
+        if not self.prompt_pieces and len(self.texts) == 1:
+            return hashlib.blake2b(self.texts[0].encode(), digest_size=16).digest()
+        return hashlib.blake2b(repr((self.pieces, self.prompt_pieces)).encode(), digest_size=16).digest()
+
+
+def text_document(text: str) -> Document:
+    """A plain text, all of which is to be learnt."""
+    return Document((text, Special(END_OF_TEXT)))
+
+
+def chat_document(example: TaskExample) -> Document:
+    """A question and its answer as `ROLE_TEMPLATE` writes them, or as one text."""
+    if example.form == "text":
+        return Document((example.user, example.answer, Special(END_OF_TEXT)), prompt_pieces=1)
+    end = Special(END_OF_TURN)
+    system = (Special(SYSTEM), example.system, end) if example.system else ()
+    prompt = (*system, Special(USER), example.user, end, Special(ASSISTANT))
+    return Document((*prompt, example.answer, end), prompt_pieces=len(prompt))
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a UTF-8 file, in order, stripped, without empty ones, read as it goes.
+
+    A file that holds `<|endoftext|>` is split there; any other at its blank lines, so one without
+    blank lines is one text.
+
+    Raises:
+      ConfigError: the file cannot be read as UTF-8.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            marked = any(END_OF_TEXT in part for part in _overlapping(file.read))
+            file.seek(0)
+            yield from _marked_texts(file.read) if marked else _paragraphs(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text file {path} as UTF-8: {error}") from error
+
+
+def builtin_texts() -> list[str]:
+    """Python's own language reference, one text per topic: text that needs no download.
+
+    It differs a little from one Python version to the next.
+
+    Raises:
+      ConfigError: this Python was installed without its documentation.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError("this Python has no pydoc_data to train on; give text files with --text") from error
+    return [text.strip() for _, text in sorted(topics.items()) if text.strip()]
+
+
+def held_out_digests(digests: Iterable[bytes], share: float) -> frozenset[bytes]:
+    """Which documents are held out: `share` of the distinct ones, rounded up: those of the smallest digests.
+
+    Raises:
+      ConfigError: there are fewer than two distinct documents.
+    """
+    distinct = sorted(set(digests))
+    if len(distinct) < 2:
+        raise ConfigError(
+            "training needs at least two distinct documents, one of them held out, got "
+            f"{len(distinct)}; separate documents by {END_OF_TEXT} or by blank lines"
+        )
+    return frozenset(distinct[: min(math.ceil(len(distinct) * share), len(distinct) - 1)])
+
+
+def documents_digest(digests: Iterable[bytes]) -> str:
+    """A hexadecimal name for a sequence of documents."""
+    return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
+def _overlapping(read: Callable[[int], str]) -> Iterator[str]:
+    """A file in parts, each with the end of the one before, so that no marker falls between two."""
+    tail = ""
+    while part := read(_READ_CHARACTERS):
+        tail += part
+        yield tail
+        tail = tail[-len(END_OF_TEXT) :]
+
+
+def _marked_texts(read: Callable[[int], str]) -> Iterator[str]:
+    rest = ""
+    while part := read(_READ_CHARACTERS):
+        *whole, rest = (rest + part).split(END_OF_TEXT)
+        yield from _stripped(whole)
+        _require_bounded(rest)
+    yield from _stripped([rest])
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    kept: list[str] = []
+    size = 0
+    for line in lines:
+        # A blank line may hold spaces.
+        if line.strip():
+            kept.append(line)
+            size += len(line)
+            if size > MAX_DOCUMENT_CHARACTERS:
+                _require_bounded("".join(kept))
+        elif kept:
+            yield "".join(kept).strip()
+            kept, size = [], 0
+    yield from _stripped(["".join(kept)])
+
+
+def _stripped(texts: Sequence[str]) -> Iterator[str]:
+    return (text.strip() for text in texts if text.strip())
+
+
+def _require_bounded(text: str) -> None:
+    if len(text) > MAX_DOCUMENT_CHARACTERS:
+        raise ConfigError(
+            f"a document has more than {MAX_DOCUMENT_CHARACTERS:,} characters; separate documents by "
+            f"{END_OF_TEXT} or by blank lines"
+        )

@@ -1,0 +1,97 @@
+"""How a job is trained, whatever is trained: steps, batches, optimizer, precision, checkpoints."""
+
+import dataclasses
+from typing import Any, Literal
+
+from jaxllm.errors import ConfigError
+
+Precision = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """The settings that every job of the loop shares.
+
+    Attributes:
+      steps: optimizer steps of the whole run.
+      batch: B, rows per step over all devices.
+      row_tokens: T, tokens of a row; the longest document seen whole.
+      peak_learning_rate: reached after `warmup_steps` and left on a cosine.
+      final_learning_rate_share: of the peak, reached at the last step.
+      warmup_steps: of linear warm-up.
+      weight_decay: AdamW's, on matrices only.
+      beta1, beta2: AdamW's.
+      clip_norm: the gradient's global norm is cut to this.
+      accumulate: a step's rows are taken in so many parts, one after another, whose gradients add up.
+      precision: of activations and products; parameters, optimizer and losses are float32.
+      remat: layers keep nothing but their input for the backward pass and are computed again.
+      seed: of initial parameters, order and dropout.
+      checkpoint_steps: steps between two checkpoints, each with its held-out loss.
+      log_steps: steps between two lines of metrics.
+    """
+
+    steps: int
+    batch: int
+    row_tokens: int
+    peak_learning_rate: float
+    final_learning_rate_share: float = 0.1
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip_norm: float = 1.0
+    accumulate: int = 1
+    precision: Precision = "float32"
+    remat: bool = False
+    seed: int = 0
+    checkpoint_steps: int = 100
+    log_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "row_tokens", "checkpoint_steps", "log_steps", "accumulate"):
+            require_int(name, getattr(self, name), 1)
+        for name in ("seed", "warmup_steps"):
+            require_int(name, getattr(self, name), 0)
+        require_float("peak_learning_rate", self.peak_learning_rate, above=0, below=1)
+        require_float("clip_norm", self.clip_norm, above=0)
+        for name in ("beta1", "beta2"):
+            require_float(name, getattr(self, name), least=0, below=1)
+        require_float("weight_decay", self.weight_decay, least=0)
+        require_float("final_learning_rate_share", self.final_learning_rate_share, least=0, most=1)
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                f"batch ({self.batch}) must be a multiple of accumulate ({self.accumulate}), which divides it"
+            )
+        if self.precision not in ("float32", "bfloat16"):
+            raise ConfigError(f"precision must be float32 or bfloat16, got {self.precision!r}")
+        if not isinstance(self.remat, bool):
+            raise ConfigError(f"remat must be true or false, got {self.remat!r}")
+
+
+def require_int(name: str, value: Any, low: int) -> None:
+    """Raises ConfigError unless `value` is a whole number of at least `low`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ConfigError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def require_float(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Raises ConfigError unless `value` is a number within the given bounds."""
+    bounds = {
+        "at least": (least, lambda bound: value >= bound),
+        "above": (above, lambda bound: value > bound),
+        "at most": (most, lambda bound: value <= bound),
+        "below": (below, lambda bound: value < bound),
+    }
+    asked = {word: test for word, test in bounds.items() if test[0] is not None}
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not all(test(bound) for bound, test in asked.values()):
+        wanted = " and ".join(f"{word} {bound}" for word, (bound, _) in asked.items())
+        raise ConfigError(f"{name} must be a number {wanted}, got {value!r}")
