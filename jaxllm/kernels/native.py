@@ -229,6 +229,36 @@ def attention(
     return out, keys, values
 
 
+def document_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention inside documents of queries `[B, T, K, G, H]` and keys and values `[B, T, K, H]`
+    float32, where `starts` `[B, T]` int32 is where a token's document begins: `[B, T, K, G, H]`, and the
+    logarithm of the sum of exponentials of each query's scores `[B, T, K, G]`."""
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1])]
+    call = jax.ffi.ffi_call(_target("document_attention"), results)
+    out, lse = call(q, k, v, starts, scale=np.float32(scale))
+    return out, lse
+
+
+def document_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    *,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of `q`, `k` and `v` from that of `out`; `out` and `lse` are `document_attention`'s."""
+    results = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (q, k, v)]
+    call = jax.ffi.ffi_call(_target("document_attention_gradients"), results)
+    dq, dk, dv = call(q, k, v, starts, out, lse, dout, scale=np.float32(scale))
+    return dq, dk, dv
+
+
 def _target(name: str) -> str:
     """The name that XLA knows a kernel by, once it does."""
     if not kernels().native:

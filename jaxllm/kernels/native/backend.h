@@ -75,6 +75,16 @@ struct AttentionTile {
   float* scratch;             // attention_scratch() floats
 };
 
+// One kv head of one document: a run of tokens of a packed row that see each other and nothing else.
+struct Document {
+  const float* q;      // [tokens][query_stride], G heads of H floats each at its start
+  const float *k, *v;  // [tokens][key_stride], H floats each at its start
+  size_t query_stride, key_stride;
+  size_t lse_stride;  // between two tokens' G log-sum-exps
+  size_t tokens, group, width;
+  float scale;
+};
+
 enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
 
 struct Backend {
@@ -105,6 +115,11 @@ struct Backend {
   // The first index of the largest number, or of the first NaN.
   int32_t (*largest)(const float* x, size_t count);
   int64_t (*read)(const void* data, size_t bytes);
+  // Causal attention: out like q, and what the backward pass needs besides. Scratch: document_scratch.
+  void (*attend_document)(const Document&, float* out, float* lse, float* scratch);
+  // From what reaches `out`, like q, what reaches q, k and v. Scratch: document_gradients_scratch.
+  void (*attend_document_back)(const Document&, const float* out, const float* lse, const float* dout,
+                               float* dq, float* dk, float* dv, float* scratch);
 };
 
 // Quarter-rows of a span's panels, and their group scales as floats.
@@ -117,6 +132,22 @@ constexpr size_t kAttentionRows = 256;  // of queries (tokens x group) in a tile
 inline size_t attention_scratch(size_t rows, size_t width) {
   const size_t wide = padded_width(width);
   return rows * (wide + kKeyBlock) + 2 * kKeyBlock * wide;
+}
+
+// Of queries in a tile of a document, unless one token has more: a tile, a block of keys and what is between
+// them fit the second-level cache many times, the parts in use at once nearly the first.
+constexpr size_t kDocumentRows = 48;
+inline size_t document_tile(size_t group) { return group < kDocumentRows ? kDocumentRows / group : 1; }
+// The most rows of a tile, with what fills its last strip.
+inline size_t document_rows(size_t group) { return (document_tile(group) * group + 15) / 16 * 16; }
+// Floats of scratch for one kv head of a document.
+inline size_t document_scratch(size_t tokens, size_t group, size_t width) {
+  const size_t wide = padded_width(width), padded = (tokens + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+  return padded * (width + wide) + document_rows(group) * (2 * wide + kKeyBlock + 17);
+}
+inline size_t document_gradients_scratch(size_t tokens, size_t group, size_t width) {
+  const size_t wide = padded_width(width), padded = (tokens + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+  return padded * (2 * width + 3 * wide) + document_rows(group) * (3 * wide + 2 * kKeyBlock + 1);
 }
 
 // Null where the compiler could not make them or the processor lacks the instructions.

@@ -22,6 +22,7 @@ constexpr float kTiny = 1e-30f;
 #include "tile.inl"
 #include "activate.inl"
 #include "attention.inl"
+#include "document_attention.inl"
 #include "tokens.inl"
 
 int64_t read_words(const void* data, size_t bytes) {
@@ -38,8 +39,9 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,     quantize, rms_norm,  row_panels, row_span, tile,      tile_int32,
-                 activate, attend,   store_row, unit_row,   largest,  read_words};
+  return Backend{name,     quantize,   rms_norm,   row_panels,      row_span,
+                 tile,     tile_int32, activate,   attend,          store_row,
+                 unit_row, largest,    read_words, attend_document, attend_document_back};
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ struct Target {
   void* handler;
 };
 // One list for each file of handlers; each ends with a null name.
-extern const Target kProductTargets[], kAttentionTargets[], kTokenTargets[];
+extern const Target kProductTargets[], kAttentionTargets[], kDocumentTargets[], kTokenTargets[];
 // All lists; ends with null.
 extern const Target* const kTargets[];
 

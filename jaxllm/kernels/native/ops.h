@@ -66,6 +66,23 @@ struct AttentionShape {
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y);
 
+struct DocumentShape {
+  size_t batch, tokens, kv_heads, group, width;
+  float scale;
+};
+// Whether starts [batch][tokens] divide rows into documents: a token's is its own position or that of the
+// token before.
+bool are_starts(const int32_t* starts, size_t batch, size_t tokens);
+// Causal attention inside documents, which `starts` (are_starts) divides rows into. q, out [batch][tokens]
+// [kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; lse [batch][tokens][kv_heads][group], the
+// logarithm of the sum of exponentials of a query's scores.
+Failure document_attention(const float* q, const float* k, const float* v, const int32_t* starts,
+                           const DocumentShape& shape, float* out, float* lse);
+// What reaches q, k and v when dout reaches out.
+Failure document_attention_gradients(const float* q, const float* k, const float* v, const int32_t* starts,
+                                     const float* out, const float* lse, const float* dout,
+                                     const DocumentShape& shape, float* dq, float* dk, float* dv);
+
 // Sum of some bytes, read once by all threads: what memory can deliver.
 int64_t read_all(const void* data, size_t bytes);
 

@@ -1,0 +1,335 @@
+"""Attention inside the documents of packed rows, forward and backward, on every processor's kernels."""
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm import layers
+from jaxllm.kernels import document_attention as kernel
+from jaxllm.kernels import native
+from tests.kernels.drawing import jit
+from tests.kernels.switching import NATIVE, fall_back, kernels_of, needs_native, threads_of
+from tests.kernels.test_refusals import refuse, zeros
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def starts_of(draw: np.random.Generator, batch: int, tokens: int, longest: int) -> np.ndarray:
+    """Documents of 1 to `longest` tokens."""
+    starts = np.zeros((batch, tokens), np.int32)
+    for row in starts:
+        at = 0
+        while at < tokens:
+            length = int(draw.integers(1, longest + 1))
+            row[at : at + length] = at
+            at += length
+    return starts
+
+
+def case(seed=0, *, B=2, T=33, K=2, G=2, H=16, longest=20):
+    """q, k, v, starts and what reaches the output."""
+    draw = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return draw.normal(size=shape).astype(np.float32)
+
+    q, k, v, dout = 2 * normal(B, T, K, G, H), normal(B, T, K, H), normal(B, T, K, H), normal(B, T, K, G, H)
+    return q, k, v, starts_of(draw, B, T, longest), dout
+
+
+def seen(starts, window=0):
+    tokens = np.arange(starts.shape[1])
+    key, query = tokens[None, None, :], tokens[None, :, None]
+    mask = (key <= query) & (key >= starts[:, :, None])
+    return mask & (key > query - window) if window else mask
+
+
+def expected(q, k, v, starts, dout, scale):
+    """The textbook's, in float64."""
+    q, k, v, dout = q.astype(float), k.astype(float), v.astype(float), dout.astype(float)
+    scores = np.einsum("btkgh,bskh->bkgts", q, k) * scale
+    scores = np.where(seen(starts)[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bkgts,bskh->btkgh", weights, v)
+    reaching = np.einsum("btkgh,bskh->bkgts", dout, v)
+    gradient = weights * (reaching - (reaching * weights).sum(-1, keepdims=True)) * scale
+    dq = np.einsum("bkgts,bskh->btkgh", gradient, k)
+    dk = np.einsum("bkgts,btkgh->bskh", gradient, q)
+    return out, dq, dk, np.einsum("bkgts,btkgh->bskh", weights, dout)
+
+
+def by_kernel(q, k, v, starts, dout, *, scale):
+    out, lse = native.document_attention(q, k, v, starts, scale=scale)
+    return out, *native.document_attention_gradients(q, k, v, starts, out, lse, dout, scale=scale)
+
+
+def by_layers(q, k, v, starts, dout, **options):
+    out, back = jax.vjp(lambda q, k, v: layers.document_attention(q, k, v, starts, **options), q, k, v)
+    return out, *back(dout)
+
+
+def close(found, wanted, what="", room=3e-5):
+    for name, got, want in zip(NAMES, found, wanted, strict=True):
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert got.shape == want.shape
+        atol = room * max(1.0, float(np.abs(want).max()))
+        np.testing.assert_allclose(got, want, atol=atol, rtol=0, err_msg=f"{what} {name}")
+
+
+@needs_native
+@pytest.mark.parametrize("G", [1, 2, 3])
+@pytest.mark.parametrize("H", [8, 16, 20, 32, 64])
+def test_every_shape(H, G):
+    """Rows of one token and of several tiles and blocks; documents of one token, of some, and of all."""
+    for T, B, longest in ((1, 1, 1), (5, 3, 1), (33, 2, 20), (128, 1, 128), (200, 2, 300), (200, 1, 70)):
+        args = case(T + H, B=B, T=T, G=G, H=H, longest=longest)
+        if longest > T:
+            args[3][:] = 0
+        graph = jit(functools.partial(by_kernel, scale=H**-0.5)).lower(*args).compile()
+        wanted = expected(*args, H**-0.5)
+        for name in NATIVE:
+            with kernels_of(name):
+                close(graph(*args), wanted, f"{name} T {T}")
+
+
+@needs_native
+def test_many_queries_of_a_head():
+    """More of one token than a tile holds otherwise."""
+    args = case(1, B=1, T=20, K=1, G=70, H=8)
+    for name in NATIVE:
+        with kernels_of(name):
+            close(jit(functools.partial(by_kernel, scale=0.3))(*args), expected(*args, 0.3), name)
+
+
+@needs_native
+def test_large_scores_do_not_overflow():
+    q, k, v, starts, dout = case(2, T=130, longest=130)
+    args = (60 * q, k, v, starts, dout)
+    for name in NATIVE:
+        with kernels_of(name):
+            close(jit(functools.partial(by_kernel, scale=1.0))(*args), expected(*args, 1.0), name, room=3e-4)
+
+
+@needs_native
+def test_a_document_knows_nothing_of_others_and_of_what_comes():
+    q, k, v, starts, dout = case(3, B=1, T=90, longest=1)
+    starts[0, :30], starts[0, 30:] = 0, 30
+    k, v = k.copy(), v.copy()
+    clean = jit(functools.partial(by_kernel, scale=0.2))(q, k, v, starts, dout)
+    k[0, :30], v[0, :30] = np.nan, np.nan
+    k[0, 80:] = np.inf
+    spoilt = jit(functools.partial(by_kernel, scale=0.2))(q, k, v, starts, dout)
+    np.testing.assert_array_equal(spoilt[0][:, 30:80], clean[0][:, 30:80])
+    assert np.isnan(spoilt[0][:, :30]).all()
+
+
+@needs_native
+def test_the_same_again_whatever_the_threads():
+    args = case(4, B=3, T=150, K=3, longest=80)
+    graph = jit(functools.partial(by_kernel, scale=0.25)).lower(*args).compile()
+    for name in NATIVE:
+        with kernels_of(name):
+            found = []
+            for count in (1, 2, 3):
+                with threads_of(count):
+                    found.append([np.array(each) for each in graph(*args)])
+            for other in found[1:]:
+                for got, want in zip(other, found[0], strict=True):
+                    np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+@needs_native
+def test_callers_at_once():
+    """As two devices of one process are, each with a stream of its own."""
+    cases = [case(seed, B=2, T=100, longest=60) for seed in range(2)]
+    graph = jit(functools.partial(by_kernel, scale=0.25)).lower(*cases[0]).compile()
+    wanted = [[np.array(each) for each in graph(*args)] for args in cases]
+    wrong: list[str] = []
+
+    def call(number: int) -> None:
+        for _ in range(20):
+            for got, want in zip(graph(*cases[number]), wanted[number], strict=True):
+                if not np.array_equal(got, want):
+                    wrong.append(f"caller {number}")
+
+    for count in (1, 2):
+        with threads_of(count):
+            callers = [threading.Thread(target=call, args=(number,)) for number in range(2)]
+            for each in callers:
+                each.start()
+            for each in callers:
+                each.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("native_too", [pytest.param(True, marks=needs_native), False])
+@pytest.mark.parametrize(("T", "longest"), [(1, 1), (128, 40), (200, 300)])
+def test_layers_by_kernel_and_by_xla(T, longest, native_too, monkeypatch):
+    """The same answers and gradients either way, also where no whole blocks of queries fit."""
+    if not native_too:
+        fall_back(monkeypatch)
+    args = case(5, T=T, longest=longest)
+    assert kernel.fits(jnp.asarray(args[0])) == native_too
+    graph = jax.jit(functools.partial(by_layers, scale=0.25))
+    assert ("jaxllm_document_attention" in graph.lower(*args).as_text()) == native_too
+    close(graph(*args), expected(*args, 0.25))
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"window": 7}, {"window": 150, "softcap": 5.0}])
+def test_what_the_kernel_has_not_is_by_xla(options):
+    q, k, v, starts, dout = case(6, T=300, longest=200)
+    found = jit(functools.partial(by_layers, scale=0.25, **options))(q, k, v, starts, dout)
+    mask = jnp.asarray(seen(starts, options.get("window", 0)))
+
+    def whole(q, k, v):
+        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        return layers.attention(q, k, v, mask, scale=0.25, softcap=options.get("softcap", 0.0))
+
+    out, back = jax.vjp(whole, *map(jnp.asarray, (q, k, v)))
+    close(found, (out, *back(jnp.asarray(dout))))
+
+
+def test_half_precision_is_by_xla():
+    args = case(7, T=150, longest=60)
+    q, k, v, dout = (jnp.asarray(args[i], jnp.bfloat16) for i in (0, 1, 2, 4))
+    found = jit(functools.partial(by_layers, scale=0.25))(q, k, v, args[3], dout)
+    assert all(each.dtype == jnp.bfloat16 for each in found)
+    close([each.astype(jnp.float32) for each in found], expected(*args, 0.25), room=5e-2)
+
+
+@needs_native
+def test_gradients_under_transformations():
+    """In a scan over layers whose steps are computed again in the backward pass, as training does."""
+    q, k, v, starts, dout = case(8, T=40)
+    where, scales = jnp.asarray(starts), jnp.asarray([0.5, 1.0, 1.5], jnp.float32)
+
+    def loss(q, k, v):
+        def step(q, factor):
+            return q + factor * layers.document_attention(q, k, v, where, scale=0.25), None
+
+        return jnp.sum(jax.lax.scan(jax.checkpoint(step), q, scales)[0] * dout)
+
+    found = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    with pytest.MonkeyPatch.context() as patch:
+        fall_back(patch)
+        wanted = jax.jit(jax.value_and_grad(lambda *each: loss(*each), argnums=(0, 1, 2)))(q, k, v)
+    close((found[0], *found[1]), (wanted[0], *wanted[1]), room=1e-4)
+
+
+@needs_native
+def test_graphs_for_other_processors_have_none():
+    args = case(9)
+    graph = jax.jit(functools.partial(by_layers, scale=0.25))
+    exported = jax.export.export(graph, platforms=["cuda"])(*args)
+    assert "jaxllm_" not in exported.mlir_module()
+
+
+Q, KV, STARTS, LSE = zeros(2, 3, 2, 2, 4), zeros(2, 3, 2, 4), zeros(2, 3, dtype=np.int32), zeros(2, 3, 2, 2)
+WIDE = {"scale": np.float32(1)}
+FORWARD = {
+    "queries": ("queries must be", [Q, LSE], [Q[0], KV, KV, STARTS]),
+    "narrow queries": ("queries must be", [Q, LSE], [Q.astype(np.float16), KV, KV, STARTS]),
+    "no queries": ("queries must be", [Q, LSE], [Q[:0], KV[:0], KV[:0], STARTS[:0]]),
+    "short keys": ("keys and values", [Q, LSE], [Q, KV[:, :2], KV[:, :2], STARTS]),
+    "other heads": ("keys and values", [Q, LSE], [Q, KV[:, :, :1], KV[:, :, :1], STARTS]),
+    "short values": ("keys and values", [Q, LSE], [Q, KV, KV[:1], STARTS]),
+    "short starts": ("starts must be", [Q, LSE], [Q, KV, KV, STARTS[:, :2]]),
+    "wide starts": ("starts must be", [Q, LSE], [Q, KV, KV, zeros(2, 3)]),
+    "short result": ("another shape", [Q[:1], LSE], [Q, KV, KV, STARTS]),
+    "short sums": ("another shape", [Q, LSE[:1]], [Q, KV, KV, STARTS]),
+}  # fmt: skip
+
+
+@needs_native
+@pytest.mark.parametrize("name", FORWARD)
+def test_shapes_that_disagree(name):
+    part, results, operands = FORWARD[name]
+    refuse(part, "document_attention", results, operands, **WIDE)
+
+
+BACKWARD = {
+    "short keys": ("keys and values", [Q, KV, KV], [Q, KV[:1], KV, STARTS, Q, LSE, Q]),
+    "short output": ("must be as the queries", [Q, KV, KV], [Q, KV, KV, STARTS, Q[:1], LSE, Q]),
+    "short sums": ("must be as the queries", [Q, KV, KV], [Q, KV, KV, STARTS, Q, LSE[:1], Q]),
+    "short gradient": ("must be as the queries", [Q, KV, KV], [Q, KV, KV, STARTS, Q, LSE, Q[:1]]),
+    "short result": ("another shape", [Q, KV[:1], KV], [Q, KV, KV, STARTS, Q, LSE, Q]),
+}
+
+
+@needs_native
+@pytest.mark.parametrize("name", BACKWARD)
+def test_shapes_that_disagree_backward(name):
+    part, results, operands = BACKWARD[name]
+    refuse(part, "document_attention_gradients", results, operands, **WIDE)
+
+
+@needs_native
+@pytest.mark.parametrize("row", [[1, 1, 1], [-1, 0, 0], [0, 0, 1], [0, 2, 2], [0, 1, 0], [0, 0, 3]])
+def test_starts_that_are_none(row):
+    starts = np.array([[0, 1, 1], row], np.int32)
+    part = "a token's start must be its own position or the start of the token before"
+    refuse(part, "document_attention", [Q, LSE], [Q, KV, KV, starts], **WIDE)
+    refuse(part, "document_attention_gradients", [Q, KV, KV], [Q, KV, KV, starts, Q, LSE, Q], **WIDE)
+
+
+MESHES = """
+import functools, jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxllm.kernels import document_attention as kernel
+from tests.kernels.test_document_attention import by_layers, case, close, expected
+
+assert len(jax.devices()) == 8
+args = case(10, B=8, T=40, K=2, longest=30)
+graph = functools.partial(by_layers, scale=0.25)
+one = [np.array(each) for each in jax.jit(graph)(*args)]
+close(one, expected(*args, 0.25))
+for sizes in ((8, 1, 1), (2, 2, 2), (1, 4, 2), (2, 1, 4)):
+    mesh = jax.make_mesh(sizes, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    shards = P(("data", "fsdp"), None, "tensor" if sizes[2] < 4 else None)
+    rows = P(("data", "fsdp"))
+    put = [jax.device_put(x, NamedSharding(mesh, shards if x.ndim > 2 else rows)) for x in args]
+    with jax.set_mesh(mesh):
+        fits = kernel.fits(put[0])
+        compiled = jax.jit(graph).lower(*put).compile()
+    # Two kv heads are not to be spread over four devices.
+    assert fits == (sizes[2] < 4), sizes
+    text = compiled.as_text()
+    assert ("jaxllm_document_attention" in text) == fits
+    if fits:
+        assert "all-gather" not in text and "all-to-all" not in text, sizes
+    for got, want in zip(compiled(*put), one):
+        (np.testing.assert_array_equal if fits else functools.partial(np.testing.assert_allclose, atol=3e-5))(
+            np.asarray(got), want
+        )
+# Where the caller has divided the work itself.
+mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+inner = jax.jit(jax.shard_map(graph, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False))
+for got, want in zip(inner(*args), one):
+    np.testing.assert_array_equal(np.asarray(got), want)
+print("done")
+"""
+
+
+@needs_native
+def test_each_device_of_a_mesh_computes_its_own():
+    """Rows and kv heads, without moving any; to the last bit what one device computes."""
+    more = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAXLLM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", MESHES],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | more,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "done\n"
