@@ -97,6 +97,12 @@ ALWAYS_INLINE void unpack_row(const float* from, size_t width, float factor, flo
 void pack_queries(const Document& d, const float* from, size_t first, size_t last, float factor, float* to) {
   const size_t wide = padded_width(d.width), rows = (last - first) * d.group;
   for (size_t token = first; token < last; token++) {
+    // The next tile's rows: they lie too far apart for the processor to expect them.
+    const size_t ahead = token + document_tile(d.group);
+    if (ahead < d.tokens) {
+      for (size_t h = 0; h < d.group * d.width; h += 16)
+        __builtin_prefetch(from + ahead * d.query_stride + h, 0, 2);
+    }
     for (size_t g = 0; g < d.group; g++, to += wide)
       pack_row(from + token * d.query_stride + g * d.width, d.width, wide, factor, to);
   }
