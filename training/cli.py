@@ -88,6 +88,7 @@ def pretrain_command(
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     import jax
 
+    from jaxllm.kernels import native
     from training.parallel import MeshShape, start_process_group
     from training.pretrain import export_best, pretrain
     from training.recipe import load_recipe
@@ -96,7 +97,10 @@ def pretrain_command(
     changes = {"steps": steps, "accumulate": accumulate, "precision": precision, "remat": remat or None}
     recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
     # Process-wide settings, possible only before JAX touches a device. Harmless with accelerators.
-    jax.config.update("jax_num_cpu_devices", devices or _cores())
+    cores = _cores()
+    jax.config.update("jax_num_cpu_devices", devices or cores)
+    # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
+    native.set_threads(max(1, cores // (devices or cores)))
     start_process_group(coordinator, processes, process)
     if export_only:
         folder = export_best(run_dir)

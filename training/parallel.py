@@ -7,13 +7,12 @@ entries). XLA's partitioner inserts the transfers, so a step is written once, fo
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.errors import ConfigError
 
@@ -100,7 +99,7 @@ def start_process_group(coordinator: str | None, processes: int | None, process:
         raise ConfigError(f"cannot join the processes at {coordinator}: {error}") from error
 
 
-def spec_of(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def spec_of(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How a parameter lies on a mesh: units over `tensor`, width over `fsdp`, where these divide evenly.
 
     Vectors are copied everywhere.
@@ -145,8 +144,3 @@ def gathered(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
             value = jax.jit(lambda each: each, out_shardings=everywhere)(value)
         whole[name] = np.asarray(value)
     return whole
-
-
-def device_count(mesh: Mesh) -> int:
-    """How many devices a mesh has."""
-    return math.prod(mesh.shape.values())

@@ -6,7 +6,6 @@ that names none trains on whatever texts it is given.
 """
 
 import dataclasses
-import importlib.resources
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.tasks import find_task
 from training.settings import TrainSettings, require_float
 from training.tokenizer import ROLE_TEMPLATE
+
+_PACKAGED = Path(__file__).parent / "recipes"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,12 +119,13 @@ class Recipe(TrainSettings):
 
 def recipe_names() -> list[str]:
     """The recipes that come with the package."""
-    files = importlib.resources.files("training") / "recipes"
-    return sorted(Path(file.name).stem for file in files.iterdir() if file.name.endswith(".toml"))
+    return sorted(path.stem for path in _PACKAGED.glob("*.toml"))
 
 
 def load_recipe(name: str) -> Recipe:
     """The recipe called `name`, or the one in the TOML file at path `name` (ending in `.toml`).
+
+    A recipe may name as its `base` another file beside it, whose keys hold where it has none of its own.
 
     Raises:
       ConfigError: there is no such recipe, or it is malformed.
@@ -133,17 +135,23 @@ def load_recipe(name: str) -> Recipe:
             f"there is no recipe {name!r}; the recipes are {', '.join(recipe_names())}, or give the "
             "path of a .toml file"
         )
+    place = Path(name) if name.endswith(".toml") else _PACKAGED / f"{name}.toml"
     try:
-        if name.endswith(".toml"):
-            text = Path(name).read_text(encoding="utf-8")
-        else:
-            source = importlib.resources.files("training") / "recipes" / f"{name}.toml"
-            text = source.read_text(encoding="utf-8")
-        return Recipe.from_json(tomllib.loads(text))
+        table = _read_toml(place)
+        if "base" in table:
+            base = _read_toml(place.parent / str(table.pop("base")))
+            if "base" in base:
+                raise ConfigError("the base of a recipe stands on another itself")
+            table = {**base, **table}
+        return Recipe.from_json(table)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {name}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"recipe {name}: {error}") from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def _sources(tables: Any) -> tuple[Source, ...]:

@@ -1,40 +1,35 @@
-"""The loop and its recipe: learning, exact resumption, validation, and the folder at the end."""
+"""The loop: learning, exact resumption, accumulation, precision, and what it refuses."""
 
 import dataclasses
-import json
+import os
+import signal
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
-from jaxllm.checkpoints.huggingface import read_config, read_params
-from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
-from jaxllm.tokenizer import Tokenizer
-from training import loop
-from training.data import TrainingWindows
-from training.pretrain import best_params, export_best, pretrain
-from training.recipe import Recipe, load_recipe, recipe_names
-
-SMOKE = load_recipe("smoke")
-# One layer: these tests spend their time on compilation.
-SMOKE = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, layers=1, attention_windows=()))
-# A row with something to learn: each token follows from the one before.
-TOKENS = ((np.arange(3000) * 7) % 61).astype(np.uint16)
-HELD_OUT = TOKENS[:150]
-
-
-def train(recipe, folder, report=lambda progress: None):
-    windows = TrainingWindows(TOKENS, recipe.window_tokens, recipe.batch, recipe.seed)
-    return loop.train(recipe, windows.batch_at, HELD_OUT, folder, report)
+from jaxllm.errors import CheckpointError, JaxllmError
+from tests.training.jobs import (
+    DOCUMENTS,
+    SMOKE,
+    assert_same_bits,
+    held_out_of,
+    one_device,
+    poisoned,
+    train,
+)
+from training.checkpoints import Checkpoints
+from training.loop import Trainer
+from training.optimizer import decays, learning_rate, make_optimizer
+from training.packing import PackedBatches
+from training.pretrain import pretrain_job
 
 
-def assert_same_bits(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+def initial_state(recipe):
+    return Trainer(pretrain_job(recipe), recipe, one_device()).initial()
 
 
 def test_loss_falls_and_the_best_checkpoint_is_kept(tmp_path):
@@ -45,50 +40,135 @@ def test_loss_falls_and_the_best_checkpoint_is_kept(tmp_path):
     assert seen[-1].loss < 0.5 * seen[0].loss
     held_out = {each.step: each.held_out_loss for each in seen if each.held_out_loss is not None}
     assert list(held_out) == [20, 40, 60]
-    with loop.Checkpoints(tmp_path) as checkpoints:
+    assert seen[-1].held_out_by_source == {0: pytest.approx(held_out[60])}
+    with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest() == 60
         assert checkpoints.best() == min(held_out.items(), key=lambda item: item[1])
 
 
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path):
     whole = train(SMOKE, tmp_path / "whole")
 
-    def kill(progress):
+    def interrupt(progress):
         if progress.step == 5:  # Checkpoints are at 2, 4 and 6.
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(SMOKE, tmp_path / "killed", kill)
+        train(SMOKE, tmp_path / "killed", interrupt)
     steps = []
     resumed = train(SMOKE, tmp_path / "killed", lambda progress: steps.append(progress.step))
     assert steps == [5, 6]
     assert_same_bits(resumed, whole)
     # Nothing is left to do, and nothing changes.
-    assert_same_bits(train(SMOKE, tmp_path / "killed", kill), whole)
+    assert_same_bits(train(SMOKE, tmp_path / "killed", interrupt), whole)
+
+
+KILLED_RUN = """
+import dataclasses, sys
+from pathlib import Path
+from tests.training.jobs import SMOKE, train
+recipe = dataclasses.replace(SMOKE, steps=60, checkpoint_steps=7, log_steps=1)
+train(recipe, Path(sys.argv[1]), lambda progress: print(progress.step, flush=True))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(tmp_path):
+    recipe = dataclasses.replace(SMOKE, steps=60, checkpoint_steps=7, log_steps=1)
+    whole = train(recipe, tmp_path / "whole")
+    command = [sys.executable, "-c", KILLED_RUN, str(tmp_path / "killed")]
+    last = 0
+    for at in (9, 21, 30):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            first = None
+            for line in process.stdout:
+                first = int(line) if first is None else first
+                last = int(line)
+                if last >= at:
+                    # Perhaps in the middle of writing a checkpoint: step 21 begins one.
+                    os.kill(process.pid, signal.SIGKILL)
+                    break
+        assert first is not None
+        assert first <= at
+    assert last < 60
+    resumed = train(recipe, tmp_path / "killed")
+    assert_same_bits(resumed, whole)
 
 
 def test_the_best_checkpoint_outlives_later_ones(tmp_path):
-    state = loop.initial_state(SMOKE)
-    with loop.Checkpoints(tmp_path) as checkpoints:
+    state = initial_state(SMOKE)
+    with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match="train first"):
             checkpoints.best()
         for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, 2.6), start=1):
-            checkpoints.save(state.replace(step=np.int32(step)), loss)
+            checkpoints.save(state.replace(step=jnp.int32(step)), loss)
+    with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.best() == (2, 1.0)
         assert checkpoints.latest() == 5
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
 
 
+def test_a_checkpoint_in_writing_does_not_see_the_next_steps(tmp_path):
+    trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
+    state = trainer.initial()
+    before = jax.tree.map(np.array, state)
+    batches = PackedBatches(*(_batches_of(SMOKE)))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, 1.0)
+        for step in range(3):
+            state, _ = trainer.step(state, batches.batch_at(step))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert_same_bits(checkpoints.restore(0, trainer.abstract()), before)
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path):
+    train(dataclasses.replace(SMOKE, steps=2), tmp_path)
+    for file in (tmp_path / "2").rglob("*"):
+        if file.is_file() and "metrics" not in str(file):
+            file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="remove it to go on"):
+        train(SMOKE, tmp_path)
+
+
+def test_a_step_in_parts_equals_the_whole_step():
+    whole = dataclasses.replace(SMOKE, batch=8)
+    parts = dataclasses.replace(whole, accumulate=4)
+    results = []
+    for recipe in (whole, parts):
+        trainer = Trainer(pretrain_job(recipe), recipe, one_device())
+        state = trainer.initial()
+        batch = PackedBatches(*_batches_of(recipe)).batch_at(0)
+        # Parts of very different weight: a mean of their means would be another loss.
+        batch = batch.replace(weights=batch.weights * np.arange(8, dtype=np.float32)[:, None])
+        state, measures = trainer.step(state, batch)
+        results.append((state.params, measures, trainer.evaluate(state.params, held_out_of(recipe)())[0]))
+    for one, other in zip(jax.tree.leaves(results[0]), jax.tree.leaves(results[1]), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+
+
+def test_remat_changes_no_gradient_and_bfloat16_little():
+    losses = {}
+    for name, change in {"plain": {}, "remat": {"remat": True}, "bf16": {"precision": "bfloat16"}}.items():
+        recipe = dataclasses.replace(SMOKE, **change)
+        trainer = Trainer(pretrain_job(recipe), recipe, one_device())
+        _, measures = trainer.step(trainer.initial(), PackedBatches(*_batches_of(recipe)).batch_at(0))
+        losses[name] = [float(each) for each in measures]
+    np.testing.assert_allclose(losses["remat"], losses["plain"], rtol=1e-5)
+    np.testing.assert_allclose(losses["bf16"], losses["plain"], rtol=2e-2)
+    assert losses["bf16"] != losses["plain"]
+
+
 def test_weight_decay_is_on_matrices_only():
-    params = loop.initial_state(SMOKE).params
-    decayed = loop.decays({**params, "layers.0.attn.q_bias": None, "final_norm.bias": None})
+    params = initial_state(SMOKE).params
+    decayed = decays({**params, "layers.0.attn.q_bias": None, "final_norm.bias": None})
     assert decayed["layers.0.attn.q"]
     assert decayed["embed.tokens"]
     for name in ("final_norm.scale", "layers.0.ffn_norm.scale", "layers.0.attn.q_bias", "final_norm.bias"):
         assert not decayed[name]
     # With no gradient, one step at a rate of 1 shrinks exactly the decayed ones.
     recipe = dataclasses.replace(SMOKE, peak_learning_rate=0.5, warmup_steps=0, weight_decay=0.1)
-    optimizer = loop.make_optimizer(recipe)
+    optimizer = make_optimizer(recipe)
 
     @jax.jit
     def updates_without_gradient(params):
@@ -105,127 +185,51 @@ def test_learning_rate_warms_up_then_falls_on_a_cosine():
     recipe = dataclasses.replace(
         SMOKE, steps=110, warmup_steps=10, peak_learning_rate=1.0 - 1e-9, final_learning_rate_share=0.2
     )
-    rates = [float(loop.learning_rate(recipe)(step)) for step in (0, 5, 10, 60, 110)]
+    rates = [float(learning_rate(recipe)(step)) for step in (0, 5, 10, 60, 110)]
     np.testing.assert_allclose(rates, [1 / 11, 1 / 11 + 5 / 11, 1.0, 0.6, 0.2], rtol=1e-5)
 
 
 def test_held_out_loss_does_not_depend_on_how_it_is_batched():
-    params = loop.initial_state(SMOKE).params
-    losses = [
-        loop.evaluate(params, HELD_OUT[:101], recipe=recipe)
-        for recipe in (SMOKE, dataclasses.replace(SMOKE, batch=1), dataclasses.replace(SMOKE, batch=3))
-    ]
+    losses = []
+    for change in ({}, {"batch": 1}, {"batch": 3}, {"batch": 6, "accumulate": 2}):
+        recipe = dataclasses.replace(SMOKE, **change)
+        trainer = Trainer(pretrain_job(recipe), recipe, one_device())
+        losses.append(trainer.evaluate(trainer.initial().params, held_out_of(recipe)())[0])
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     # An untrained model knows nothing: the loss is near that of a uniform guess.
     assert losses[0] == pytest.approx(np.log(SMOKE.model.vocab_size), rel=0.02)
 
 
-def test_a_diverged_run_stops(tmp_path, monkeypatch):
-    initial_state = loop.initial_state
+def test_held_out_loss_is_told_by_source():
+    recipe = dataclasses.replace(SMOKE, batch=1)
+    trainer = Trainer(pretrain_job(recipe), recipe, one_device())
+    batches = list(held_out_of(recipe)())
+    marked = [batch.replace(sources=np.full_like(batch.sources, 2 * n)) for n, batch in enumerate(batches)]
+    whole, by_source = trainer.evaluate(trainer.initial().params, marked)
+    assert list(by_source) == [2 * n for n in range(len(batches))]
+    weights = [batch.weights.sum() for batch in batches]
+    assert whole == pytest.approx(np.average(list(by_source.values()), weights=weights), rel=1e-6)
 
-    def poisoned(recipe):
-        state = initial_state(recipe)
-        state.params["final_norm.scale"] *= np.float32(np.nan)
-        return state
 
-    monkeypatch.setattr(loop, "initial_state", poisoned)
+def test_a_diverged_run_stops(tmp_path):
     with pytest.raises(JaxllmError, match="loss is nan at step 1"):
-        train(SMOKE, tmp_path)
+        train(SMOKE, tmp_path, job=poisoned(pretrain_job(SMOKE)))
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_packaged_recipes_load_and_read_back(name):
-    recipe = load_recipe(name)
-    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
-    assert hash(recipe) == hash(load_recipe(name))
+def test_one_graph_is_compiled_for_all_steps():
+    traced = []
+    job = pretrain_job(SMOKE)
+
+    def losses(params, frozen, batch):
+        traced.append(batch.tokens.shape)
+        return job.losses(params, frozen, batch)
+
+    trainer = Trainer(dataclasses.replace(job, losses=losses), SMOKE, one_device())
+    state, batches = trainer.initial(), PackedBatches(*_batches_of(SMOKE))
+    for step in range(4):
+        state, _ = trainer.step(state, batches.batch_at(step))
+    assert traced == [(SMOKE.batch, SMOKE.row_tokens)]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lerning_rate": 1.0}, "unknown recipe key lerning_rate"),
-        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-        ({"batch": 2.5}, "batch"),
-        ({"window_tokens": 64}, "at most the model's window"),
-        ({"held_out_share": 1}, "held_out_share must be a number above 0 and below 1"),
-        ({"peak_learning_rate": "fast"}, "peak_learning_rate"),
-        ({"clip_norm": float("nan")}, "clip_norm"),
-        ({"chat_template": 3}, "chat_template must be text"),
-        ({"model": 3}, "model must be a table"),
-    ],
-)
-def test_a_malformed_recipe_names_the_key(change, message):
-    with pytest.raises(ConfigError, match=message):
-        Recipe.from_json({**SMOKE.to_json(), **change})
-
-
-def test_recipes_are_found_by_name_or_path(tmp_path):
-    with pytest.raises(ConfigError, match="the recipes are smoke, stories"):
-        load_recipe("story")
-    path = tmp_path / "mine.toml"
-    path.write_text("steps = 3\nsteps = 4\n")
-    with pytest.raises(ConfigError, match=r"mine\.toml"):
-        load_recipe(str(path))
-    path.write_text("steps = 3\n")
-    with pytest.raises(ConfigError, match="lacks batch, chat_template, model"):
-        load_recipe(str(path))
-
-
-def test_pretrain_ends_with_a_hugging_face_folder(tmp_path):
-    run, valid = tmp_path / "run", tmp_path / "valid.txt"
-    valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
-    console = Console(quiet=True)
-    folder = pretrain(SMOKE, (), run, valid_paths=[valid], console=console)
-    assert folder == run / "hf"
-    params, step, _ = best_params(run, SMOKE)
-
-    cfg = read_config(folder)
-    assert cfg == SMOKE.model
-    written = dict(read_params(folder, cfg))
-    assert_same_bits(written, {name: params[name] for name in written})
-    files = read_tokenizer(folder)
-    assert (files.eos_ids, files.bos_id) == ((0,), None)
-    prompt = Tokenizer(files).render_chat(
-        [{"role": "user", "content": "Once "}, {"role": "assistant", "content": "upon"}]
-    )
-    assert prompt == "Once upon"
-
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["tokens_seen"] == step * SMOKE.batch * SMOKE.window_tokens
-    valid_summary = summary["valid"]
-    assert valid_summary["documents"] == 2
-    assert valid_summary["nats_per_byte"] == pytest.approx(
-        valid_summary["nats_per_token"] * (valid_summary["tokens"] - 1) / valid_summary["bytes"]
-    )
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in metrics] == [1, 2, 3, 4, 5, 6]
-
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").unlink()
-    assert export_best(run) == folder
-    assert (folder / "model.safetensors").read_bytes() == weights
-
-    # The folder goes on with its own run, and refuses another.
-    longer = dataclasses.replace(SMOKE, steps=7)
-    pretrain(longer, (), run, console=console)
-    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
-    with pytest.raises(ConfigError, match="differs in seed, the training text"):
-        pretrain(dataclasses.replace(longer, seed=1), [valid], run, console=console)
-
-
-def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
-    text = tmp_path / "short.txt"
-    text.write_text("a\n\nb\n\nc\n")
-    run = tmp_path / "run"
-    with pytest.raises(ConfigError, match="enough distinct pieces"):
-        pretrain(SMOKE, [text], run, console=Console(quiet=True))
-    small = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=258))
-    with pytest.raises(ConfigError, match="training tokens are too few"):
-        pretrain(small, [text], run, console=Console(quiet=True))
-    with pytest.raises(CheckpointError, match="not the folder"):
-        export_best(run)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not the folder of a pretraining run"):
-        export_best(tmp_path)
+def _batches_of(recipe):
+    return DOCUMENTS, (), recipe.row_tokens, recipe.batch, recipe.seed

@@ -1,0 +1,63 @@
+"""A small job with something to learn, for tests of the loop."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from training import loop
+from training.corpus import TokenizedDocuments
+from training.packing import PackedBatches, evaluation_batches
+from training.parallel import MeshShape, make_mesh
+from training.pretrain import pretrain_job
+from training.recipe import load_recipe
+
+SMOKE = load_recipe("smoke")
+# One layer: these tests spend their time on compilation.
+SMOKE = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, layers=1, attention_windows=()))
+
+
+def documents(count, first=0):
+    """Documents in which each token follows from the one before."""
+    lengths = 5 + (np.arange(first, first + count) * 13) % 40
+    tokens = [(place + np.arange(length)) * 7 % 61 for place, length in enumerate(lengths, start=first)]
+    nothing = np.zeros(count, np.int64)
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    return TokenizedDocuments(np.concatenate(tokens).astype(np.uint16), starts, nothing, nothing, 0)
+
+
+DOCUMENTS, HELD_OUT = documents(150), documents(10, first=1000)
+
+
+def one_device():
+    return make_mesh(MeshShape(data=1), 1)
+
+
+def held_out_of(recipe):
+    return functools.partial(evaluation_batches, HELD_OUT, recipe.row_tokens, recipe.batch)
+
+
+def train(recipe, folder, report=lambda progress: None, *, mesh=None, job=None):
+    """Trains a recipe's model on DOCUMENTS."""
+    batches = PackedBatches(DOCUMENTS, (), recipe.row_tokens, recipe.batch, recipe.seed)
+    mesh = mesh or one_device()
+    job = job or pretrain_job(recipe)
+    return loop.train(job, recipe, batches.batch_at, held_out_of(recipe), folder, report, mesh)
+
+
+def assert_same_bits(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def poisoned(job):
+    """The job with a NaN among its initial parameters."""
+
+    def init(key):
+        params = job.init(key)
+        return {**params, "final_norm.scale": params["final_norm.scale"] * jnp.float32(jnp.nan)}
+
+    return dataclasses.replace(job, init=init)
