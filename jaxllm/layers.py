@@ -170,48 +170,6 @@ def attention(
     return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
 
 
-def document_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    starts: jax.Array,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-) -> jax.Array:
-    """Causal attention within documents that are packed one behind the other.
-
-    Args:
-      q: queries `[B, T, K, G, H]`.
-      k, v: keys and values `[B, T, K, H]`.
-      starts: `[B, T]` int32, where in its row the document of each token begins.
-      scale, softcap: see `attention`.
-      window: see `causal_mask`.
-
-    Returns:
-      `[B, T, K, G, H]` in q's dtype.
-    """
-    count = q.shape[1]
-    mask = causal_mask(jnp.arange(count, dtype=jnp.int32), count, window)
-    mask = mask & (jnp.arange(count, dtype=jnp.int32) >= starts[:, :, None])
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    outs = []
-    for first in range(0, count, 128):
-        last = min(first + 128, count)
-        outs.append(
-            attention(
-                q[:, first:last],
-                k[:, :, :last],
-                v[:, :, :last],
-                mask[:, first:last, :last],
-                scale=scale,
-                softcap=softcap,
-            )
-        )
-    return jnp.concatenate(outs, axis=1)
-
-
 def cached_attention(
     q: jax.Array,
     k: jax.Array,

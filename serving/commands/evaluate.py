@@ -7,7 +7,7 @@ import click
 
 from serving.console import engine_options, model_options, print_json, progress_bars, read_text
 from serving.engine import Engine
-from serving.evaluate import perplexity
+from serving.evaluation.perplexity import perplexity
 
 
 @click.command("eval")
