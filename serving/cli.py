@@ -24,7 +24,7 @@ COMMANDS = {
     ),
     "demo": (
         "serving.commands.demo:demo_command",
-        "Continue a few prompts with the packaged model and report its speed.",
+        "Ask a model a few questions of each task: its answers, right or wrong, and its speed.",
     ),
     "prepare": (
         "serving.commands.prepare:prepare_command",
