@@ -1,7 +1,7 @@
 """Perplexity of every system on the same token ids: what each format costs in quality.
 
-Text is cut as `serving.evaluate` cuts it, by the model's tokenizer, and every system gets the ids: no
-tokenizer of a peer takes part. `float` is our engine with the checkpoint's weights in float32.
+Text is cut as `serving.evaluation.perplexity` cuts it, by the model's tokenizer, and every system gets the
+ids: no tokenizer of a peer takes part. `float` is our engine with the checkpoint's weights in float32.
 """
 
 import dataclasses

@@ -220,10 +220,12 @@ class Bucket:
     """One compiled graph: its kind, how many new tokens it takes and how long its cache is.
 
     Kinds: prefill (one chunk), decode (up to `tokens` tokens a dispatch), sample (the first token of
-    an answer), score (log-probabilities of a chunk), start (an empty cache), grow (a cache moved into
+    an answer), score (log-probabilities of a chunk), branches (log-probabilities of tokens in `rows` rows
+    of packed documents with many ends, without a cache), start (an empty cache), grow (a cache moved into
     the next length; `tokens` is the length it comes from).
     """
 
-    kind: Literal["prefill", "decode", "sample", "score", "start", "grow"]
+    kind: Literal["prefill", "decode", "sample", "score", "branches", "start", "grow"]
     tokens: int = 0
     cache_tokens: int = 0
+    rows: int = 1

@@ -5,7 +5,6 @@ parameter names, caches on disk or graphs.
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -13,14 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation, RopeConfig
-from jaxllm.kernels import document_attention as kernel
 from jaxllm.kernels import native
 from jaxllm.kv.cache import write_rows
 
 # Large and finite: a fully masked row must give a uniform softmax, not NaN.
 MASKED = -1e30
-# Queries that XLA's attention inside documents takes at a time: keys behind them cost it nothing.
-DOCUMENT_BLOCK = 128
 
 
 @jax.tree_util.register_dataclass
@@ -172,67 +168,6 @@ def attention(
     weights = weights.reshape(batch, kv_heads, new * group, -1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
     return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
-
-
-def document_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    starts: jax.Array,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-) -> jax.Array:
-    """Causal attention inside the documents of packed rows, for training.
-
-    Args:
-      q: queries `[B, T, K, G, H]`, already rotated.
-      k, v: keys and values `[B, T, K, H]`, keys already rotated.
-      starts: `[B, T]` int32, where in its row a token's document begins: its own position or the start of the
-        token before. The native kernel refuses others when it runs.
-      scale, softcap: see `attention`.
-      window: see `causal_mask`.
-
-    Returns:
-      `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
-    """
-    if softcap == 0.0 and window == 0 and q.dtype == k.dtype == v.dtype and kernel.fits(q):
-        elsewhere = functools.partial(_document_attention, scale=scale, softcap=0.0, window=0)
-        return kernel.document_attention(q, k, v, starts, scale, elsewhere)
-    return _document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window)
-
-
-def _document_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    starts: jax.Array,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-) -> jax.Array:
-    """`document_attention` by XLA: blocks of queries, each against the keys that any of it may see."""
-    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    tokens, outs = q.shape[1], []
-    for first in range(0, tokens, DOCUMENT_BLOCK):
-        last = min(tokens, first + DOCUMENT_BLOCK)
-        oldest = max(0, first + 1 - window) if window else 0
-        positions = jnp.arange(first, last, dtype=jnp.int32)
-        seen = causal_mask(positions, last, window)[None, :, oldest:]
-        key = jnp.arange(oldest, last, dtype=jnp.int32)
-        mask = seen & (key[None, None, :] >= starts[:, first:last, None])
-        part = attention(
-            q[:, first:last],
-            keys[:, :, oldest:last],
-            values[:, :, oldest:last],
-            mask,
-            scale=scale,
-            softcap=softcap,
-        )
-        outs.append(part)
-    return jnp.concatenate(outs, axis=1)
 
 
 def cached_attention(

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
+from jaxllm.documents import Branches
 from jaxllm.kv.cache import KVCache
-from jaxllm.models.decoder import Params, forward, logits
+from jaxllm.models.decoder import Params, forward, forward_documents, logits
 from jaxllm.sampling import SamplerState, sample
+
+# Tokens whose logits `score_branches` has in memory together.
+SCORE_BLOCK = 128
 
 
 def prefill_chunk(
@@ -134,3 +138,49 @@ def score_chunk(
     hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
     scores = jax.nn.log_softmax(logits(params, hidden, cfg=cfg), axis=-1)
     return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], cache
+
+
+def score_branches(
+    params: Params,
+    tokens: jax.Array,
+    starts: jax.Array,
+    branches: Branches,
+    places: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Log-probabilities of tokens in many short documents with many ends each, in one dispatch.
+
+    Args:
+      params: the model's parameters.
+      tokens: `[B, T]` int32; documents packed one behind the other.
+      starts: `[B, T]` int32 (see `forward_documents`); padding is a document of its own.
+      branches: where the documents branch.
+      places: `[P]` int32, of tokens in the flattened `[B·T]`; P is a multiple of `SCORE_BLOCK`.
+      targets: `[P]` int32, the token that may follow each of them.
+      count: int32 scalar, how many of the P are real.
+      cfg: the model.
+      dtype: of the activations.
+
+    Returns:
+      `[P]` float32 natural logarithms; zeros behind the real ones' last block.
+    """
+    hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+
+    def block(index: jax.Array, scores: jax.Array) -> jax.Array:
+        at = index * SCORE_BLOCK
+        rows = hidden[jax.lax.dynamic_slice_in_dim(places, at, SCORE_BLOCK)]
+        goals = jax.lax.dynamic_slice_in_dim(targets, at, SCORE_BLOCK)
+        out = logits(params, rows, cfg=cfg)
+        chosen = jnp.take_along_axis(out, goals[:, None], axis=-1)[:, 0]
+        scores_here = chosen - jax.nn.logsumexp(out, axis=-1)
+        return jax.lax.dynamic_update_slice_in_dim(scores, scores_here, at, axis=0)
+
+    # By blocks, so that the logits of a large vocabulary never are in memory together, and none are
+    # computed that nobody asked for.
+    blocks = (count + SCORE_BLOCK - 1) // SCORE_BLOCK
+    return jax.lax.fori_loop(0, blocks, block, jnp.zeros(places.shape, jnp.float32))

@@ -18,15 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Bucket, ModelConfig
+from jaxllm.documents import Branches
 from jaxllm.errors import BucketMissing, ContextOverflow
 from jaxllm.kv.cache import KVCache, grow, new_cache
 from jaxllm.models.decoder import Params
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
-from jaxllm.steps import decode_tokens, prefill_chunk, score_chunk
+from jaxllm.steps import decode_tokens, prefill_chunk, score_branches, score_chunk
 from serving.chunks import plan_chunks
 from serving.graph_store import GraphStore
 from serving.machine import usable_cores
 from serving.options import EngineOptions
+from serving.packing import Packed, target_room
 
 MAX_STOP_IDS = 16
 _PROGRESS_S = 1.0
@@ -98,6 +100,10 @@ class BucketTable:
             Bucket(kind="start", cache_tokens=cache),
             Bucket(kind="score", tokens=self.options.chunk_tokens[-1], cache_tokens=cache),
         ]
+
+    def branches_bucket(self, tokens: int) -> Bucket:
+        """The bucket that scores documents with many ends, in rows of `tokens`."""
+        return Bucket(kind="branches", tokens=tokens, rows=max(1, self.options.score_tokens // tokens))
 
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
@@ -197,8 +203,13 @@ class BucketTable:
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) of each target after its token and all tokens before it."""
         chunk = self.options.chunk_tokens[-1]
-        cache = self.start(len(tokens))
-        graph = self._get(Bucket(kind="score", tokens=chunk, cache_tokens=cache.capacity_tokens))
+        # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
+        capacity = min(
+            (b.cache_tokens for b in self._table if b.kind == "score" and b.cache_tokens >= len(tokens)),
+            default=self.options.context_tokens,
+        )
+        graph = self._get(Bucket(kind="score", tokens=chunk, cache_tokens=capacity))
+        cache = self._get(Bucket(kind="start", cache_tokens=capacity))()
         scores = []
         for at in range(0, len(tokens), chunk):
             row, valid = _padded(tokens[at : at + chunk], chunk)
@@ -206,6 +217,22 @@ class BucketTable:
             out, cache = graph(self._params, row, goal, np.int32(valid), cache)
             scores.append(np.asarray(out)[0, :valid])
         return np.concatenate(scores)
+
+    def score_branches(self, packed: Packed) -> np.ndarray:
+        """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
+        rows, length = packed.tokens.shape
+        graph = self._get(Bucket(kind="branches", tokens=length, rows=rows))
+        branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
+        out = graph(
+            self._params,
+            packed.tokens,
+            packed.starts,
+            branches,
+            packed.places,
+            packed.targets,
+            np.int32(packed.count),
+        )
+        return np.asarray(out)[: packed.count]
 
     # -- compiling them -------------------------------------------------------------------------
 
@@ -275,8 +302,14 @@ class BucketTable:
         if bucket.kind == "sample":
             logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
             return jax.jit(sample, donate_argnums=(1,)).lower(logits, sampler)
-        params, cache = _shapes(self._params), jax.eval_shape(make_cache)
+        params = _shapes(self._params)
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        if bucket.kind == "branches":
+            rows = jax.ShapeDtypeStruct((bucket.rows, bucket.tokens), jnp.int32)
+            flat = jax.ShapeDtypeStruct((target_room(bucket.rows, bucket.tokens),), jnp.int32)
+            step = functools.partial(score_branches, cfg=cfg, dtype=dtype)
+            return jax.jit(step).lower(params, rows, rows, Branches(rows, rows), flat, flat, scalar)  # pyright: ignore
+        cache = jax.eval_shape(make_cache)
         row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
         if bucket.kind == "prefill":
             step = functools.partial(prefill_chunk, cfg=cfg, dtype=dtype)

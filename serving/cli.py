@@ -24,7 +24,7 @@ COMMANDS = {
     ),
     "demo": (
         "serving.commands.demo:demo_command",
-        "Continue a few prompts with the packaged model and report its speed.",
+        "Ask a model a few questions of each task: its answers, right or wrong, and its speed.",
     ),
     "prepare": (
         "serving.commands.prepare:prepare_command",
@@ -34,7 +34,10 @@ COMMANDS = {
         "serving.commands.info:info_command",
         "Describe a BUNDLE (default: the packaged model) and the device.",
     ),
-    "eval": ("serving.commands.evaluate:eval_command", "Measure a model: perplexity of a text."),
+    "eval": (
+        "serving.commands.evaluate:eval_command",
+        "Measure a model: perplexity of a text, right answers to tasks, or both.",
+    ),
     "bench": ("benchmarks.cli:bench_command", "Measure this machine: one subcommand per claim."),
     "pretrain": (
         "training.cli:pretrain_command",

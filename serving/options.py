@@ -18,6 +18,8 @@ _ACCELERATOR_CHUNKS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
 _CACHE_GROWTH = 4
 _MAX_DECODE_BLOCK = 256
+_CPU_SCORE_TOKENS = 2048
+_ACCELERATOR_SCORE_TOKENS = 16384
 _EXECUTABLES_BYTES = 1 << 30
 _EXECUTABLES_VARIABLE = "JAXLLM_EXECUTABLES_BYTES"
 
@@ -31,6 +33,7 @@ class EngineOptions:
       chunk_tokens: prefill chunk lengths, ascending powers of two from 16 to 512.
       cache_tokens: cache lengths, ascending; a sequence moves into the next one as it grows.
       decode_block: most tokens decoded per dispatch.
+      score_tokens: tokens per dispatch, padding included, where many short texts are scored at once.
       activation_dtype: "float32" or "bfloat16".
       cache_dtype: of keys and values: "float32", "bfloat16" or "float16". Left to choose, it is float16
         where native kernels serve quantized weights, else the activations'.
@@ -42,6 +45,7 @@ class EngineOptions:
     chunk_tokens: tuple[int, ...] = ()
     cache_tokens: tuple[int, ...] = ()
     decode_block: int = 16
+    score_tokens: int = 0
     activation_dtype: str = ""
     cache_dtype: str = ""
     executables_bytes: int | None = None
@@ -57,6 +61,8 @@ class EngineOptions:
             raise ConfigError(f"cache_tokens must be ascending and positive, got {self.cache_tokens}")
         if not 1 <= self.decode_block <= _MAX_DECODE_BLOCK:
             raise ConfigError(f"decode_block must be in [1, {_MAX_DECODE_BLOCK}], got {self.decode_block}")
+        if self.score_tokens < 0:
+            raise ConfigError(f"score_tokens must not be negative, got {self.score_tokens}; 0 chooses")
         if self.activation_dtype not in ("", "float32", "bfloat16"):
             raise ConfigError(f"activation_dtype must be float32 or bfloat16, got {self.activation_dtype!r}")
         if self.cache_dtype not in ("", "float32", "bfloat16", "float16"):
@@ -97,6 +103,7 @@ class EngineOptions:
             context_tokens=context,
             chunk_tokens=chunks,
             cache_tokens=caches,
+            score_tokens=self.score_tokens or (_CPU_SCORE_TOKENS if on_cpu else _ACCELERATOR_SCORE_TOKENS),
             activation_dtype=activation_dtype,
             cache_dtype=self.cache_dtype or ("float16" if half_cache else activation_dtype),
             executables_bytes=_executables_bytes()

@@ -23,12 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.documents import Branches, document_attention, document_positions
 from jaxllm.kv.cache import KVCache
 from jaxllm.layers import (
     Norm,
     cached_attention,
     causal_mask,
-    document_attention,
     normalize,
     rotary_tables,
     rotate,
@@ -215,6 +215,7 @@ def forward_documents(
     params: Params,
     tokens: jax.Array,
     starts: jax.Array | None = None,
+    branches: Branches | None = None,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
@@ -227,6 +228,7 @@ def forward_documents(
       tokens: `[B, T]` int32, ids in [0, V).
       starts: `[B, T]` int32, where in its row the document of each token begins. Tokens attend within their
         document and positions count from its beginning. None: a row is one document.
+      branches: documents with several ends; None: they have one.
       cfg: the model.
       dtype: of the activations.
       remat: keep only each layer's input for the backward pass, and compute the rest again.
@@ -235,7 +237,7 @@ def forward_documents(
       Hidden states after the final norm `[B, T, D]`.
     """
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) - starts
+    positions = document_positions(starts, branches)
     tables = _rotary_tables(positions, cfg)
     x = _embed(params, tokens, positions, cfg, dtype)
     for layer in range(cfg.layers):
@@ -244,6 +246,7 @@ def forward_documents(
             cfg=cfg,
             table=tables.get(cfg.layer_rope(layer)),
             starts=starts,
+            branches=branches,
             window=cfg.attention_windows[layer],
         )
         prefix = f"layers.{layer}."
@@ -357,12 +360,14 @@ def _attend_documents(
     cfg: ModelConfig,
     table: RotaryTable | None,
     starts: jax.Array,
+    branches: Branches | None,
     window: int,
 ) -> tuple[jax.Array, None]:
     if table is not None:
         q, k = rotate(q, *table), rotate(k, *table)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
-    return document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window), None
+    out = document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
+    return out, None
 
 
 def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:

@@ -33,7 +33,7 @@ def read(data: Path, split: Split) -> Iterator[TaskExample]:
         answers_file = Path(data) / file.replace(".jsonl", "_answers.jsonl")
         answers.update(read_jsonl(answers_file, _answer))
     records = [each for each in records if held_out(_request(each), HELD_OUT_SHARE) == (split == "valid")]
-    offered = {function["name"]: _line(function) for each in records for function in each["function"]}
+    offered = lines(records)
     for record in records:
         if record["id"] not in answers:
             raise ConfigError(f"there is no answer to the question {record['id']!r}")
@@ -41,16 +41,21 @@ def read(data: Path, split: Split) -> Iterator[TaskExample]:
             yield example(record, answers[record["id"]], offered, variant)
 
 
+def lines(records: Sequence[Record]) -> dict[str, str]:
+    """A line for every function that the questions offer, by the function's name."""
+    return {function["name"]: _line(function) for each in records for function in each["function"]}
+
+
 def example(record: Record, answer: str, offered: dict[str, str], variant: int) -> TaskExample:
     """One variant of a question. `offered` has a line for every function, by name."""
     own = [function["name"] for function in record["function"]]
     key = f"{record['id']}\0{variant}"
-    fillers = shuffled(sorted(set(offered) - set(own)), key)[: OFFERED - len(own)]
+    fillers = shuffled(sorted(set(offered) - set(own)), key)[: max(0, OFFERED - len(own))]
     names = shuffled([*own, *fillers], key)
-    lines = [offered[name] for name in names]
+    told = [offered[name] for name in names]
     return TaskExample(
         system=INSTRUCTION,
-        user="\n".join([_request(record), *lines]),
+        user="\n".join([_request(record), *told]),
         answer=answer,
         options=tuple(names),
     )

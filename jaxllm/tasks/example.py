@@ -62,9 +62,13 @@ def text_field(record: Mapping[str, object], name: str) -> str:
     """The text under `name` of a record.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is none, or it is no valid Unicode.
     """
     value = record.get(name)
     if not isinstance(value, str):
         raise ConfigError(f"a record needs text under {name!r}, got {value!r:.80}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the text under {name!r} has a lone surrogate: {error}") from error
     return value

@@ -10,6 +10,11 @@ from jaxllm.errors import ConfigError
 Record = Mapping[str, Any]
 Made = TypeVar("Made")
 
+
+class DataMissing(ConfigError):
+    """A file of a task is not there."""
+
+
 # Far above any record of the tasks' files; a longer line is no record.
 MAX_LINE_BYTES = 1 << 24
 MAX_FILE_BYTES = 1 << 28
@@ -19,6 +24,7 @@ def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator
     """What `make` makes of each record of a file with one JSON object a line, read as it goes.
 
     Raises:
+      DataMissing: there is no such file.
       ConfigError: the file cannot be read, a line is no JSON object, or `make` refuses it.
     """
     try:
@@ -29,13 +35,14 @@ def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator
                 if line.strip():
                     yield from _made(path, number, line, make)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
 
 
 def read_json(path: Path) -> Any:
     """The JSON value in a file.
 
     Raises:
+      DataMissing: there is no such file.
       ConfigError: the file cannot be read or holds no JSON.
     """
     try:
@@ -43,20 +50,26 @@ def read_json(path: Path) -> Any:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; it is no file of tasks")
         return json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} holds no JSON: {error}") from error
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    kind = DataMissing if isinstance(error, FileNotFoundError | NotADirectoryError) else ConfigError
+    return kind(f"cannot read {path}: {error.strerror or error}")
 
 
 def _made(path: Path, number: int, line: bytes, make: Callable[[Record], Iterable[Made]]) -> list[Made]:
     try:
         record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
+    try:
         if not isinstance(record, dict):
             raise ConfigError(f"expected an object, got {record!r:.80}")
         return list(make(record))
     except ConfigError as error:
         raise ConfigError(f"{path}, line {number}: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, line {number} is no JSON: {error}") from error
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError, StopIteration) as error:
         raise ConfigError(f"{path}, line {number} is not a record of this task: {error!r}") from error

@@ -30,7 +30,9 @@ def read_compression(data: Path, split: Split) -> Iterator[TaskExample]:
     """
 
     def make(record: Record) -> list[TaskExample]:
-        text, summaries = text_field(record, "text"), [str(each) for each in record["summaries"]]
+        text, summaries = text_field(record, "text"), record["summaries"]
+        if not isinstance(summaries, list) or not all(isinstance(each, str) for each in summaries):
+            raise ConfigError(f"'summaries' must be a list of texts, got {summaries!r:.80}")
         if not summaries or held_out(text, HELD_OUT_SHARE) != (split == "valid"):
             return []
         references = tuple(summaries)
@@ -50,8 +52,9 @@ def read_chats(data: Path, split: Split) -> Iterator[TaskExample]:
         raise ConfigError("chats come in a validation split alone: nothing is to be trained on them")
 
     def make(record: Record) -> list[TaskExample]:
-        chat = text_field(record, "context").replace("\r\n", "\n")
-        summary = text_field(record, "response").strip()
+        # The originals' names of the fields, or plain ones.
+        names = ("dialogue", "summary") if "dialogue" in record else ("context", "response")
+        chat, summary = (text_field(record, name).replace("\r\n", "\n").strip() for name in names)
         return [TaskExample(system=SUM_UP, user=chat, answer=summary, references=(summary,))]
 
     return read_jsonl(Path(data) / CHATS_FILE, make)
@@ -67,8 +70,14 @@ def read_last_words(data: Path, split: Split) -> Iterator[TaskExample]:
         raise ConfigError("LAMBADA comes in a validation split alone: nothing is to be trained on it")
 
     def make(record: Record) -> list[TaskExample]:
-        word = text_field(record, "continuation").strip()
-        return [TaskExample(user=text_field(record, "context").rstrip(), answer=f" {word}", form="text")]
+        if "text" in record:
+            # The original: the whole passage.
+            context, _, word = text_field(record, "text").rstrip().rpartition(" ")
+        else:
+            context, word = text_field(record, "context"), text_field(record, "continuation").strip()
+        if not context.strip() or not word:
+            raise ConfigError("a passage needs at least two words")
+        return [TaskExample(user=context.rstrip(), answer=f" {word}", form="text")]
 
     return read_jsonl(Path(data) / LAMBADA_FILE, make)
 

@@ -1,8 +1,10 @@
 """Multiple-choice questions in the formats of ARC (arXiv 1803.05457) and OpenBookQA (arXiv 1809.02789).
 
 A question is a text to go on from, and its choices are scored as what follows, as in common practice for
-models that were only pretrained. Files may hold the originals' fields (`question` or `question_stem`,
-`choices`, `answerKey`), or the question, choices and answer written into one instruction.
+models that were only pretrained. A line of a file may be the originals' (`question` with `stem` and
+`choices`, each with `label` and `text`, and `answerKey`), their copies' with columns (`question` or
+`question_stem`, `choices` with lists of `label` and `text`, `answerKey`), or one instruction with question
+and choices in it.
 """
 
 import dataclasses
@@ -41,10 +43,14 @@ def example(record: Record) -> TaskExample:
     Raises:
       ConfigError: the record has another form.
     """
-    if "choices" in record:
-        question = text_field(record, "question_stem" if "question_stem" in record else "question")
-        texts, labels = record["choices"]["text"], record["choices"]["label"]
-        answer = texts[labels.index(record["answerKey"])]
+    if "answerKey" in record:
+        question, choices = _keyed(record)
+        labels = [text_field(choice, "label") for choice in choices]
+        texts = [text_field(choice, "text").strip() for choice in choices]
+        key = text_field(record, "answerKey")
+        if key not in labels:
+            raise ConfigError(f"the answer {key!r} is none of {labels}")
+        answer = texts[labels.index(key)]
     else:
         asked = _ASKED.match(text_field(record, "instruction"))
         if not asked:
@@ -52,7 +58,7 @@ def example(record: Record) -> TaskExample:
         question, texts = asked[1], [text.strip() for text in _CHOICE.split(asked[2])[1:]]
         number = text_field(record, "answer").removeprefix("answer")
         if not number.isdecimal() or not 1 <= int(number) <= len(texts):
-            raise ConfigError(f"the answer {record['answer']!r} is none of {len(texts)} choices")
+            raise ConfigError(f"the answer {number!r} is none of {len(texts)} choices")
         answer = texts[int(number) - 1]
     return TaskExample(
         user=f"Question: {question.strip()}\nAnswer:",
@@ -60,6 +66,16 @@ def example(record: Record) -> TaskExample:
         answer=f" {answer}",
         form="text",
     )
+
+
+def _keyed(record: Record) -> tuple[str, list[Record]]:
+    """Question and choices of a record with an answer key."""
+    if isinstance(record.get("question"), dict):
+        return text_field(record["question"], "stem"), record["question"]["choices"]
+    question = text_field(record, "question_stem" if "question_stem" in record else "question")
+    choices = record["choices"]
+    pairs = zip(choices["label"], choices["text"], strict=True)
+    return question, [{"label": label, "text": text} for label, text in pairs]
 
 
 ARC_EASY = MultipleChoice("tasks/arc_easy")

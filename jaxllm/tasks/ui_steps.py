@@ -19,8 +19,12 @@ FINISH = "finish"
 HELD_OUT_SHARE = 0.2
 
 _VERBS = {"button": "tap", "p": "tap", "input": "type in", "checkbox": "check"}
-_ELEMENT = re.compile(r"<(?P<tag>\w+) id=(?P<id>\d+)(?P<rest>[^>]*)>(?P<body>.*?)</(?P=tag)>", re.DOTALL)
-_TEXT = re.compile(r"text='(.*?)'")
+# A text in quotes may hold apostrophes and tags (`text='What's new<br>Menu'`): it ends at the quote behind
+# which attributes go on, or the tag ends.
+_ELEMENT = re.compile(
+    r"<(?P<tag>\w+) id=(?P<id>\d+)(?: text='(?P<text>.*?)'| \w+=[^\s>']*)* ?>(?P<body>.*?)</(?P=tag)>",
+    re.DOTALL,
+)
 _NUMBER = re.compile(r" id=\d+")
 
 
@@ -31,8 +35,9 @@ def read(data: Path, split: Split) -> Iterator[TaskExample]:
       ConfigError: the file is missing or of another form.
     """
     path = Path(data) / FILE
+    apps = read_json(path)
     try:
-        for app, goals in sorted(read_json(path).items()):
+        for app, goals in sorted(apps.items()):
             for goal in goals.values():
                 if held_out(f"{app}\0{goal['task']}", HELD_OUT_SHARE) == (split == "valid"):
                     yield from (example(app, goal["task"], step) for step in goal["profile"])
@@ -60,8 +65,7 @@ def screen_actions(screen: str) -> dict[int, str]:
     """What can be done with each element of a screen in HTML, by the element's number."""
     actions = {}
     for element in _ELEMENT.finditer(screen):
-        named = _TEXT.search(element["rest"])
-        text = named[1] if named else element["body"]
+        text = element["body"] if element["text"] is None else element["text"]
         name = " ".join(text.replace("<br>", " ").split())
         actions[int(element["id"])] = f"{_VERBS.get(element['tag'], 'tap')} {name}".strip()
     return actions

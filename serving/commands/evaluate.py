@@ -2,50 +2,107 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 
+from jaxllm.tasks import TASKS, find_task
 from serving.console import engine_options, model_options, print_json, progress_bars, read_text
 from serving.engine import Engine
-from serving.evaluate import perplexity
+from serving.evaluation.perplexity import Perplexity, perplexity
+from serving.evaluation.report import as_json, check_predictions, print_table, write_predictions
+from serving.evaluation.rouge import require_rouge
+from serving.evaluation.tasks import ALL, Prediction, Questions, TaskResult, read_questions, run_task
 
 
 @click.command("eval")
 @model_options
-@click.option(
-    "--perplexity", "text_file", required=True, type=click.Path(path_type=Path), help="A UTF-8 text."
-)
+@click.option("--perplexity", "text_file", type=click.Path(path_type=Path), help="A UTF-8 text.")
 @click.option("--separator", help="Split the text into documents at this string, scored apart.")
 @click.option(
     "--window", "window_tokens", type=int, default=0, help="Window in tokens. [default: the context]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "--task",
+    "names",
+    multiple=True,
+    type=click.Choice([*TASKS, ALL]),
+    help="Answer a task's validation questions. Repeatable; all: every task that DIR has files of.",
+)
+@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Where the tasks' files are.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="Ask a fixed sample of N questions a task."
+)
+@click.option(
+    "--predictions", type=click.Path(path_type=Path), metavar="FILE", help="Write a JSON line per question."
+)
+@click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 def eval_command(
     model: Path | None,
     weights: str | None,
     context_tokens: int,
-    text_file: Path,
+    text_file: Path | None,
     separator: str | None,
     window_tokens: int,
-    as_json: bool,
+    names: tuple[str, ...],
+    data: Path | None,
+    limit: int | None,
+    predictions: Path | None,
+    as_object: bool,
 ) -> None:
-    """Measure a model: perplexity of a text."""
+    """Measure a model: perplexity of a text, right answers to tasks, or both."""
+    if text_file is None and not names:
+        raise click.UsageError("give --perplexity FILE, --task NAME, or both")
     if separator == "":
         raise click.UsageError("--separator must not be empty")
-    text = read_text(text_file)
-    documents = text.split(separator) if separator else [text]
-    documents = [document for document in documents if document.strip()]
+    if text_file is None and (separator or window_tokens):
+        raise click.UsageError("--separator and --window belong to --perplexity")
+    if names and data is None:
+        raise click.UsageError("--task needs --data DIR, the folder that holds tasks/")
+    if not names and (data or limit or predictions):
+        raise click.UsageError("--data, --limit and --predictions belong to --task")
+    if predictions is not None:
+        check_predictions(predictions)
+    documents = None if text_file is None else _documents(text_file, separator)
+    questions = read_questions(names, data, limit or 0) if data is not None else Questions(examples={})
+    if any(find_task(name).score == "rouge" for name in questions.examples):
+        require_rouge()
     with progress_bars() as progress:
         engine = Engine.open(
             model, weights=weights, options=engine_options(context_tokens), warm_up=False, progress=progress
         )
-        result = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
-    if as_json:
-        print_json(
-            {"model": engine.bundle.layout.name, "weights": engine.bundle.layout.weights}
-            | dataclasses.asdict(result)
-        )
+        measured = None
+        if documents is not None:
+            measured = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
+        results: list[TaskResult] = []
+        answers: list[Prediction] = []
+        for name, examples in questions.examples.items():
+            result, made = run_task(engine, find_task(name), examples, progress)
+            results.append(result)
+            answers += made
+    if predictions is not None:
+        write_predictions(predictions, answers)
+    if as_object:
+        facts: dict[str, Any] = {"model": engine.bundle.layout.name, "weights": engine.bundle.layout.weights}
+        if measured is not None:
+            facts |= dataclasses.asdict(measured)
+        if names:
+            facts |= {"tasks": as_json(results), "missing": list(questions.missing)}
+        print_json(facts)
         return
+    if measured is not None:
+        _show(measured)
+    if names:
+        print_table(results, questions.missing)
+
+
+def _documents(path: Path, separator: str | None) -> list[str]:
+    text = read_text(path)
+    documents = text.split(separator) if separator else [text]
+    return [document for document in documents if document.strip()]
+
+
+def _show(result: Perplexity) -> None:
     click.echo(
         f"perplexity {result.perplexity:.4f}, {result.bits_per_byte:.4f} bits/byte over {result.tokens} "
         f"tokens in {result.documents} documents (windows of {result.window_tokens} tokens)"

@@ -16,7 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from serving import Engine, EngineOptions
 from serving.cli import cli
-from serving.evaluate import perplexity
+from serving.evaluation.perplexity import perplexity
 from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=8)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import layers
+from jaxllm import documents, layers
 from jaxllm.kernels import document_attention as kernel
 from jaxllm.kernels import native
 from tests.kernels.drawing import jit
@@ -73,7 +73,7 @@ def by_kernel(q, k, v, starts, dout, *, scale):
 
 
 def by_layers(q, k, v, starts, dout, **options):
-    out, back = jax.vjp(lambda q, k, v: layers.document_attention(q, k, v, starts, **options), q, k, v)
+    out, back = jax.vjp(lambda q, k, v: documents.document_attention(q, k, v, starts, **options), q, k, v)
     return out, *back(dout)
 
 
@@ -214,7 +214,7 @@ def test_gradients_under_transformations():
 
     def loss(q, k, v):
         def step(q, factor):
-            return q + factor * layers.document_attention(q, k, v, where, scale=0.25), None
+            return q + factor * documents.document_attention(q, k, v, where, scale=0.25), None
 
         return jnp.sum(jax.lax.scan(jax.checkpoint(step), q, scales)[0] * dout)
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from serving import Engine
-from serving.evaluate import perplexity
+from serving.evaluation.perplexity import perplexity
 from tests import tiny_hf
 
 torch = pytest.importorskip("torch")

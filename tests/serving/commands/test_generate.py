@@ -1,13 +1,11 @@
-"""`jaxllm generate`, `eval` and `demo`: what they answer, and where they write it."""
+"""`jaxllm generate`: what it answers, and where it writes it."""
 
 from pathlib import Path
 
 import pytest
 
-import serving.models
-from jaxllm.models.decoder import parameter_count
 from jaxllm.tokenizer import Tokenizer
-from tests.serving.commands.outcome import CFG, WINDOW, Run, answer, succeeded
+from tests.serving.commands.outcome import WINDOW, Run, answer, succeeded
 from tests.tiny import tiny_tokenizer
 
 # generate
@@ -116,44 +114,3 @@ def test_a_folder_and_its_bundle_say_the_same(run: Run, home: Path, tmp_path: Pa
     assert out.startswith(f"{made}: folder, f32 weights, 0.4 MB")
     assert answer(run(*base, "-m", made))["text"] == direct
     assert answer(run(*base, "-m", home / "tiny.jaxllm"))["text"] == direct
-
-
-# eval
-
-
-def test_eval(run: Run, bundle: Path, tmp_path: Path) -> None:
-    text = "hello the hello. " * 8
-    (tmp_path / "text").write_text(text)
-    base = ("eval", "-m", bundle, "--perplexity", tmp_path / "text")
-    got = answer(run(*base, "--json"))
-    tokens = len(Tokenizer(tiny_tokenizer()).encode(text)) - 1
-    assert list(got) == [
-        "model", "weights", "perplexity", "bits_per_byte", "tokens", "documents", "window_tokens",
-    ]  # fmt: skip
-    assert (got["model"], got["weights"]) == ("tiny", "f32")
-    assert (got["tokens"], got["documents"], got["window_tokens"]) == (tokens, 1, WINDOW)
-    assert 1 < got["perplexity"] < 1e9
-    assert succeeded(run(*base)) == (
-        f"perplexity {got['perplexity']:.4f}, {got['bits_per_byte']:.4f} bits/byte over {tokens} tokens in "
-        f"1 documents (windows of {WINDOW} tokens)\n"
-    )
-    # Documents are scored apart; the last, blank one does not count.
-    split = answer(run(*base, "--separator", ". ", "--window", 16, "--json"))
-    assert (split["documents"], split["window_tokens"]) == (8, 16)
-    assert split["tokens"] == 8 * (len(Tokenizer(tiny_tokenizer()).encode("hello the hello")) - 1)
-    assert answer(run("eval", "-m", bundle, "--perplexity", "-", "--json", stdin=text.encode())) == got
-
-
-# demo
-
-
-def test_demo(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.models, "default_bundle", lambda: bundle)
-    got = answer(run("demo", "-n", 3, "--json"))
-    assert (got["model"], got["weights"], got["parameters"]) == ("tiny", "f32", parameter_count(CFG))
-    assert got["load_ms"] > 0
-    assert len(got["answers"]) == 3
-    out = succeeded(run("demo", "-n", 3))
-    for each in got["answers"]:
-        assert 0 < each["completion_tokens"] <= 3
-        assert each["prompt"] + each["text"] in out

@@ -6,7 +6,8 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
-from serving.evaluate import perplexity
+from serving import Engine, EngineOptions
+from serving.evaluation.perplexity import perplexity
 
 DOCUMENTS = ["the cat sat on the mat. " * 8, "a dog", "ran and ran to the end of the road. " * 5]
 
@@ -61,3 +62,10 @@ def test_a_text_without_a_token_to_predict_is_refused(engine):
 def test_a_window_must_fit_the_context(engine, window):
     with pytest.raises(ConfigError, match="window"):
         perplexity(engine, DOCUMENTS, window_tokens=window)
+
+
+def test_a_short_document_needs_no_graph_of_its_own(tiny_bundle):
+    """Caches that other requests made ready, shorter than the window's, have no graph that scores."""
+    options = EngineOptions(context_tokens=128, chunk_tokens=(32,), cache_tokens=(32, 128), decode_block=1)
+    engine = Engine.open(tiny_bundle, options=options)
+    assert perplexity(engine, ["a dog"], window_tokens=128).tokens == 5

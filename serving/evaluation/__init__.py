@@ -1,0 +1,1 @@
+"""How good a model is: perplexity of texts, and right answers to the questions of `jaxllm.tasks`."""

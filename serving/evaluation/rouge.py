@@ -1,0 +1,40 @@
+"""Rouge of a written answer (Lin 2004), by Google's `rouge-score`, which papers report."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from jaxllm.errors import ConfigError
+
+MEASURES = ("rouge1", "rouge2", "rougeL")
+
+
+def rouge(references: Sequence[str], text: str) -> dict[str, float]:
+    """F1 of unigrams, of bigrams and of the longest common subsequence, words stemmed.
+
+    Of several references each measure takes the one that it is best with.
+
+    Raises:
+      ConfigError: `rouge-score` is not installed.
+    """
+    found = _scorer()(references, text)
+    return {measure: float(found[measure].fmeasure) for measure in MEASURES}
+
+
+def require_rouge() -> None:
+    """Says that `rouge-score` is missing before anything is measured.
+
+    Raises:
+      ConfigError: it is.
+    """
+    _scorer()
+
+
+@functools.cache
+def _scorer() -> Callable:
+    try:
+        from rouge_score import rouge_scorer
+    except ImportError as error:
+        raise ConfigError(
+            "tasks that are judged by Rouge need rouge-score: pip install 'jaxllm[eval]', or leave them out"
+        ) from error
+    return rouge_scorer.RougeScorer(list(MEASURES), use_stemmer=True).score_multi

@@ -1,0 +1,212 @@
+"""Runs a model on tasks: options scored in batches, free answers generated greedily one by one."""
+
+import dataclasses
+import string
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks import TASKS, Task, find_task
+from jaxllm.tasks.example import TaskExample, pseudo_random
+from jaxllm.tasks.files import DataMissing
+from serving.buckets import Progress
+from serving.engine import Engine
+from serving.evaluation.prompts import branching, prompt_ids
+from serving.evaluation.rouge import require_rouge, rouge
+from serving.evaluation.scoring import score_options
+from serving.generation import GenerationConfig
+
+Prediction = dict[str, Any]
+ALL = "all"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskResult:
+    """How a model did on one task.
+
+    Attributes:
+      task: its name.
+      scores: means over the questions, in [0, 1], the one that counts first: `accuracy` (and, where options
+        differ much in length, `accuracy_per_byte`, by log-probability per byte of the option),
+        `exact_match`, or `rouge1`, `rouge2` and `rougeL` (F1, with the best of several references). Empty
+        where no question was asked.
+      examples: questions asked.
+      skipped: questions left out because they do not fit the context with their answer.
+      chance: accuracy of guessing; None for free answers.
+      majority: share of the most frequent right answer; None for free answers.
+      tokens: tokens that the model was fed or wrote.
+      seconds: time that took, without reading files and building graphs.
+    """
+
+    task: str
+    scores: dict[str, float]
+    examples: int
+    skipped: int
+    chance: float | None
+    majority: float | None
+    tokens: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions:
+    """The validation questions of tasks.
+
+    Attributes:
+      examples: by task.
+      missing: tasks asked for as a group whose files are not there.
+    """
+
+    examples: dict[str, list[TaskExample]]
+    missing: tuple[str, ...] = ()
+
+
+def read_questions(names: Sequence[str], data: Path, limit: int = 0) -> Questions:
+    """Reads the validation questions of tasks.
+
+    Args:
+      names: tasks; `all` stands for those that `data` has files of.
+      data: the folder of all data.
+      limit: most questions of a task, in an order that follows from their contents, so that they are a fair
+        sample; 0 takes all, in the files' order.
+
+    Raises:
+      ConfigError: a task is unknown, its file is missing or malformed, or it holds no question.
+    """
+    found = read_task_group(list(TASKS), data, limit) if ALL in names else Questions(examples={})
+    asked = [name for name in dict.fromkeys(names) if name != ALL]
+    examples = found.examples | {name: _read(name, data, limit) for name in asked}
+    return Questions(examples=examples, missing=found.missing)
+
+
+def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questions:
+    """As `read_questions`, of those of the tasks that `data` has files of.
+
+    Raises:
+      ConfigError: it has files of none, or see `read_questions`.
+    """
+    examples, missing = {}, []
+    for name in names:
+        try:
+            examples[name] = _read(name, data, limit)
+        except DataMissing:
+            missing.append(name)
+    if not examples:
+        raise ConfigError(f"{data} holds files of no task; the README says how to lay them out")
+    return Questions(examples=examples, missing=tuple(missing))
+
+
+def run_task(
+    engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None = None
+) -> tuple[TaskResult, list[Prediction]]:
+    """A model's answers to the questions of a task, and how right they are.
+
+    Raises:
+      ConfigError: Rouge is asked for and not installed.
+    """
+    run = _choose if task.score == "accuracy" else _write
+    fitting, predictions, tokens, seconds = run(engine, task, examples, progress)
+    measures = [name for name in predictions[0] if name in _MEASURES] if predictions else []
+    with_options = task.score == "accuracy" and bool(fitting)
+    answers = Counter(example.answer for example in fitting)
+    result = TaskResult(
+        task=task.name,
+        scores={name: float(np.mean([each[name] for each in predictions])) for name in measures},
+        examples=len(fitting),
+        skipped=len(examples) - len(fitting),
+        chance=float(np.mean([1 / len(example.options) for example in fitting])) if with_options else None,
+        majority=max(answers.values()) / len(fitting) if with_options else None,
+        tokens=tokens,
+        seconds=round(seconds, 3),
+    )
+    return result, predictions
+
+
+def is_right(example: TaskExample, text: str) -> bool:
+    """Whether a written answer is the right one: the same text, or the same first word of a passage's end."""
+    if example.form == "text":
+        return _first_word(text) == _first_word(example.answer)
+    return text.strip() == example.answer.strip()
+
+
+# What a prediction is judged by. A right answer is a score of 1.
+_MEASURES = ("accuracy", "accuracy_per_byte", "exact_match", "rouge1", "rouge2", "rougeL")
+_Run = tuple[list[TaskExample], list[Prediction], int, float]
+
+
+def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
+    """Takes the likeliest option; of equally likely ones the first."""
+    built_ms = engine.table.build_ms
+    began = time.perf_counter()
+    questions = [branching(engine.tokenizer, example) for example in examples]
+    context = engine.options.context_tokens
+    kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
+    fitting, questions = [example for example, _ in kept], [question for _, question in kept]
+    scores = score_options(engine, questions, progress=progress, stage=task.name)
+    seconds = time.perf_counter() - began - (engine.table.build_ms - built_ms) / 1000
+    predictions = []
+    for example, each in zip(fitting, scores, strict=True):
+        chosen = example.options[int(np.argmax(each))]
+        prediction = _asked(task, example) | {
+            "options": list(example.options),
+            "log_probabilities": [round(float(score), 5) for score in each],
+            "prediction": chosen,
+            "accuracy": float(chosen == example.answer),
+        }
+        if task.per_byte:
+            sizes = np.array([len(option.strip().encode()) for option in example.options])
+            chosen = example.options[int(np.argmax(each / np.maximum(sizes, 1)))]
+            prediction["prediction_per_byte"] = chosen
+            prediction["accuracy_per_byte"] = float(chosen == example.answer)
+        predictions.append(prediction)
+    return fitting, predictions, sum(question.fed_tokens for question in questions), seconds
+
+
+def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
+    """Writes answers greedily, until the model ends or they are as long as the task allows."""
+    if task.score == "rouge":
+        require_rouge()
+    prompts = [(example, prompt_ids(engine.tokenizer, example)) for example in examples]
+    room = engine.options.context_tokens - task.answer_tokens
+    prompts = [(example, ids) for example, ids in prompts if len(ids) <= room]
+    engine.table.fill(engine.table.all_buckets(), progress)
+    config = GenerationConfig(max_tokens=task.answer_tokens)
+    predictions, tokens = [], 0
+    began = time.perf_counter()
+    for example, ids in prompts:
+        answer = engine.generate(ids, config)
+        tokens += len(ids) + len(answer.tokens)
+        if task.score == "rouge":
+            judged = rouge(example.references or (example.answer,), answer.text)
+        else:
+            judged = {"exact_match": float(is_right(example, answer.text))}
+        predictions.append(_asked(task, example) | {"prediction": answer.text} | judged)
+        if progress is not None:
+            progress(task.name, len(predictions), len(prompts))
+    return [example for example, _ in prompts], predictions, tokens, time.perf_counter() - began
+
+
+def _read(name: str, data: Path, limit: int) -> list[TaskExample]:
+    examples = list(find_task(name).read(data, "valid"))
+    if not examples:
+        raise ConfigError(f"{data} holds no validation question of the task {name!r}")
+    return _sample(examples, limit) if limit else examples
+
+
+def _asked(task: Task, example: TaskExample) -> Prediction:
+    asked = {"task": task.name, "question": example.user, "answer": example.answer}
+    return asked | ({"references": list(example.references)} if len(example.references) > 1 else {})
+
+
+def _sample(examples: list[TaskExample], limit: int) -> list[TaskExample]:
+    return sorted(examples, key=lambda each: pseudo_random(f"{each.user}\0{each.answer}"))[:limit]
+
+
+def _first_word(text: str) -> str:
+    words = text.split()
+    return words[0].strip(string.punctuation + "“”‘’") if words else ""

@@ -1,0 +1,71 @@
+"""`jaxllm demo`: its questions, its verdicts, and the table over data."""
+
+from pathlib import Path
+
+import pytest
+
+import serving.models
+from jaxllm.models.decoder import parameter_count
+from jaxllm.tasks import TASKS
+from serving.demo_prompts import STORY, demo_prompts
+from tests.serving.commands.outcome import Run, answer, failed, succeeded
+from tests.tasks.writing import write_lines
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of bytes whose window holds the longest question."""
+    cfg = TINY.__class__.from_json(TINY.to_json() | {"window_tokens": 1024})
+    path = tmp_path_factory.mktemp("demo") / "m.jaxllm"
+    return write_tiny_bundle(path, cfg=cfg, params=tiny_params(cfg))
+
+
+def test_prompts() -> None:
+    prompts = demo_prompts()
+    tasks = [prompt.task for prompt in prompts]
+    assert [tasks.count(task) for task in dict.fromkeys(tasks)] == [3] * 7
+    assert set(tasks) - set(TASKS) == {STORY}
+    for prompt in prompts:
+        # Whatever can be judged has a right answer among several.
+        assert prompt.judged == bool(prompt.example.options)
+        assert prompt.judged == (prompt.task != STORY and TASKS[prompt.task].score == "accuracy")
+        assert bool(prompt.example.answer) == (prompt.task != STORY)
+    assert {prompt.example.answer for prompt in prompts if prompt.task == "ui-step"} == {
+        "tap Settings", "type in Search notes", "finish",
+    }  # fmt: skip
+
+
+def test_prompts_are_from_no_data_set(data_dir: Path) -> None:
+    texts = {each.example.user for each in demo_prompts()}
+    for name in ("sentiment", "news", "emotion", "ui-step", "api-choice", "shorten"):
+        for split in ("train", "valid"):
+            assert not texts & {each.user for each in TASKS[name].read(data_dir, split)}
+
+
+def test_demo(run: Run, roomy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.models, "default_bundle", lambda: roomy)
+    write_lines(tmp_path / "tasks/sst2/valid.jsonl", {"text": "a", "label": "positive"})
+    got = answer(run("demo", "-n", 3, "--json", "--data", tmp_path))
+    assert (got["model"], got["weights"]) == ("tiny", "f32")
+    assert got["parameters"] == parameter_count(TINY)
+    assert got["load_ms"] > 0
+    assert (len(got["answers"]), got["judged"]) == (21, 15)
+    assert got["right"] == sum(each["right"] is True for each in got["answers"])
+    assert got["median_ttft_ms"] > 0
+    (result,) = got["tasks"]
+    assert (result["task"], result["examples"]) == ("sentiment", 1)
+    assert set(got["missing"]) == {"news", "emotion", "ui-step", "api-choice"}
+    out = succeeded(run("demo", "-n", 3, "-m", roomy, "--data", tmp_path))
+    for each in got["answers"]:
+        assert 0 < each["completion_tokens"] <= 3
+        assert each["prompt"].splitlines()[0] in out
+    assert f"{got['right']} of 15 right" in out
+    assert "majority" in out
+    plain = answer(run("demo", "-n", 3, "-m", roomy, "--json"))
+    assert [each["text"] for each in plain["answers"]] == [each["text"] for each in got["answers"]]
+    assert "tasks" not in plain
+
+
+def test_data_without_a_task(run: Run, roomy: Path, tmp_path: Path) -> None:
+    failed(run("demo", "-m", roomy, "--data", tmp_path), "files of no task")
