@@ -8,9 +8,11 @@ into it. Parameters are a flat dict with stable string keys:
     layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
     layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]
     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
+    layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
     final_norm.scale/bias [D]      head [V, D]
 
-The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer.
+The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
+experts, an expert is one entry of the leading axis.
 """
 
 import dataclasses
@@ -22,6 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import Routing, route
 from jaxllm.kv.cache import KVCache
 from jaxllm.layers import (
     Norm,
@@ -54,7 +59,7 @@ def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.learned_positions:
         specs["embed.positions"] = ParamSpec((cfg.window_tokens, width), "vector")
     for layer in range(cfg.layers):
-        for name, spec in _layer_specs(cfg).items():
+        for name, spec in _layer_specs(cfg, layer).items():
             specs[f"layers.{layer}.{name}"] = spec
     specs.update(_norm_specs(cfg, "final_norm"))
     if not cfg.tied_head:
@@ -67,7 +72,7 @@ def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
     return {f"{name}.{part}": ParamSpec((cfg.hidden_size,), "vector") for part in parts}
 
 
-def _layer_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     units, head, width = cfg.kv_heads, cfg.head_dim, cfg.hidden_size
     queries = cfg.group * head
     specs = _norm_specs(cfg, "attn_norm")
@@ -85,16 +90,33 @@ def _layer_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "attn_post_norm"))
     specs.update(_norm_specs(cfg, "ffn_norm"))
-    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
-        specs[f"ffn.{name}"] = ParamSpec((cfg.ffn_size, width), "to_units")
-        if cfg.ffn_bias:
-            specs[f"ffn.{name}_bias"] = ParamSpec((cfg.ffn_size,), "vector")
-    specs["ffn.down"] = ParamSpec((cfg.ffn_size, width), "from_units")
-    if cfg.ffn_bias:
-        specs["ffn.down_bias"] = ParamSpec((width,), "vector")
+    specs.update(_expert_specs(cfg) if cfg.is_sparse(layer) else _ffn_specs(cfg))
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "ffn_post_norm"))
     return specs
+
+
+def _ffn_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    specs = {}
+    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
+        specs[f"ffn.{name}"] = ParamSpec((cfg.ffn_size, cfg.hidden_size), "to_units")
+        if cfg.ffn_bias:
+            specs[f"ffn.{name}_bias"] = ParamSpec((cfg.ffn_size,), "vector")
+    specs["ffn.down"] = ParamSpec((cfg.ffn_size, cfg.hidden_size), "from_units")
+    if cfg.ffn_bias:
+        specs["ffn.down_bias"] = ParamSpec((cfg.hidden_size,), "vector")
+    return specs
+
+
+def _expert_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    shape = (cfg.experts, cfg.expert_ffn_size, cfg.hidden_size)
+    return {
+        # Small, and what it rounds away decides which experts run: never quantized.
+        "router": ParamSpec((cfg.experts, cfg.hidden_size), "vector"),
+        "experts.gate": ParamSpec(shape, "to_units"),
+        "experts.up": ParamSpec(shape, "to_units"),
+        "experts.down": ParamSpec(shape, "from_units"),
+    }
 
 
 def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
@@ -113,7 +135,9 @@ def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) ->
         return jnp.zeros(spec.shape, dtype)
     if name.startswith("embed.") or name == "head":
         return jax.random.normal(key, spec.shape, dtype) * np.asarray(0.02, dtype)
-    fan_in = int(np.prod(spec.shape[:-1])) if spec.role == "from_units" else spec.shape[-1]
+    # An expert contracts its own neurons, a kv head's output those of all heads.
+    units = spec.shape[1:-1] if ".experts." in name else spec.shape[:-1]
+    fan_in = int(np.prod(units)) if spec.role == "from_units" else spec.shape[-1]
     deviation = fan_in**-0.5
     if spec.role == "from_units":
         # Residual branches add up over 2·L blocks (GPT-2's scaling).
@@ -124,6 +148,15 @@ def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) ->
 def parameter_count(cfg: ModelConfig) -> int:
     """Number of scalar parameters."""
     return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
+
+
+def active_parameter_count(cfg: ModelConfig) -> int:
+    """Number of scalar parameters that one token uses: all, but of each layer's experts only its k."""
+    idle = cfg.experts - cfg.experts_per_token
+    return sum(
+        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if ".experts." in name else spec.shape))
+        for name, spec in param_specs(cfg).items()
+    )
 
 
 @overload
@@ -174,8 +207,47 @@ def forward(
       Hidden states after the final norm `[B, T, D]`, and the cache with `length + valid` tokens (None
       without a cache).
     """
+    hidden, cache, _ = _forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
+    return hidden, cache
+
+
+def forward_with_routing(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache | None = None,
+    *,
+    cfg: ModelConfig,
+    valid: jax.Array | None = None,
+    dtype: jnp.dtype = jnp.float32,
+) -> tuple[jax.Array, KVCache | None, Routing]:
+    """`forward`, and what the routers decided, for losses and statistics.
+
+    Returns:
+      Hidden states and cache as `forward` returns them, and the routing of all tokens (padding too)
+      with the sparse layers in front: logits `[L_sparse, B, T, E]`, ids and weights `[L_sparse, B, T, k]`.
+
+    Raises:
+      ConfigError: the model has no experts.
+    """
+    if not cfg.experts:
+        raise ConfigError("a model without experts has no routing; call forward")
+    hidden, cache, routings = _forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
+    return hidden, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
+
+
+def _forward(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache | None,
+    *,
+    cfg: ModelConfig,
+    valid: jax.Array | None,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, KVCache | None, list[Routing]]:
+    """`forward`, and the routing of each sparse layer."""
     count = tokens.shape[1]
     start = jnp.zeros((), jnp.int32) if cache is None else cache.length
+    live = None if valid is None else jnp.arange(count, dtype=jnp.int32) < valid
     valid = jnp.asarray(count, jnp.int32) if valid is None else valid
     positions = start + jnp.arange(count, dtype=jnp.int32)
     keys = count if cache is None else cache.capacity_tokens
@@ -187,7 +259,7 @@ def forward(
         x = x * np.asarray(cfg.embed_scale, x.dtype)
     if cfg.learned_positions:
         x = x + embed(positions, params["embed.positions"], dtype)
-    new_keys, new_values = [], []
+    new_keys, new_values, routings = [], [], []
     for layer in range(cfg.layers):
         weights = _LayerParams(params, f"layers.{layer}.")
         past = None if cache is None else (cache.keys[layer], cache.values[layer])
@@ -206,12 +278,16 @@ def forward(
         new_keys.append(k)
         new_values.append(v)
         x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
-        mixed = _ffn(weights, x, cfg)
+        if cfg.is_sparse(layer):
+            mixed, routing = _experts(weights, x, cfg, live=live, differentiable=cache is None)
+            routings.append(routing)
+        else:
+            mixed = _ffn(weights, x, cfg)
         x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
     x = normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
     if cache is not None:
         cache = KVCache(keys=tuple(new_keys), values=tuple(new_values), length=start + valid)
-    return x, cache
+    return x, cache, routings
 
 
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
@@ -296,3 +372,19 @@ def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
     )
     norm = weights.norm("ffn_norm", cfg)
     return feed_forward(x, norm, block, cfg.activation, add_input=not cfg.post_norms)
+
+
+def _experts(
+    weights: _LayerParams, x: jax.Array, cfg: ModelConfig, *, live: jax.Array | None, differentiable: bool
+) -> tuple[jax.Array, Routing]:
+    """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
+    norm = weights.norm("ffn_norm", cfg)
+    routing = route(
+        normalize(x, norm),
+        weights["router"],
+        experts_per_token=cfg.experts_per_token,
+        normalize=cfg.normalize_expert_weights,
+    )
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
+    out = mixture(x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable)
+    return out if cfg.post_norms else x + out, routing
