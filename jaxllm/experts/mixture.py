@@ -22,8 +22,8 @@ from jaxllm.layers import Norm, activate, normalize
 from jaxllm.linear import FeedForward, feed_forward
 from jaxllm.quant import Weight, unit_at
 
-# Rows of a tile. Larger ones make better products and read weights less often; half of one per expert is
-# padding on average.
+# Rows of a tile. Larger ones make better products and read weights less often; on average half a tile of
+# each expert is padding.
 _MOST_ROWS = 256
 
 
@@ -81,7 +81,8 @@ def mixture(
         tiles = tiles_of(ids, total, rows=_rows(count // (4 * total)))
         out = _all_at_once(normalize(rows, norm), tiles, experts, activation)
     else:
-        tiles = tiles_of(ids, total, rows=_rows(count // total))
+        # Twice an expert's mean share, so that most have one tile: each tile fetches its expert anew.
+        tiles = tiles_of(ids, total, rows=_rows(2 * count // total))
         out = _one_by_one(rows, norm, tiles, experts, activation)
     out = jnp.einsum("mkd,mk->md", out.reshape(-1, width)[tiles.row], weights.astype(x.dtype))
     return out.reshape(x.shape)
@@ -151,6 +152,6 @@ def _one_by_one(
     return jax.lax.fori_loop(0, tiles.count, tile, out)
 
 
-def _rows(pairs_per_expert: int) -> int:
-    """Rows of a tile: the power of two at or below the pairs that an expert gets on average."""
-    return min(_MOST_ROWS, 1 << (max(1, pairs_per_expert).bit_length() - 1))
+def _rows(pairs: int) -> int:
+    """Rows of a tile: the power of two at or below so many pairs, within bounds."""
+    return min(_MOST_ROWS, 1 << (max(1, pairs).bit_length() - 1))

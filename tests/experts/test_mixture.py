@@ -13,7 +13,7 @@ from jaxllm.experts.routing import Routing, route
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.linear import FeedForward
 from jaxllm.quant import Bfloat16Bits, dequantize, quantize, to_blocks, unit_at
-from tests.kernels.switching import fall_back
+from tests.kernels.switching import fall_back, needs_native
 
 B, E, F, D = 2, 4, 32, 64
 
@@ -221,3 +221,19 @@ def test_routing_keeps_its_types_in_narrow_graphs():
     for differentiable in (True, False):
         out = mix(x, routing, differentiable=differentiable)
         assert out.dtype == jnp.bfloat16
+
+
+@needs_native
+@pytest.mark.parametrize("neurons", [F, 24], ids=["whole-panels", "shared-panels"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_native_kernels_compute_nearly_what_is_stored(bits, neurons):
+    """Up to the rounding of activations (`tests/kernels` has its bounds)."""
+    dense = experts_of(neurons)
+    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
+        (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
+    block = FeedForward(*jax.tree.map(jnp.asarray, stored))
+    meant = FeedForward(*(dequantize(each, jnp.dtype(jnp.float32)) for each in stored))
+    for tokens in (1, 20):
+        x = draw(B, tokens, D)
+        got, expected = mix(x, routed(x), block), naive(x, routed(x), meant)
+        assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()
