@@ -93,7 +93,7 @@ def _write(bundle: Bundle, place: Path, progress: Progress) -> None:
 
     from jaxllm.checkpoints.huggingface import write_folder
     from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
-    from jaxllm.models.decoder import param_specs
+    from jaxllm.models.parameters import param_specs
     from jaxllm.quant import dequantize
 
     loaded, specs = bundle.load(), param_specs(bundle.cfg)

@@ -89,7 +89,7 @@ def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
 
     from jaxllm.checkpoints.huggingface import write_folder
     from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
-    from jaxllm.models.decoder import param_specs
+    from jaxllm.models.parameters import param_specs
 
     specs = param_specs(cfg)
     params: dict[str, np.ndarray] = {}

@@ -17,6 +17,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 # an address space when multiplied.
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 10
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
@@ -104,10 +105,16 @@ class ModelConfig:
     """Shape and mathematics of one decoder.
 
     Letters used for shapes everywhere: D `hidden_size`, L `layers`, N `heads`, K `kv_heads`,
-    G = N/K, H `head_dim`, F `ffn_size`, V `vocab_size`.
+    G = N/K, H `head_dim`, F `ffn_size`, V `vocab_size`, E `experts`.
 
     `attention_windows` has one entry per layer: 0 means full causal attention, w > 0 means a token
     sees itself and the w-1 tokens before it. Layers with a window use `local_rope` when it is set.
+
+    With `experts` above 0 the model is a mixture of experts: in the layers that `sparse_layers` marks
+    (one entry per layer, all of them unless told otherwise) the feed-forward block is E gated experts of
+    `expert_ffn_size` neurons (`ffn_size` unless told otherwise), of which each token visits
+    `experts_per_token`. Their outputs are weighted by the router's probabilities, divided by their sum
+    if `normalize_expert_weights`.
     """
 
     model_type: str
@@ -137,6 +144,11 @@ class ModelConfig:
     qk_norm: bool = False
     post_norms: bool = False
     tied_head: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    normalize_expert_weights: bool = True
+    sparse_layers: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
@@ -158,7 +170,7 @@ class ModelConfig:
         )
         _require_flags(
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
-            "post_norms", "tied_head",
+            "post_norms", "tied_head", "normalize_expert_weights",
         )  # fmt: skip
         _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
         if not self.attention_windows:
@@ -180,6 +192,31 @@ class ModelConfig:
                     rope.dim <= self.head_dim,
                     f"rope dim must be at most head_dim {self.head_dim}, got {rope.dim}",
                 )
+        _require_int("experts", self.experts, 0, MAX_EXPERTS)
+        if self.experts:
+            self._check_experts()
+        else:
+            for name, none in (("experts_per_token", 0), ("expert_ffn_size", 0), ("sparse_layers", ())):
+                value = getattr(self, name)
+                _require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
+            _require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
+
+    def _check_experts(self) -> None:
+        _require_int("experts_per_token", self.experts_per_token, 1, self.experts)
+        if not self.expert_ffn_size:
+            object.__setattr__(self, "expert_ffn_size", self.ffn_size)
+        _require_int("expert_ffn_size", self.expert_ffn_size, 1, MAX_DIMENSION)
+        _require(
+            self.gated_ffn and not self.ffn_bias,
+            "experts are gated and have no biases: set gated_ffn to true and ffn_bias to false",
+        )
+        if not self.sparse_layers:
+            object.__setattr__(self, "sparse_layers", (True,) * self.layers)
+        _require(
+            len(self.sparse_layers) == self.layers and {type(each) for each in self.sparse_layers} == {bool},
+            f"sparse_layers needs {self.layers} times true or false, one per layer, got {self.sparse_layers}",
+        )
+        _require(any(self.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
 
     @property
     def group(self) -> int:
@@ -191,6 +228,10 @@ class ModelConfig:
         if self.attention_windows[layer] and self.local_rope is not None:
             return self.local_rope
         return self.rope
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether the feed-forward block of layer `layer` is a mixture of experts."""
+        return bool(self.sparse_layers) and self.sparse_layers[layer]
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
@@ -208,8 +249,9 @@ class ModelConfig:
             for name in ("rope", "local_rope"):
                 if fields.get(name) is not None:
                     fields[name] = RopeConfig(**fields[name])
-            if "attention_windows" in fields:
-                fields["attention_windows"] = tuple(fields["attention_windows"])
+            for name in ("attention_windows", "sparse_layers"):
+                if name in fields:
+                    fields[name] = tuple(fields[name])
             return cls(**fields)
         except TypeError as error:
             raise ConfigError(f"malformed model config: {error}") from error

@@ -9,7 +9,7 @@ from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 
 Progress = Callable[[str, int, int], None]
 _OWN_FORMAT: dict[str, WeightFormat] = {"float32": "f32", "float16": "f32", "bfloat16": "bf16"}

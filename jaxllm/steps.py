@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.kv.cache import KVCache
-from jaxllm.models.decoder import Params, forward, forward_documents, logits
+from jaxllm.models.decoder import forward, forward_documents, logits
+from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, sample
 
 # Tokens whose logits `score_branches` has in memory together.

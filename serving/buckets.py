@@ -21,7 +21,7 @@ from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.errors import BucketMissing, ContextOverflow
 from jaxllm.kv.cache import KVCache, grow, new_cache
-from jaxllm.models.decoder import Params
+from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
 from jaxllm.steps import decode_tokens, prefill_chunk, score_branches, score_chunk
 from serving.chunks import plan_chunks

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jaxllm.config import MAX_DIMENSION, MAX_LAYERS, Bucket, ModelConfig, RopeConfig
+from jaxllm.config import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS, Bucket, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
 
 SHAPE = {
@@ -14,6 +14,7 @@ SHAPE = {
     "head_dim": 16, "ffn_size": 12, "window_tokens": 32,
 }  # fmt: skip
 LLAMA3 = {"dim": 16, "kind": "llama3", "factor": 8.0, "original_window_tokens": 64}
+MOE = {"experts": 4, "experts_per_token": 2}
 YARN = {"dim": 16, "kind": "yarn", "factor": 4.0, "original_window_tokens": 64}
 
 
@@ -69,6 +70,19 @@ def test_layer_rope_is_local_where_there_is_a_window():
     assert [cfg.layer_rope(layer) for layer in range(3)] == [local, None, local]
 
 
+def test_experts_fill_in_what_is_left_out():
+    cfg = model(**MOE)
+    assert (cfg.expert_ffn_size, cfg.normalize_expert_weights) == (12, True)
+    assert cfg.sparse_layers == (True, True, True)
+    assert all(map(cfg.is_sparse, range(3)))
+    some = model(**MOE, expert_ffn_size=5, sparse_layers=(False, True, False))
+    assert [some.is_sparse(layer) for layer in range(3)] == [False, True, False]
+    assert some.expert_ffn_size == 5
+    assert not any(map(model().is_sparse, range(3)))
+    one = dataclasses.replace(cfg, layers=1, attention_windows=(), sparse_layers=())
+    assert one.sparse_layers == (True,)
+
+
 # Refusals
 
 
@@ -115,6 +129,21 @@ def test_bounds_are_within():
         ({"attention_windows": (0, 1, 2.5)}, ("attention_windows", "2.5")),
         ({"attention_windows": (0, 1, "4")}, ("attention_windows", "'4'")),
         ({"attention_windows": (0, 1, MAX_DIMENSION + 1)}, ("attention_windows", str(MAX_DIMENSION + 1))),
+        ({"experts": -1}, ("experts", "-1")),
+        ({"experts": MAX_EXPERTS + 1, "experts_per_token": 1}, ("experts", str(MAX_EXPERTS))),
+        ({"experts": 4}, ("experts_per_token", "[1, 4]", "0")),
+        ({"experts": 4, "experts_per_token": 5}, ("experts_per_token", "[1, 4]", "5")),
+        ({**MOE, "expert_ffn_size": -8}, ("expert_ffn_size", "-8")),
+        ({**MOE, "gated_ffn": False}, ("experts", "gated_ffn")),
+        ({**MOE, "ffn_bias": True}, ("experts", "ffn_bias")),
+        ({**MOE, "normalize_expert_weights": 1}, ("normalize_expert_weights", "1")),
+        ({**MOE, "sparse_layers": (True,)}, ("sparse_layers", "3", "(True,)")),
+        ({**MOE, "sparse_layers": (True, 1, 0)}, ("sparse_layers", "(True, 1, 0)")),
+        ({**MOE, "sparse_layers": (False,) * 3}, ("sparse_layers", "no layer")),
+        ({"experts_per_token": 2}, ("experts_per_token", "no experts")),
+        ({"expert_ffn_size": 8}, ("expert_ffn_size", "no experts")),
+        ({"sparse_layers": (True,) * 3}, ("sparse_layers", "no experts")),
+        ({"normalize_expert_weights": False}, ("normalize_expert_weights", "without experts")),
         ({"rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
         ({"local_rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
     ],
@@ -168,6 +197,9 @@ CONFIGS = {
         embed_scale=2.5, qkv_bias=True, o_bias=True, ffn_bias=True, qk_norm=True, post_norms=True,
         tied_head=True,
     ),
+    "experts": model(
+        **MOE, expert_ffn_size=20, normalize_expert_weights=False, sparse_layers=(True, False, True)
+    ),
 }  # fmt: skip
 
 
@@ -177,14 +209,23 @@ def test_json_round_trip(name):
     again = ModelConfig.from_json(json.loads(json.dumps(cfg.to_json())))
     assert again == cfg
     assert hash(again) == hash(cfg)
-    assert type(again.attention_windows) is tuple
+    assert type(again.attention_windows) is type(again.sparse_layers) is tuple
 
 
 def test_all_fields_differ_from_the_defaults_in_the_round_trip():
     """So that a field which is lost on the way is seen."""
-    plain, full = CONFIGS["defaults"], CONFIGS["all"]
-    same = [f.name for f in dataclasses.fields(plain) if getattr(plain, f.name) == getattr(full, f.name)]
+    plain, *others = CONFIGS.values()
+    names = [field.name for field in dataclasses.fields(plain)]
+    same = [name for name in names if all(getattr(plain, name) == getattr(cfg, name) for cfg in others)]
     assert same == list(SHAPE)
+
+
+def test_json_from_before_experts():
+    data = model().to_json()
+    for name in ("experts", "sparse_layers", "normalize_expert_weights", "expert_ffn_size"):
+        del data[name]
+    del data["experts_per_token"]
+    assert ModelConfig.from_json(data) == model()
 
 
 @pytest.mark.parametrize(
@@ -199,6 +240,9 @@ def test_all_fields_differ_from_the_defaults_in_the_round_trip():
         ({"attention_windows": [0, None, 1]}, "None"),
         ({"heads": "4"}, "heads"),
         ({"norm": []}, "norm"),
+        ({"experts": [4]}, "experts"),
+        ({**MOE, "sparse_layers": 3}, "malformed model config"),
+        ({**MOE, "sparse_layers": ["yes", "no", "no"]}, "sparse_layers"),
     ],
 )
 def test_malformed_json_is_a_config_error(change, part):

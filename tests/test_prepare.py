@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare, weight_format_of
 from jaxllm.quant import Bfloat16Bits
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder

@@ -11,7 +11,7 @@ import pytest
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
-from jaxllm.models.decoder import param_specs
+from jaxllm.models.parameters import param_specs
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.steps import decode_step, decode_tokens, prefill_chunk, score_chunk
 

@@ -17,7 +17,7 @@ from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.checkpoints.huggingface import write_folder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
-from jaxllm.models import decoder
+from jaxllm.models import parameters
 from jaxllm.tokenizer import TokenizerFiles
 
 WINDOW_TOKENS = 128
@@ -69,8 +69,8 @@ def tiny_tokenizer(*, chat: bool = True) -> TokenizerFiles:
 @functools.cache
 def tiny_params(cfg: ModelConfig = TINY, seed: int = 0) -> Mapping[str, np.ndarray]:
     """Random float32 parameters, in the order of `param_specs`; read-only, as they are shared."""
-    params = jax.device_get(decoder.init_params(cfg, jax.random.key(seed)))
-    return {name: params[name] for name in decoder.param_specs(cfg)}
+    params = jax.device_get(parameters.init_params(cfg, jax.random.key(seed)))
+    return {name: params[name] for name in parameters.param_specs(cfg)}
 
 
 def random_params(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -78,7 +78,7 @@ def random_params(cfg: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
     return {
         name: draw.normal(size=spec.shape).astype(np.float32)
-        for name, spec in decoder.param_specs(cfg).items()
+        for name, spec in parameters.param_specs(cfg).items()
     }
 
 

@@ -43,6 +43,13 @@ _LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": WINDOW,
 }
+_QWEN3_MOE = {
+    **_LLAMA,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
 _GEMMA = {**_LLAMA, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 5}
 _GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": WINDOW}
 _OPT = {
@@ -75,6 +82,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     ),
     "qwen3": ("Qwen3", {**_LLAMA, "head_dim": 16, "attention_bias": True}),
+    "mixtral": ("Mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral-one-of-three": (
+        "Mixtral",
+        {**_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5},
+    ),
+    "qwen3_moe": ("Qwen3Moe", {**_QWEN3_MOE, "norm_topk_prob": True}),
+    "qwen3_moe-one": ("Qwen3Moe", {**_QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
+    "qwen3_moe-one-normalized": (
+        "Qwen3Moe",
+        {**_QWEN3_MOE, "num_experts_per_tok": 1, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe-some-dense": (
+        "Qwen3Moe",
+        {
+            **_QWEN3_MOE,
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
     "gemma2": (
         "Gemma2",
         {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
@@ -110,7 +140,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_OPT, "enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
     ),
 }
-ARCHITECTURE_VARIANTS = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "opt")
+ARCHITECTURE_VARIANTS = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt2", "opt",
+)  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The losses of packed rows: of the next token, and of a teacher's distribution over it."""
+"""The losses of packed rows: of the next token, of a teacher's distribution over it, and of routers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,39 +6,44 @@ import numpy as np
 import optax
 
 from jaxllm.config import ModelConfig
+from jaxllm.experts.routing import Routing, load_balancing_loss, router_z_loss
 from jaxllm.models import decoder
+from jaxllm.models.parameters import Params
 from training.packing import Batch
 
-Params = decoder.Params
 
-
-def next_token_losses(
+def next_token_logits(
     params: Params, batch: Batch, *, cfg: ModelConfig, dtype: jnp.dtype = jnp.float32, remat: bool = False
-) -> jax.Array:
+) -> tuple[jax.Array, Routing | None]:
+    """Logits `[B, T, V]` float32 of the tokens that follow, and the routing of a model with experts."""
+    inputs = (params, batch.tokens, batch.starts)
+    if cfg.experts:
+        hidden, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, dtype=dtype, remat=remat)
+    else:
+        hidden, routing = decoder.forward_documents(*inputs, cfg=cfg, dtype=dtype, remat=remat), None
+    return decoder.logits(params, hidden, cfg=cfg), routing
+
+
+def next_token_losses(logits: jax.Array, batch: Batch) -> jax.Array:
     """Cross entropy in nats `[B, T]` float32 of the targets of a batch."""
-    hidden = decoder.forward_documents(params, batch.tokens, batch.starts, cfg=cfg, dtype=dtype, remat=remat)
-    scores = decoder.logits(params, hidden, cfg=cfg)
-    return optax.softmax_cross_entropy_with_integer_labels(scores, batch.targets)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets)
 
 
 def distillation_losses(
-    params: Params,
-    teacher: Params,
-    batch: Batch,
-    *,
-    cfg: ModelConfig,
-    teacher_cfg: ModelConfig,
-    teacher_share: float,
-    dtype: jnp.dtype = jnp.float32,
-    remat: bool = False,
+    logits: jax.Array, teacher_logits: jax.Array, batch: Batch, *, teacher_share: float
 ) -> jax.Array:
     """Losses `[B, T]` float32 of a student: `teacher_share` of the cross entropy with the teacher's
     distribution over the next token, the rest with the target itself (arXiv 1503.02531, section 2)."""
-    hidden = decoder.forward_documents(params, batch.tokens, batch.starts, cfg=cfg, dtype=dtype, remat=remat)
-    scores = decoder.logits(params, hidden, cfg=cfg)
-    seen = decoder.forward_documents(teacher, batch.tokens, batch.starts, cfg=teacher_cfg, dtype=dtype)
-    wanted = jax.lax.stop_gradient(jax.nn.softmax(decoder.logits(teacher, seen, cfg=teacher_cfg)))
-    soft = optax.softmax_cross_entropy(scores, wanted)
-    hard = optax.softmax_cross_entropy_with_integer_labels(scores, batch.targets)
+    wanted = jax.lax.stop_gradient(jax.nn.softmax(teacher_logits))
     share = np.float32(teacher_share)
-    return share * soft + (np.float32(1) - share) * hard
+    soft = optax.softmax_cross_entropy(logits, wanted)
+    return share * soft + (np.float32(1) - share) * next_token_losses(logits, batch)
+
+
+def router_penalty(routing: Routing, *, balance_weight: float, z_weight: float) -> jax.Array:
+    """What keeps routers healthy: every layer's load balanced for itself, and logits small; a scalar.
+
+    A perfectly balanced layer still costs `balance_weight` times the experts per token.
+    """
+    balance = jnp.mean(jax.vmap(load_balancing_loss)(routing.probs, routing.ids))
+    return np.float32(balance_weight) * balance + np.float32(z_weight) * router_z_loss(routing.logits)

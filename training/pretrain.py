@@ -25,15 +25,15 @@ from tokenizers import Tokenizer
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models import decoder
+from jaxllm.models import parameters
 from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
 from training.checkpoints import Checkpoints, Params
 from training.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.documents import read_texts, text_document
 from training.log import Log
 from training.loop import Job, Trainer, train
-from training.losses import distillation_losses, next_token_losses
-from training.packing import PackedBatches, evaluation_batches
+from training.losses import distillation_losses, next_token_logits, next_token_losses, router_penalty
+from training.packing import Batch, PackedBatches, evaluation_batches
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import Recipe, Source
 from training.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, token_id, train_tokenizer
@@ -108,7 +108,7 @@ def pretrain(
     )
     tokens_per_step = recipe.batch * recipe.row_tokens
     console.print(
-        f"{decoder.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
+        f"{parameters.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
         f"{len(train_documents):,} documents, {len(train_documents.tokens):,} tokens to train on, "
         f"{len(held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
         f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
@@ -125,7 +125,7 @@ def pretrain(
         write_model(run_dir / "hf", recipe, vocabulary, whole)
     trainer = Trainer(job, recipe, mesh)
     summary: dict[str, Any] = {
-        "parameters": decoder.parameter_count(recipe.model),
+        "parameters": parameters.parameter_count(recipe.model),
         "best_step": best_step,
         "tokens_seen": best_step * tokens_per_step,
         "epochs": round(batches.epochs_at(best_step), 3),
@@ -150,24 +150,19 @@ def pretrain_job(recipe: Recipe, teacher: Teacher | None = None) -> Job:
     cfg, dtype = recipe.model, jnp.dtype(recipe.precision)
 
     def init(key: jax.Array) -> Params:
-        return decoder.init_params(cfg, key)
+        return parameters.init_params(cfg, key)
 
-    def losses(params: Params, frozen: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        nothing = jnp.zeros(())
+    def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        logits, routing = next_token_logits(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        penalty = jnp.zeros(())
+        if routing is not None:
+            penalty = router_penalty(
+                routing, balance_weight=recipe.balance_weight, z_weight=recipe.router_z_weight
+            )
         if teacher is None:
-            return next_token_losses(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat), nothing
-        share = recipe.teacher_share
-        each = distillation_losses(
-            params,
-            frozen,
-            batch,
-            cfg=cfg,
-            teacher_cfg=teacher.cfg,
-            teacher_share=share,
-            dtype=dtype,
-            remat=recipe.remat,
-        )
-        return each, nothing
+            return next_token_losses(logits, batch), penalty
+        wanted, _ = next_token_logits(frozen, batch, cfg=teacher.cfg, dtype=dtype)
+        return distillation_losses(logits, wanted, batch, teacher_share=recipe.teacher_share), penalty
 
     return Job(init, losses, None if teacher is None else teacher.params)
 

@@ -66,6 +66,8 @@ class Recipe(TrainSettings):
       sources: what it is trained on; empty for texts that the command line names.
       held_out_share: of the documents, kept out of training to pick the best checkpoint.
       teacher_share: of the loss that is taken from a teacher's distribution; 0 trains without one.
+      balance_weight: of the load-balancing loss of models with experts.
+      router_z_weight: of their routers' z-loss.
       chat_template: Jinja, how messages become the prompt; written into the tokenizer's config.
     """
 
@@ -73,6 +75,8 @@ class Recipe(TrainSettings):
     sources: tuple[Source, ...] = ()
     held_out_share: float = 0.02
     teacher_share: float = 0.0
+    balance_weight: float = 0.01
+    router_z_weight: float = 0.001
     chat_template: str = ROLE_TEMPLATE
 
     def __post_init__(self) -> None:
@@ -84,6 +88,8 @@ class Recipe(TrainSettings):
             )
         require_float("held_out_share", self.held_out_share, above=0, below=1)
         require_float("teacher_share", self.teacher_share, least=0, most=1)
+        require_float("balance_weight", self.balance_weight, least=0)
+        require_float("router_z_weight", self.router_z_weight, least=0)
         if not isinstance(self.chat_template, str):
             raise ConfigError(f"chat_template must be text, got {self.chat_template!r}")
 

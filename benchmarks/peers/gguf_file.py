@@ -69,7 +69,7 @@ def write_gguf(
     """
     import gguf
 
-    from jaxllm.models.decoder import param_specs
+    from jaxllm.models.parameters import param_specs
 
     specs = param_specs(cfg)
     temporary = _temporary(path)

@@ -60,7 +60,7 @@ class EngineSession:
         """What opening took, and the sizes of the weights."""
         import jax
 
-        from jaxllm.models.decoder import parameter_count
+        from jaxllm.models.parameters import parameter_count
 
         engine = self._engine
         tensors, cfg = engine.bundle.layout.tensors, engine.cfg

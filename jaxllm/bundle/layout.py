@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.quant import GROUPS, blocked_shapes
 
 # int4 keeps the vocabulary's tables at 8 bits, int4-all keeps nothing: smaller and faster still, less exact.

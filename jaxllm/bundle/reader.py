@@ -15,7 +15,7 @@ from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, check_header
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.kernels import native
-from jaxllm.models.decoder import param_specs
+from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Bfloat16Bits, BlockedArray, Weight, from_blocks
 from jaxllm.tokenizer import TokenizerFiles
 

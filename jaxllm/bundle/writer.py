@@ -29,7 +29,7 @@ from jaxllm.bundle.layout import (
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.quant import BlockedArray, quantize, to_blocks
 from jaxllm.tokenizer import TokenizerFiles
 

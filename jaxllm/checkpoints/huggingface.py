@@ -24,7 +24,7 @@ from jaxllm.checkpoints.safetensors_folder import (
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import architecture
-from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Architecture, Tensor
 
 CONFIG_FILE = "config.json"
@@ -68,7 +68,8 @@ def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarra
     """
     weights = SafetensorsFolder(Path(folder))
     specs = param_specs(cfg)
-    source: dict[str, tuple[str, Tensor]] = {}
+    # Several tensors where each holds one expert, in order.
+    sources: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in specs}
     for stored, tensor in _locate(architecture(cfg.model_type), cfg, weights).items():
         dtype, shape = weights.describe(stored)
         if shape != tensor.shape(specs):
@@ -81,12 +82,16 @@ def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarra
                 f"tensor {stored} of {folder} is stored as {dtype}; jaxllm reads "
                 f"{', '.join(FLOAT_TYPES.values())}: take the float weights of this model"
             )
-        source.update(dict.fromkeys(tensor.params, (stored, tensor)))
+        for name in tensor.params:
+            sources[name].append((stored, tensor))
 
     def load() -> Iterator[tuple[str, np.ndarray]]:
         for name in specs:
-            stored, tensor = source[name]
-            yield name, weights.read(stored, lambda rows, t=tensor, n=name: t.read(rows, n, specs))
+            parts = [
+                weights.read(stored, lambda rows, t=tensor, n=name: t.read(rows, n, specs))
+                for stored, tensor in sources[name]
+            ]
+            yield name, parts[0] if sources[name][0][1].expert is None else np.stack(parts)
 
     return load()
 

@@ -6,10 +6,12 @@ from jaxllm.models.gemma3_text import GEMMA3_TEXT
 from jaxllm.models.gpt2 import GPT2
 from jaxllm.models.llama import LLAMA
 from jaxllm.models.mistral import MISTRAL
+from jaxllm.models.mixtral import MIXTRAL
 from jaxllm.models.opt import OPT
 from jaxllm.models.phi3 import PHI3
 from jaxllm.models.qwen2 import QWEN2
 from jaxllm.models.qwen3 import QWEN3
+from jaxllm.models.qwen3_moe import QWEN3_MOE
 from jaxllm.models.translate import Architecture
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -18,10 +20,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": GPT2,
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "opt": OPT,
     "phi3": PHI3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
 }
 
 

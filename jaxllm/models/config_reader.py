@@ -26,7 +26,7 @@ INERT_KEYS = frozenset({
     # Training.
     "activation_dropout", "attention_dropout", "attn_pdrop", "classifier_dropout", "dropout",
     "embd_pdrop", "gradient_checkpointing", "hidden_dropout", "init_std", "initializer_range",
-    "layerdrop", "resid_pdrop",
+    "layerdrop", "output_router_logits", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
     # Token ids and labels.
     "bos_token_id", "decoder_start_token_id", "eos_token_id", "forced_bos_token_id",
     "forced_eos_token_id", "pad_token_id", "prefix", "sep_token_id", "unk_token_id", "id2label",
@@ -106,6 +106,16 @@ class ConfigReader:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self._wrong(key, value, "a list of strings")
+        return tuple(value)
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """A list of whole numbers; none where the key is absent or null."""
+        value = self._value(key, None)
+        if value is None:
+            return ()
+        whole = isinstance(value, list) and all(type(item) is int for item in value)
+        if not whole or any(abs(item) > MAX_DIMENSION for item in value):
+            raise self._wrong(key, value, f"a list of whole numbers of at most {MAX_DIMENSION}")
         return tuple(value)
 
     def section(self, key: str) -> "ConfigReader | None":

@@ -1,22 +1,12 @@
-"""The decoder that every architecture here shares: names and shapes of its parameters, and its forward.
+"""The decoder that every architecture here shares: its forward with a cache, and over whole documents.
 
 Architectures differ only in `ModelConfig`; each file beside this one translates a checkpoint format
-into it. Parameters are a flat dict with stable string keys:
-
-    embed.tokens [V, D]            embed.positions [P, D]
-    layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
-    layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
-    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]
-    layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
-    final_norm.scale/bias [D]      head [V, D]
-
-The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer.
+into it. Parameters are those of `parameters.py`.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar, overload
+from collections.abc import Callable
+from typing import TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +14,9 @@ import numpy as np
 
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.documents import Branches, document_attention, document_positions
+from jaxllm.errors import ConfigError
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import Routing, route
 from jaxllm.kv.cache import KVCache
 from jaxllm.layers import (
     Norm,
@@ -34,101 +27,13 @@ from jaxllm.layers import (
     rotate,
 )
 from jaxllm.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
+from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
 
-Params = Mapping[str, Weight]
-Role = Literal["embed", "to_units", "from_units", "vector"]
 RotaryTable = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
 # Queries, keys and values of new tokens -> what they attend to, and what the layer keeps of it.
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamSpec:
-    """Shape of one parameter and the part it plays (which decides how it may be quantized)."""
-
-    shape: tuple[int, ...]
-    role: Role
-
-
-def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """Every parameter of the model, layer by layer, in the order in which a step reads them."""
-    width = cfg.hidden_size
-    specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
-    if cfg.learned_positions:
-        specs["embed.positions"] = ParamSpec((cfg.window_tokens, width), "vector")
-    for layer in range(cfg.layers):
-        for name, spec in _layer_specs(cfg).items():
-            specs[f"layers.{layer}.{name}"] = spec
-    specs.update(_norm_specs(cfg, "final_norm"))
-    if not cfg.tied_head:
-        specs["head"] = ParamSpec((cfg.vocab_size, width), "embed")
-    return specs
-
-
-def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
-    parts = ("scale", "bias") if cfg.norm == "layer" else ("scale",)
-    return {f"{name}.{part}": ParamSpec((cfg.hidden_size,), "vector") for part in parts}
-
-
-def _layer_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    units, head, width = cfg.kv_heads, cfg.head_dim, cfg.hidden_size
-    queries = cfg.group * head
-    specs = _norm_specs(cfg, "attn_norm")
-    rows = {"q": queries, "k": head, "v": head}
-    for name, count in rows.items():
-        specs[f"attn.{name}"] = ParamSpec((units, count, width), "to_units")
-        if cfg.qkv_bias:
-            specs[f"attn.{name}_bias"] = ParamSpec((units, count), "vector")
-    if cfg.qk_norm:
-        specs["attn.q_norm.scale"] = ParamSpec((head,), "vector")
-        specs["attn.k_norm.scale"] = ParamSpec((head,), "vector")
-    specs["attn.o"] = ParamSpec((units, queries, width), "from_units")
-    if cfg.o_bias:
-        specs["attn.o_bias"] = ParamSpec((width,), "vector")
-    if cfg.post_norms:
-        specs.update(_norm_specs(cfg, "attn_post_norm"))
-    specs.update(_norm_specs(cfg, "ffn_norm"))
-    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
-        specs[f"ffn.{name}"] = ParamSpec((cfg.ffn_size, width), "to_units")
-        if cfg.ffn_bias:
-            specs[f"ffn.{name}_bias"] = ParamSpec((cfg.ffn_size,), "vector")
-    specs["ffn.down"] = ParamSpec((cfg.ffn_size, width), "from_units")
-    if cfg.ffn_bias:
-        specs["ffn.down_bias"] = ParamSpec((width,), "vector")
-    if cfg.post_norms:
-        specs.update(_norm_specs(cfg, "ffn_post_norm"))
-    return specs
-
-
-def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
-    """Random parameters to train from: normal weights of variance 1/fan-in, norms at one."""
-    specs = param_specs(cfg)
-    keys = jax.random.split(key, len(specs))
-    return {name: init_param(cfg, name, each, dtype) for name, each in zip(specs, keys, strict=True)}
-
-
-def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The initial value of one parameter (see `init_params`)."""
-    spec = param_specs(cfg)[name]
-    if name.endswith("norm.scale"):
-        return jnp.ones(spec.shape, dtype)
-    if name.endswith("bias"):
-        return jnp.zeros(spec.shape, dtype)
-    if name.startswith("embed.") or name == "head":
-        return jax.random.normal(key, spec.shape, dtype) * np.asarray(0.02, dtype)
-    fan_in = int(np.prod(spec.shape[:-1])) if spec.role == "from_units" else spec.shape[-1]
-    deviation = fan_in**-0.5
-    if spec.role == "from_units":
-        # Residual branches add up over 2·L blocks (GPT-2's scaling).
-        deviation *= (2 * cfg.layers) ** -0.5
-    return jax.random.normal(key, spec.shape, dtype) * np.asarray(deviation, dtype)
-
-
-def parameter_count(cfg: ModelConfig) -> int:
-    """Number of scalar parameters."""
-    return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
 
 
 @overload
@@ -183,6 +88,7 @@ def forward(
         return forward_documents(params, tokens, cfg=cfg, dtype=dtype), None
     count = tokens.shape[1]
     start, capacity = cache.length, cache.capacity_tokens
+    live = None if valid is None else jnp.arange(count, dtype=jnp.int32) < valid
     valid = jnp.asarray(count, jnp.int32) if valid is None else valid
     positions = start + jnp.arange(count, dtype=jnp.int32)
     masks = {
@@ -204,7 +110,7 @@ def forward(
             start=start,
             valid=valid,
         )
-        x, past = _layer(_LayerParams(params, f"layers.{layer}."), x, cfg, attend)
+        x, past, _ = _layer(_LayerParams(params, f"layers.{layer}."), x, cfg, layer, attend, live=live)
         kept.append(past)
     x = normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
     keys, values = zip(*kept, strict=True)
@@ -224,7 +130,7 @@ def forward_documents(
     """Hidden states of whole documents, packed one behind the other: what training differentiates.
 
     Args:
-      params: see the module docstring.
+      params: see `parameters.py`; leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V).
       starts: `[B, T]` int32, where in its row the document of each token begins. Tokens attend within their
         document and positions count from its beginning. None: a row is one document.
@@ -236,10 +142,48 @@ def forward_documents(
     Returns:
       Hidden states after the final norm `[B, T, D]`.
     """
+    return _forward_documents(params, tokens, starts, branches, cfg, dtype, remat)[0]
+
+
+def forward_documents_with_routing(
+    params: Params,
+    tokens: jax.Array,
+    starts: jax.Array | None = None,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    remat: bool = False,
+) -> tuple[jax.Array, Routing]:
+    """`forward_documents`, and what the routers decided, for losses and statistics.
+
+    Returns:
+      Hidden states, and the routing of all tokens with the sparse layers in front: logits
+      `[L_sparse, B, T, E]`, ids and weights `[L_sparse, B, T, k]`.
+
+    Raises:
+      ConfigError: the model has no experts.
+    """
+    if not cfg.experts:
+        raise ConfigError("a model without experts has no routing; call forward_documents")
+    hidden, routings = _forward_documents(params, tokens, starts, None, cfg, dtype, remat)
+    return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
+
+
+def _forward_documents(
+    params: Params,
+    tokens: jax.Array,
+    starts: jax.Array | None,
+    branches: Branches | None,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    remat: bool,
+) -> tuple[jax.Array, list[Routing]]:
+    """`forward_documents`, and the routing of each sparse layer."""
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
     positions = document_positions(starts, branches)
     tables = _rotary_tables(positions, cfg)
     x = _embed(params, tokens, positions, cfg, dtype)
+    routings = []
     for layer in range(cfg.layers):
         attend = functools.partial(
             _attend_documents,
@@ -250,15 +194,12 @@ def forward_documents(
             window=cfg.attention_windows[layer],
         )
         prefix = f"layers.{layer}."
+        run = functools.partial(_document_layer, cfg=cfg, layer=layer, attend=attend)
+        # What is computed again must be told from what is kept: a layer takes its own parameters alone.
         weights = {name: params[name] for name in params if name.startswith(prefix)}
-
-        def run(
-            weights: Params, x: jax.Array, attend: Attend[None] = attend, prefix: str = prefix
-        ) -> jax.Array:
-            return _layer(_LayerParams(weights, prefix), x, cfg, attend)[0]
-
-        x = (jax.checkpoint(run) if remat else run)(weights, x)
-    return normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
+        x, routing = (jax.checkpoint(run) if remat else run)(weights, x)
+        routings += [] if routing is None else [routing]
+    return normalize(x, _LayerParams(params, "").norm("final_norm", cfg)), routings
 
 
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
@@ -308,9 +249,19 @@ def _embed(
 
 
 def _layer(
-    weights: _LayerParams, x: jax.Array, cfg: ModelConfig, attend: Attend[Kept]
-) -> tuple[jax.Array, Kept]:
-    """One layer of `x` `[B, T, D]`: its output `[B, T, D]`, and what `attend` keeps."""
+    weights: _LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    attend: Attend[Kept],
+    *,
+    live: jax.Array | None = None,
+    differentiable: bool = False,
+) -> tuple[jax.Array, Kept, Routing | None]:
+    """One layer of `x` `[B, T, D]`: its output, what `attend` keeps, and the routing if it is sparse.
+
+    `live` `[T]` bool: which tokens are real; experts need not see the others.
+    """
     q, k, v = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
@@ -327,9 +278,21 @@ def _layer(
     residual = None if cfg.post_norms else x
     mixed = from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual)
     x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
-    mixed = _ffn(weights, x, cfg)
+    routing = None
+    if cfg.is_sparse(layer):
+        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
+    else:
+        mixed = _ffn(weights, x, cfg)
     x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
-    return x, kept
+    return x, kept, routing
+
+
+def _document_layer(
+    weights: Params, x: jax.Array, *, cfg: ModelConfig, layer: int, attend: Attend[None]
+) -> tuple[jax.Array, Routing | None]:
+    prefixed = _LayerParams(weights, f"layers.{layer}.")
+    x, _, routing = _layer(prefixed, x, cfg, layer, attend, differentiable=True)
+    return x, routing
 
 
 def _attend_cache(
@@ -383,3 +346,19 @@ def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
     )
     norm = weights.norm("ffn_norm", cfg)
     return feed_forward(x, norm, block, cfg.activation, add_input=not cfg.post_norms)
+
+
+def _experts(
+    weights: _LayerParams, x: jax.Array, cfg: ModelConfig, *, live: jax.Array | None, differentiable: bool
+) -> tuple[jax.Array, Routing]:
+    """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
+    norm = weights.norm("ffn_norm", cfg)
+    routing = route(
+        normalize(x, norm),
+        weights["router"],
+        experts_per_token=cfg.experts_per_token,
+        normalize=cfg.normalize_expert_weights,
+    )
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
+    out = mixture(x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable)
+    return out if cfg.post_norms else x + out, routing

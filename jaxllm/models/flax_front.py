@@ -1,6 +1,6 @@
 """A Flax (linen) front on the shared decoder, for people who train with Flax.
 
-The parameters stay one flat dict, with the names and shapes of `decoder.init_params`, so whatever is
+The parameters stay one flat dict, with the names and shapes of `parameters.init_params`, so whatever is
 trained here is prepared, exported and served like any other model. Nothing else in this project uses
 Flax modules: passing a plain dict to a compiled step is several times cheaper.
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache
-from jaxllm.models import decoder
+from jaxllm.models import decoder, parameters
 
 
 class DecoderLM(nn.Module):
@@ -47,7 +47,7 @@ class DecoderLM(nn.Module):
           Logits `[B, T, V]` float32; with a cache, a pair of them and the cache that follows.
         """
         if self.is_initializing():
-            params = {name: self._initial(name) for name in decoder.param_specs(self.cfg)}
+            params = {name: self._initial(name) for name in parameters.param_specs(self.cfg)}
         else:
             # Not `self.param`, which traces every initializer again just to compare shapes.
             params = self.variables["params"]
@@ -56,5 +56,5 @@ class DecoderLM(nn.Module):
         return logits if cache is None else (logits, cache)
 
     def _initial(self, name: str) -> jax.Array:
-        make = functools.partial(decoder.init_param, self.cfg, name)
+        make = functools.partial(parameters.init_param, self.cfg, name)
         return self.param(name, lambda key: make(key, self.param_dtype))

@@ -82,7 +82,12 @@ def read_llama_shape(
 def read_llama_fields(reader: ConfigReader, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`read_llama_shape` and one rotary embedding over whole heads."""
     fields = read_llama_shape(reader, defaults)
-    rope = read_rope(reader, head_dim=fields["head_dim"], window_tokens=fields["window_tokens"])
+    rope = read_rope(
+        reader,
+        head_dim=fields["head_dim"],
+        window_tokens=fields["window_tokens"],
+        theta=defaults.get("rope_theta", 10000.0),
+    )
     refuse_partial(rope, fields["head_dim"])
     return {**fields, "rope": rope}
 

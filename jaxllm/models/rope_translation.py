@@ -15,7 +15,9 @@ from jaxllm.models.config_reader import ConfigReader
 _KINDS = ("default", "linear", "llama3", "yarn")
 
 
-def read_rope(reader: ConfigReader, *, head_dim: int, window_tokens: int) -> RopeConfig:
+def read_rope(
+    reader: ConfigReader, *, head_dim: int, window_tokens: int, theta: float = 10000.0
+) -> RopeConfig:
     """The one rotary embedding of a model.
 
     Args:
@@ -23,12 +25,13 @@ def read_rope(reader: ConfigReader, *, head_dim: int, window_tokens: int) -> Rop
       head_dim: H, all of whose dimensions turn but for a `partial_rotary_factor`.
       window_tokens: `max_position_embeddings`, where scalings take their original window from when
         they name none.
+      theta: base where the config names none.
 
     Raises:
       ConfigError: a scaling kind that is not supported, or one whose numbers are missing or wrong.
     """
     section = sole_rope_section(reader)
-    theta = reader.number("rope_theta", 10000.0)
+    theta = reader.number("rope_theta", theta)
     partial = reader.number("partial_rotary_factor", 1.0)
     # Phi-3 and some fine-tuned models keep it beside the section, where it takes precedence.
     original = reader.optional_integer("original_max_position_embeddings")

@@ -15,7 +15,7 @@ import numpy as np
 from jaxllm.config import Activation, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.config_reader import ConfigReader
-from jaxllm.models.decoder import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, param_specs
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -47,7 +47,8 @@ class Tensor:
 
     `skip_rows` leading rows are padding that the model never reads. `plus_one` marks norm weights
     stored as w where the model multiplies by 1 + w. `in_body` is False for a name that takes no
-    prefix (the head).
+    prefix (the head). A name with `{expert}` stands for one tensor per expert, each holding that entry of
+    the leading axis of its parameters; `expert` is its number once the name is filled in.
     """
 
     name: str
@@ -56,36 +57,46 @@ class Tensor:
     skip_rows: int = 0
     plus_one: bool = False
     in_body: bool = True
+    expert: int | None = None
 
     def shape(self, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
         """Shape in the checkpoint, given our parameters' specs."""
-        rows = self.skip_rows + sum(_rows(name, specs) for name in self.params)
+        rows = self.skip_rows + sum(self._rows(name, specs) for name in self.params)
         if _is_vector(self.params[0]):
             return (rows,)
         width = specs[self.params[0]].shape[-1]
         return (width, rows) if self.transposed else (rows, width)
 
     def read(self, stored: Sliceable, param: str, specs: Mapping[str, ParamSpec]) -> np.ndarray:
-        """Our parameter `param` out of this tensor, reading no other rows of it."""
+        """Our parameter `param` (its entry for `expert`) out of this tensor, reading no other rows of it."""
         start = self.skip_rows
         for name in self.params[: self.params.index(param)]:
-            start += _rows(name, specs)
-        rows = slice(start, start + _rows(param, specs))
+            start += self._rows(name, specs)
+        rows = slice(start, start + self._rows(param, specs))
         block = stored[:, rows].T if self.transposed else stored[rows]
-        block = np.ascontiguousarray(block).reshape(specs[param].shape)
+        block = np.ascontiguousarray(block).reshape(self._block_shape(param, specs))
         # In float32: 1 + w in bfloat16 would lose most of w.
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
 
     def write(self, params: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> np.ndarray:
         """The checkpoint's tensor, from our parameters: the inverse of `read`."""
         width = () if _is_vector(self.params[0]) else specs[self.params[0]].shape[-1:]
-        blocks = [np.asarray(params[name]).reshape(-1, *width) for name in self.params]
+        parts = [params[name] if self.expert is None else params[name][self.expert] for name in self.params]
+        blocks = [np.asarray(part).reshape(-1, *width) for part in parts]
         if self.plus_one:
             blocks = [block.astype(np.float32) - np.float32(1) for block in blocks]
         if self.skip_rows:
             blocks.insert(0, np.zeros((self.skip_rows, *width), blocks[0].dtype))
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return np.ascontiguousarray(whole.T if self.transposed else whole)
+
+    def _block_shape(self, param: str, specs: Mapping[str, ParamSpec]) -> tuple[int, ...]:
+        shape = specs[param].shape
+        return shape if self.expert is None else shape[1:]
+
+    def _rows(self, param: str, specs: Mapping[str, ParamSpec]) -> int:
+        shape = self._block_shape(param, specs)
+        return math.prod(shape if _is_vector(param) else shape[:-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +184,7 @@ class Architecture:
                 # The tables list what a layer may have; the specs say what this model's layers have.
                 if params[0] in specs:
                     name = self.layer_prefix.format(layer) + tensor.name
-                    found.append(dataclasses.replace(tensor, name=name, params=params))
+                    found += _by_expert(dataclasses.replace(tensor, name=name, params=params), cfg)
         return found
 
 
@@ -192,10 +203,14 @@ def write_activation(activation: Activation) -> str:
     return _ACTIVATION_NAMES[activation]
 
 
+def _by_expert(tensor: Tensor, cfg: ModelConfig) -> list[Tensor]:
+    if "{expert}" not in tensor.name:
+        return [tensor]
+    return [
+        dataclasses.replace(tensor, name=tensor.name.format(expert=expert), expert=expert)
+        for expert in range(cfg.experts)
+    ]
+
+
 def _is_vector(param: str) -> bool:
     return param.endswith(("bias", ".scale"))
-
-
-def _rows(param: str, specs: Mapping[str, ParamSpec]) -> int:
-    shape = specs[param].shape
-    return math.prod(shape if _is_vector(param) else shape[:-1])

@@ -9,6 +9,7 @@ from jaxllm.quant.weights import (
     dequantize,
     embedding_rows,
     take_units,
+    unit_at,
     unpack_int4,
 )
 
@@ -28,5 +29,6 @@ __all__ = [
     "quantize",
     "take_units",
     "to_blocks",
+    "unit_at",
     "unpack_int4",
 ]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant.blocks import BlockedArray, blocked_levels, blocked_scales, take_blocked_rows
+from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_levels, blocked_scales, take_blocked_rows
 from jaxllm.quant.formats import QArray
 
 
@@ -92,6 +92,32 @@ def take_units(weight: Weight, count: int) -> Weight:
         scales = -(-count // weight.group) if weight.group else 1
         return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
     return jax.tree.map(lambda part: part[:count], weight)
+
+
+def unit_at(weight: Weight, index: jax.Array) -> Weight:
+    """One unit of a stack of matrices: `[R, C]` of a weight `[U, R, C]`, at `index` (int32 scalar, in range).
+
+    Reads that unit alone. In blocks it stays in blocks, but where outputs are R and do not fill whole
+    panels: units then share panels, and the unit comes as rows at 8 bits.
+    """
+
+    def entry(part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(part, index, axis=0, keepdims=False)
+
+    if not isinstance(weight, BlockedArray):
+        return jax.tree.map(entry, weight)
+    units, rows, columns = weight.shape
+    if weight.axis == -2:
+        # A matrix is a stack of one.
+        data, scale = (entry(part)[None] for part in (weight.data, weight.scale))
+        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
+    if rows % PANEL == 0:
+        data = entry(weight.data.reshape(units, -1, *weight.data.shape[1:]))
+        scale = entry(weight.scale.reshape(units, -1, *weight.scale.shape[1:]))
+        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
+    flat = dataclasses.replace(weight, shape=(units * rows, columns))
+    levels, scale = take_blocked_rows(flat, index * rows + jnp.arange(rows, dtype=jnp.int32))
+    return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)
 
 
 def _spread(scale: jax.Array, group: int, length: int, axis: int) -> jax.Array:

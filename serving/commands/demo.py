@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 from jaxllm.sampling import Sampling
 from jaxllm.tasks import find_task
 from serving.commands.generate import summary

@@ -9,7 +9,7 @@ import jax
 import jaxllm
 from jaxllm.bundle import Bundle
 from jaxllm.kernels import native
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 from serving.console import print_json
 from serving.models import default_bundle
 

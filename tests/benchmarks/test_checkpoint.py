@@ -8,7 +8,7 @@ from benchmarks.shapes import SHAPES, shape_folder, write_random
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare
 from tests.tiny import TINY, tiny_params, write_tiny_bundle, write_tiny_folder
 

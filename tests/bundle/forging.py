@@ -1,5 +1,6 @@
 """Bundles to damage and to forge, and what must be said about them."""
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -54,7 +55,17 @@ MICRO = ModelConfig(
     window_tokens=8,
     rope=RopeConfig(dim=4),
 )
-CONFIGS = {"tiny": TINY, "ornate": ORNATE, "micro": MICRO}
+# Experts in one layer of two, which do not fill whole panels.
+MIXED = dataclasses.replace(
+    MICRO,
+    layers=2,
+    attention_windows=(),
+    experts=3,
+    experts_per_token=2,
+    expert_ffn_size=20,
+    sparse_layers=(False, True),
+)
+CONFIGS = {"tiny": TINY, "ornate": ORNATE, "micro": MICRO, "mixed": MIXED}
 every_format = pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 every_config = pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
 

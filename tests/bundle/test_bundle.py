@@ -14,7 +14,7 @@ from jaxllm.bundle import WEIGHT_FORMATS, Bundle, WeightFormat, segment_of, writ
 from jaxllm.bundle.layout import ALIGN, HEADER, PAGE
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError
-from jaxllm.models import decoder
+from jaxllm.models import parameters
 from jaxllm.quant import Bfloat16Bits, quantize, to_blocks
 from tests.bundle.forging import MICRO, every_config, every_format, params_of, same_bits, write
 from tests.kernels.switching import NATIVE
@@ -27,7 +27,7 @@ from tests.tiny import TINY, tiny_tokenizer
 def test_f32_comes_back_bit_for_bit(tmp_path: Path, cfg: ModelConfig) -> None:
     with Bundle.open(write(tmp_path / "m", "f32", cfg)) as bundle:
         loaded = bundle.load()
-    assert list(loaded) == list(decoder.param_specs(cfg))
+    assert list(loaded) == list(parameters.param_specs(cfg))
     for name, value in params_of(cfg).items():
         assert same_bits(loaded[name], value), name
 
@@ -45,7 +45,7 @@ def test_bf16_comes_back_bit_for_bit_with_float32_vectors(tmp_path: Path, cfg: M
     rounded = {name: value.astype(ml_dtypes.bfloat16) for name, value in params_of(cfg).items()}
     with Bundle.open(write(tmp_path / "m", "bf16", cfg, params=rounded)) as bundle:
         for name, value in bundle.load().items():
-            if decoder.param_specs(cfg)[name].role == "vector":
+            if parameters.param_specs(cfg)[name].role == "vector":
                 assert same_bits(value, rounded[name].astype(np.float32)), name
             else:
                 assert isinstance(value, Bfloat16Bits)
@@ -64,7 +64,7 @@ def test_integers_are_those_of_quantize(
     bits_seen = set()
     for name, value in params_of(cfg).items():
         got = loaded[name]
-        if value.ndim == 1 or name.endswith(("bias", "positions")):
+        if value.ndim == 1 or name.endswith(("bias", "positions", "router")):
             assert same_bits(got, value), name
             continue
         table = name in ("embed.tokens", "head")
@@ -98,7 +98,7 @@ def test_a_bundle_is_as_small_as_its_format(tmp_path: Path) -> None:
     sizes = [write(tmp_path / weights, weights).stat().st_size for weights in WEIGHT_FORMATS]
     assert sizes == sorted(sizes, reverse=True)
     # The rest: tokenizer, manifest, pages.
-    overhead = sizes[0] - 4 * decoder.parameter_count(TINY)
+    overhead = sizes[0] - 4 * parameters.parameter_count(TINY)
     assert 0 < overhead < 64 << 10
 
 
@@ -138,7 +138,7 @@ def test_places(tmp_path: Path, cfg: ModelConfig, weights: WeightFormat) -> None
         assert 0 <= segment.offset - end < PAGE
         end = segment.offset + segment.size_bytes
     at = {name: segment.offset for name, segment in layout.segments.items()}
-    assert list(layout.tensors) == list(decoder.param_specs(cfg))
+    assert list(layout.tensors) == list(parameters.param_specs(cfg))
     for name, tensor in layout.tensors.items():
         assert tensor.segment == segment_of(name)
         for extent in filter(None, (tensor.data, tensor.scale)):
@@ -209,7 +209,7 @@ def test_any_change_changes_the_fingerprint(tmp_path: Path) -> None:
         return params
 
     variants: list[dict[str, Any]] = [{}, {"weights": "bf16"}, {"name": "other"}]
-    variants += [{"params": changed(name)} for name in decoder.param_specs(TINY)]
+    variants += [{"params": changed(name)} for name in parameters.param_specs(TINY)]
     variants += [{"cfg": dataclasses.replace(TINY, norm_eps=2e-5), "params": params_of(TINY)}]
     files = tiny_tokenizer()
     variants += [

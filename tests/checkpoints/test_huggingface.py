@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models import decoder
+from jaxllm.models import parameters
 
 # A Llama small enough to write by hand: shapes are checked against it, not against what wrote it.
 CONFIG = {
@@ -75,9 +75,9 @@ def refused(kind, folder, *parts, **how):
 def test_layout_by_hand(tmp_path):
     stored = tensors()
     cfg, params = read(write(tmp_path))
-    assert list(params) == list(decoder.param_specs(cfg))
+    assert list(params) == list(parameters.param_specs(cfg))
     assert {name: value.shape for name, value in params.items()} == {
-        name: spec.shape for name, spec in decoder.param_specs(cfg).items()
+        name: spec.shape for name, spec in parameters.param_specs(cfg).items()
     }
     body = "model.layers.1.self_attn."
     # Query head n = 2k + g is the g-th of kv-group k; H is 2.
@@ -288,7 +288,7 @@ def small_config(**changes):
 def small_params(cfg, dtype=np.float32):
     draw = np.random.default_rng(0)
     return {
-        name: draw.normal(size=spec.shape).astype(dtype) for name, spec in decoder.param_specs(cfg).items()
+        name: draw.normal(size=spec.shape).astype(dtype) for name, spec in parameters.param_specs(cfg).items()
     }
 
 

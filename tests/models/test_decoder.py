@@ -11,9 +11,17 @@ from jax.extend.core import Var
 
 from jaxllm.bundle import segment_of
 from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.experts.routing import load_balancing_loss, router_z_loss
 from jaxllm.kv.cache import new_cache
-from jaxllm.models import decoder
-from jaxllm.models.decoder import ParamSpec, init_params, param_specs, parameter_count
+from jaxllm.models import decoder, parameters
+from jaxllm.models.parameters import (
+    ParamSpec,
+    active_parameter_count,
+    init_params,
+    param_specs,
+    parameter_count,
+)
 from jaxllm.quant import dequantize, quantize, to_blocks
 from tests.kernels.switching import fall_back
 
@@ -35,6 +43,11 @@ CONFIGS = {
     "classic": dataclasses.replace(
         PLAIN, kv_heads=4, rope=None, learned_positions=True, norm="layer", gated_ffn=False,
         activation="relu", qkv_bias=True, o_bias=True, ffn_bias=True,
+    ),
+    "experts": dataclasses.replace(PLAIN, experts=4, experts_per_token=2),
+    "some-experts": dataclasses.replace(
+        PLAIN, experts=3, experts_per_token=1, expert_ffn_size=6, normalize_expert_weights=False,
+        sparse_layers=(False, True), post_norms=True,
     ),
 }  # fmt: skip
 TOKENS = np.random.default_rng(0).integers(0, V, (BATCH, PROMPT), dtype=np.int32)
@@ -65,6 +78,11 @@ def whole_of(cfg):
         return hidden
 
     return whole
+
+
+@functools.cache
+def routed_of(cfg):
+    return jit(functools.partial(decoder.forward_with_routing, cfg=cfg))
 
 
 @functools.cache
@@ -136,6 +154,27 @@ def test_specs_of_a_classic_model():
     assert {"layers.0.attn_norm.bias", "layers.1.ffn_norm.bias", "final_norm.bias"} <= set(specs)
 
 
+def test_specs_of_a_model_with_experts():
+    specs = param_specs(CONFIGS["some-experts"])
+    assert [name for name in specs if name.startswith("layers.0.ffn.")] == [
+        "layers.0.ffn.gate", "layers.0.ffn.up", "layers.0.ffn.down",
+    ]  # fmt: skip
+    experts = {name: spec for name, spec in specs.items() if "experts" in name or "router" in name}
+    assert experts == {
+        "layers.1.router": ParamSpec((3, 12), "vector"),
+        "layers.1.experts.gate": ParamSpec((3, 6, 12), "to_units"),
+        "layers.1.experts.up": ParamSpec((3, 6, 12), "to_units"),
+        "layers.1.experts.down": ParamSpec((3, 6, 12), "from_units"),
+    }
+    assert not any(name.startswith("layers.1.ffn.") for name in specs)
+
+
+def test_a_token_uses_few_of_the_experts():
+    cfg = CONFIGS["some-experts"]
+    assert parameter_count(cfg) - active_parameter_count(cfg) == 2 * 3 * 6 * 12
+    assert active_parameter_count(PLAIN) == parameter_count(PLAIN)
+
+
 def test_specs_are_in_the_order_in_which_a_step_reads_them(cfg):
     """Weights are stored and streamed in this order, layer by layer; vectors anywhere in their layer."""
 
@@ -190,10 +229,21 @@ def test_initial_parameters():
     assert all(not np.array_equal(a, b) for i, a in enumerate(weights) for b in weights[:i])
 
 
+def test_an_expert_starts_as_a_block_of_its_own():
+    cfg = dataclasses.replace(CONFIGS["experts"], hidden_size=64, expert_ffn_size=96)
+    made = {
+        name: parameters.init_param(cfg, f"layers.0.{name}", jax.random.key(0), jnp.float32)
+        for name in ("router", "experts.gate", "experts.down")
+    }
+    assert np.std(made["experts.gate"]) == pytest.approx(64**-0.5, rel=0.05)
+    assert np.std(made["experts.down"]) == pytest.approx((2 * 2 * 96) ** -0.5, rel=0.05)
+    assert np.std(made["router"]) == pytest.approx(64**-0.5, rel=0.2)
+
+
 def test_deeper_models_start_with_smaller_residuals():
     def down(layers):
         cfg = dataclasses.replace(PLAIN, layers=layers, attention_windows=())
-        return decoder.init_param(cfg, "layers.0.ffn.down", jax.random.key(0), jnp.float32)
+        return parameters.init_param(cfg, "layers.0.ffn.down", jax.random.key(0), jnp.float32)
 
     np.testing.assert_allclose(down(9) * np.float32(3.0), down(1), rtol=1e-5)
 
@@ -203,7 +253,7 @@ def test_initial_parameters_follow_the_key_and_the_dtype():
     assert {value.dtype for value in made.values()} == {jnp.dtype(jnp.bfloat16)}
 
     def head(seed):
-        return decoder.init_param(PLAIN, "head", jax.random.key(seed), jnp.float32)
+        return parameters.init_param(PLAIN, "head", jax.random.key(seed), jnp.float32)
 
     np.testing.assert_array_equal(head(5), head(5))
     assert not np.array_equal(head(5), head(6))
@@ -383,9 +433,81 @@ def test_units_may_be_reordered(cfg):
             moved[name] = value[groups]
         if short.startswith("ffn.") and short != "ffn.down_bias":
             moved[name] = value[neurons]
+        if short.startswith("experts."):
+            moved[name] = value[:, ::-1]
     assert not np.array_equal(moved["layers.0.attn.k"], params["layers.0.attn.k"])
     got, expected = (whole_of(cfg)(each, TOKENS) for each in (moved, params))
     np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+# Experts
+
+
+def test_experts_may_be_renumbered():
+    cfg = CONFIGS["experts"]
+    params = params_of(cfg)
+    order = np.asarray([2, 0, 3, 1])
+    moved = {
+        name: value[order] if "experts." in name or name.endswith("router") else value
+        for name, value in params.items()
+    }
+    got, expected = (whole_of(cfg)(each, TOKENS) for each in (moved, params))
+    np.testing.assert_allclose(got, expected, atol=2e-5)
+
+
+def test_equal_experts_are_one_block():
+    """Normalized weights over copies of one expert: the dense model of that block."""
+    cfg = CONFIGS["experts"]
+    params, shared = dict(params_of(PLAIN)), {}
+    for name, value in params.items():
+        parts = name.split(".ffn.")
+        shared[".experts.".join(parts)] = value if len(parts) == 1 else np.stack([value] * 4)
+    routers = {name: value for name, value in params_of(cfg).items() if name.endswith("router")}
+    got = whole_of(cfg)({**shared, **routers}, TOKENS)
+    np.testing.assert_allclose(got, whole_of(PLAIN)(params, TOKENS), atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["experts", "some-experts"])
+def test_forward_gives_back_the_routing(name):
+    cfg, params = CONFIGS[name], params_of(CONFIGS[name])
+    hidden, cache, routing = routed_of(cfg)(params, TOKENS)
+    assert cache is None
+    np.testing.assert_allclose(hidden, whole_of(cfg)(params, TOKENS), atol=2e-5)
+    sparse, k = sum(cfg.sparse_layers), cfg.experts_per_token
+    assert routing.probs.shape == routing.logits.shape == (sparse, BATCH, PROMPT, cfg.experts)
+    assert routing.ids.shape == routing.weights.shape == (sparse, BATCH, PROMPT, k)
+    top = np.argsort(-routing.logits, axis=-1)[..., :k]
+    np.testing.assert_array_equal(np.sort(routing.ids, axis=-1), np.sort(top, axis=-1))
+    assert len(np.unique(routing.ids)) > 1
+    _, cache, again = routed_of(cfg)(params, TOKENS, empty_cache(cfg))
+    assert int(cache.length) == PROMPT
+    np.testing.assert_array_equal(again.ids, routing.ids)
+
+
+def test_a_dense_model_has_no_routing():
+    with pytest.raises(ConfigError, match="without experts"):
+        decoder.forward_with_routing(params_of(PLAIN), TOKENS, cfg=PLAIN)
+
+
+def test_training_reaches_every_parameter():
+    """Through the loss and the routers' own, in one backward pass."""
+    cfg = CONFIGS["experts"]
+
+    def loss(params):
+        hidden, _, routing = decoder.forward_with_routing(params, TOKENS, cfg=cfg)
+        scores = jax.nn.log_softmax(decoder.logits(params, hidden, cfg=cfg))
+        nats = -jnp.mean(jnp.take_along_axis(scores[:, :-1], TOKENS[:, 1:, None], axis=-1))
+        return nats + load_balancing_loss(routing.probs, routing.ids) + router_z_loss(routing.logits)
+
+    gradients = jit(jax.grad(loss))(params_of(cfg))
+    _, _, routing = routed_of(cfg)(params_of(cfg), TOKENS)
+    for name, gradient in gradients.items():
+        assert np.isfinite(gradient).all(), name
+        assert np.abs(gradient).max() > 0, name
+        if ".experts." in name:
+            # Nothing is asked of the last token.
+            chosen = np.unique(routing.ids[int(name.split(".")[1]), :, :-1])
+            np.testing.assert_array_equal(np.flatnonzero(np.abs(gradient).max(axis=(1, 2))), chosen)
 
 
 widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
@@ -393,10 +515,11 @@ widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
 
 @pytest.mark.parametrize("form", ["columns", "blocks"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_parameters_compute_what_they_stand_for(bits, form, monkeypatch):
+@pytest.mark.parametrize("name", ["everything", "experts"])
+def test_quantized_parameters_compute_what_they_stand_for(name, bits, form, monkeypatch):
     """Without native kernels, which round activations too (`tests/kernels` knows by how much)."""
     fall_back(monkeypatch)
-    cfg = CONFIGS["everything"]
+    cfg = CONFIGS[name]
     specs, params = param_specs(cfg), params_of(cfg)
     quantized, meant = {}, {}
     for name, value in params.items():

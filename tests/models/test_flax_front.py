@@ -10,7 +10,7 @@ import pytest
 
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.kv.cache import new_cache
-from jaxllm.models import decoder
+from jaxllm.models import decoder, parameters
 from jaxllm.models.flax_front import DecoderLM
 
 CFG = ModelConfig(
@@ -26,7 +26,7 @@ def params():
 
 
 def test_parameters_are_the_decoders(params):
-    expected = jax.eval_shape(functools.partial(decoder.init_params, CFG), jax.random.key(0))
+    expected = jax.eval_shape(functools.partial(parameters.init_params, CFG), jax.random.key(0))
     assert type(params) is dict
     assert set(params) == set(expected)
     shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)

@@ -14,7 +14,8 @@ import pytest
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
-from jaxllm.models.decoder import forward, init_params, param_specs
+from jaxllm.models.decoder import forward
+from jaxllm.models.parameters import init_params, param_specs
 from jaxllm.quant import BlockedArray, quantize, take_units, to_blocks
 from jaxllm.steps import prefill_chunk
 

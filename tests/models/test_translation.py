@@ -124,6 +124,13 @@ def test_long_values_are_cut():
             llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0}),
             ["both 'rope_parameters' and 'rope_scaling'"],
         ),
+        ({"model_type": "mixtral", "num_local_experts": 0}, ["0 experts", "dense"]),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, ["experts_per_token", "[1, 8]", "9"]),
+        ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, ["(8)", "(4)", "one number"]),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, ["'decoder_sparse_step'", "0"]),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 99}, ["sparse_layers", "no layer"]),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, ["'mlp_only_layers'", "list", "3"]),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [True]}, ["'mlp_only_layers'", "[True]"]),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, ["'layer_types'", "1 entries", "32"]),
         (
             {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
@@ -264,6 +271,24 @@ def test_old_spelling_of_what_transformers_writes(variant, tmp_path):
     old["rope_scaling"] = parameters
     old["torch_dtype"] = old.pop("dtype")
     assert translate(old) == translate(new)
+
+
+def test_qwen3_moe_layers():
+    keys = {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 4, "num_experts_per_tok": 1}
+    assert translate(keys).sparse_layers == (True,) * 6
+    some = translate({**keys, "decoder_sparse_step": 2, "mlp_only_layers": [1, 4]})
+    assert some.sparse_layers == (False, False, False, True, False, True)
+    assert (some.ffn_size, some.expert_ffn_size) == (6144, 768)
+    assert not some.normalize_expert_weights
+    assert translate({**keys, "max_window_layers": 3}) == translate(keys)
+
+
+def test_mixtral_defaults():
+    cfg = translate({"model_type": "mixtral"})
+    assert (cfg.experts, cfg.experts_per_token, cfg.expert_ffn_size) == (8, 2, cfg.ffn_size)
+    assert cfg.normalize_expert_weights
+    assert cfg.rope is not None
+    assert cfg.rope.theta == 1e6
 
 
 # Writing

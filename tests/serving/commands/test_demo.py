@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import serving.models
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 from jaxllm.tasks import TASKS
 from serving.demo_prompts import STORY, demo_prompts
 from tests.serving.commands.outcome import Run, answer, failed, succeeded

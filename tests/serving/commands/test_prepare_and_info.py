@@ -7,7 +7,7 @@ import pytest
 
 import serving.commands.info
 from jaxllm.bundle import Bundle
-from jaxllm.models.decoder import parameter_count
+from jaxllm.models.parameters import parameter_count
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
 from tests.tiny import write_tiny_bundle
 

@@ -1,0 +1,91 @@
+"""Which experts each token visits and with what weight, and the losses that keep routers healthy.
+
+The router is one matrix `[E, D]`. The softmax runs over all experts, then the k most probable are taken
+and, if the model says so, their probabilities divided by their sum: the order of Mixtral and Qwen3-MoE.
+Without that division the weights of a token sum to less than one.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.linear import to_units
+from jaxllm.quant import Weight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """A router's decisions; leading axes are the tokens' (`[B, T]`, behind a layer axis when stacked).
+
+    Attributes:
+      logits: `[..., E]` float32, the router's scores.
+      ids: `[..., k]` int32, the chosen experts, most probable first, each once.
+      weights: `[..., k]` float32, what their outputs are multiplied by.
+    """
+
+    logits: jax.Array
+    ids: jax.Array
+    weights: jax.Array
+
+    @property
+    def probs(self) -> jax.Array:
+        """Probabilities of all experts `[..., E]` float32."""
+        return jax.nn.softmax(self.logits, axis=-1)
+
+
+def route(x: jax.Array, router: Weight, *, experts_per_token: int, normalize: bool) -> Routing:
+    """Chooses experts for tokens.
+
+    Args:
+      x: `[..., D]`, what the experts will see (after the norm).
+      router: `[E, D]`.
+      experts_per_token: k.
+      normalize: whether the weights of a token sum to one.
+
+    Returns:
+      The choice; equal probabilities go to the lower id. Gradients reach the router through the weights.
+    """
+    # In float32 whatever the activations are: a near tie should not depend on their width.
+    logits = to_units(x.astype(jnp.float32), router)
+    weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return Routing(logits=logits, ids=ids, weights=weights)
+
+
+def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:
+    """E times the sum over experts of (share of tokens sent there) · (mean probability).
+
+    Switch Transformer (arXiv 2101.03961), eq. 4 to 6, without its coefficient; as in transformers, all
+    tokens of all layers are one population, and with k choices per token the shares sum to k. So the
+    loss is k for a uniform router, its least.
+
+    Args:
+      probs: `[..., E]`, a router's probabilities.
+      ids: `[..., k]` int32, the experts chosen.
+
+    Returns:
+      A float32 scalar, differentiable in `probs`.
+    """
+    experts = probs.shape[-1]
+    mean = jnp.mean(probs.astype(jnp.float32).reshape(-1, experts), axis=0)
+    return jnp.sum(expert_shares(ids, experts) * mean) * np.float32(experts)
+
+
+def router_z_loss(logits: jax.Array) -> jax.Array:
+    """Mean over tokens of the squared log of the sum of exponentials of `logits` `[..., E]`: a scalar.
+
+    ST-MoE (arXiv 2202.08906), eq. 5, without its coefficient: keeps the logits small, where float32 and
+    narrower types are exact.
+    """
+    return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
+
+
+def expert_shares(ids: jax.Array, experts: int) -> jax.Array:
+    """How many times each expert was chosen per token, by choices `ids` `[..., k]`: `[E]` float32, which
+    sums to k."""
+    tokens = ids.size // ids.shape[-1]
+    return jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.float32) / np.float32(tokens)

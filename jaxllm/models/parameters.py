@@ -1,0 +1,144 @@
+"""The parameters of every decoder: their names, shapes and initial values.
+
+A flat dict with stable string keys:
+
+    embed.tokens [V, D]            embed.positions [P, D]
+    layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
+    layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
+    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]
+    layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
+    layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
+    final_norm.scale/bias [D]      head [V, D]
+
+The unit axis leads (kv-groups K, neurons F): a sub-model is a prefix of each buffer. Where a layer has
+experts, an expert is one entry of the leading axis.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.quant import Weight
+
+Params = Mapping[str, Weight]
+Role = Literal["embed", "to_units", "from_units", "vector"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """Shape of one parameter and the part it plays (which decides how it may be quantized)."""
+
+    shape: tuple[int, ...]
+    role: Role
+
+
+def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """Every parameter of the model, layer by layer, in the order in which a step reads them."""
+    width = cfg.hidden_size
+    specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
+    if cfg.learned_positions:
+        specs["embed.positions"] = ParamSpec((cfg.window_tokens, width), "vector")
+    for layer in range(cfg.layers):
+        for name, spec in _layer_specs(cfg, layer).items():
+            specs[f"layers.{layer}.{name}"] = spec
+    specs.update(_norm_specs(cfg, "final_norm"))
+    if not cfg.tied_head:
+        specs["head"] = ParamSpec((cfg.vocab_size, width), "embed")
+    return specs
+
+
+def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
+    parts = ("scale", "bias") if cfg.norm == "layer" else ("scale",)
+    return {f"{name}.{part}": ParamSpec((cfg.hidden_size,), "vector") for part in parts}
+
+
+def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
+    units, head, width = cfg.kv_heads, cfg.head_dim, cfg.hidden_size
+    queries = cfg.group * head
+    specs = _norm_specs(cfg, "attn_norm")
+    rows = {"q": queries, "k": head, "v": head}
+    for name, count in rows.items():
+        specs[f"attn.{name}"] = ParamSpec((units, count, width), "to_units")
+        if cfg.qkv_bias:
+            specs[f"attn.{name}_bias"] = ParamSpec((units, count), "vector")
+    if cfg.qk_norm:
+        specs["attn.q_norm.scale"] = ParamSpec((head,), "vector")
+        specs["attn.k_norm.scale"] = ParamSpec((head,), "vector")
+    specs["attn.o"] = ParamSpec((units, queries, width), "from_units")
+    if cfg.o_bias:
+        specs["attn.o_bias"] = ParamSpec((width,), "vector")
+    if cfg.post_norms:
+        specs.update(_norm_specs(cfg, "attn_post_norm"))
+    specs.update(_norm_specs(cfg, "ffn_norm"))
+    specs.update(_expert_specs(cfg) if cfg.is_sparse(layer) else _ffn_specs(cfg))
+    if cfg.post_norms:
+        specs.update(_norm_specs(cfg, "ffn_post_norm"))
+    return specs
+
+
+def _ffn_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    specs = {}
+    for name in ("gate", "up") if cfg.gated_ffn else ("up",):
+        specs[f"ffn.{name}"] = ParamSpec((cfg.ffn_size, cfg.hidden_size), "to_units")
+        if cfg.ffn_bias:
+            specs[f"ffn.{name}_bias"] = ParamSpec((cfg.ffn_size,), "vector")
+    specs["ffn.down"] = ParamSpec((cfg.ffn_size, cfg.hidden_size), "from_units")
+    if cfg.ffn_bias:
+        specs["ffn.down_bias"] = ParamSpec((cfg.hidden_size,), "vector")
+    return specs
+
+
+def _expert_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    shape = (cfg.experts, cfg.expert_ffn_size, cfg.hidden_size)
+    return {
+        # Small, and what it rounds away decides which experts run: never quantized.
+        "router": ParamSpec((cfg.experts, cfg.hidden_size), "vector"),
+        "experts.gate": ParamSpec(shape, "to_units"),
+        "experts.up": ParamSpec(shape, "to_units"),
+        "experts.down": ParamSpec(shape, "from_units"),
+    }
+
+
+def init_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype = jnp.float32) -> dict[str, jax.Array]:
+    """Random parameters to train from: normal weights of variance 1/fan-in, norms at one."""
+    specs = param_specs(cfg)
+    keys = jax.random.split(key, len(specs))
+    return {name: init_param(cfg, name, each, dtype) for name, each in zip(specs, keys, strict=True)}
+
+
+def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The initial value of one parameter (see `init_params`)."""
+    spec = param_specs(cfg)[name]
+    if name.endswith("norm.scale"):
+        return jnp.ones(spec.shape, dtype)
+    if name.endswith("bias"):
+        return jnp.zeros(spec.shape, dtype)
+    if name.startswith("embed.") or name == "head":
+        return jax.random.normal(key, spec.shape, dtype) * np.asarray(0.02, dtype)
+    # An expert contracts its own neurons, a kv head's output those of all heads.
+    units = spec.shape[1:-1] if ".experts." in name else spec.shape[:-1]
+    fan_in = int(np.prod(units)) if spec.role == "from_units" else spec.shape[-1]
+    deviation = fan_in**-0.5
+    if spec.role == "from_units":
+        # Residual branches add up over 2·L blocks (GPT-2's scaling).
+        deviation *= (2 * cfg.layers) ** -0.5
+    return jax.random.normal(key, spec.shape, dtype) * np.asarray(deviation, dtype)
+
+
+def parameter_count(cfg: ModelConfig) -> int:
+    """Number of scalar parameters."""
+    return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
+
+
+def active_parameter_count(cfg: ModelConfig) -> int:
+    """Number of scalar parameters that one token uses: all, but of each layer's experts only its k."""
+    idle = cfg.experts - cfg.experts_per_token
+    return sum(
+        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if ".experts." in name else spec.shape))
+        for name, spec in param_specs(cfg).items()
+    )

@@ -1,0 +1,239 @@
+"""A mixture is its definition, token by token: in both ways of running it, at every tile size and width."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.experts.mixture import mixture, tiles_of
+from jaxllm.experts.routing import Routing, route
+from jaxllm.layers import Norm, activate, normalize
+from jaxllm.linear import FeedForward
+from jaxllm.quant import Bfloat16Bits, dequantize, quantize, to_blocks, unit_at
+from tests.kernels.switching import fall_back, needs_native
+
+B, E, F, D = 2, 4, 32, 64
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+NORM = Norm(scale=jnp.asarray(1 + 0.3 * draw(D)), bias=None, eps=1e-5)
+ROUTER = draw(E, D)
+
+
+def experts_of(neurons=F):
+    return FeedForward(
+        up=draw(E, neurons, D, seed=1) / np.float32(8),
+        down=draw(E, neurons, D, seed=2) / np.float32(6),
+        gate=draw(E, neurons, D, seed=3) / np.float32(8),
+    )
+
+
+EXPERTS = experts_of()
+
+
+def routed(x, choices=2, normalize_weights=True):
+    return _routed(jnp.asarray(x), choices, normalize_weights)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _routed(x, choices, normalize_weights):
+    return route(normalize(x, NORM), ROUTER, experts_per_token=choices, normalize=normalize_weights)
+
+
+@functools.partial(jax.jit, static_argnames="differentiable")
+def mix(x, routing, experts=EXPERTS, live=None, *, differentiable=False):
+    return mixture(x, NORM, routing, experts, "silu", live=live, differentiable=differentiable)
+
+
+def naive(x, routing, experts=EXPERTS):
+    """Each token's experts in turn, in float64."""
+    assert experts.gate is not None
+    normed = np.asarray(normalize(x, NORM), np.float64)
+    out = np.zeros_like(normed)
+    for b, t in np.ndindex(*x.shape[:2]):
+        for expert, weight in zip(routing.ids[b, t], routing.weights[b, t], strict=True):
+            gate, up = (np.asarray(each[expert]) @ normed[b, t] for each in (experts.gate, experts.up))
+            hidden = gate / (1 + np.exp(-gate)) * up
+            out[b, t] += float(weight) * (hidden @ np.asarray(experts.down[expert], np.float64))
+    return out
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("choices", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_every_token_is_seen_by_its_experts(tokens, choices, differentiable):
+    x = draw(B, tokens, D)
+    routing = routed(x, choices)
+    got = mix(x, routing, differentiable=differentiable)
+    np.testing.assert_allclose(got, naive(x, routing), atol=2e-5)
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_nothing_is_dropped_when_all_choose_one_expert(differentiable):
+    x = draw(B, 40, D)
+    routing = routed(x, 1)
+    routing = dataclasses.replace(routing, ids=jnp.full_like(routing.ids, 2))
+    got = mix(x, routing, differentiable=differentiable)
+    np.testing.assert_allclose(got, naive(x, routing), atol=2e-5)
+    assert np.abs(got).max(-1).min() > 0.1
+
+
+def test_one_token_is_as_in_a_batch():
+    """Decode = prefill."""
+    x = draw(1, 24, D)
+    whole = mix(x, routed(x))
+    for t in range(24):
+        one = mix(x[:, t : t + 1], routed(x[:, t : t + 1]))
+        np.testing.assert_allclose(one, whole[:, t : t + 1], atol=2e-5)
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("valid", [1, 5, 11])
+def test_padding_visits_no_expert(valid, differentiable):
+    live = np.arange(12) < valid
+    results = []
+    for garbage in (0.0, 7.0):
+        x = draw(B, 12, D)
+        x[:, valid:] = garbage * draw(B, 12 - valid, D, seed=5)
+        results.append(mix(x, routed(x), live=live, differentiable=differentiable))
+    np.testing.assert_array_equal(results[0], results[1])
+    x = draw(B, 12, D)
+    np.testing.assert_allclose(results[0][:, :valid], naive(x, routed(x))[:, :valid], atol=2e-5)
+    assert not np.any(results[0][:, valid:])
+
+
+def test_gradients_are_those_of_the_definition():
+    """Of a sum over all experts with the other weights at zero, which needs no sorting."""
+    x = jnp.asarray(draw(B, 33, D))
+    parts = (jnp.asarray(ROUTER), *map(jnp.asarray, (EXPERTS.gate, EXPERTS.up, EXPERTS.down)))
+
+    def routing_of(x, router):
+        return route(normalize(x, NORM), router, experts_per_token=2, normalize=True)
+
+    def tiled(x, router, gate, up, down):
+        block = FeedForward(up=up, down=down, gate=gate)
+        return mix(x, routing_of(x, router), block, differentiable=True)
+
+    def dense(x, router, gate, up, down):
+        routing, normed = routing_of(x, router), normalize(x, NORM)
+        spread = jax.nn.one_hot(routing.ids, E, dtype=jnp.float32) * routing.weights[..., None]
+        hidden = activate(jnp.einsum("btd,efd->btef", normed, gate), "silu")
+        hidden = hidden * jnp.einsum("btd,efd->btef", normed, up)
+        return jnp.einsum("btef,efd,bte->btd", hidden, down, spread.sum(2))
+
+    target = draw(B, 33, D, seed=9)
+    gradients = [
+        jax.jit(jax.grad(lambda *a, f=f: jnp.sum(f(*a) * target), argnums=(0, 1, 2, 3, 4)))(x, *parts)
+        for f in (tiled, dense)
+    ]
+    for got, expected in zip(*gradients, strict=True):
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(got, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("neurons", [F, 24], ids=["whole-panels", "shared-panels"])
+@pytest.mark.parametrize("form", ["bf16", "columns", "blocks"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stored_experts_compute_what_they_stand_for(bits, form, neurons, monkeypatch):
+    """Without native kernels, which round activations too."""
+    fall_back(monkeypatch)
+    dense = experts_of(neurons)
+
+    def stored(weight, axis):
+        if form == "bf16":
+            return Bfloat16Bits(jnp.asarray(np.asarray(weight, jnp.bfloat16).view(np.uint16)))
+        columns = quantize(weight, bits=bits, axis=axis)
+        return jax.tree.map(jnp.asarray, columns if form == "columns" else to_blocks(columns))
+
+    assert dense.gate is not None
+    block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
+    meant = FeedForward(
+        *(dequantize(each, jnp.dtype(jnp.float32)) for each in (block.up, block.down, block.gate))
+    )
+    for tokens in (1, 20):
+        x = draw(B, tokens, D)
+        routing = routed(x)
+        got = mix(x, routing, block)
+        np.testing.assert_allclose(got, naive(x, routing, meant), atol=2e-5)
+
+
+@pytest.mark.parametrize("neurons", [F, 24], ids=["whole-panels", "shared-panels"])
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_a_unit_of_blocks_is_the_matrix_it_stands_for(axis, group, neurons):
+    stack = to_blocks(quantize(draw(E, neurons, D), bits=8, axis=axis, group=group))
+    whole = dequantize(stack, jnp.dtype(jnp.float32))
+    for index in range(E):
+        one = unit_at(jax.tree.map(jnp.asarray, stack), jnp.int32(index))
+        assert one.shape == (neurons, D)
+        np.testing.assert_array_equal(dequantize(one, jnp.dtype(jnp.float32)), whole[index])
+
+
+# Tiles
+
+
+def test_tiles_by_hand():
+    """Expert 1 has five pairs, hence three tiles of two; expert 0 none; expert 2 one."""
+    ids = jnp.asarray([[1, 2], [1, 3], [1, 3], [1, 3], [1, 3]], jnp.int32)
+    tiles = tiles_of(ids, 4, rows=2)
+    assert int(tiles.count) == 6
+    np.testing.assert_array_equal(tiles.expert[:6], [1, 1, 1, 2, 3, 3])
+    np.testing.assert_array_equal(tiles.token[:6, 0], [0, 2, 4, 0, 1, 3])
+    np.testing.assert_array_equal(tiles.token[[0, 1, 4, 5], 1], [1, 3, 2, 4])
+    np.testing.assert_array_equal(tiles.row, [[0, 6], [1, 8], [2, 9], [3, 10], [4, 11]])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+def test_tiles_hold_every_pair_once(tokens, rows):
+    draws = np.random.default_rng(tokens)
+    for _ in range(5):
+        ids = np.stack([draws.permutation(6)[:2] for _ in range(tokens)]).astype(np.int32)
+        tiles = jax.jit(functools.partial(tiles_of, experts=6, rows=rows))(ids)
+        assert int(tiles.count) <= len(tiles.expert)
+        places = np.asarray(tiles.row).reshape(-1)
+        assert len(set(places.tolist())) == ids.size
+        assert places.max() < int(tiles.count) * rows
+        np.testing.assert_array_equal(np.asarray(tiles.token).reshape(-1)[places], np.arange(ids.size) // 2)
+        np.testing.assert_array_equal(np.asarray(tiles.expert)[places // rows], ids.reshape(-1))
+
+
+def test_the_worst_routing_fits():
+    """As many tiles as there may be: every expert has one pair more than whole tiles."""
+    ids = jnp.asarray([[e] for e in range(4) for _ in range(5)], jnp.int32)
+    tiles = tiles_of(ids, 4, rows=4)
+    assert int(tiles.count) == len(tiles.expert) == 8
+
+
+def test_routing_keeps_its_types_in_narrow_graphs():
+    x = draw(B, 3, D).astype(jnp.bfloat16)
+    routing = Routing(
+        logits=jnp.zeros((B, 3, E)),
+        ids=jnp.zeros((B, 3, 1), jnp.int32),
+        weights=jnp.ones((B, 3, 1)),
+    )
+    for differentiable in (True, False):
+        out = mix(x, routing, differentiable=differentiable)
+        assert out.dtype == jnp.bfloat16
+
+
+@needs_native
+@pytest.mark.parametrize("neurons", [F, 24], ids=["whole-panels", "shared-panels"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_native_kernels_compute_nearly_what_is_stored(bits, neurons):
+    """Up to the rounding of activations (`tests/kernels` has its bounds)."""
+    dense = experts_of(neurons)
+    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
+        (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
+    block = FeedForward(*jax.tree.map(jnp.asarray, stored))
+    meant = FeedForward(*(dequantize(each, jnp.dtype(jnp.float32)) for each in stored))
+    for tokens in (1, 20):
+        x = draw(B, tokens, D)
+        got, expected = mix(x, routed(x), block), naive(x, routed(x), meant)
+        assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()

@@ -1,0 +1,113 @@
+"""Routing by hand, and its losses against the papers' formulas and transformers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.experts.routing import Routing, expert_shares, load_balancing_loss, route, router_z_loss
+
+# Logits of a token [1, 0] are this router's first column: probabilities 1/10, 4/10, 2/10, 3/10.
+ROUTER = np.stack([np.log([1.0, 4.0, 2.0, 3.0]), np.log([5.0, 1.0, 1.0, 1.0])], axis=1).astype(np.float32)
+TOKENS = np.eye(2, dtype=np.float32)[None]
+
+
+def random_logits(*shape):
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def test_the_most_probable_experts_in_order():
+    routing = route(TOKENS, ROUTER, experts_per_token=2, normalize=False)
+    np.testing.assert_array_equal(routing.ids, [[[1, 3], [0, 1]]])
+    np.testing.assert_allclose(routing.weights, [[[0.4, 0.3], [0.625, 0.125]]], rtol=1e-6)
+    np.testing.assert_allclose(routing.probs[0, 0], [0.1, 0.4, 0.2, 0.3], rtol=1e-6)
+    assert routing.logits.shape == (1, 2, 4)
+
+
+def test_normalized_weights_sum_to_one():
+    routing = route(TOKENS, ROUTER, experts_per_token=2, normalize=True)
+    np.testing.assert_allclose(routing.weights, [[[4 / 7, 3 / 7], [5 / 6, 1 / 6]]], rtol=1e-6)
+    one = route(TOKENS, ROUTER, experts_per_token=1, normalize=True)
+    np.testing.assert_array_equal(one.weights, np.ones((1, 2, 1)))
+    np.testing.assert_array_equal(one.ids, [[[1], [0]]])
+
+
+def test_all_experts_have_all_of_the_probability():
+    routing = route(TOKENS, ROUTER, experts_per_token=4, normalize=False)
+    np.testing.assert_allclose(jnp.sum(routing.weights, -1), np.ones((1, 2)), rtol=1e-6)
+
+
+def test_ties_go_to_the_lower_id():
+    routing = route(TOKENS, np.ones((4, 2), np.float32), experts_per_token=2, normalize=False)
+    np.testing.assert_array_equal(routing.ids, [[[0, 1], [0, 1]]])
+
+
+def test_narrow_activations_route_in_float32():
+    x = random_logits(3, 5, 8).astype(jnp.bfloat16)
+    router = random_logits(4, 8)
+    got = route(jnp.asarray(x), router, experts_per_token=2, normalize=True)
+    wide = route(jnp.asarray(x).astype(jnp.float32), router, experts_per_token=2, normalize=True)
+    assert got.weights.dtype == got.logits.dtype == jnp.float32
+    np.testing.assert_array_equal(got.logits, wide.logits)
+
+
+def test_gradients_reach_the_router_through_the_weights():
+    def total(router, normalize):
+        weights = route(TOKENS, router, experts_per_token=2, normalize=normalize).weights
+        return jnp.sum(weights * np.asarray([2.0, 1.0], np.float32))
+
+    for normalize in (True, False):
+        gradient = jax.grad(total)(jnp.asarray(ROUTER), normalize)
+        assert np.abs(gradient).max() > 0.01
+
+
+# Losses
+
+
+def test_balanced_routing_has_the_least_loss():
+    experts, choices = 4, 2
+    even = jnp.full((6, experts), 0.25, jnp.float32)
+    ids = jnp.asarray([[0, 1], [2, 3]] * 3, jnp.int32)
+    assert load_balancing_loss(even, ids) == pytest.approx(choices)
+    np.testing.assert_allclose(expert_shares(ids, experts), np.full(4, 0.5))
+
+
+def test_collapsed_routing_has_the_greatest_loss():
+    """All tokens to expert 2 with certainty: E·(1·1)."""
+    probs = jnp.asarray([[0.0, 0.0, 1.0, 0.0]] * 5, jnp.float32)
+    assert load_balancing_loss(probs, jnp.full((5, 1), 2, jnp.int32)) == pytest.approx(4.0)
+
+
+def test_load_balancing_loss_by_hand():
+    probs = jnp.asarray([[0.7, 0.3], [0.6, 0.4], [0.2, 0.8], [0.9, 0.1]], jnp.float32)
+    ids = jnp.asarray([[0], [0], [1], [0]], jnp.int32)
+    # Shares 3/4 and 1/4; mean probabilities 0.6 and 0.4.
+    assert load_balancing_loss(probs, ids) == pytest.approx(2 * (0.75 * 0.6 + 0.25 * 0.4))
+    gradient = jax.grad(load_balancing_loss)(probs, ids)
+    np.testing.assert_allclose(gradient, np.tile([2 * 0.75 / 4, 2 * 0.25 / 4], (4, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_load_balancing_loss_is_that_of_transformers(choices):
+    torch = pytest.importorskip("torch")
+    mixtral = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
+    logits = random_logits(3, 2, 7, 5)
+    ids = jax.lax.top_k(jnp.asarray(logits), choices)[1]
+    expected = mixtral.load_balancing_loss_func(
+        tuple(torch.from_numpy(layer.reshape(-1, 5)) for layer in logits), num_experts=5, top_k=choices
+    )
+    got = load_balancing_loss(jax.nn.softmax(jnp.asarray(logits)), ids)
+    assert got == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_router_z_loss():
+    logits = jnp.log(jnp.asarray([[1.0, 3.0], [2.0, 6.0]], jnp.float32))
+    expected = (np.log(4.0) ** 2 + np.log(8.0) ** 2) / 2
+    assert router_z_loss(logits) == pytest.approx(expected, rel=1e-6)
+    assert router_z_loss(logits[None]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_routing_passes_through_graphs():
+    routing = Routing(logits=jnp.ones((2, 4)), ids=jnp.zeros((2, 1), jnp.int32), weights=jnp.ones((2, 1)))
+    same = jax.jit(lambda each: each)(routing)
+    np.testing.assert_array_equal(same.ids, routing.ids)
