@@ -124,8 +124,8 @@ class Recipe(TrainSettings):
 
 
 def recipe_names() -> list[str]:
-    """The recipes that come with the package."""
-    return sorted(path.stem for path in _PACKAGED.glob("*.toml"))
+    """The recipes that come with the package (a `.base.toml` is not one, but what others stand on)."""
+    return sorted(path.stem for path in _PACKAGED.glob("*.toml") if "." not in path.stem)
 
 
 def load_recipe(name: str) -> Recipe:

@@ -41,6 +41,7 @@ def test_nothing_is_known_where_the_system_does_not_tell(monkeypatch):
     assert quiet.Disturbance().ended(own_s=0.0) is None
 
 
+@pytest.mark.alone  # a process that others keep from running looks asleep
 @pytest.mark.skipif(quiet._process_s(1) is None, reason="needs /proc")
 def test_a_process_is_waited_for_until_it_sleeps():
     code = "import sys, time\nend = time.time() + 0.3\nwhile time.time() < end: pass\nsys.stdin.read()"
