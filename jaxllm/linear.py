@@ -10,15 +10,17 @@ Hence two orientations:
 and two blocks of products that a kernel may run in one go: `normed_to_units` (a norm, then several
 products of the same activations) and `feed_forward`.
 
-Models call these and never know whether a weight is dense or quantized, nor which kernel runs: native
-kernels for weights in blocks on a CPU (`kernels/native.py`), loops over converted blocks for other
-converted weights on a CPU (`kernels/converted.py`), plain products elsewhere.
+Models call these and never know whether a weight is dense, quantized or adapted, nor which kernel runs:
+native kernels for weights in blocks on a CPU (`kernels/native.py`), loops over converted blocks for other
+converted weights on a CPU (`kernels/converted.py`), plain products elsewhere. All are differentiable in their
+activations, and in weights that are floats.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ import jax.numpy as jnp
 from jaxllm.config import Activation
 from jaxllm.kernels import converted, native
 from jaxllm.layers import Norm, activate, normalize
-from jaxllm.quant import BlockedArray, QArray, Weight, dequantize, embedding_rows
+from jaxllm.quant import Adapted, BlockedArray, QArray, Weight, dequantize, embedding_rows
 
 Out = TypeVar("Out")
 
@@ -56,6 +58,9 @@ class FeedForward:
 
 def to_units(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
+    if isinstance(weight, Adapted):
+        low = to_units(x, weight.right)
+        return to_units(x, weight.base, bias) + to_units(low, weight.left)
     units, width = weight.shape[:-1], weight.shape[-1]
     rows = x.reshape(-1, width)
 
@@ -66,8 +71,11 @@ def to_units(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax
     def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
         return converted.rows_product(rows, _flat(weight))
 
+    def by_kernel(rows: jax.Array, weight: BlockedArray) -> jax.Array:
+        return native.to_units(rows, [weight])[0]
+
     if isinstance(weight, BlockedArray):
-        out = _natively(rows, lambda x: native.to_units(x, [weight])[0], lambda x: whole(x, weight))
+        out = _natively(by_kernel, whole, rows, weight)
     else:
         out = _product(rows, weight, whole=whole, by_blocks=by_blocks)
     return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
@@ -81,20 +89,22 @@ def normed_to_units(
 ) -> list[jax.Array]:
     """`to_units` of `norm(x)` with each weight."""
 
-    def apart(x: jax.Array) -> list[jax.Array]:
+    def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight]) -> list[jax.Array]:
         normed = normalize(x, norm)
         return [to_units(normed, weight) for weight in weights]
 
-    def together(x: jax.Array) -> list[jax.Array]:
+    def together(x: jax.Array, norm: Norm, weights: Sequence[BlockedArray]) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        blocked = [weight for weight in weights if isinstance(weight, BlockedArray)]
-        products = native.to_units(rows, blocked, norm_scale=norm.scale, norm_eps=norm.eps)
+        products = native.to_units(rows, weights, norm_scale=norm.scale, norm_eps=norm.eps)
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
         ]
 
-    outs = _natively(x, together, apart) if norm.bias is None and _one_format(weights) else apart(x)
+    if norm.bias is None and _one_format(weights):
+        outs = _natively(together, apart, x, norm, list(weights))
+    else:
+        outs = apart(x, norm, weights)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
 
 
@@ -103,6 +113,9 @@ def from_units(
 ) -> jax.Array:
     """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
     `[..., D]` if there is one: `[..., D]`."""
+    if isinstance(weight, Adapted):
+        low = from_units(h, weight.left)
+        return from_units(h, weight.base, bias, residual) + from_units(low, weight.right)
     units, width = weight.shape[:-1], weight.shape[-1]
     batch = h.shape[: h.ndim - len(units)]
     rows = h.reshape(-1, math.prod(units))
@@ -116,18 +129,16 @@ def from_units(
             return converted.stacked_reduction_product(rows.reshape(-1, *units), weight)
         return converted.reduction_product(rows, _flat(weight))
 
+    def by_kernel(rows: jax.Array, weight: BlockedArray, residual: jax.Array | None) -> jax.Array:
+        add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
+        return native.from_units(rows, weight, residual=add)
+
+    def by_xla(rows: jax.Array, weight: BlockedArray, residual: jax.Array | None) -> jax.Array:
+        out = whole(rows, weight)
+        return out if residual is None else residual.reshape(out.shape) + out
+
     if isinstance(weight, BlockedArray):
-        blocked = weight
-
-        def by_kernel(rows: jax.Array) -> jax.Array:
-            add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-            return native.from_units(rows, blocked, residual=add)
-
-        def by_xla(rows: jax.Array) -> jax.Array:
-            out = whole(rows, blocked)
-            return out if residual is None else residual.reshape(out.shape) + out
-
-        out = _natively(rows, by_kernel, by_xla)
+        out = _natively(by_kernel, by_xla, rows, weight, residual)
         return _with_bias(out.reshape(*batch, width), bias)
     out = _product(rows, weight, whole=whole, by_blocks=by_blocks).reshape(*batch, width)
     out = _with_bias(out, bias)
@@ -139,7 +150,7 @@ def feed_forward(
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`."""
 
-    def apart(x: jax.Array) -> jax.Array:
+    def apart(x: jax.Array, norm: Norm, weights: FeedForward) -> jax.Array:
         if weights.gate is None:
             (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,))
             hidden = activate(up, activation)
@@ -149,7 +160,7 @@ def feed_forward(
             hidden = activate(gate, activation) * up
         return from_units(hidden, weights.down, weights.down_bias, residual=x if add_input else None)
 
-    def together(x: jax.Array) -> jax.Array:
+    def together(x: jax.Array, norm: Norm, weights: FeedForward) -> jax.Array:
         fused = norm.bias is None
         rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
         out = native.feed_forward(
@@ -165,8 +176,8 @@ def feed_forward(
         return x + out if add_input and not fused else out
 
     if weights.biased or not _one_format(weights.weights):
-        return apart(x)
-    return _natively(x, together, apart)
+        return apart(x, norm, weights)
+    return _natively(together, apart, x, norm, weights)
 
 
 def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -185,16 +196,42 @@ def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
 
 
-def _natively(x: jax.Array, by_kernel: Callable[[jax.Array], Out], by_xla: Callable[[jax.Array], Out]) -> Out:
-    """`by_kernel` of `x` in float32 where the graph is for a CPU with native kernels, else `by_xla`."""
-    if not native.kernels().native:
-        return by_xla(x)
+def _natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
+    """`by_kernel` of x in float32 where the graph is for a CPU with native kernels, else `by_xla`."""
+    # A foreign call cannot be divided over the devices of a mesh.
+    if not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1:
+        return by_xla(x, *operands)
     dtype = x.dtype
 
-    def widened(x: jax.Array) -> Out:
-        return jax.tree.map(lambda out: out.astype(dtype), by_kernel(x.astype(jnp.float32)))
+    def widened(x: jax.Array, *operands: Any) -> Out:
+        return jax.tree.map(lambda out: out.astype(dtype), by_kernel(x.astype(jnp.float32), *operands))
 
-    return jax.lax.platform_dependent(x, cpu=widened, default=by_xla)
+    return _on_platform(widened, by_xla, (x, *operands))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _on_platform(on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]) -> Out:
+    """The same function by the code for the platform that the graph is compiled for.
+
+    Its gradient is `elsewhere`'s: a kernel has none of its own. Neither may close over arrays.
+    """
+    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
+
+
+def _on_platform_forward(
+    on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]
+) -> tuple[Out, tuple[Any, ...]]:
+    return _on_platform(on_cpu, elsewhere, operands), operands
+
+
+def _on_platform_backward(
+    on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], operands: tuple[Any, ...], cotangent: Any
+) -> tuple[Any]:
+    del on_cpu
+    return (jax.vjp(elsewhere, *operands)[1](cotangent),)
+
+
+_on_platform.defvjp(_on_platform_forward, _on_platform_backward)
 
 
 def _one_format(weights: Sequence[Weight]) -> bool:
@@ -217,7 +254,7 @@ def _product(
     stored_as_is = isinstance(weight, jax.Array) and weight.dtype == rows.dtype
     if stored_as_is or converted.fits_one_block(weight, rows.dtype):
         return whole(rows, weight)
-    return jax.lax.platform_dependent(rows, weight, cpu=by_blocks, default=whole)
+    return _on_platform(by_blocks, whole, (rows, weight))
 
 
 def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:

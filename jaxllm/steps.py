@@ -169,7 +169,7 @@ def score_branches(
     Returns:
       `[P]` float32 natural logarithms; zeros behind the real ones' last block.
     """
-    hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype)
+    hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype, differentiable=False)
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
     def block(index: jax.Array, scores: jax.Array) -> jax.Array:

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tasks import find_task
 from jaxllm.tasks.free_text import story_example
 from training.documents import (
     Document,
-    Special,
     builtin_texts,
     chat_document,
     documents_digest,
@@ -29,8 +27,8 @@ from training.documents import (
     read_texts,
     text_document,
 )
+from training.encoders import Encoder
 from training.recipe import Source
-from training.tokenizer import token_id
 
 Split = Literal["train", "held_out"]
 
@@ -80,16 +78,16 @@ class Corpus:
         """A hexadecimal name for all documents in their order."""
         return documents_digest(self.digests)
 
-    def tokenized(self, tokenizer: Tokenizer, split: Split, folder: Path) -> "TokenizedDocuments":
+    def tokenized(self, encoder: Encoder, split: Split, folder: Path) -> "TokenizedDocuments":
         """The tokens of a split, from files in `folder` that are written once.
 
-        The files' name carries a digest of documents and tokenizer, so stale ones are never read.
+        The files' name carries a digest of documents and encoder, so stale ones are never read.
         """
-        key = hashlib.blake2b(tokenizer.to_str().encode(), digest_size=8)
+        key = hashlib.blake2b(encoder.identity.encode(), digest_size=8)
         key.update(self.digest().encode() + documents_digest(sorted(self.held_out)).encode())
         place = Path(folder) / f"{split}-{key.hexdigest()}"
         if not place.exists():
-            write_tokens(place, self.documents(split), tokenizer)
+            write_tokens(place, self.documents(split), encoder)
         return TokenizedDocuments.read(place)
 
 
@@ -140,15 +138,15 @@ class TokenizedDocuments:
             ) from error
 
 
-def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], tokenizer: Tokenizer) -> None:
+def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], encoder: Encoder) -> None:
     """Writes the tokens of documents, each with its source's number, into a new folder, whole or not."""
     partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    dtype = np.dtype(np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32)
+    dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     columns, at, text_bytes = [], 0, 0
     with (partial / "tokens.bin").open("wb") as file:
-        for source, document, ids, prompt_tokens in _encoded(documents, tokenizer):
+        for source, document, ids, prompt_tokens in _encoded(documents, encoder):
             columns.append((at, prompt_tokens, source))
             at += len(ids)
             text_bytes += sum(len(text.encode()) for text in document.texts)
@@ -164,32 +162,15 @@ def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], tokeni
     os.replace(partial, folder)
 
 
-def encode_document(document: Document, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of one document."""
-    ((_, _, ids, _),) = _encoded([(0, document)], tokenizer)
-    return ids
-
-
 def _encoded(
-    documents: Iterable[tuple[int, Document]], tokenizer: Tokenizer
+    documents: Iterable[tuple[int, Document]], encoder: Encoder
 ) -> Iterator[tuple[int, Document, list[int], int]]:
     """(source, document, ids, ids of the prompt) of each."""
-    # A special token's name inside a text is text.
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.encode_special_tokens = True
     batch: list[tuple[int, Document]] = []
 
     def encode() -> Iterator[tuple[int, Document, list[int], int]]:
-        texts = [text for _, document in batch for text in document.texts]
-        encodings = iter(plain.encode_batch_fast(texts, add_special_tokens=False))
-        for source, document in batch:
-            ids: list[int] = []
-            prompt_tokens = 0
-            for number, piece in enumerate(document.pieces, start=1):
-                special = isinstance(piece, Special)
-                ids += [token_id(tokenizer, piece.token)] if special else next(encodings).ids
-                if number == document.prompt_pieces:
-                    prompt_tokens = len(ids)
+        encodings = encoder.encode([document for _, document in batch])
+        for (source, document), (ids, prompt_tokens) in zip(batch, encodings, strict=True):
             yield source, document, ids, prompt_tokens
 
     for each in documents:

@@ -37,10 +37,12 @@ class Document:
     Attributes:
       pieces: texts and special tokens, in order.
       prompt_pieces: how many of them are given; the others are what is to be learnt.
+      example: the question that it was made from, for models with a chat template of their own.
     """
 
     pieces: tuple[str | Special, ...]
     prompt_pieces: int = 0
+    example: TaskExample | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -62,11 +64,12 @@ def text_document(text: str) -> Document:
 def chat_document(example: TaskExample) -> Document:
     """A question and its answer as `ROLE_TEMPLATE` writes them, or as one text."""
     if example.form == "text":
-        return Document((example.user, example.answer, Special(END_OF_TEXT)), prompt_pieces=1)
+        pieces = (example.user, example.answer, Special(END_OF_TEXT))
+        return Document(pieces, prompt_pieces=1, example=example)
     end = Special(END_OF_TURN)
     system = (Special(SYSTEM), example.system, end) if example.system else ()
     prompt = (*system, Special(USER), example.user, end, Special(ASSISTANT))
-    return Document((*prompt, example.answer, end), prompt_pieces=len(prompt))
+    return Document((*prompt, example.answer, end), prompt_pieces=len(prompt), example=example)
 
 
 def read_texts(path: Path) -> Iterator[str]:

@@ -30,13 +30,14 @@ from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
 from training.checkpoints import Checkpoints, Params
 from training.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.documents import read_texts, text_document
+from training.encoders import PieceEncoder
 from training.log import Log
 from training.loop import Job, Trainer, train
 from training.losses import distillation_losses, next_token_logits, next_token_losses, router_penalty
 from training.packing import Batch, PackedBatches, evaluation_batches
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import Recipe, Source
-from training.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, token_id, train_tokenizer
+from training.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 
 RECIPE_FILE = "recipe.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -99,8 +100,9 @@ def pretrain(
         _prepare_run(recipe, corpus, run_dir, tokenizer)
     _wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
+    encoder = PieceEncoder(vocabulary)
     train_documents, held_out = (
-        corpus.tokenized(vocabulary, split, run_dir / "tokens") for split in ("train", "held_out")
+        corpus.tokenized(encoder, split, run_dir / "tokens") for split in ("train", "held_out")
     )
     batches = PackedBatches(train_documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
     held_out_batches = functools.partial(
@@ -135,7 +137,7 @@ def pretrain(
     if valid_paths:
         if first:
             texts = (text_document(text) for path in valid_paths for text in read_texts(path))
-            write_tokens(_fresh(run_dir / "tokens" / "valid"), ((0, each) for each in texts), vocabulary)
+            write_tokens(_fresh(run_dir / "tokens" / "valid"), ((0, each) for each in texts), encoder)
         _wait_for_first("valid")
         valid = TokenizedDocuments.read(run_dir / "tokens" / "valid")
         summary["valid"] = _losses(trainer, params, valid, recipe)
@@ -187,7 +189,11 @@ def export_best(run_dir: Path) -> Path:
 
 def write_model(folder: Path, recipe: Recipe, tokenizer: Tokenizer, params: Any) -> None:
     """Writes a Hugging Face folder: config, weights, tokenizer with chat template, generation config."""
-    ends = [token_id(tokenizer, END_OF_TEXT), token_id(tokenizer, END_OF_TURN)]
+    # The first is the one that transformers takes for the end of a text, or of an answer.
+    names = (
+        [END_OF_TURN, END_OF_TEXT] if recipe.chat_template == ROLE_TEMPLATE else [END_OF_TEXT, END_OF_TURN]
+    )
+    ends = [token_id(tokenizer, name) for name in names]
     ids = {"eos_token_id": ends, "pad_token_id": token_id(tokenizer, PAD)}
     # Spelled out, because transformers fills a missing begin token with a default id.
     huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
@@ -196,7 +202,7 @@ def write_model(folder: Path, recipe: Recipe, tokenizer: Tokenizer, params: Any)
         TokenizerFiles(
             tokenizer_json=tokenizer.to_str(pretty=True),
             chat_template=recipe.chat_template,
-            special={"eos_token": END_OF_TEXT, "pad_token": PAD},
+            special={"eos_token": names[0], "pad_token": PAD},
             eos_ids=tuple(ends),
         ),
     )
@@ -268,7 +274,7 @@ def _prepare_run(recipe: Recipe, corpus: Corpus, run_dir: Path, tokenizer_file: 
     else:
         tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
     for split in ("train", "held_out"):
-        documents = corpus.tokenized(tokenizer, split, run_dir / "tokens")
+        documents = corpus.tokenized(PieceEncoder(tokenizer), split, run_dir / "tokens")
         if split == "train" and not resuming:
             PackedBatches(documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
     # Last, when sources and recipe have shown that they fit: a folder is claimed only by a run that starts.

@@ -5,7 +5,7 @@ of one expert each, so that a tile is an ordinary feed-forward block over a few 
 `pairs/tile + E` tiles whatever the router chooses, which makes shapes static without a capacity that
 could overflow (MegaBlocks, arXiv 2211.15841, has the idea on block-sparse kernels). Two ways to run them:
 
-- all at once, as products with a batch axis over tiles: differentiable, for float weights in training;
+- all at once, as products with a batch axis over tiles: differentiable, for training;
 - one after the other, as many as there are: only chosen experts are read, however their weights are
   stored, so a decode step reads k of E.
 """
@@ -20,7 +20,7 @@ from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.linear import FeedForward, feed_forward
-from jaxllm.quant import Weight, unit_at
+from jaxllm.quant import Weight, dequantize, unit_at
 
 # Rows of a tile. Larger ones make better products and read weights less often; on average half a tile of
 # each expert is padding.
@@ -64,7 +64,7 @@ def mixture(
       experts: weights `[E, F, D]`, gated, without biases.
       activation: of the gate.
       live: `[T]` bool, False for padding: it visits no expert, and its output is zero.
-      differentiable: whether gradients may be asked for (then weights are float arrays).
+      differentiable: whether gradients may be asked for; then all experts are converted to floats first.
 
     Returns:
       `[B, T, D]` in the type of x.
@@ -76,7 +76,7 @@ def mixture(
         alive = jnp.broadcast_to(live, x.shape[:2]).reshape(-1, 1)
         ids = jnp.where(alive, ids, np.int32(total))
         weights = jnp.where(alive, weights, np.float32(0))
-    if differentiable and all(isinstance(each, jax.Array | np.ndarray) for each in experts.weights):
+    if differentiable:
         # Smaller tiles, because each has its own copy of an expert and the padding is computed too.
         tiles = tiles_of(ids, total, rows=_rows(count // (4 * total)))
         out = _all_at_once(normalize(rows, norm), tiles, experts, activation)
@@ -124,8 +124,8 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: A
     """Outputs of all rows `[n, tile, D]`, given normed tokens `x` `[M, D]`."""
 
     def of_tiles(weight: Weight | None) -> jax.Array:
-        assert isinstance(weight, jax.Array | np.ndarray)
-        return jnp.asarray(weight)[tiles.expert].astype(x.dtype)
+        assert weight is not None
+        return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
 
     rows = x[tiles.token]
     gate = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.gate))

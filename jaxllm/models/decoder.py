@@ -126,6 +126,7 @@ def forward_documents(
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
+    differentiable: bool = True,
 ) -> jax.Array:
     """Hidden states of whole documents, packed one behind the other: what training differentiates.
 
@@ -138,11 +139,12 @@ def forward_documents(
       cfg: the model.
       dtype: of the activations.
       remat: keep only each layer's input for the backward pass, and compute the rest again.
+      differentiable: whether gradients may be asked for; False reads fewer experts.
 
     Returns:
       Hidden states after the final norm `[B, T, D]`.
     """
-    return _forward_documents(params, tokens, starts, branches, cfg, dtype, remat)[0]
+    return _forward_documents(params, tokens, starts, branches, cfg, dtype, remat, differentiable)[0]
 
 
 def forward_documents_with_routing(
@@ -165,7 +167,7 @@ def forward_documents_with_routing(
     """
     if not cfg.experts:
         raise ConfigError("a model without experts has no routing; call forward_documents")
-    hidden, routings = _forward_documents(params, tokens, starts, None, cfg, dtype, remat)
+    hidden, routings = _forward_documents(params, tokens, starts, None, cfg, dtype, remat, True)
     return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
 
 
@@ -177,6 +179,7 @@ def _forward_documents(
     cfg: ModelConfig,
     dtype: jnp.dtype,
     remat: bool,
+    differentiable: bool,
 ) -> tuple[jax.Array, list[Routing]]:
     """`forward_documents`, and the routing of each sparse layer."""
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
@@ -194,7 +197,9 @@ def _forward_documents(
             window=cfg.attention_windows[layer],
         )
         prefix = f"layers.{layer}."
-        run = functools.partial(_document_layer, cfg=cfg, layer=layer, attend=attend)
+        run = functools.partial(
+            _document_layer, cfg=cfg, layer=layer, attend=attend, differentiable=differentiable
+        )
         # What is computed again must be told from what is kept: a layer takes its own parameters alone.
         weights = {name: params[name] for name in params if name.startswith(prefix)}
         x, routing = (jax.checkpoint(run) if remat else run)(weights, x)
@@ -288,10 +293,16 @@ def _layer(
 
 
 def _document_layer(
-    weights: Params, x: jax.Array, *, cfg: ModelConfig, layer: int, attend: Attend[None]
+    weights: Params,
+    x: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    attend: Attend[None],
+    differentiable: bool,
 ) -> tuple[jax.Array, Routing | None]:
     prefixed = _LayerParams(weights, f"layers.{layer}.")
-    x, _, routing = _layer(prefixed, x, cfg, layer, attend, differentiable=True)
+    x, _, routing = _layer(prefixed, x, cfg, layer, attend, differentiable=differentiable)
     return x, routing
 
 

@@ -4,6 +4,7 @@
 from jaxllm.quant.blocks import BlockedArray, blocked_shapes, from_blocks, to_blocks
 from jaxllm.quant.formats import GROUPS, INT4_GROUP, QArray, pack_int4, packed_columns, quantize
 from jaxllm.quant.weights import (
+    Adapted,
     Bfloat16Bits,
     Weight,
     dequantize,
@@ -16,6 +17,7 @@ from jaxllm.quant.weights import (
 __all__ = [
     "GROUPS",
     "INT4_GROUP",
+    "Adapted",
     "Bfloat16Bits",
     "BlockedArray",
     "QArray",

@@ -33,11 +33,42 @@ class Bfloat16Bits:
         return self.bits.ndim
 
 
-Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight and a low-rank change to it: `base + left · right` (LoRA, arXiv 2106.09685, eq. 3).
+
+    The units lead in `left` as in the weight, so that a prefix of units takes a prefix of both. Adapters of
+    less rank are filled up with zeros.
+
+    Attributes:
+      base: `[*U, D]`, in any form.
+      left: `[*U, r]` floats, the scaling included.
+      right: `[r, D]` floats, or `[E, r, D]` in a stack of E matrices.
+    """
+
+    base: "Weight"
+    left: jax.Array
+    right: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return self.base.shape
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.base.ndim
+
+
+Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted
 
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`."""
+    if isinstance(weight, Adapted):
+        return dequantize(weight.base, dtype) + weight.left.astype(dtype) @ weight.right.astype(dtype)
     if isinstance(weight, Bfloat16Bits):
         # The upper half of a float32's bits.
         wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
@@ -62,6 +93,9 @@ def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
 def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
     (any shape) in range."""
+    if isinstance(weight, Adapted):
+        low = jnp.take(weight.left, rows, axis=0, mode="clip").astype(dtype)
+        return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
     if isinstance(weight, BlockedArray):
         levels, scale = take_blocked_rows(weight, rows)
         scale = _spread(scale.astype(dtype), weight.group, levels.shape[-1], -1)
@@ -83,6 +117,8 @@ def take_units(weight: Weight, count: int) -> Weight:
     """
     if not 1 <= count <= weight.shape[0]:
         raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
+    if isinstance(weight, Adapted):
+        return Adapted(take_units(weight.base, count), weight.left[:count], weight.right)
     if isinstance(weight, BlockedArray):
         return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
     if isinstance(weight, QArray):
@@ -104,6 +140,8 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     def entry(part: jax.Array) -> jax.Array:
         return jax.lax.dynamic_index_in_dim(part, index, axis=0, keepdims=False)
 
+    if isinstance(weight, Adapted):
+        return Adapted(unit_at(weight.base, index), entry(weight.left), entry(weight.right))
     if not isinstance(weight, BlockedArray):
         return jax.tree.map(entry, weight)
     units, rows, columns = weight.shape

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import click
 from jaxllm.models.parameters import parameter_count
 from jaxllm.sampling import Sampling
 from jaxllm.tasks import find_task
+from jaxllm.tasks.prompts import prompt_ids
 from serving.commands.generate import summary
 from serving.console import engine_options, model_options, print_json, progress_bars
 from serving.demo_prompts import STORY, DemoPrompt, demo_prompts
 from serving.engine import Engine
-from serving.evaluation.prompts import prompt_ids
 from serving.evaluation.report import as_json, print_table
 from serving.evaluation.tasks import TaskResult, is_right, read_task_group, run_task
 from serving.generation import Generation, GenerationConfig
@@ -100,7 +101,7 @@ def _ask(
             max_tokens=max_tokens if story else min(max_tokens, _ANSWER_TOKENS),
             sampling=SAMPLING if story else Sampling(),
         )
-        generation = engine.stream(prompt_ids(engine.tokenizer, prompt.example), config)
+        generation = engine.stream(prompt_ids(engine.tokenizer, prompt.example, now=datetime.now()), config)
         _tell(prompt, generation, aloud=aloud)
         right = is_right(prompt.example, generation.text) if prompt.judged else None
         answer = {

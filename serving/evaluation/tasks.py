@@ -5,6 +5,7 @@ import string
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.tasks import TASKS, Task, find_task
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.tasks.files import DataMissing
+from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
 from serving.buckets import Progress
 from serving.engine import Engine
-from serving.evaluation.prompts import branching, prompt_ids
+from serving.evaluation.prompts import branching
 from serving.evaluation.rouge import require_rouge, rouge
 from serving.evaluation.scoring import score_options
 from serving.generation import GenerationConfig
@@ -143,7 +145,8 @@ def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progres
     """Takes the likeliest option; of equally likely ones the first."""
     built_ms = engine.table.build_ms
     began = time.perf_counter()
-    questions = [branching(engine.tokenizer, example) for example in examples]
+    end = end_of_turn_id(engine.tokenizer, now=datetime.now())
+    questions = [branching(engine.tokenizer, example, end) for example in examples]
     context = engine.options.context_tokens
     kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
     fitting, questions = [example for example, _ in kept], [question for _, question in kept]
@@ -171,7 +174,7 @@ def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress
     """Writes answers greedily, until the model ends or they are as long as the task allows."""
     if task.score == "rouge":
         require_rouge()
-    prompts = [(example, prompt_ids(engine.tokenizer, example)) for example in examples]
+    prompts = [(example, prompt_ids(engine.tokenizer, example, now=datetime.now())) for example in examples]
     room = engine.options.context_tokens - task.answer_tokens
     prompts = [(example, ids) for example, ids in prompts if len(ids) <= room]
     engine.table.fill(engine.table.all_buckets(), progress)

@@ -1,5 +1,6 @@
 """Sources become tokens: which documents, on which side, in which files."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 from jinja2 import Template
 
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.tasks.example import TaskExample
+from jaxllm.tokenizer import Tokenizer, TokenizerFiles
 from training import corpus
-from training.corpus import Corpus, TokenizedDocuments, encode_document
+from training.corpus import Corpus, TokenizedDocuments
 from training.documents import chat_document, text_document
+from training.encoders import ModelEncoder, PieceEncoder
 from training.recipe import Source
 from training.tokenizer import MIN_VOCAB_SIZE, ROLE_TEMPLATE, train_tokenizer
 
@@ -29,6 +33,16 @@ def data(tmp_path):
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(TEXTS, MIN_VOCAB_SIZE + 20)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return PieceEncoder(tokenizer)
+
+
+def encode_document(document, tokenizer):
+    ((ids, _),) = PieceEncoder(tokenizer).encode([document])
+    return ids
 
 
 SOURCES = (
@@ -51,10 +65,10 @@ def test_every_document_stands_on_one_side(data):
     assert Corpus.open(SOURCES[:2], data, 0.1).digest() != opened.digest()
 
 
-def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, monkeypatch):
+def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, encoder, monkeypatch):
     monkeypatch.setattr(corpus, "_ENCODE_DOCUMENTS", 7)
     opened = Corpus.open(SOURCES, data, 0.1)
-    tokens = opened.tokenized(tokenizer, "train", tmp_path / "tokens")
+    tokens = opened.tokenized(encoder, "train", tmp_path / "tokens")
     assert isinstance(tokens.tokens, np.memmap)
     assert tokens.tokens.dtype == np.uint16
     documents = list(opened.documents("train"))
@@ -84,19 +98,42 @@ def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
     )
 
 
-def test_token_files_are_written_once_and_never_stale(data, tmp_path, tokenizer, monkeypatch):
+def test_a_model_reads_documents_through_its_own_template(tokenizer):
+    from jaxllm.tasks import labels
+
+    files = TokenizerFiles(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=ROLE_TEMPLATE,
+        special={"eos_token": "<|endoftext|>"},
+        eos_ids=(0, 5),
+    )
+    documents = [
+        chat_document(labels.SENTIMENT.example({"text": "so bad", "label": "negative"})),
+        chat_document(TaskExample(user="1 + 1 =", answer=" 2", form="text")),
+        text_document("a cat"),
+    ]
+    own, model = PieceEncoder(tokenizer).encode(documents), ModelEncoder(Tokenizer(files)).encode(documents)
+    # With this template, the token that ends a turn is found though another comes first.
+    assert model[0] == own[0]
+    assert [ids[:-1] for ids, _ in model[1:]] == [ids[:-1] for ids, _ in own[1:]]
+    assert [count for _, count in model] == [count for _, count in own]
+    with pytest.raises(ConfigError, match="no end token"):
+        ModelEncoder(Tokenizer(dataclasses.replace(files, eos_ids=())))
+
+
+def test_token_files_are_written_once_and_never_stale(data, tmp_path, encoder, monkeypatch):
     opened = Corpus.open(SOURCES, data, 0.1)
-    first = opened.tokenized(tokenizer, "train", tmp_path / "tokens")
-    other = Corpus.open(SOURCES[:1], data, 0.1).tokenized(tokenizer, "train", tmp_path / "tokens")
+    first = opened.tokenized(encoder, "train", tmp_path / "tokens")
+    other = Corpus.open(SOURCES[:1], data, 0.1).tokenized(encoder, "train", tmp_path / "tokens")
     assert len(other) < len(first)
     monkeypatch.setattr(corpus, "write_tokens", None)
-    again = opened.tokenized(tokenizer, "train", tmp_path / "tokens")
+    again = opened.tokenized(encoder, "train", tmp_path / "tokens")
     np.testing.assert_array_equal(again.tokens, first.tokens)
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "index.npz"])
-def test_damaged_token_files_are_told(tmp_path, tokenizer, name):
-    corpus.write_tokens(tmp_path / "t", [(0, text_document(text)) for text in TEXTS], tokenizer)
+def test_damaged_token_files_are_told(tmp_path, encoder, name):
+    corpus.write_tokens(tmp_path / "t", [(0, text_document(text)) for text in TEXTS], encoder)
     assert len(TokenizedDocuments.read(tmp_path / "t")) == len(TEXTS)
     file = tmp_path / "t" / name
     file.write_bytes(file.read_bytes()[:-50])

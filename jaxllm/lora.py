@@ -1,0 +1,196 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) of any matrix of a model.
+
+An adapter is a flat dict beside the model's own, two arrays for each adapted parameter `w` `[*U, D]`:
+
+    {w}.left  [*U, r]        {w}.right  [r, D]        (`[E, F, r]` and `[E, r, D]` for a stack of experts)
+
+and the parameter becomes `w + scaling · left · right`. `adapt` puts one beside the weights, in whatever
+form these are stored, as arrays of a fixed rank: another adapter, or none (zeros), is other arrays in the
+same graph. Files are `checkpoints/peft_folder.py`'s business, training `training/lora.py`'s.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.quant import Adapted, Weight, dequantize
+
+Adapter = Mapping[str, jax.Array | np.ndarray]
+
+# What can be adapted, as parameters are called within a layer: every matrix but the embedding.
+TARGETS = (
+    "attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down",
+    "experts.gate", "experts.up", "experts.down", "router", "head",
+)  # fmt: skip
+MAX_RANK = 4096
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which matrices are adapted, and by how much.
+
+    Attributes:
+      rank: r, of the change to each matrix.
+      alpha: the change is scaled by alpha / rank.
+      targets: which matrices, of `TARGETS`; those that a model does not have are left out.
+      rank_stabilized: the change is scaled by alpha / sqrt(rank) instead (arXiv 2312.03732).
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+    rank_stabilized: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 0 <= self.rank <= MAX_RANK:
+            raise ConfigError(
+                f"the rank of an adapter must be a whole number in [0, {MAX_RANK}], got {self.rank}"
+            )
+        if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
+            raise ConfigError(f"alpha must be a finite number, got {self.alpha!r}")
+        unknown = [each for each in self.targets if each not in TARGETS]
+        if unknown or not self.targets:
+            raise ConfigError(
+                f"an adapter has no targets {', '.join(map(str, unknown)) or 'at all'}; choose of "
+                f"{', '.join(TARGETS)}"
+            )
+
+    @property
+    def scaling(self) -> float:
+        """What the change is multiplied by."""
+        if not self.rank:
+            return 0.0
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+def adapted_parameters(cfg: ModelConfig, targets: tuple[str, ...]) -> tuple[str, ...]:
+    """The parameters of a model that are among `targets`, in the model's order.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    found = tuple(name for name in param_specs(cfg) if target_of(name) in targets)
+    if not found:
+        raise ConfigError(f"this {cfg.model_type} model has none of {', '.join(targets)} to adapt")
+    return found
+
+
+def target_of(name: str) -> str:
+    """The target that a parameter belongs to: its name without its layer."""
+    return name.split(".", 2)[2] if name.startswith("layers.") else name
+
+
+def adapter_shapes(cfg: ModelConfig, name: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of `left` and `right` of a parameter's adapter."""
+    shape = param_specs(cfg)[name].shape
+    stack = shape[:1] if target_of(name).startswith("experts.") else ()
+    return (*shape[:-1], rank), (*stack, rank, shape[-1])
+
+
+def init_adapter(cfg: ModelConfig, lora: LoraConfig, key: jax.Array) -> dict[str, jax.Array]:
+    """An adapter to train from, which changes nothing yet: of the two factors the one on the input's side is
+    random, the one on the output's side zero."""
+    names = adapted_parameters(cfg, lora.targets)
+    specs, adapter = param_specs(cfg), {}
+    for name, each in zip(names, jax.random.split(key, len(names)), strict=True):
+        left, right = adapter_shapes(cfg, name, lora.rank)
+        # The input of `to_units` is D wide, that of `from_units` all units of a matrix.
+        by_units = specs[name].role == "from_units"
+        inputs = math.prod(left[len(right) - 2 : -1]) if by_units else right[-1]
+        bound = math.sqrt(1 / inputs)
+
+        def random(shape: tuple[int, ...], key: jax.Array = each, bound: float = bound) -> jax.Array:
+            return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+        adapter[f"{name}.left"] = random(left) if by_units else jnp.zeros(left)
+        adapter[f"{name}.right"] = jnp.zeros(right) if by_units else random(right)
+    return adapter
+
+
+def adapt(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]:
+    """The parameters with an adapter beside those that it changes.
+
+    Raises:
+      ConfigError: the adapter is of another model.
+    """
+    adapted = dict(params)
+    for name in parameters_of(adapter):
+        if name not in params:
+            raise ConfigError(f"the adapter changes {name}, which this model does not have")
+        left, right = jnp.asarray(adapter[f"{name}.left"]), jnp.asarray(adapter[f"{name}.right"])
+        base = params[name]
+        fits = left.shape[:-1] == tuple(base.shape[:-1]) and right.shape[-1] == base.shape[-1]
+        if not fits or left.shape[-1] != right.shape[-2]:
+            raise ConfigError(
+                f"the adapter's change to {name} is {list(left.shape)} times {list(right.shape)}, the weight "
+                f"is {list(base.shape)}; it belongs to another model"
+            )
+        adapted[name] = Adapted(base, left * np.asarray(scaling, left.dtype), right)
+    return adapted
+
+
+def merge(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]:
+    """The parameters with an adapter added to them: dense float32 where it changes them."""
+    return {
+        name: dequantize(weight, jnp.float32) if isinstance(weight, Adapted) else weight
+        for name, weight in adapt(params, adapter, scaling).items()
+    }
+
+
+def padded(cfg: ModelConfig, adapter: Adapter, targets: tuple[str, ...], rank: int) -> dict[str, np.ndarray]:
+    """An adapter as arrays of a given rank for all of `targets`: zeros where it has nothing.
+
+    Adapters of all kinds then fit one graph. The scaling is not applied.
+
+    Raises:
+      ConfigError: the adapter changes other matrices, or has a higher rank.
+    """
+    names = adapted_parameters(cfg, targets)
+    if others := sorted({target_of(name) for name in parameters_of(adapter)} - set(targets)):
+        raise ConfigError(
+            f"the adapter changes {', '.join(others)}, but the engine was opened for {', '.join(targets)}; "
+            "open it with these adapter_targets too"
+        )
+    full = {}
+    for name in names:
+        for part, shape, axis in zip(
+            ("left", "right"), adapter_shapes(cfg, name, rank), (-1, -2), strict=True
+        ):
+            whole = np.zeros(shape, np.float32)
+            given = adapter.get(f"{name}.{part}")
+            if given is not None:
+                own = given.shape[axis]
+                if own > rank:
+                    raise ConfigError(
+                        f"the adapter has rank {own} but the engine was opened for at most {rank}; open it "
+                        "with a higher adapter_rank"
+                    )
+                space = (..., slice(own)) if axis == -1 else (..., slice(own), slice(None))
+                if whole[space].shape != given.shape:
+                    raise ConfigError(
+                        f"the adapter's {name}.{part} is {list(given.shape)}, the model's is "
+                        f"{list(whole[space].shape)}; it belongs to another model"
+                    )
+                whole[space] = given
+            full[f"{name}.{part}"] = whole
+    return full
+
+
+def parameters_of(adapter: Adapter) -> tuple[str, ...]:
+    """The names of the parameters that an adapter changes.
+
+    Raises:
+      ConfigError: one of a pair is missing.
+    """
+    names = dict.fromkeys(key.rpartition(".")[0] for key in adapter)
+    for name in names:
+        if f"{name}.left" not in adapter or f"{name}.right" not in adapter:
+            raise ConfigError(f"the adapter lacks one of {name}.left and {name}.right")
+    return tuple(names)

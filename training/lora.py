@@ -1,0 +1,230 @@
+"""Low-rank adapters trained on a frozen model, in any of its weight widths (LoRA, arXiv 2106.09685; over 8- or
+4-bit weights as in QLoRA, arXiv 2305.14314), and saved in PEFT's layout.
+
+A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
+`summary.json`. The frozen weights are read from the model's folder or bundle and never written.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.checkpoints import huggingface, peft_folder
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.lora import LoraConfig, adapt, adapted_parameters, init_adapter
+from jaxllm.models.parameters import Params
+from jaxllm.prepare import prepare
+from jaxllm.tokenizer import Tokenizer
+from training.checkpoints import Checkpoints
+from training.corpus import Corpus
+from training.encoders import ModelEncoder
+from training.log import Log
+from training.loop import Job, Trainer, train
+from training.losses import next_token_logits, next_token_losses
+from training.packing import Batch, PackedBatches, evaluation_batches
+from training.parallel import MeshShape, gathered, make_mesh
+from training.recipe import Source
+from training.settings import TrainSettings, require_float
+
+RECIPE_FILE = "recipe.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraRecipe(TrainSettings):
+    """One run of low-rank adaptation.
+
+    Attributes:
+      lora: rank, alpha and targets.
+      sources: what it is trained on.
+      held_out_share: of the documents, kept out of training to pick the best checkpoint.
+    """
+
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    sources: tuple[Source, ...]
+    held_out_share: float = 0.02
+    # There is little to fit, and it starts at nothing.
+    weight_decay: float = 0.0
+    warmup_steps: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_float("held_out_share", self.held_out_share, above=0, below=1)
+        if not self.sources:
+            raise ConfigError("an adapter needs something to learn: give at least one source")
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenModel:
+    """A model that is not trained: its config, weights in whatever form, and tokenizer."""
+
+    cfg: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    name: str
+
+    @classmethod
+    def read(cls, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
+        """Reads a bundle, or a Hugging Face folder whose matrices get the width `weights` (float32 by default).
+
+        Raises:
+          CheckpointError: there is no such model.
+          ConfigError: a bundle is asked for another width than its own.
+        """
+        model = Path(model)
+        if model.is_dir():
+            if weights in (None, "f32"):
+                cfg = huggingface.read_config(model)
+                params = {
+                    name: jnp.asarray(value, jnp.float32)
+                    for name, value in huggingface.read_params(model, cfg)
+                }
+                return cls(cfg, params, Tokenizer(read_tokenizer(model)), model.resolve().name)
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=model.resolve().name)
+                return cls._of_bundle(Path(folder) / "base.jaxllm")
+        frozen = cls._of_bundle(model)
+        own = Bundle.open(model).layout.weights
+        if weights not in (None, own):
+            raise ConfigError(
+                f"{model} has {own} weights; to train over {weights} give its Hugging Face folder"
+            )
+        return frozen
+
+    @classmethod
+    def _of_bundle(cls, path: Path) -> "FrozenModel":
+        bundle = Bundle.open(path)
+        # Copied, because the file may go before its mapping does.
+        params = jax.tree.map(lambda part: jnp.array(part, copy=True), bundle.load())
+        return cls(bundle.cfg, params, Tokenizer(bundle.tokenizer_files()), bundle.layout.name)
+
+
+def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
+    """What the loop trains: the adapter, with the model frozen."""
+    dtype, scaling = jnp.dtype(recipe.precision), recipe.lora.scaling
+    adapted_parameters(cfg, recipe.lora.targets)
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return init_adapter(cfg, recipe.lora, key)
+
+    def losses(adapter: dict[str, jax.Array], frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        params = adapt(frozen, adapter, scaling)
+        logits, _ = next_token_logits(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        return next_token_losses(logits, batch), jnp.zeros(())
+
+    return Job(init, losses, dict(params))
+
+
+def train_lora(
+    recipe: LoraRecipe,
+    model: Path,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    weights: WeightFormat | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Trains an adapter, or goes on with the run in `run_dir`, and exports the best.
+
+    Args:
+      recipe: the run.
+      model: a Hugging Face folder, or a bundle.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      weights: width of a folder's frozen matrices.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The adapter's folder, `run_dir/adapter`.
+
+    Raises:
+      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    console, run_dir = console or Console(stderr=True), Path(run_dir)
+    frozen = FrozenModel.read(model, weights)
+    if recipe.row_tokens > frozen.cfg.window_tokens:
+        raise ConfigError(
+            f"row_tokens ({recipe.row_tokens}) must be at most the model's window ({frozen.cfg.window_tokens})"
+        )
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    job = lora_job(frozen.cfg, frozen.params, recipe)
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
+    encoder = ModelEncoder(frozen.tokenizer)
+    _claim(run_dir, {"recipe": recipe.to_json(), "model": frozen.name, "documents": corpus.digest()})
+    train_documents, held_out = (
+        corpus.tokenized(encoder, split, run_dir / "tokens") for split in ("train", "held_out")
+    )
+    batches = PackedBatches(train_documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
+    held_out_batches = functools.partial(
+        evaluation_batches, held_out, recipe.row_tokens, recipe.batch, corpus.sources
+    )
+    trainer = Trainer(job, recipe, mesh)
+    trained = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))
+    console.print(
+        f"{trained:,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(train_documents):,} "
+        f"documents, {len(train_documents.tokens):,} tokens; {recipe.steps:,} steps, "
+        f"{batches.epochs_at(recipe.steps):.1f} epochs",
+        soft_wrap=True,
+    )
+    # Before the first step an adapter changes nothing: what the model alone loses.
+    before, _ = trainer.evaluate(trainer.initial().params, held_out_batches())
+    names = [source.name for source in corpus.sources]
+    with Log(run_dir, recipe.steps, console, names, tensorboard=tensorboard) as log:
+        train(job, recipe, batches.batch_at, held_out_batches, run_dir / "checkpoints", log, mesh)
+    with Checkpoints(run_dir / "checkpoints") as checkpoints:
+        step, after = checkpoints.best()
+        adapter = gathered(checkpoints.restore(step, trainer.abstract()).params)
+    peft_folder.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, adapter, base=str(model))
+    summary = {
+        "parameters": trained,
+        "best_step": step,
+        "held_out": {"without": before, "with": after},
+    }
+    _write_json(run_dir / "summary.json", summary)
+    console.print_json(data=summary)
+    return run_dir / "adapter"
+
+
+def _claim(run_dir: Path, identity: dict[str, Any]) -> None:
+    """Makes the run's folder, or checks that it is this run's."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / RECIPE_FILE
+        if path.exists():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            for each in (earlier, identity):
+                each["recipe"] = {**each["recipe"], "steps": 0, "log_steps": 0, "checkpoint_steps": 0}
+            if earlier != identity:
+                raise ConfigError(f"{run_dir} holds another run; give another --run folder")
+        else:
+            _write_json(path, identity)
+    except OSError as error:
+        raise ConfigError(f"cannot use the run's folder {run_dir}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{run_dir / RECIPE_FILE} is no run of an adapter: {error}") from error
+
+
+def _write_json(path: Path, value: Any) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
