@@ -132,6 +132,8 @@ def adapt(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]
                 f"the adapter's change to {name} is {list(left.shape)} times {list(right.shape)}, the weight "
                 f"is {list(base.shape)}; it belongs to another model"
             )
+        if not right.shape[-2]:
+            continue
         adapted[name] = Adapted(base, left * np.asarray(scaling, left.dtype), right)
     return adapted
 

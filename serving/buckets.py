@@ -19,13 +19,13 @@ import numpy as np
 
 from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
-from jaxllm.errors import BucketMissing, ContextOverflow
+from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache, grow, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
 from jaxllm.steps import decode_tokens, prefill_chunk, score_branches, score_chunk
 from serving.chunks import plan_chunks
-from serving.graph_store import GraphStore
+from serving.graph_store import GraphStore, params_signature
 from serving.machine import usable_cores
 from serving.options import EngineOptions
 from serving.packing import Packed, target_room
@@ -44,6 +44,7 @@ class BucketTable:
       build_ms: time spent waiting for graphs, in all.
       bucket_ms: time to trace and compile each bucket, or to read it (several are built at a time).
       loaded: those buckets whose graph was read from disk.
+      weights_version: counts the parameters that `swap` brought; a cache belongs to one of them.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class BucketTable:
         self.build_ms = 0.0
         self.bucket_ms: dict[Bucket, float] = {}
         self.loaded: set[Bucket] = set()
+        self.weights_version = 0
         self._params = params
         self._dtype = jnp.dtype(options.activation_dtype)
         self._cache_dtype = jnp.dtype(options.cache_dtype)
@@ -64,6 +66,17 @@ class BucketTable:
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._table or bucket in self._pending
+
+    def swap(self, params: Params) -> None:
+        """Takes other parameters for the same graphs.
+
+        Raises:
+          ConfigError: their names, forms, shapes or dtypes differ.
+        """
+        if params_signature(params) != params_signature(self._params):
+            raise ConfigError("the new parameters are of another form than those that graphs were made for")
+        self._params = params
+        self.weights_version += 1
 
     # -- which graphs ---------------------------------------------------------------------------
 

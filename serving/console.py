@@ -33,8 +33,13 @@ _STAGES = {
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--model, --weights and --context."""
+    """--model, --adapter, --weights and --context."""
     for option in (
+        click.option(
+            "--adapter",
+            type=click.Path(path_type=Path),
+            help="A low-rank adapter of the model, a folder in PEFT's layout.",
+        ),
         click.option(
             "--context",
             "context_tokens",

@@ -1,5 +1,6 @@
 """The engine: a bundle's parameters, its graphs and its tokenizer, answering one request at a time."""
 
+import dataclasses
 import functools
 import logging
 import secrets
@@ -11,9 +12,12 @@ from pathlib import Path
 import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.checkpoints.peft_folder import read_adapter
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
+from jaxllm.lora import Adapter, adapt, padded
+from jaxllm.models.parameters import Params
 from jaxllm.tokenizer import Tokenizer
 from serving.buckets import BucketTable, Progress
 from serving.executables import ExecutableFolder
@@ -59,7 +63,8 @@ class Engine:
                 f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
-        params = bundle.load(on_segment=on_segment)
+        self._frozen = bundle.load(on_segment=on_segment)
+        params = self._adapted({}, 1.0)
         store = None
         if self.options.executables_bytes:
             folder = ExecutableFolder(
@@ -78,6 +83,7 @@ class Engine:
         *,
         weights: WeightFormat | None = None,
         options: EngineOptions | None = None,
+        adapter: str | Path | None = None,
         warm_up: bool = True,
         progress: Progress | None = None,
     ) -> "Engine":
@@ -88,6 +94,8 @@ class Engine:
             model inside the package.
           weights: width for a folder's weights; None keeps the checkpoint's own.
           options: shapes of graphs and caches.
+          adapter: a low-rank adapter in PEFT's layout to begin with; unless the options name a rank and
+            targets, they are this one's.
           warm_up: compile every graph now; else call `warm_up` before the first request.
           progress: called with (stage, done, total).
 
@@ -95,10 +103,45 @@ class Engine:
           JaxllmError: the model cannot be opened, or the options do not fit it.
         """
         bundle = open_model(model, weights=weights, progress=progress)
+        if adapter is not None and not (options or EngineOptions()).adapter_rank:
+            lora, arrays = read_adapter(Path(adapter), bundle.cfg)
+            rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
+            options = dataclasses.replace(
+                options or EngineOptions(), adapter_rank=rank, adapter_targets=lora.targets
+            )
         engine = cls(bundle, options, progress)
+        if adapter is not None:
+            engine.set_adapter(adapter)
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
+
+    def set_adapter(self, folder: str | Path | None) -> None:
+        """Puts a low-rank adapter on the model, in place of the one before; nothing is compiled.
+
+        Sessions that go on afterwards are fed anew: their cache is of other weights.
+
+        Args:
+          folder: in PEFT's layout; None for the model as it is.
+
+        Raises:
+          ConfigError: the engine was opened without `adapter_rank`, or for a lower one or other targets.
+          CheckpointError: the folder is missing, corrupt or of another model.
+        """
+        if not self.options.adapter_rank:
+            raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
+        if folder is None:
+            self.table.swap(self._adapted({}, 1.0))
+            return
+        lora, adapter = read_adapter(Path(folder), self.cfg)
+        self.table.swap(self._adapted(adapter, lora.scaling))
+
+    def _adapted(self, adapter: Adapter, scaling: float) -> Params:
+        """The model's parameters, with room for an adapter if the options ask for it, and this one in it."""
+        rank, targets = self.options.adapter_rank, self.options.adapter_targets
+        if not rank:
+            return self._frozen
+        return adapt(self._frozen, padded(self.cfg, adapter, targets, rank), scaling)
 
     def warm_up(
         self,

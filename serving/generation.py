@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
@@ -60,7 +60,8 @@ class GenerationConfig:
 
 @dataclasses.dataclass
 class Session:
-    """A conversation's cache. `tokens` are those whose keys and values `cache` holds.
+    """A conversation's cache. `tokens` are those whose keys and values `cache` holds, as the weights of
+    `BucketTable.weights_version` made them.
 
     A graph that is running owns the cache (it is donated), so the session is empty meanwhile, and stays
     so if the graph fails.
@@ -68,6 +69,7 @@ class Session:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     cache: KVCache | None = None
+    weights_version: int = 0
 
     def take(self) -> tuple[list[int], KVCache | None]:
         """Gives tokens and cache away."""
@@ -175,6 +177,9 @@ class Generation(Iterator[str]):
         """Feeds what the session lacks of the prompt; returns the first token, on the device."""
         session, table = self._session, self._table
         held, cache = session.take()
+        if session.weights_version != table.weights_version:
+            # Keys and values of other weights are of no use.
+            held, session.weights_version = [], table.weights_version
         # The last token is always fed: its logits are what we are after.
         self.reused_tokens = min(_common_prefix(held, prompt), len(prompt) - 1)
         if cache is None:
@@ -188,6 +193,8 @@ class Generation(Iterator[str]):
     def _decode(self, token: jax.Array, limit: int) -> tuple[jax.Array, list[int]]:
         """Decodes up to `limit` tokens: the last one as the graphs take it, and all of them."""
         session, table = self._session, self._table
+        if session.weights_version != table.weights_version:
+            raise ContextGone("the model's adapter was changed in the middle of an answer; ask again")
         pending = self.tokens[-1]
         held, cache = session.take()
         assert cache is not None

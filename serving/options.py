@@ -8,6 +8,7 @@ import jax
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
+from jaxllm.lora import LoraConfig
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -37,6 +38,9 @@ class EngineOptions:
       activation_dtype: "float32" or "bfloat16".
       cache_dtype: of keys and values: "float32", "bfloat16" or "float16". Left to choose, it is float16
         where native kernels serve quantized weights, else the activations'.
+      adapter_rank: highest rank of the low-rank adapters that may be put on the model while it runs (see
+        `Engine.set_adapter`); 0 for none, and faster products.
+      adapter_targets: what they may change, of `jaxllm.lora.TARGETS`; all matrices of the layers by default.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
         none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
     """
@@ -48,6 +52,8 @@ class EngineOptions:
     score_tokens: int = 0
     activation_dtype: str = ""
     cache_dtype: str = ""
+    adapter_rank: int = 0
+    adapter_targets: tuple[str, ...] = ()
     executables_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +73,10 @@ class EngineOptions:
             raise ConfigError(f"activation_dtype must be float32 or bfloat16, got {self.activation_dtype!r}")
         if self.cache_dtype not in ("", "float32", "bfloat16", "float16"):
             raise ConfigError(f"cache_dtype must be float32, bfloat16 or float16, got {self.cache_dtype!r}")
+        if self.adapter_targets and not self.adapter_rank:
+            raise ConfigError("adapter_targets need an adapter_rank")
+        # Checks both.
+        LoraConfig(rank=self.adapter_rank, targets=self.adapter_targets or LoraConfig.targets)
         if self.executables_bytes is not None and self.executables_bytes < 0:
             raise ConfigError(
                 f"executables_bytes must not be negative, got {self.executables_bytes}; 0 keeps none"
@@ -94,6 +104,7 @@ class EngineOptions:
         if caches[-1] != context:
             raise ConfigError(f"the longest of cache_tokens {caches} must equal context_tokens {context}")
         chunks = self.chunk_tokens or (_CPU_CHUNKS if on_cpu else _ACCELERATOR_CHUNKS)
+        targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
         activation_dtype = self.activation_dtype or ("float32" if on_cpu else "bfloat16")
@@ -106,6 +117,7 @@ class EngineOptions:
             score_tokens=self.score_tokens or (_CPU_SCORE_TOKENS if on_cpu else _ACCELERATOR_SCORE_TOKENS),
             activation_dtype=activation_dtype,
             cache_dtype=self.cache_dtype or ("float16" if half_cache else activation_dtype),
+            adapter_targets=targets,
             executables_bytes=_executables_bytes()
             if self.executables_bytes is None
             else self.executables_bytes,

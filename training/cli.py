@@ -1,13 +1,43 @@
-"""The `pretrain` command: `jaxllm pretrain ...`, or `python -m training.cli`."""
+"""The `pretrain` command (`jaxllm pretrain ...`, or `python -m training.cli`), and what commands share."""
 
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from jaxllm.errors import JaxllmError
+
+
+def device_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--mesh and --devices."""
+    for option in (
+        click.option(
+            "--devices",
+            type=click.IntRange(min=1),
+            help="CPU devices to make of this machine.  [default: one per core]",
+        ),
+        click.option(
+            "--mesh", help="Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: all along data]"
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def set_devices(devices: int | None) -> None:
+    """Makes so many CPU devices of this process; possible only before JAX touches one."""
+    import jax
+
+    from jaxllm.kernels import native
+
+    cores = _cores()
+    jax.config.update("jax_num_cpu_devices", devices or cores)
+    # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
+    native.set_threads(max(1, cores // (devices or cores)))
 
 
 @click.command("pretrain")
@@ -47,12 +77,7 @@ from jaxllm.errors import JaxllmError
 )
 @click.option("--precision", type=click.Choice(["float32", "bfloat16"]), help="Of activations and products.")
 @click.option("--remat", is_flag=True, help="Compute layers twice rather than keep their activations.")
-@click.option("--mesh", help="Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: all along data]")
-@click.option(
-    "--devices",
-    type=click.IntRange(min=1),
-    help="CPU devices to make of this machine.  [default: one per core]",
-)
+@device_options
 @click.option("--coordinator", help="HOST:PORT of the first of several processes.")
 @click.option("--processes", type=click.IntRange(min=1), help="How many processes there are.")
 @click.option("--process", type=click.IntRange(min=0), help="This process's number, from 0.")
@@ -86,9 +111,6 @@ def pretrain_command(
     if export_only and any(given):
         raise click.UsageError("--export-only takes the run as it is: give it --run alone")
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
-    import jax
-
-    from jaxllm.kernels import native
     from training.parallel import MeshShape, start_process_group
     from training.pretrain import export_best, pretrain
     from training.recipe import load_recipe
@@ -96,11 +118,7 @@ def pretrain_command(
     recipe = load_recipe(recipe_name or "stories")
     changes = {"steps": steps, "accumulate": accumulate, "precision": precision, "remat": remat or None}
     recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
-    # Process-wide settings, possible only before JAX touches a device. Harmless with accelerators.
-    cores = _cores()
-    jax.config.update("jax_num_cpu_devices", devices or cores)
-    # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
-    native.set_threads(max(1, cores // (devices or cores)))
+    set_devices(devices)
     start_process_group(coordinator, processes, process)
     if export_only:
         folder = export_best(run_dir)

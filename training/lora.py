@@ -1,5 +1,6 @@
-"""Low-rank adapters trained on a frozen model, in any of its weight widths (LoRA, arXiv 2106.09685; over 8- or
-4-bit weights as in QLoRA, arXiv 2305.14314), and saved in PEFT's layout.
+"""Low-rank adapters trained on a frozen model and saved in PEFT's layout (LoRA, arXiv 2106.09685).
+
+The model's weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
 
 A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
 `summary.json`. The frozen weights are read from the model's folder or bundle and never written.
@@ -35,10 +36,11 @@ from training.loop import Job, Trainer, train
 from training.losses import next_token_logits, next_token_losses
 from training.packing import Batch, PackedBatches, evaluation_batches
 from training.parallel import MeshShape, gathered, make_mesh
-from training.recipe import Source
+from training.recipe import PACKAGED, Source, check_keys, load, read_sources
 from training.settings import TrainSettings, require_float
 
 RECIPE_FILE = "recipe.json"
+_RECIPES = PACKAGED / "lora"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +67,37 @@ class LoraRecipe(TrainSettings):
             raise ConfigError("an adapter needs something to learn: give at least one source")
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """A plain dict that `from_json` reads back."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "LoraRecipe":
+        """Read what `to_json` wrote, or a parsed TOML file.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        check_keys(cls, data)
+        table = data.get("lora", {})
+        try:
+            lora = LoraConfig(**{**table, "targets": tuple(table.get("targets", LoraConfig.targets))})
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"malformed lora: {error}") from error
+        return cls(**{**data, "lora": lora, "sources": read_sources(data["sources"])})
+
+
+def lora_recipe_names() -> list[str]:
+    """The recipes of adapters that come with the package."""
+    return sorted(path.stem for path in _RECIPES.glob("*.toml"))
+
+
+def load_lora_recipe(name: str) -> LoraRecipe:
+    """The adapter's recipe called `name`, or the one in the TOML file at path `name`.
+
+    Raises:
+      ConfigError: there is no such recipe, or it is malformed.
+    """
+    return load(name, LoraRecipe.from_json, _RECIPES, lora_recipe_names())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +111,7 @@ class FrozenModel:
 
     @classmethod
     def read(cls, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
-        """Reads a bundle, or a Hugging Face folder whose matrices get the width `weights` (float32 by default).
+        """Reads a bundle, or a Hugging Face folder at the width `weights` (float32 by default).
 
         Raises:
           CheckpointError: there is no such model.
@@ -164,7 +195,8 @@ def train_lora(
     frozen = FrozenModel.read(model, weights)
     if recipe.row_tokens > frozen.cfg.window_tokens:
         raise ConfigError(
-            f"row_tokens ({recipe.row_tokens}) must be at most the model's window ({frozen.cfg.window_tokens})"
+            f"row_tokens ({recipe.row_tokens}) must be at most the model's window "
+            f"({frozen.cfg.window_tokens})"
         )
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     job = lora_job(frozen.cfg, frozen.params, recipe)

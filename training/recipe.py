@@ -7,8 +7,9 @@ that names none trains on whatever texts it is given.
 
 import dataclasses
 import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -16,7 +17,8 @@ from jaxllm.tasks import find_task
 from training.settings import TrainSettings, require_float
 from training.tokenizer import ROLE_TEMPLATE
 
-_PACKAGED = Path(__file__).parent / "recipes"
+PACKAGED = Path(__file__).parent / "recipes"
+Read = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,44 +106,44 @@ class Recipe(TrainSettings):
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - set(fields))
-        if unknown:
-            raise ConfigError(
-                f"unknown recipe key {', '.join(unknown)}; the keys are {', '.join(sorted(fields))}"
-            )
-        missing = sorted(
-            name
-            for name, field in fields.items()
-            if field.default is dataclasses.MISSING and name not in data
-        )
-        if missing:
-            raise ConfigError(f"the recipe lacks {', '.join(missing)}")
+        check_keys(cls, data)
         if not isinstance(data["model"], dict):
             raise ConfigError(f"the recipe's model must be a table, got {data['model']!r}")
-        parts = {"model": ModelConfig.from_json(data["model"]), "sources": _sources(data.get("sources", []))}
+        parts = {
+            "model": ModelConfig.from_json(data["model"]),
+            "sources": read_sources(data.get("sources", [])),
+        }
         return cls(**{**data, **parts})
 
 
 def recipe_names() -> list[str]:
     """The recipes that come with the package (a `.base.toml` is not one, but what others stand on)."""
-    return sorted(path.stem for path in _PACKAGED.glob("*.toml") if "." not in path.stem)
+    return sorted(path.stem for path in PACKAGED.glob("*.toml") if "." not in path.stem)
 
 
 def load_recipe(name: str) -> Recipe:
     """The recipe called `name`, or the one in the TOML file at path `name` (ending in `.toml`).
+
+    Raises:
+      ConfigError: there is no such recipe, or it is malformed.
+    """
+    return load(name, Recipe.from_json, PACKAGED, recipe_names())
+
+
+def load(name: str, read: Callable[[dict[str, Any]], Read], folder: Path, names: Sequence[str]) -> Read:
+    """What `read` makes of a recipe: the one of `names` in `folder`, or a TOML file by its path.
 
     A recipe may name as its `base` another file beside it, whose keys hold where it has none of its own.
 
     Raises:
       ConfigError: there is no such recipe, or it is malformed.
     """
-    if not name.endswith(".toml") and name not in recipe_names():
+    if not name.endswith(".toml") and name not in names:
         raise ConfigError(
-            f"there is no recipe {name!r}; the recipes are {', '.join(recipe_names())}, or give the "
-            "path of a .toml file"
+            f"there is no recipe {name!r}; the recipes are {', '.join(names)}, or give the path of a .toml "
+            "file"
         )
-    place = Path(name) if name.endswith(".toml") else _PACKAGED / f"{name}.toml"
+    place = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     try:
         table = _read_toml(place)
         if "base" in table:
@@ -149,19 +151,42 @@ def load_recipe(name: str) -> Recipe:
             if "base" in base:
                 raise ConfigError("the base of a recipe stands on another itself")
             table = {**base, **table}
-        return Recipe.from_json(table)
+        return read(table)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {name}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"recipe {name}: {error}") from error
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+def check_keys(recipe: type, data: dict[str, Any]) -> None:
+    """Raises ConfigError unless `data` has the fields of a dataclass, and all that have no default."""
+    fields = {field.name: field for field in dataclasses.fields(recipe)}
+    if unknown := sorted(set(data) - set(fields)):
+        raise ConfigError(
+            f"unknown recipe key {', '.join(unknown)}; the keys are {', '.join(sorted(fields))}"
+        )
+    missing = sorted(
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+        and name not in data
+    )
+    if missing:
+        raise ConfigError(f"the recipe lacks {', '.join(missing)}")
 
 
-def _sources(tables: Any) -> tuple[Source, ...]:
+def read_sources(tables: Any) -> tuple[Source, ...]:
+    """Sources from tables of their fields.
+
+    Raises:
+      ConfigError: a table is malformed.
+    """
     try:
         return tuple(Source(**table) for table in tables)
     except TypeError as error:
         raise ConfigError(f"malformed sources: {error}") from error
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    return tomllib.loads(path.read_text(encoding="utf-8"))

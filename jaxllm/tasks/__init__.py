@@ -43,6 +43,7 @@ TASKS = {
         Task("sentiment", "is a review positive or negative (SST-2)", labels.SENTIMENT.read),
         Task("news", "the topic of a piece of news (AG News)", labels.NEWS.read),
         Task("emotion", "the emotion in a message (emotion)", labels.EMOTION.read),
+        Task("mood", "the same messages under coarser labels", labels.MOOD.read),
         Task("ui-step", "the next step on a phone's screen (DroidTask)", ui_steps.read),
         Task("api-choice", "the function that answers a request (BFCL)", api_choice.read),
         Task("shorten", "a shorter version of a sentence", free_text.read_compression, "rouge"),

@@ -17,11 +17,13 @@ class Labels:
       folder: of the files, under the folder of all data.
       instruction: what the model is told; it names the labels.
       labels: all of them.
+      called: what the files call the labels, (theirs, ours); empty where they are the same.
     """
 
     folder: str
     instruction: str
     labels: tuple[str, ...]
+    called: tuple[tuple[str, str], ...] = ()
 
     def read(self, data: Path, split: Split) -> Iterator[TaskExample]:
         """The examples of a split.
@@ -33,9 +35,11 @@ class Labels:
 
     def example(self, record: Record) -> TaskExample:
         """The question that a record asks."""
-        label = text_field(record, "label")
+        stored = text_field(record, "label")
+        label = dict(self.called).get(stored) if self.called else stored
         if label not in self.labels:
-            raise ConfigError(f"the label {label!r} is none of {', '.join(self.labels)}")
+            known = [theirs for theirs, _ in self.called] or self.labels
+            raise ConfigError(f"the label {stored!r} is none of {', '.join(known)}")
         return TaskExample(
             system=self.instruction, user=text_field(record, "text"), answer=label, options=self.labels
         )
@@ -55,4 +59,18 @@ EMOTION = Labels(
     folder="tasks/emotion",
     instruction="Which emotion is it: sadness, joy, love, anger, fear or surprise?",
     labels=("sadness", "joy", "love", "anger", "fear", "surprise"),
+)
+# The same messages under labels that the family's models never saw: something for an adapter to learn.
+MOOD = Labels(
+    folder="tasks/emotion",
+    instruction="How does this person feel: well, unwell or amazed?",
+    labels=("well", "unwell", "amazed"),
+    called=(
+        ("joy", "well"),
+        ("love", "well"),
+        ("sadness", "unwell"),
+        ("anger", "unwell"),
+        ("fear", "unwell"),
+        ("surprise", "amazed"),
+    ),
 )

@@ -25,13 +25,18 @@ _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 @click.option("--system", help="A system message to begin with.")
 @sampling_options
 def chat_command(
-    model: Path | None, weights: str | None, context_tokens: int, system: str | None, **options: Any
+    model: Path | None,
+    weights: str | None,
+    context_tokens: int,
+    adapter: Path | None,
+    system: str | None,
+    **options: Any,
 ) -> None:
     """Talk with a model; only what is new is fed to it each turn."""
     config = generation_config(options)
     with progress_bars() as progress:
         engine = Engine.open(
-            model, weights=weights, options=engine_options(context_tokens), progress=progress
+            model, weights=weights, options=engine_options(context_tokens), adapter=adapter, progress=progress
         )
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(

@@ -41,6 +41,7 @@ def demo_command(
     model: Path | None,
     weights: str | None,
     context_tokens: int,
+    adapter: Path | None,
     max_tokens: int,
     data: Path | None,
     as_object: bool,
@@ -51,7 +52,7 @@ def demo_command(
     questions = None if data is None else read_task_group(tasks, data)
     with progress_bars() as progress:
         engine = Engine.open(
-            model, weights=weights, options=engine_options(context_tokens), progress=progress
+            model, weights=weights, options=engine_options(context_tokens), adapter=adapter, progress=progress
         )
     facts: dict[str, Any] = {
         "model": engine.bundle.layout.name,

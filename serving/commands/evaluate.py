@@ -41,6 +41,7 @@ def eval_command(
     model: Path | None,
     weights: str | None,
     context_tokens: int,
+    adapter: Path | None,
     text_file: Path | None,
     separator: str | None,
     window_tokens: int,
@@ -69,7 +70,12 @@ def eval_command(
         require_rouge()
     with progress_bars() as progress:
         engine = Engine.open(
-            model, weights=weights, options=engine_options(context_tokens), warm_up=False, progress=progress
+            model,
+            weights=weights,
+            options=engine_options(context_tokens),
+            adapter=adapter,
+            warm_up=False,
+            progress=progress,
         )
         measured = None
         if documents is not None:

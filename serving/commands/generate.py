@@ -29,6 +29,7 @@ def generate_command(
     model: Path | None,
     weights: str | None,
     context_tokens: int,
+    adapter: Path | None,
     prompt: str | None,
     prompt_file: Path | None,
     as_json: bool,
@@ -41,7 +42,12 @@ def generate_command(
     text = read_text(prompt_file) if prompt is None else prompt
     with progress_bars() as progress:
         engine = Engine.open(
-            model, weights=weights, options=engine_options(context_tokens), warm_up=False, progress=progress
+            model,
+            weights=weights,
+            options=engine_options(context_tokens),
+            adapter=adapter,
+            warm_up=False,
+            progress=progress,
         )
         generation = engine.stream(text, config)
         # One request needs few graphs; compiling all of them would only delay its answer.
