@@ -21,6 +21,10 @@ class BundleError(CheckpointError):
     """A prepared bundle is truncated, corrupt, of another version, or not a bundle at all."""
 
 
+class ContextGone(JaxllmError):
+    """What a context held is no longer of use: its model changed, or its data is lost."""
+
+
 class BucketMissing(JaxllmError):
     """A graph was asked for that the bucket table does not hold (nothing compiles after warm-up)."""
 
