@@ -263,11 +263,12 @@ class Bucket:
 
     Kinds: prefill (one chunk), decode (up to `tokens` tokens a dispatch), sample (the first token of
     an answer), score (log-probabilities of a chunk), branches (log-probabilities of tokens in `rows` rows
-    of packed documents with many ends, without a cache), start (an empty cache), grow (a cache moved into
+    of packed documents with many ends, without a cache), routing (the experts that tokens visit, likewise),
+    start (an empty cache), grow (a cache moved into
     the next length; `tokens` is the length it comes from).
     """
 
-    kind: Literal["prefill", "decode", "sample", "score", "branches", "start", "grow"]
+    kind: Literal["prefill", "decode", "sample", "score", "branches", "routing", "start", "grow"]
     tokens: int = 0
     cache_tokens: int = 0
     rows: int = 1

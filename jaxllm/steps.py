@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.kv.cache import KVCache
-from jaxllm.models.decoder import forward, forward_documents, logits
+from jaxllm.models.decoder import forward, forward_documents, forward_documents_with_routing, logits
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, sample
 
@@ -130,15 +130,25 @@ def score_chunk(
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
-) -> tuple[jax.Array, KVCache]:
+) -> tuple[jax.Array, jax.Array, KVCache]:
     """Log-probabilities of `targets` `[B, T]`, each the token after the one at its place in `tokens`.
 
     Returns:
-      `[B, T]` float32 natural logarithms (padding gives numbers nobody should read), and the cache.
+      `[B, T]` float32 natural logarithms and `[B, T]` int32, the likeliest token at each place (padding gives
+      numbers nobody should read), and the cache.
     """
     hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
     scores = jax.nn.log_softmax(logits(params, hidden, cfg=cfg), axis=-1)
-    return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], cache
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], best, cache
+
+
+def route_documents(
+    params: Params, tokens: jax.Array, starts: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype
+) -> jax.Array:
+    """The experts `[L_sparse, B, T, k]` int32 that tokens `[B, T]` of packed documents visit, best first."""
+    _, routing = forward_documents_with_routing(params, tokens, starts, cfg=cfg, dtype=dtype)
+    return routing.ids
 
 
 def score_branches(

@@ -23,7 +23,7 @@ from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache, grow, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
-from jaxllm.steps import decode_tokens, prefill_chunk, score_branches, score_chunk
+from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
 from serving.chunks import plan_chunks
 from serving.graph_store import GraphStore, params_signature
 from serving.machine import usable_cores
@@ -215,6 +215,10 @@ class BucketTable:
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) of each target after its token and all tokens before it."""
+        return self.predict(tokens, targets)[0]
+
+    def predict(self, tokens: Sequence[int], targets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """`score`, and the likeliest token `[tokens]` int32 at each place."""
         chunk = self.options.chunk_tokens[-1]
         # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
         capacity = min(
@@ -223,13 +227,21 @@ class BucketTable:
         )
         graph = self._get(Bucket(kind="score", tokens=chunk, cache_tokens=capacity))
         cache = self._get(Bucket(kind="start", cache_tokens=capacity))()
-        scores = []
+        scores, best = [], []
         for at in range(0, len(tokens), chunk):
             row, valid = _padded(tokens[at : at + chunk], chunk)
             goal, _ = _padded(targets[at : at + chunk], chunk)
-            out, cache = graph(self._params, row, goal, np.int32(valid), cache)
+            out, likeliest, cache = graph(self._params, row, goal, np.int32(valid), cache)
             scores.append(np.asarray(out)[0, :valid])
-        return np.concatenate(scores)
+            best.append(np.asarray(likeliest)[0, :valid])
+        return np.concatenate(scores), np.concatenate(best)
+
+    def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""
+        rows, length = tokens.shape
+        return np.asarray(
+            self._get(Bucket(kind="routing", tokens=length, rows=rows))(self._params, tokens, starts)
+        )
 
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
@@ -322,6 +334,9 @@ class BucketTable:
             flat = jax.ShapeDtypeStruct((target_room(bucket.rows, bucket.tokens),), jnp.int32)
             step = functools.partial(score_branches, cfg=cfg, dtype=dtype)
             return jax.jit(step).lower(params, rows, rows, Branches(rows, rows), flat, flat, scalar)  # pyright: ignore
+        if bucket.kind == "routing":
+            rows = jax.ShapeDtypeStruct((bucket.rows, bucket.tokens), jnp.int32)
+            return jax.jit(functools.partial(route_documents, cfg=cfg, dtype=dtype)).lower(params, rows, rows)
         cache = jax.eval_shape(make_cache)
         row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
         if bucket.kind == "prefill":

@@ -246,12 +246,14 @@ def test_a_batch_goes_on_until_every_row_has_stopped():
 def test_scores_are_log_probabilities_of_the_targets():
     targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
     logits, expected_cache = reference(PARAMS, PADDED, empty_cache(), np.int32(5))
-    got, cache = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
+    got, best, cache = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
     wide = np.asarray(logits, np.float64)[0, :5]
     expected = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
     assert got.shape == PADDED.shape
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got[0, :5], expected[np.arange(5), targets[0, :5]], atol=1e-5)
+    assert best.dtype == jnp.int32
+    np.testing.assert_array_equal(best[0, :5], wide.argmax(-1))
     assert np.std(got[0, :5]) > 0.5
     assert_same_cache(cache, expected_cache)
     assert_untouched_after(cache, 5)
@@ -260,20 +262,22 @@ def test_scores_are_log_probabilities_of_the_targets():
 def test_scores_of_all_tokens_are_a_distribution():
     total = np.zeros(5)
     for token in range(V):
-        got, _ = score(PARAMS, PADDED, np.full_like(PADDED, token), np.int32(5), empty_cache())
+        got, *_ = score(PARAMS, PADDED, np.full_like(PADDED, token), np.int32(5), empty_cache())
         total += np.exp(np.asarray(got, np.float64)[0, :5])
     np.testing.assert_allclose(total, 1, atol=1e-5)
 
 
 def test_scores_in_chunks_are_scores_at_once():
     targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
-    whole, expected = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
+    whole, best, expected = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
     for split in range(1, 5):
-        first, cache = score(PARAMS, PADDED, targets, np.int32(split), empty_cache())
+        first, first_best, cache = score(PARAMS, PADDED, targets, np.int32(split), empty_cache())
         rest = (np.roll(each, -split, axis=1) for each in (PADDED, targets))
-        second, cache = score(PARAMS, *rest, np.int32(5 - split), cache)
+        second, second_best, cache = score(PARAMS, *rest, np.int32(5 - split), cache)
         got = np.concatenate([first[:, :split], second[:, : 5 - split]], axis=1)
         np.testing.assert_allclose(got, whole[:, :5], atol=1e-5)
+        likeliest = np.concatenate([first_best[:, :split], second_best[:, : 5 - split]], axis=1)
+        np.testing.assert_array_equal(likeliest, best[:, :5])
         assert_same_cache(cache, expected)
 
 

@@ -9,9 +9,11 @@ import click
 from jaxllm.tasks import TASKS, find_task
 from serving.console import engine_options, model_options, print_json, progress_bars, read_text
 from serving.engine import Engine
+from serving.evaluation.agreement import greedy_agreement
 from serving.evaluation.perplexity import Perplexity, perplexity
 from serving.evaluation.report import as_json, check_predictions, print_table, write_predictions
 from serving.evaluation.rouge import require_rouge
+from serving.evaluation.routing import expert_use
 from serving.evaluation.tasks import ALL, Prediction, Questions, TaskResult, read_questions, run_task
 
 
@@ -22,6 +24,14 @@ from serving.evaluation.tasks import ALL, Prediction, Questions, TaskResult, rea
 @click.option(
     "--window", "window_tokens", type=int, default=0, help="Window in tokens. [default: the context]"
 )
+@click.option(
+    "--agreement",
+    "other_model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="Also how often MODEL, of the same tokenizer, would say the same next token of that text.",
+)
+@click.option("--routing", is_flag=True, help="Also which experts the tokens of that text visit.")
 @click.option(
     "--task",
     "names",
@@ -45,6 +55,8 @@ def eval_command(
     text_file: Path | None,
     separator: str | None,
     window_tokens: int,
+    other_model: Path | None,
+    routing: bool,
     names: tuple[str, ...],
     data: Path | None,
     limit: int | None,
@@ -56,8 +68,8 @@ def eval_command(
         raise click.UsageError("give --perplexity FILE, --task NAME, or both")
     if separator == "":
         raise click.UsageError("--separator must not be empty")
-    if text_file is None and (separator or window_tokens):
-        raise click.UsageError("--separator and --window belong to --perplexity")
+    if text_file is None and (separator or window_tokens or other_model or routing):
+        raise click.UsageError("--separator, --window, --agreement and --routing belong to --perplexity")
     if names and data is None:
         raise click.UsageError("--task needs --data DIR, the folder that holds tasks/")
     if not names and (data or limit or predictions):
@@ -80,6 +92,16 @@ def eval_command(
         measured = None
         if documents is not None:
             measured = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
+        agreement = None
+        if other_model is not None and documents is not None:
+            options = engine_options(context_tokens)
+            other = Engine.open(
+                other_model, weights=weights, options=options, warm_up=False, progress=progress
+            )
+            agreement = greedy_agreement(
+                engine, other, documents, window_tokens=window_tokens, progress=progress
+            )
+        use = expert_use(engine, documents, progress=progress) if routing and documents else None
         results: list[TaskResult] = []
         answers: list[Prediction] = []
         for name, examples in questions.examples.items():
@@ -92,12 +114,27 @@ def eval_command(
         facts: dict[str, Any] = {"model": engine.bundle.layout.name, "weights": engine.bundle.layout.weights}
         if measured is not None:
             facts |= dataclasses.asdict(measured)
+        if agreement is not None:
+            facts["agreement"] = dataclasses.asdict(agreement)
+        if use is not None:
+            facts["routing"] = dataclasses.asdict(use)
         if names:
             facts |= {"tasks": as_json(results), "missing": list(questions.missing)}
         print_json(facts)
         return
     if measured is not None:
         _show(measured)
+    if agreement is not None:
+        click.echo(
+            f"agreement {agreement.agreement:.1%} over {agreement.tokens} tokens (right: "
+            f"{agreement.right:.1%}, the other {agreement.other_right:.1%})"
+        )
+    if use is not None:
+        click.echo(
+            f"experts: {use.dead} dead, between {use.least:.2f} and {use.most:.2f} of an even share; "
+            f"{use.paths} of {use.possible_paths} paths seen, the top tenth of them carries "
+            f"{use.top_paths_share:.1%} of {use.tokens} tokens"
+        )
     if names:
         print_table(results, questions.missing)
 

@@ -51,27 +51,39 @@ def perplexity(
       ConfigError: the window does not fit, or nothing is left to predict.
     """
     window = window_tokens or engine.options.context_tokens
-    if not 1 <= window <= engine.options.context_tokens:
-        raise ConfigError(f"the window must be in [1, {engine.options.context_tokens}] tokens, got {window}")
-    encoded = [engine.tokenizer.encode(text) for text in documents]
-    total = sum(max(0, len(ids) - 1) for ids in encoded)
-    if total == 0:
-        raise ConfigError("the text holds no token to predict; give a longer one")
+    windows = windows_of(engine, documents, window)
+    total = sum(len(targets) for _, targets in windows)
     engine.table.fill(engine.table.score_buckets(window), progress)
     loss, done = 0.0, 0
-    for ids in encoded:
-        for at in range(0, len(ids) - 1, window):
-            targets = ids[at + 1 : at + window + 1]
-            scores = engine.table.score(ids[at : at + len(targets)], targets)
-            loss -= float(scores.sum(dtype="float64"))
-            done += len(targets)
-            if progress is not None:
-                progress("score", done, total)
+    for tokens, targets in windows:
+        loss -= float(engine.table.score(tokens, targets).sum(dtype="float64"))
+        done += len(targets)
+        if progress is not None:
+            progress("score", done, total)
     size_bytes = sum(len(text.encode()) for text in documents)
     return Perplexity(
         perplexity=math.exp(loss / total),
         bits_per_byte=loss / math.log(2) / size_bytes,
         tokens=total,
-        documents=len(encoded),
+        documents=len(documents),
         window_tokens=window,
     )
+
+
+def windows_of(engine: Engine, documents: Sequence[str], window: int) -> list[tuple[list[int], list[int]]]:
+    """Texts as (tokens, the token after each), cut into windows that do not overlap.
+
+    Raises:
+      ConfigError: the window does not fit, or nothing is left to predict.
+    """
+    if not 1 <= window <= engine.options.context_tokens:
+        raise ConfigError(f"the window must be in [1, {engine.options.context_tokens}] tokens, got {window}")
+    windows = []
+    for text in documents:
+        ids = engine.tokenizer.encode(text)
+        for at in range(0, len(ids) - 1, window):
+            targets = ids[at + 1 : at + window + 1]
+            windows.append((ids[at : at + len(targets)], targets))
+    if not windows:
+        raise ConfigError("the text holds no token to predict; give a longer one")
+    return windows

@@ -54,7 +54,7 @@ def test_an_adapter_learns_over_every_width(model, recipe, tmp_path, weights):
         recipe, model, tmp_path / "run", data=data, weights=weights, mesh_shape=ONE, console=QUIET
     )
     losses = json.loads((tmp_path / "run" / "summary.json").read_text())["held_out"]
-    assert losses["with"] < 0.7 * losses["without"]
+    assert losses["with"] < 0.8 * losses["without"]
     lora, adapter = read_adapter(folder, TINY)
     assert (lora.rank, lora.alpha, set(lora.targets)) == (4, 8, set(LoraConfig.targets))
     assert all(np.abs(value).max() > 0 for value in adapter.values())

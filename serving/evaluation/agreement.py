@@ -1,0 +1,66 @@
+"""How often two models would say the same next token: what a drafter for the other is worth at least."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from serving.buckets import Progress
+from serving.engine import Engine
+from serving.evaluation.perplexity import windows_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """Greedy choices of two models after the same tokens of a text.
+
+    Attributes:
+      agreement: share of places where both choose the same token.
+      right: share of places where the first model's choice is the text's own token.
+      other_right: the same of the second model.
+      tokens: places compared.
+    """
+
+    agreement: float
+    right: float
+    other_right: float
+    tokens: int
+
+
+def greedy_agreement(
+    engine: Engine,
+    other: Engine,
+    documents: Sequence[str],
+    *,
+    window_tokens: int = 0,
+    progress: Progress | None = None,
+) -> Agreement:
+    """Compares the likeliest next tokens of two models, each given the text so far.
+
+    Args:
+      engine, other: models with the same tokenizer.
+      documents: texts, read apart.
+      window_tokens: window length; 0 takes the shorter of the engines' contexts.
+      progress: called with ("score", tokens done, tokens in all).
+
+    Raises:
+      ConfigError: the tokenizers differ, the window does not fit, or nothing is left to predict.
+    """
+    if engine.tokenizer.files.tokenizer_json != other.tokenizer.files.tokenizer_json:
+        raise ConfigError("the two models have different tokenizers: their tokens cannot be compared")
+    shorter = min(engine.options.context_tokens, other.options.context_tokens)
+    windows = windows_of(engine, documents, window_tokens or shorter)
+    for each in (engine, other):
+        each.table.fill(each.table.score_buckets(window_tokens or shorter), progress)
+    counts, done, total = np.zeros(3, np.int64), 0, sum(len(targets) for _, targets in windows)
+    for tokens, targets in windows:
+        _, first = engine.table.predict(tokens, targets)
+        _, second = other.table.predict(tokens, targets)
+        wanted = np.asarray(targets)
+        counts += [np.sum(first == second), np.sum(first == wanted), np.sum(second == wanted)]
+        done += len(targets)
+        if progress is not None:
+            progress("score", done, total)
+    agreement, right, other_right = (counts / total).tolist()
+    return Agreement(agreement, right, other_right, total)
