@@ -19,7 +19,9 @@ class TrainSettings:
       peak_learning_rate: reached after `warmup_steps` and left on a cosine.
       final_learning_rate_share: of the peak, reached at the last step.
       warmup_steps: of linear warm-up.
-      weight_decay: AdamW's, on matrices only.
+      optimizer: "adamw", or "muon" for the matrices of layers (AdamW for the rest).
+      muon_learning_rate_factor: Muon's learning rate over AdamW's.
+      weight_decay: on matrices only.
       beta1, beta2: AdamW's.
       clip_norm: the gradient's global norm is cut to this.
       accumulate: a step's rows are taken in so many parts, one after another, whose gradients add up.
@@ -36,6 +38,8 @@ class TrainSettings:
     peak_learning_rate: float
     final_learning_rate_share: float = 0.1
     warmup_steps: int = 100
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    muon_learning_rate_factor: float = 1.0
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.95
@@ -62,6 +66,9 @@ class TrainSettings:
             raise ConfigError(
                 f"batch ({self.batch}) must be a multiple of accumulate ({self.accumulate}), which divides it"
             )
+        if self.optimizer not in ("adamw", "muon"):
+            raise ConfigError(f"optimizer must be adamw or muon, got {self.optimizer!r}")
+        require_float("muon_learning_rate_factor", self.muon_learning_rate_factor, above=0, most=1000)
         if self.precision not in ("float32", "bfloat16"):
             raise ConfigError(f"precision must be float32 or bfloat16, got {self.precision!r}")
         if not isinstance(self.remat, bool):

@@ -23,7 +23,7 @@ from tests.training.jobs import (
 )
 from training.checkpoints import Checkpoints
 from training.loop import Trainer
-from training.optimizer import decays, learning_rate, make_optimizer
+from training.optimizer import decays, learning_rate, make_optimizer, matrices
 from training.packing import PackedBatches
 from training.pretrain import pretrain_job
 
@@ -179,6 +179,51 @@ def test_weight_decay_is_on_matrices_only():
     updates = updates_without_gradient(params)
     for name, update in updates.items():
         np.testing.assert_allclose(update, -0.05 * params[name] if decayed[name] else 0 * update)
+
+
+def test_muon_moves_matrices_by_their_directions_and_leaves_the_rest_to_adamw():
+    cfg = dataclasses.replace(SMOKE.model, qkv_bias=True)
+    moe = dataclasses.replace(cfg, experts=2, experts_per_token=1, qkv_bias=False)
+    for model in (cfg, moe):
+        recipe = dataclasses.replace(SMOKE, model=model, optimizer="muon", weight_decay=0.0, warmup_steps=0)
+        params = initial_state(recipe).params
+        seen = {name for name, sides in matrices(params).items() if sides is not None}
+        assert seen == {
+            name for name in params if name.endswith((".q", ".k", ".v", ".o", ".gate", ".up", ".down"))
+        }
+        optimizer = make_optimizer(recipe)
+        gradients = {
+            name: jax.random.normal(jax.random.key(number), value.shape) * 1e-3
+            for number, (name, value) in enumerate(sorted(params.items()))
+        }
+
+        @jax.jit
+        def first_updates(gradients, params, optimizer=optimizer):
+            with jax.numpy_dtype_promotion("standard"):
+                return optimizer.update(gradients, optimizer.init(params), params)[0]
+
+        updates = first_updates(gradients, params)
+        for name in seen:
+            stack = updates[name] if ".experts." in name else updates[name][None]
+            for update in stack:
+                # All singular values are about the same: no direction is favoured.
+                values = np.linalg.svd(update.reshape(-1, update.shape[-1]), compute_uv=False)
+                assert values[0] < 2.5 * values[min(update.size // update.shape[-1], update.shape[-1]) - 1]
+        # Adam's first step has one size everywhere.
+        embedding = np.abs(updates["embed.tokens"])
+        assert embedding.max() < 1.01 * embedding.min()
+
+
+def test_experts_learn_and_their_load_is_reported_apart(tmp_path):
+    model = dataclasses.replace(SMOKE.model, model_type="mixtral", experts=4, experts_per_token=2)
+    recipe = dataclasses.replace(
+        SMOKE, model=model, steps=40, checkpoint_steps=40, log_steps=10, optimizer="muon", balance_weight=0.1
+    )
+    seen = []
+    train(dataclasses.replace(recipe, peak_learning_rate=1e-2), tmp_path, seen.append)
+    assert seen[-1].loss < 0.6 * seen[0].loss
+    # A balanced layer costs the weight times the experts per token, and no layer less.
+    assert 0.2 <= seen[-1].penalty < 0.26
 
 
 def test_learning_rate_warms_up_then_falls_on_a_cosine():

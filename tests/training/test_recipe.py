@@ -24,6 +24,8 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"batch": 2.5}, "batch"),
         ({"accumulate": 3}, "must be a multiple of accumulate"),
+        ({"optimizer": "sgd"}, "adamw or muon"),
+        ({"muon_learning_rate_factor": 0}, "muon_learning_rate_factor"),
         ({"precision": "float16"}, "float32 or bfloat16"),
         ({"remat": 1}, "remat must be true or false"),
         ({"row_tokens": 64}, "at most the model's window"),
