@@ -12,11 +12,10 @@ from pathlib import Path
 import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.checkpoints.peft_folder import read_adapter
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
-from jaxllm.lora import Adapter, adapt, padded
+from jaxllm.lora import Adapter, LoraConfig, adapt, padded
 from jaxllm.models.parameters import Params
 from jaxllm.tokenizer import Tokenizer
 from serving.buckets import BucketTable, Progress
@@ -104,7 +103,7 @@ class Engine:
         """
         bundle = open_model(model, weights=weights, progress=progress)
         if adapter is not None and not (options or EngineOptions()).adapter_rank:
-            lora, arrays = read_adapter(Path(adapter), bundle.cfg)
+            lora, arrays = _read_adapter(Path(adapter), bundle.cfg)
             rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
             options = dataclasses.replace(
                 options or EngineOptions(), adapter_rank=rank, adapter_targets=lora.targets
@@ -133,7 +132,7 @@ class Engine:
         if folder is None:
             self.table.swap(self._adapted({}, 1.0))
             return
-        lora, adapter = read_adapter(Path(folder), self.cfg)
+        lora, adapter = _read_adapter(Path(folder), self.cfg)
         self.table.swap(self._adapted(adapter, lora.scaling))
 
     def _adapted(self, adapter: Adapter, scaling: float) -> Params:
@@ -209,6 +208,13 @@ class Engine:
         """Answers a conversation of {"role", "content"} messages through the model's chat template."""
         prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
+
+
+def _read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, Adapter]:
+    # Here, because most engines never see an adapter, and its files' library takes time to import.
+    from jaxllm.checkpoints.peft_folder import read_adapter
+
+    return read_adapter(folder, cfg)
 
 
 @functools.cache

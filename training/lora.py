@@ -239,21 +239,26 @@ def train_lora(
 
 def _claim(run_dir: Path, identity: dict[str, Any]) -> None:
     """Makes the run's folder, or checks that it is this run's."""
+    path = run_dir / RECIPE_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        path = run_dir / RECIPE_FILE
-        if path.exists():
-            earlier = json.loads(path.read_text(encoding="utf-8"))
-            for each in (earlier, identity):
-                each["recipe"] = {**each["recipe"], "steps": 0, "log_steps": 0, "checkpoint_steps": 0}
-            if earlier != identity:
-                raise ConfigError(f"{run_dir} holds another run; give another --run folder")
-        else:
+        if not path.exists():
             _write_json(path, identity)
+            return
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        same = _comparable(earlier) == _comparable(json.loads(json.dumps(identity)))
     except OSError as error:
         raise ConfigError(f"cannot use the run's folder {run_dir}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{run_dir / RECIPE_FILE} is no run of an adapter: {error}") from error
+        raise CheckpointError(f"{path} is no run of an adapter: {error!r}") from error
+    if not same:
+        raise ConfigError(f"{run_dir} holds another run; give another --run folder")
+
+
+def _comparable(identity: dict[str, Any]) -> dict[str, Any]:
+    """A run's identity without what a resumed run may change."""
+    changes = ("steps", "log_steps", "checkpoint_steps")
+    return {**identity, "recipe": {k: v for k, v in identity["recipe"].items() if k not in changes}}
 
 
 def _write_json(path: Path, value: Any) -> None:

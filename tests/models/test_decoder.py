@@ -82,7 +82,7 @@ def whole_of(cfg):
 
 @functools.cache
 def routed_of(cfg):
-    return jit(functools.partial(decoder.forward_with_routing, cfg=cfg))
+    return jit(functools.partial(decoder.forward_documents_with_routing, cfg=cfg))
 
 
 @functools.cache
@@ -470,8 +470,7 @@ def test_equal_experts_are_one_block():
 @pytest.mark.parametrize("name", ["experts", "some-experts"])
 def test_forward_gives_back_the_routing(name):
     cfg, params = CONFIGS[name], params_of(CONFIGS[name])
-    hidden, cache, routing = routed_of(cfg)(params, TOKENS)
-    assert cache is None
+    hidden, routing = routed_of(cfg)(params, TOKENS)
     np.testing.assert_allclose(hidden, whole_of(cfg)(params, TOKENS), atol=2e-5)
     sparse, k = sum(cfg.sparse_layers), cfg.experts_per_token
     assert routing.probs.shape == routing.logits.shape == (sparse, BATCH, PROMPT, cfg.experts)
@@ -479,14 +478,11 @@ def test_forward_gives_back_the_routing(name):
     top = np.argsort(-routing.logits, axis=-1)[..., :k]
     np.testing.assert_array_equal(np.sort(routing.ids, axis=-1), np.sort(top, axis=-1))
     assert len(np.unique(routing.ids)) > 1
-    _, cache, again = routed_of(cfg)(params, TOKENS, empty_cache(cfg))
-    assert int(cache.length) == PROMPT
-    np.testing.assert_array_equal(again.ids, routing.ids)
 
 
 def test_a_dense_model_has_no_routing():
     with pytest.raises(ConfigError, match="without experts"):
-        decoder.forward_with_routing(params_of(PLAIN), TOKENS, cfg=PLAIN)
+        decoder.forward_documents_with_routing(params_of(PLAIN), TOKENS, cfg=PLAIN)
 
 
 def test_training_reaches_every_parameter():
@@ -494,13 +490,13 @@ def test_training_reaches_every_parameter():
     cfg = CONFIGS["experts"]
 
     def loss(params):
-        hidden, _, routing = decoder.forward_with_routing(params, TOKENS, cfg=cfg)
+        hidden, routing = decoder.forward_documents_with_routing(params, TOKENS, cfg=cfg)
         scores = jax.nn.log_softmax(decoder.logits(params, hidden, cfg=cfg))
         nats = -jnp.mean(jnp.take_along_axis(scores[:, :-1], TOKENS[:, 1:, None], axis=-1))
         return nats + load_balancing_loss(routing.probs, routing.ids) + router_z_loss(routing.logits)
 
     gradients = jit(jax.grad(loss))(params_of(cfg))
-    _, _, routing = routed_of(cfg)(params_of(cfg), TOKENS)
+    _, routing = routed_of(cfg)(params_of(cfg), TOKENS)
     for name, gradient in gradients.items():
         assert np.isfinite(gradient).all(), name
         assert np.abs(gradient).max() > 0, name

