@@ -102,15 +102,16 @@ class Engine:
           JaxllmError: the model cannot be opened, or the options do not fit it.
         """
         bundle = open_model(model, weights=weights, progress=progress)
-        if adapter is not None and not (options or EngineOptions()).adapter_rank:
-            lora, arrays = _read_adapter(Path(adapter), bundle.cfg)
+        read = None if adapter is None else _read_adapter(Path(adapter), bundle.cfg)
+        if read is not None and not (options or EngineOptions()).adapter_rank:
+            lora, arrays = read
             rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
             options = dataclasses.replace(
                 options or EngineOptions(), adapter_rank=rank, adapter_targets=lora.targets
             )
         engine = cls(bundle, options, progress)
-        if adapter is not None:
-            engine.set_adapter(adapter)
+        if read is not None:
+            engine._put(*read)
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
@@ -132,7 +133,9 @@ class Engine:
         if folder is None:
             self.table.swap(self._adapted({}, 1.0))
             return
-        lora, adapter = _read_adapter(Path(folder), self.cfg)
+        self._put(*_read_adapter(Path(folder), self.cfg))
+
+    def _put(self, lora: LoraConfig, adapter: Adapter) -> None:
         self.table.swap(self._adapted(adapter, lora.scaling))
 
     def _adapted(self, adapter: Adapter, scaling: float) -> Params:

@@ -103,5 +103,22 @@ class Checkpoints:
             ) from error
 
 
+def read_best(folder: Path, abstract: TrainState) -> tuple[TrainState, int, float]:
+    """The best checkpoint in `folder`: its state, its step and its held-out loss in nats per token.
+
+    Args:
+      folder: of the checkpoints; it is not made.
+      abstract: see `Checkpoints.restore`.
+
+    Raises:
+      CheckpointError: there is none yet, or it is damaged.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint in {folder} yet; train first")
+    with Checkpoints(folder) as checkpoints:
+        step, loss = checkpoints.best()
+        return checkpoints.restore(step, abstract), step, loss
+
+
 def _held_out_loss(metrics: Any) -> float:
     return float(metrics["held_out_loss"])

@@ -169,24 +169,20 @@ class Trainer:
 
 
 def train(
-    job: Job,
-    settings: TrainSettings,
+    trainer: Trainer,
     batch_at: Callable[[int], Batch],
     held_out: Callable[[], Iterable[Batch]],
     folder: Path,
     report: Callable[[Progress], None],
-    mesh: Mesh,
 ) -> TrainState:
     """Trains to the last step, from the newest checkpoint in `folder` if there is one.
 
     Args:
-      job: what is trained.
-      settings: how.
+      trainer: what is trained, how and on which devices.
       batch_at: the batch of a step (from 0), a pure function of the step.
       held_out: the batches whose loss picks the best checkpoint.
       folder: of the checkpoints.
       report: called every `log_steps` steps and at each checkpoint; what it raises ends the run.
-      mesh: the devices.
 
     Returns:
       The state after the last step; that of the newest checkpoint if it is at that step or beyond.
@@ -195,7 +191,7 @@ def train(
       JaxllmError: the loss is no longer finite.
       CheckpointError: the newest checkpoint cannot be read.
     """
-    trainer = Trainer(job, settings, mesh)
+    settings = trainer.settings
     schedule = learning_rate(settings)
     with Checkpoints(folder) as checkpoints:
         done = checkpoints.latest()

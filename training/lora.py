@@ -7,9 +7,7 @@ A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, 
 """
 
 import dataclasses
-import functools
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,23 +21,23 @@ from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.checkpoints import huggingface, peft_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.lora import LoraConfig, adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
 from jaxllm.tokenizer import Tokenizer
-from training.checkpoints import Checkpoints
+from training.checkpoints import read_best
 from training.corpus import Corpus
 from training.encoders import ModelEncoder
 from training.log import Log
 from training.loop import Job, Trainer, train
 from training.losses import next_token_logits, next_token_losses
-from training.packing import Batch, PackedBatches, evaluation_batches
+from training.packing import Batch, Splits
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import PACKAGED, Source, check_keys, load, read_sources
+from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
 from training.settings import TrainSettings, require_float
 
-RECIPE_FILE = "recipe.json"
 _RECIPES = PACKAGED / "lora"
 
 
@@ -129,17 +127,16 @@ class FrozenModel:
             with tempfile.TemporaryDirectory() as folder:
                 prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=model.resolve().name)
                 return cls._of_bundle(Path(folder) / "base.jaxllm")
-        frozen = cls._of_bundle(model)
-        own = Bundle.open(model).layout.weights
-        if weights not in (None, own):
-            raise ConfigError(
-                f"{model} has {own} weights; to train over {weights} give its Hugging Face folder"
-            )
-        return frozen
+        return cls._of_bundle(model, weights)
 
     @classmethod
-    def _of_bundle(cls, path: Path) -> "FrozenModel":
+    def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
         bundle = Bundle.open(path)
+        own = bundle.layout.weights
+        if weights not in (None, own):
+            raise ConfigError(
+                f"{path} has {own} weights; to train over {weights} give its Hugging Face folder"
+            )
         # Copied, because the file may go before its mapping does.
         params = jax.tree.map(lambda part: jnp.array(part, copy=True), bundle.load())
         return cls(bundle.cfg, params, Tokenizer(bundle.tokenizer_files()), bundle.layout.name)
@@ -202,66 +199,35 @@ def train_lora(
     job = lora_job(frozen.cfg, frozen.params, recipe)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
     encoder = ModelEncoder(frozen.tokenizer)
-    _claim(run_dir, {"recipe": recipe.to_json(), "model": frozen.name, "documents": corpus.digest()})
-    train_documents, held_out = (
-        corpus.tokenized(encoder, split, run_dir / "tokens") for split in ("train", "held_out")
-    )
-    batches = PackedBatches(train_documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
-    held_out_batches = functools.partial(
-        evaluation_batches, held_out, recipe.row_tokens, recipe.batch, corpus.sources
-    )
+    identity = {"model": frozen.name, "documents": corpus.digest()}
+    resuming = make_run_folder(run_dir)
+    if resuming:
+        check_identity(run_dir, recipe, **identity)
+    splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    if not resuming:
+        write_identity(run_dir, recipe, **identity)
     trainer = Trainer(job, recipe, mesh)
     trained = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))
+    batches, training = splits.train, splits.train.documents
     console.print(
-        f"{trained:,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(train_documents):,} "
-        f"documents, {len(train_documents.tokens):,} tokens; {recipe.steps:,} steps, "
+        f"{trained:,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(training):,} "
+        f"documents, {len(training.tokens):,} tokens; {recipe.steps:,} steps, "
         f"{batches.epochs_at(recipe.steps):.1f} epochs",
         soft_wrap=True,
     )
     # Before the first step an adapter changes nothing: what the model alone loses.
-    before, _ = trainer.evaluate(trainer.initial().params, held_out_batches())
+    before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
     names = [source.name for source in corpus.sources]
     with Log(run_dir, recipe.steps, console, names, tensorboard=tensorboard) as log:
-        train(job, recipe, batches.batch_at, held_out_batches, run_dir / "checkpoints", log, mesh)
-    with Checkpoints(run_dir / "checkpoints") as checkpoints:
-        step, after = checkpoints.best()
-        adapter = gathered(checkpoints.restore(step, trainer.abstract()).params)
+        train(trainer, batches.batch_at, splits.held_out_batches, run_dir / CHECKPOINTS, log)
+    best, step, after = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    adapter = gathered(best.params)
     peft_folder.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, adapter, base=str(model))
     summary = {
         "parameters": trained,
         "best_step": step,
         "held_out": {"without": before, "with": after},
     }
-    _write_json(run_dir / "summary.json", summary)
+    write_json(run_dir / "summary.json", summary)
     console.print_json(data=summary)
     return run_dir / "adapter"
-
-
-def _claim(run_dir: Path, identity: dict[str, Any]) -> None:
-    """Makes the run's folder, or checks that it is this run's."""
-    path = run_dir / RECIPE_FILE
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            _write_json(path, identity)
-            return
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        same = _comparable(earlier) == _comparable(json.loads(json.dumps(identity)))
-    except OSError as error:
-        raise ConfigError(f"cannot use the run's folder {run_dir}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no run of an adapter: {error!r}") from error
-    if not same:
-        raise ConfigError(f"{run_dir} holds another run; give another --run folder")
-
-
-def _comparable(identity: dict[str, Any]) -> dict[str, Any]:
-    """A run's identity without what a resumed run may change."""
-    changes = ("steps", "log_steps", "checkpoint_steps")
-    return {**identity, "recipe": {k: v for k, v in identity["recipe"].items() if k not in changes}}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)

@@ -13,13 +13,16 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import flax.struct
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from training.corpus import TokenizedDocuments
+from training.corpus import Corpus, TokenizedDocuments
+from training.encoders import Encoder
 from training.recipe import Source
+from training.settings import TrainSettings
 
 
 @flax.struct.dataclass
@@ -95,6 +98,30 @@ class PackedBatches:
 
     def _row(self, parts: np.ndarray) -> tuple[np.ndarray, ...]:
         return fill_row(self.documents, parts, self.row_tokens, self.mixture)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """A run's documents as tokens: what it trains on, by step, and what is held out."""
+
+    train: PackedBatches
+    held_out: TokenizedDocuments
+
+    @classmethod
+    def of(cls, corpus: Corpus, encoder: Encoder, settings: TrainSettings, folder: Path) -> "Splits":
+        """Reads both splits' tokens from `folder`, or writes them there first.
+
+        Raises:
+          ConfigError: there are too few to train on.
+        """
+        train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
+        shape = settings.row_tokens, settings.batch
+        return cls(PackedBatches(train, corpus.sources, *shape, settings.seed), held_out)
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """All of what is held out, weighted as in training."""
+        shape = self.train.row_tokens, self.train.batch
+        return evaluation_batches(self.held_out, *shape, self.train.mixture)
 
 
 @functools.lru_cache(maxsize=4096)

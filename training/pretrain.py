@@ -8,9 +8,7 @@ Models of one family share a tokenizer (`tokenizer=`); a smaller one may learn f
 """
 
 import dataclasses
-import functools
-import json
-import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from rich.console import Console
 from tokenizers import Tokenizer
 
@@ -27,19 +24,27 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import parameters
 from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
-from training.checkpoints import Checkpoints, Params
+from training.checkpoints import Params, read_best
 from training.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.documents import read_texts, text_document
 from training.encoders import PieceEncoder
 from training.log import Log
 from training.loop import Job, Trainer, train
 from training.losses import distillation_losses, next_token_logits, next_token_losses, router_penalty
-from training.packing import Batch, PackedBatches, evaluation_batches
+from training.packing import Batch, Splits, evaluation_batches
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import Recipe, Source
+from training.run_files import (
+    CHECKPOINTS,
+    check_identity,
+    make_run_folder,
+    read_identity,
+    write_identity,
+    write_json,
+    write_text,
+)
 from training.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 
-RECIPE_FILE = "recipe.json"
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -101,48 +106,45 @@ def pretrain(
     _wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
     encoder = PieceEncoder(vocabulary)
-    train_documents, held_out = (
-        corpus.tokenized(encoder, split, run_dir / "tokens") for split in ("train", "held_out")
-    )
-    batches = PackedBatches(train_documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
-    held_out_batches = functools.partial(
-        evaluation_batches, held_out, recipe.row_tokens, recipe.batch, corpus.sources
-    )
+    splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    batches, training = splits.train, splits.train.documents
+    trainer = Trainer(job, recipe, mesh)
     tokens_per_step = recipe.batch * recipe.row_tokens
     console.print(
         f"{parameters.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
-        f"{len(train_documents):,} documents, {len(train_documents.tokens):,} tokens to train on, "
-        f"{len(held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
+        f"{len(training):,} documents, {len(training.tokens):,} tokens to train on, "
+        f"{len(splits.held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
         f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
         soft_wrap=True,
     )
     names = [source.name for source in corpus.sources]
     folder = run_dir if first else None
     with Log(folder, recipe.steps, console, names, tensorboard=tensorboard) as log:
-        train(job, recipe, batches.batch_at, held_out_batches, run_dir / "checkpoints", log, mesh)
+        train(trainer, batches.batch_at, splits.held_out_batches, run_dir / CHECKPOINTS, log)
 
-    params, best_step, held_out_loss = best_params(run_dir, recipe, mesh)
+    best, best_step, held_out_loss = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    params = best.params
     whole = gathered(params)
     if first:
         write_model(run_dir / "hf", recipe, vocabulary, whole)
-    trainer = Trainer(job, recipe, mesh)
     summary: dict[str, Any] = {
         "parameters": parameters.parameter_count(recipe.model),
         "best_step": best_step,
         "tokens_seen": best_step * tokens_per_step,
         "epochs": round(batches.epochs_at(best_step), 3),
-        "training": _size(train_documents),
-        "held_out": {"weighted_loss": held_out_loss, **_losses(trainer, params, held_out, recipe)},
+        "training": _size(training),
+        "held_out": {"weighted_loss": held_out_loss, **_losses(trainer, params, splits.held_out)},
     }
     if valid_paths:
         if first:
             texts = (text_document(text) for path in valid_paths for text in read_texts(path))
-            write_tokens(_fresh(run_dir / "tokens" / "valid"), ((0, each) for each in texts), encoder)
+            shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
+            write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in texts), encoder)
         _wait_for_first("valid")
         valid = TokenizedDocuments.read(run_dir / "tokens" / "valid")
-        summary["valid"] = _losses(trainer, params, valid, recipe)
+        summary["valid"] = _losses(trainer, params, valid)
     if first:
-        _write_json(run_dir / "summary.json", summary)
+        write_json(run_dir / "summary.json", summary)
         console.print_json(data=summary)
     return run_dir / "hf"
 
@@ -182,8 +184,9 @@ def export_best(run_dir: Path) -> Path:
     """
     run_dir = Path(run_dir)
     recipe = run_recipe(run_dir)
-    params, _, _ = best_params(run_dir, recipe, make_mesh(MeshShape(data=1), 1))
-    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), gathered(params))
+    trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
+    best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), gathered(best.params))
     return run_dir / "hf"
 
 
@@ -206,7 +209,7 @@ def write_model(folder: Path, recipe: Recipe, tokenizer: Tokenizer, params: Any)
             eos_ids=tuple(ends),
         ),
     )
-    _write_json(Path(folder) / "generation_config.json", ids)
+    write_json(Path(folder) / "generation_config.json", ids)
 
 
 def run_recipe(run_dir: Path) -> Recipe:
@@ -216,23 +219,7 @@ def run_recipe(run_dir: Path) -> Recipe:
       CheckpointError: there is no run in `run_dir`.
       ConfigError: its recipe is of another version of this project.
     """
-    return Recipe.from_json(_read_identity(run_dir)["recipe"])
-
-
-def best_params(run_dir: Path, recipe: Recipe, mesh: Mesh) -> tuple[Params, int, float]:
-    """The parameters of the best checkpoint, its step and its held-out loss in nats per token.
-
-    Raises:
-      CheckpointError: there is no checkpoint yet.
-    """
-    folder = Path(run_dir) / "checkpoints"
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint in {folder} yet; train first")
-    trainer = Trainer(pretrain_job(recipe), recipe, mesh)
-    with Checkpoints(folder) as checkpoints:
-        step, loss = checkpoints.best()
-        state = checkpoints.restore(step, trainer.abstract())
-    return state.params, step, loss
+    return Recipe.from_json(read_identity(run_dir)["recipe"])
 
 
 def _sources(recipe: Recipe, text_paths: Sequence[Path]) -> tuple[Source, ...]:
@@ -260,54 +247,20 @@ def _read_teacher(recipe: Recipe, folder: Path | None) -> Teacher | None:
 
 def _prepare_run(recipe: Recipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None) -> None:
     """Writes the run's identity, tokenizer and tokens, or checks that they are there and the same."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make the run's folder {run_dir}: {error.strerror}") from error
-    identity = {"recipe": recipe.to_json(), "documents": corpus.digest()}
-    resuming = (run_dir / RECIPE_FILE).exists()
+    documents = corpus.digest()
+    resuming = make_run_folder(run_dir)
     if resuming:
-        _check_same_run(run_dir, recipe, identity["documents"])
+        check_identity(run_dir, recipe, documents=documents)
         tokenizer = _read_tokenizer(run_dir)
     elif tokenizer_file is not None:
         tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
     else:
         tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
-    for split in ("train", "held_out"):
-        documents = corpus.tokenized(PieceEncoder(tokenizer), split, run_dir / "tokens")
-        if split == "train" and not resuming:
-            PackedBatches(documents, corpus.sources, recipe.row_tokens, recipe.batch, recipe.seed)
+    Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens")
     # Last, when sources and recipe have shown that they fit: a folder is claimed only by a run that starts.
-    _write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    _write_json(run_dir / RECIPE_FILE, identity)
-
-
-# What a resumed run may change: how long it trains, how it computes, and what it reports.
-_MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
-
-
-def _check_same_run(run_dir: Path, recipe: Recipe, documents: str) -> None:
-    earlier = run_recipe(run_dir)
-    differing = [
-        field.name
-        for field in dataclasses.fields(Recipe)
-        if field.name not in _MAY_CHANGE and getattr(earlier, field.name) != getattr(recipe, field.name)
-    ]
-    if _read_identity(run_dir)["documents"] != documents:
-        differing.append("the documents")
-    if differing:
-        raise ConfigError(
-            f"{run_dir} holds another run, it differs in {', '.join(differing)}; give another --run "
-            "folder, or the same recipe and documents to resume"
-        )
-
-
-def _read_identity(run_dir: Path) -> dict[str, Any]:
-    try:
-        identity = json.loads((Path(run_dir) / RECIPE_FILE).read_text(encoding="utf-8"))
-        return {"recipe": identity["recipe"], "documents": identity["documents"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{run_dir} is not the folder of a pretraining run: {error}") from error
+    write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    if not resuming:
+        write_identity(run_dir, recipe, documents=documents)
 
 
 def _read_tokenizer(run_dir: Path) -> Tokenizer:
@@ -336,33 +289,14 @@ def _wait_for_first(name: str) -> None:
         multihost_utils.sync_global_devices(name)
 
 
-def _fresh(folder: Path) -> Path:
-    if folder.exists():
-        for file in folder.iterdir():
-            file.unlink()
-        folder.rmdir()
-    return folder
-
-
 def _size(documents: TokenizedDocuments) -> dict[str, int]:
     return {"documents": len(documents), "tokens": len(documents.tokens), "bytes": documents.text_bytes}
 
 
-def _losses(
-    trainer: Trainer, params: Params, documents: TokenizedDocuments, recipe: Recipe
-) -> dict[str, float]:
+def _losses(trainer: Trainer, params: Params, documents: TokenizedDocuments) -> dict[str, float]:
     """Loss per token and per UTF-8 byte of text; special tokens cost nats but are no bytes."""
-    loss, _ = trainer.evaluate(params, evaluation_batches(documents, recipe.row_tokens, recipe.batch))
+    shape = trainer.settings.row_tokens, trainer.settings.batch
+    loss, _ = trainer.evaluate(params, evaluation_batches(documents, *shape))
     size = _size(documents)
     per_byte = loss * (size["tokens"] - size["documents"]) / max(size["bytes"], 1)
     return {"nats_per_token": loss, "nats_per_byte": per_byte, **size}
-
-
-def _write_json(path: Path, value: Any) -> None:
-    _write_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)

@@ -45,10 +45,18 @@ def prompt_ids(
     Raises:
       ConfigError: the question has no text that the tokenizer makes a token of.
     """
-    text, special = prompt_text(tokenizer, example, now=now)
+    return encode_prompt(tokenizer, *prompt_text(tokenizer, example, now=now))
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+    """The tokens of what `prompt_text` gave.
+
+    Raises:
+      ConfigError: the question has no text that the tokenizer makes a token of.
+    """
     ids = tokenizer.encode(text, add_special_tokens=special)
     if not ids:
-        raise ConfigError(f"a question without a token: {example!r:.200}")
+        raise ConfigError(f"a question without a token: {text!r:.200}")
     return ids
 
 

@@ -4,7 +4,7 @@ import datetime
 from collections.abc import Sequence
 
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids, prompt_text
+from jaxllm.tasks.prompts import encode_prompt, end_of_turn_id, prompt_text
 from jaxllm.tokenizer import Tokenizer
 from serving.packing import Branching
 
@@ -22,11 +22,11 @@ def branching(tokenizer: Tokenizer, example: TaskExample, end: int | None = None
       end: `end_of_turn_id(tokenizer)`, for those who ask many questions.
 
     Raises:
-      ConfigError: see `prompt_ids`.
+      ConfigError: see `encode_prompt`.
     """
     now = datetime.datetime.now()
     text, special = prompt_text(tokenizer, example, now=now)
-    prompt = prompt_ids(tokenizer, example, now=now)
+    prompt = encode_prompt(tokenizer, text, special)
     in_chat = example.form == "chat" and tokenizer.has_chat_template
     end = end_of_turn_id(tokenizer, now=now) if end is None else end
     ends = () if end is None or not in_chat else (end,)

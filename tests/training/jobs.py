@@ -44,7 +44,8 @@ def train(recipe, folder, report=lambda progress: None, *, mesh=None, job=None):
     batches = PackedBatches(DOCUMENTS, (), recipe.row_tokens, recipe.batch, recipe.seed)
     mesh = mesh or one_device()
     job = job or pretrain_job(recipe)
-    return loop.train(job, recipe, batches.batch_at, held_out_of(recipe), folder, report, mesh)
+    trainer = loop.Trainer(job, recipe, mesh)
+    return loop.train(trainer, batches.batch_at, held_out_of(recipe), folder, report)
 
 
 def assert_same_bits(left, right):

@@ -13,8 +13,10 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tokenizer import Tokenizer
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
+from training.checkpoints import read_best
 from training.cli import pretrain_command
-from training.pretrain import best_params, export_best, pretrain
+from training.loop import Trainer
+from training.pretrain import export_best, pretrain, pretrain_job
 from training.recipe import Source
 
 QUIET = Console(quiet=True)
@@ -25,7 +27,9 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path):
     valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
     folder = pretrain(SMOKE, run, valid_paths=[valid], console=QUIET)
     assert folder == run / "hf"
-    params, step, _ = best_params(run, SMOKE, one_device())
+    trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
+    best, step, _ = read_best(run / "checkpoints", trainer.abstract())
+    params = best.params
 
     cfg = read_config(folder)
     assert cfg == SMOKE.model
@@ -106,7 +110,7 @@ def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not the folder of a pretraining run"):
+    with pytest.raises(CheckpointError, match="not the folder of a training run"):
         export_best(tmp_path)
 
 
