@@ -13,7 +13,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxllm.bundle import WeightFormat, write_bundle
+from jaxllm.bundle import Part, WeightFormat, write_bundle
 from jaxllm.checkpoints.huggingface import write_folder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
@@ -90,11 +90,14 @@ def write_tiny_bundle(
     params: Mapping[str, np.ndarray] | None = None,
     tokenizer: TokenizerFiles | None = None,
     name: str = "tiny",
+    parts: Mapping[str, Part] | None = None,
 ) -> Path:
-    """Writes a bundle of the tiny model, or of the given parts; returns its path."""
+    """Writes a bundle of the tiny model, or of what is given; returns its path."""
     params = tiny_params(cfg) if params is None else params
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
-    write_bundle(path, cfg=cfg, params=params.items(), weights=weights, tokenizer=tokenizer, name=name)
+    write_bundle(
+        path, cfg=cfg, params=params.items(), weights=weights, tokenizer=tokenizer, name=name, parts=parts
+    )
     return path
 
 

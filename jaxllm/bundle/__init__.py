@@ -1,7 +1,7 @@
 """A prepared model in one file: aligned weights, tokenizer, manifest; atomic, versioned, checksummed.
 
     header    64 bytes: magic, version, place and SHA-256 of the manifest
-    segments  page-aligned: "tokenizer", "embed", "layers.0", "layers.1", ..., "final"
+    segments  page-aligned: "tokenizer", "embed", "layers.0", "layers.1", ..., "final", parts
     manifest  JSON at the end: config, segments with checksums, tensors with places
 
 Weights lie layer by layer in the order in which a step reads them, each tensor at a multiple of 64
@@ -13,7 +13,7 @@ bytes of a segment are checked when it is first read. Nothing in a file can make
 more than the file's own size, or run code.
 """
 
-from jaxllm.bundle.layout import SUFFIX, WEIGHT_FORMATS, Segment, Tensor, WeightFormat, segment_of
+from jaxllm.bundle.layout import SUFFIX, WEIGHT_FORMATS, Part, Segment, Tensor, WeightFormat, segment_of
 from jaxllm.bundle.reader import Bundle
 from jaxllm.bundle.writer import write_bundle
 
@@ -21,6 +21,7 @@ __all__ = [
     "SUFFIX",
     "WEIGHT_FORMATS",
     "Bundle",
+    "Part",
     "Segment",
     "Tensor",
     "WeightFormat",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,8 @@ MAGIC = b"JAXLLM\r\n"  # a text-mode copy of the file would break it, and be see
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
 ALIGN = 64
+# What arrays of parts may hold.
+PART_DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -75,6 +78,26 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """An addition to a model: facts that JSON can say, and arrays by name."""
+
+    facts: dict[str, Any]
+    arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartLayout:
+    """Where an addition to the model stands: float arrays in a segment of the part's name, and facts as JSON.
+
+    The bundle vouches for places and checksums; what the facts mean and which shapes fit is for those who
+    read the part.
+    """
+
+    facts: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """A manifest, parsed and checked.
 
@@ -84,6 +107,7 @@ class Layout:
       cfg: the model's config.
       segments: by name, in file order.
       tensors: by parameter name, in the order of `param_specs`.
+      parts: additions to the model, by name.
     """
 
     name: str
@@ -91,6 +115,7 @@ class Layout:
     cfg: ModelConfig
     segments: dict[str, Segment]
     tensors: dict[str, Tensor]
+    parts: dict[str, PartLayout] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def parse(cls, manifest: Any, *, end: int) -> "Layout":
@@ -106,6 +131,7 @@ class Layout:
                 cfg=ModelConfig.from_json(manifest["model"]),
                 segments={each["name"]: _read_segment(each) for each in manifest["segments"]},
                 tensors={name: _read_tensor(each) for name, each in manifest["tensors"].items()},
+                parts={name: _read_part(name, each) for name, each in manifest.get("parts", {}).items()},
             )
             _check_layout(layout, end)
         except (KeyError, TypeError, AttributeError) as error:
@@ -119,6 +145,11 @@ def segment_of(param: str) -> str:
     if param.startswith("layers."):
         return ".".join(param.split(".")[:2])
     return "embed" if param.startswith("embed.") else "final"
+
+
+def part_segment(part: str) -> str:
+    """The segment that holds the arrays of a part."""
+    return f"part.{part}"
 
 
 def contracted_axis(spec: ParamSpec) -> Literal[-1, -2]:
@@ -174,6 +205,12 @@ def _read_tensor(entry: dict[str, Any]) -> Tensor:
     return tensor
 
 
+def _read_part(name: str, entry: dict[str, Any]) -> PartLayout:
+    if not isinstance(entry["facts"], dict):
+        raise ConfigError(f"the facts of part {name!r:.80} are malformed")
+    return PartLayout(entry["facts"], {each: _read_tensor(value) for each, value in entry["tensors"].items()})
+
+
 def _is_size(value: Any) -> bool:
     return type(value) is int and value >= 0
 
@@ -193,10 +230,27 @@ def _check_layout(layout: "Layout", end: int) -> None:
         raise ConfigError(f"parameters do not match the config (differing: {differing})")
     for name, spec in specs.items():
         _check_tensor(name, layout.tensors[name], spec, layout.segments)
+    for part, each in layout.parts.items():
+        for name, tensor in each.tensors.items():
+            _check_place(f"{part}/{name}", tensor, part_segment(part), layout.segments)
+            if tensor.scale is not None or tensor.data.dtype not in PART_DTYPES:
+                raise ConfigError(f"{name} of part {part} must be one of {', '.join(PART_DTYPES)}")
 
 
 def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str, Segment]) -> None:
-    segment = segments.get(tensor.segment) if tensor.segment == segment_of(name) else None
+    _check_place(name, tensor, segment_of(name), segments)
+    if tensor.scale is None:
+        # Vectors are used as they are, with no product's conversion in between.
+        kinds = ("float32",) if spec.role == "vector" else ("float32", "bfloat16", "float16")
+        if tensor.data.shape != spec.shape or tensor.data.dtype not in kinds:
+            raise ConfigError(f"parameter {name} must be {' or '.join(kinds)} of shape {spec.shape}")
+        return
+    if not _quantized_as(tensor, spec):
+        raise ConfigError(f"parameter {name} is quantized in a way its shape {spec.shape} excludes")
+
+
+def _check_place(name: str, tensor: Tensor, wanted: str, segments: dict[str, Segment]) -> None:
+    segment = segments.get(tensor.segment) if tensor.segment == wanted else None
     for extent in (tensor.data, tensor.scale):
         if extent is None:
             continue
@@ -207,14 +261,6 @@ def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str
             raise ConfigError(f"parameter {name} lies outside its segment")
         if extent.offset % ALIGN:
             raise ConfigError(f"parameter {name} is not aligned to {ALIGN} bytes")
-    if tensor.scale is None:
-        # Vectors are used as they are, with no product's conversion in between.
-        kinds = ("float32",) if spec.role == "vector" else ("float32", "bfloat16", "float16")
-        if tensor.data.shape != spec.shape or tensor.data.dtype not in kinds:
-            raise ConfigError(f"parameter {name} must be {' or '.join(kinds)} of shape {spec.shape}")
-        return
-    if not _quantized_as(tensor, spec):
-        raise ConfigError(f"parameter {name} is quantized in a way its shape {spec.shape} excludes")
 
 
 def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:

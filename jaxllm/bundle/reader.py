@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, check_header
+from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, Part, check_header, part_segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.kernels import native
@@ -145,6 +145,19 @@ class Bundle:
         if on_segment is not None and last is not None:
             on_segment(last, self.layout.segments[last].size_bytes)
         return params
+
+    def load_part(self, name: str) -> Part | None:
+        """An addition to the model, its arrays views of the file; None where the bundle has none such.
+
+        Raises:
+          BundleError: its checksum is wrong.
+        """
+        part = self.layout.parts.get(name)
+        if part is None:
+            return None
+        if part.tensors:
+            self.verify_segment(part_segment(name))
+        return Part(part.facts, {each: self._view(tensor.data) for each, tensor in part.tensors.items()})
 
     def verify(self, *, on_segment: Progress | None = None) -> None:
         """Reads the whole file and checks every segment.

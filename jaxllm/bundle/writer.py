@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,11 +20,14 @@ from jaxllm.bundle.layout import (
     HEADER,
     MAGIC,
     PAGE,
+    PART_DTYPES,
     VERSION,
     WEIGHT_FORMATS,
+    Part,
     Segment,
     WeightFormat,
     contracted_axis,
+    part_segment,
     segment_of,
 )
 from jaxllm.config import ModelConfig
@@ -44,6 +47,7 @@ def write_bundle(
     weights: WeightFormat,
     tokenizer: TokenizerFiles,
     name: str,
+    parts: Mapping[str, Part] | None = None,
     on_tensor: Progress | None = None,
 ) -> None:
     """Writes a bundle; at no moment is there a partial file at `path`.
@@ -56,6 +60,7 @@ def write_bundle(
         the vocabulary tables stay at 8 bits.
       tokenizer: the model's tokenizer.
       name: the model's name, for people.
+      parts: additions to the model, by name.
       on_tensor: called with (name, bytes written) after each parameter.
 
     Raises:
@@ -82,6 +87,7 @@ def write_bundle(
                 tensors[param] = writer.tensor(stored)
                 if on_tensor is not None:
                     on_tensor(param, _stored_bytes(stored))
+            written_parts = {each: writer.part(each, part) for each, part in (parts or {}).items()}
             manifest = {
                 "name": name,
                 "producer": f"jaxllm {jaxllm.__version__}",
@@ -89,6 +95,7 @@ def write_bundle(
                 "model": cfg.to_json(),
                 "segments": writer.finish(),
                 "tensors": tensors,
+                "parts": written_parts,
             }
             writer.manifest(manifest)
     except OSError as error:
@@ -160,6 +167,17 @@ class _Writer:
             "bits": stored.bits,
             "group": stored.group,
             "axis": stored.axis,
+        }
+
+    def part(self, name: str, part: Part) -> dict[str, Any]:
+        """Writes an addition to the model and returns its manifest entry."""
+        self.segment(part_segment(name))
+        for each, array in part.arrays.items():
+            if np.asarray(array).dtype.name not in PART_DTYPES:
+                raise ConfigError(f"{each} of part {name} must be one of {', '.join(PART_DTYPES)}")
+        return {
+            "facts": part.facts,
+            "tensors": {each: self.tensor(np.asarray(array)) for each, array in part.arrays.items()},
         }
 
     def finish(self) -> list[dict[str, Any]]:
