@@ -101,6 +101,14 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerUnits:
+    """What a sub-model has of one layer: its first kv-groups, and its first neurons (of each expert)."""
+
+    kv_heads: int
+    neurons: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape and mathematics of one decoder.
 
@@ -115,6 +123,9 @@ class ModelConfig:
     `expert_ffn_size` neurons (`ffn_size` unless told otherwise), of which each token visits
     `experts_per_token`. Their outputs are weighted by the router's probabilities, divided by their sum
     if `normalize_expert_weights`.
+
+    A sub-model has its own `layer_units`, one entry per layer; without them a model is whole. All else is
+    the whole model's, `kv_heads`, `heads` and `ffn_size` too.
     """
 
     model_type: str
@@ -149,6 +160,7 @@ class ModelConfig:
     expert_ffn_size: int = 0
     normalize_expert_weights: bool = True
     sparse_layers: tuple[bool, ...] = ()
+    layer_units: tuple[LayerUnits, ...] = ()
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model_type, str), f"model_type must be text, got {self.model_type!r}")
@@ -200,6 +212,8 @@ class ModelConfig:
                 value = getattr(self, name)
                 _require(value == none, f"{name} is {value!r} but the model has no experts; set experts")
             _require(self.normalize_expert_weights, "normalize_expert_weights is false without experts")
+        if self.layer_units:
+            self._check_units()
 
     def _check_experts(self) -> None:
         _require_int("experts_per_token", self.experts_per_token, 1, self.experts)
@@ -217,6 +231,34 @@ class ModelConfig:
             f"sparse_layers needs {self.layers} times true or false, one per layer, got {self.sparse_layers}",
         )
         _require(any(self.sparse_layers), "sparse_layers marks no layer; set experts to 0 for a dense model")
+
+    def _check_units(self) -> None:
+        units = self.layer_units
+        _require(
+            len(units) == self.layers and all(isinstance(each, LayerUnits) for each in units),
+            f"layer_units needs {self.layers} entries, one per layer, got {units!r:.200}",
+        )
+        for layer, each in enumerate(units):
+            _require_int(f"kv_heads of layer {layer}", each.kv_heads, 1, self.kv_heads)
+            _require_int(f"neurons of layer {layer}", each.neurons, 1, self._all_neurons(layer))
+        if all(each == self._whole_layer(layer) for layer, each in enumerate(units)):
+            # One config for one model: the largest sub-model is the whole one.
+            object.__setattr__(self, "layer_units", ())
+
+    def _all_neurons(self, layer: int) -> int:
+        return self.expert_ffn_size if self.is_sparse(layer) else self.ffn_size
+
+    def _whole_layer(self, layer: int) -> LayerUnits:
+        return LayerUnits(kv_heads=self.kv_heads, neurons=self._all_neurons(layer))
+
+    def units(self, layer: int) -> LayerUnits:
+        """How many kv-groups layer `layer` has, and how many neurons (or each of its experts)."""
+        return self.layer_units[layer] if self.layer_units else self._whole_layer(layer)
+
+    @property
+    def whole(self) -> "ModelConfig":
+        """The model that this is a sub-model of; itself where it is none."""
+        return dataclasses.replace(self, layer_units=()) if self.layer_units else self
 
     @property
     def group(self) -> int:
@@ -252,9 +294,14 @@ class ModelConfig:
             for name in ("attention_windows", "sparse_layers"):
                 if name in fields:
                     fields[name] = tuple(fields[name])
+            if "layer_units" in fields:
+                fields["layer_units"] = tuple(LayerUnits(**each) for each in fields["layer_units"])
             return cls(**fields)
         except TypeError as error:
             raise ConfigError(f"malformed model config: {error}") from error
+
+
+Kind = Literal["prefill", "decode", "sample", "score", "branches", "routing", "start", "grow"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -265,10 +312,12 @@ class Bucket:
     an answer), score (log-probabilities of a chunk), branches (log-probabilities of tokens in `rows` rows
     of packed documents with many ends, without a cache), routing (the experts that tokens visit, likewise),
     start (an empty cache), grow (a cache moved into
-    the next length; `tokens` is the length it comes from).
+    the next length; `tokens` is the length it comes from). `level` is the sub-model's, in percent; graphs
+    that have no weights and no cache are of the whole model.
     """
 
-    kind: Literal["prefill", "decode", "sample", "score", "branches", "routing", "start", "grow"]
+    kind: Kind
     tokens: int = 0
     cache_tokens: int = 0
     rows: int = 1
+    level: int = 100

@@ -19,7 +19,8 @@ from jaxllm.errors import ConfigError
 class KVCache:
     """Keys and values of all layers.
 
-    Invariants: `keys[l]`, `values[l]` are `[B, K, S, H]` with one S for all layers; rows at positions
+    Invariants: `keys[l]`, `values[l]` are `[B, K, S, H]` with one S for all layers (and in a sub-model each
+    layer's own K); rows at positions
     >= `length` (int32 scalar, shared by the batch) are never attended and hold finite numbers.
     """
 
@@ -35,10 +36,10 @@ class KVCache:
 
 def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache for `tokens` positions."""
-    shape = (batch, cfg.kv_heads, tokens, cfg.head_dim)
+    shapes = [(batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim) for layer in range(cfg.layers)]
     return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.layers)),
-        values=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.layers)),
+        keys=tuple(jnp.zeros(shape, dtype) for shape in shapes),
+        values=tuple(jnp.zeros(shape, dtype) for shape in shapes),
         length=jnp.zeros((), jnp.int32),
     )
 

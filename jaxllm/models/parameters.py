@@ -58,7 +58,8 @@ def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
 
 
 def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
-    units, head, width = cfg.kv_heads, cfg.head_dim, cfg.hidden_size
+    kept = cfg.units(layer)
+    units, head, width = kept.kv_heads, cfg.head_dim, cfg.hidden_size
     queries = cfg.group * head
     specs = _norm_specs(cfg, "attn_norm")
     rows = {"q": queries, "k": head, "v": head}
@@ -75,26 +76,26 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "attn_post_norm"))
     specs.update(_norm_specs(cfg, "ffn_norm"))
-    specs.update(_expert_specs(cfg) if cfg.is_sparse(layer) else _ffn_specs(cfg))
+    specs.update((_expert_specs if cfg.is_sparse(layer) else _ffn_specs)(cfg, kept.neurons))
     if cfg.post_norms:
         specs.update(_norm_specs(cfg, "ffn_post_norm"))
     return specs
 
 
-def _ffn_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
+def _ffn_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     specs = {}
     for name in ("gate", "up") if cfg.gated_ffn else ("up",):
-        specs[f"ffn.{name}"] = ParamSpec((cfg.ffn_size, cfg.hidden_size), "to_units")
+        specs[f"ffn.{name}"] = ParamSpec((neurons, cfg.hidden_size), "to_units")
         if cfg.ffn_bias:
-            specs[f"ffn.{name}_bias"] = ParamSpec((cfg.ffn_size,), "vector")
-    specs["ffn.down"] = ParamSpec((cfg.ffn_size, cfg.hidden_size), "from_units")
+            specs[f"ffn.{name}_bias"] = ParamSpec((neurons,), "vector")
+    specs["ffn.down"] = ParamSpec((neurons, cfg.hidden_size), "from_units")
     if cfg.ffn_bias:
         specs["ffn.down_bias"] = ParamSpec((cfg.hidden_size,), "vector")
     return specs
 
 
-def _expert_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    shape = (cfg.experts, cfg.expert_ffn_size, cfg.hidden_size)
+def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
+    shape = (cfg.experts, neurons, cfg.hidden_size)
     return {
         # Small, and what it rounds away decides which experts run: never quantized.
         "router": ParamSpec((cfg.experts, cfg.hidden_size), "vector"),

@@ -62,13 +62,37 @@ class Adapted:
         return self.base.ndim
 
 
-Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Narrowed:
+    """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone: a sub-model's experts.
+
+    Those rows are no prefix of the stack, so it stays whole, and a matrix is cut when it is taken out.
+    """
+
+    stack: "Weight"
+    rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return (self.stack.shape[0], self.rows, self.stack.shape[-1])
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return 3
+
+
+Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Narrowed
 
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`."""
     if isinstance(weight, Adapted):
         return dequantize(weight.base, dtype) + weight.left.astype(dtype) @ weight.right.astype(dtype)
+    if isinstance(weight, Narrowed):
+        return dequantize(weight.stack, dtype)[:, : weight.rows]
     if isinstance(weight, Bfloat16Bits):
         # The upper half of a float32's bits.
         wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
@@ -119,6 +143,8 @@ def take_units(weight: Weight, count: int) -> Weight:
         raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
     if isinstance(weight, Adapted):
         return Adapted(take_units(weight.base, count), weight.left[:count], weight.right)
+    if isinstance(weight, Narrowed):
+        return Narrowed(take_units(weight.stack, count), weight.rows)
     if isinstance(weight, BlockedArray):
         return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
     if isinstance(weight, QArray):
@@ -128,6 +154,17 @@ def take_units(weight: Weight, count: int) -> Weight:
         scales = -(-count // weight.group) if weight.group else 1
         return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
     return jax.tree.map(lambda part: part[:count], weight)
+
+
+def narrow(weight: Weight, rows: int) -> Weight:
+    """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone."""
+    if rows == weight.shape[1]:
+        return weight
+    if not 1 <= rows <= weight.shape[1]:
+        raise ConfigError(f"matrices of {weight.shape[1]} rows have no first {rows}")
+    if isinstance(weight, Adapted):
+        return Adapted(narrow(weight.base, rows), weight.left[:, :rows], weight.right)
+    return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
 
 
 def unit_at(weight: Weight, index: jax.Array) -> Weight:
@@ -142,6 +179,8 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
 
     if isinstance(weight, Adapted):
         return Adapted(unit_at(weight.base, index), entry(weight.left), entry(weight.right))
+    if isinstance(weight, Narrowed):
+        return take_units(unit_at(weight.stack, index), weight.rows)
     if not isinstance(weight, BlockedArray):
         return jax.tree.map(entry, weight)
     units, rows, columns = weight.shape

@@ -1,0 +1,159 @@
+"""Levels: which units the sub-models of a model have (ELMS, section 3.2).
+
+A level is a share, in percent, of the parameters of all layers. Anchor layers, on which the others depend
+most, stay whole as long as the share allows it; the others shrink evenly, by whole units. What is kept of
+a layer is always a prefix of its units, so that every level reads the same buffers from the start.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import LayerUnits, ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import param_specs
+
+WHOLE = 100
+LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
+# Neurons are kept in steps of this, which is what a kernel computes at once, or less in narrow layers.
+_NEURON_STEP = 32
+_STEPS_PER_LAYER = 40
+# Shares are tried in steps of this.
+_SHARES = 2000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The sub-models that a model offers.
+
+    Attributes:
+      levels: ascending, in percent, the last one 100: the whole model.
+      anchors: numbers of the layers that shrink last.
+    """
+
+    levels: tuple[int, ...] = LEVELS
+    anchors: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        whole = all(type(each) is int for each in (*self.levels, *self.anchors))
+        if not whole or list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (WHOLE,):
+            raise ConfigError(
+                f"levels must be ascending whole percentages that end with {WHOLE}, got {self.levels}"
+            )
+        if self.levels[0] < 1:
+            raise ConfigError(f"a level must be at least 1 percent, got {self.levels[0]}")
+        if list(self.anchors) != sorted(set(self.anchors)) or min(self.anchors, default=0) < 0:
+            raise ConfigError(f"anchors must be ascending numbers of layers, got {self.anchors}")
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Ladder":
+        """Read what `to_json` wrote.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        try:
+            return cls(levels=tuple(data["levels"]), anchors=tuple(data["anchors"]))
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"malformed levels: {error!r}") from error
+
+
+def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
+    """The sub-model of a level.
+
+    Args:
+      cfg: the whole model.
+      ladder: its levels.
+      level: one of them.
+
+    Raises:
+      ConfigError: the ladder has no such level, or other layers than the model.
+    """
+    if level not in ladder.levels:
+        raise ConfigError(f"there is no level {level}; there are {', '.join(map(str, ladder.levels))}")
+    if ladder.anchors[-1:] >= (cfg.layers,):
+        raise ConfigError(f"layer {ladder.anchors[-1]} is an anchor of a model of {cfg.layers} layers")
+    return _sub_config(cfg, ladder.anchors, level)
+
+
+@functools.lru_cache(maxsize=1024)
+def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> ModelConfig:
+    if level == WHOLE:
+        return cfg
+    costs = [unit_sizes(cfg, layer) for layer in range(cfg.layers)]
+    budget = layer_parameters(cfg) * level / WHOLE
+
+    def units(share: float, anchor_share: float) -> list[LayerUnits]:
+        return [
+            _layer_units(cfg, layer, anchor_share if layer in anchors else share, costs[layer])
+            for layer in range(cfg.layers)
+        ]
+
+    def fits(kept: list[LayerUnits]) -> bool:
+        return _size(kept, costs) <= budget
+
+    # The others first give all they can; only then do the anchors.
+    if fits(units(0.0, 1.0)):
+        kept = units(_most(lambda share: fits(units(share, 1.0))), 1.0)
+    else:
+        kept = units(0.0, _most(lambda share: fits(units(0.0, share))))
+    return dataclasses.replace(cfg, layer_units=tuple(kept))
+
+
+def unit_sizes(cfg: ModelConfig, layer: int) -> tuple[int, int]:
+    """Parameters of one kv-group and of one neuron (of all experts) of a layer."""
+    whole, kept = cfg.whole, {"attn": 0, "ffn": 0}
+    units = whole.units(layer)
+    for name, spec in param_specs(whole).items():
+        if name.startswith(f"layers.{layer}.") and is_unit_parameter(name):
+            kept["attn" if ".attn." in name else "ffn"] += int(np.prod(spec.shape))
+    return kept["attn"] // units.kv_heads, kept["ffn"] // units.neurons
+
+
+def layer_parameters(cfg: ModelConfig) -> int:
+    """Parameters of all units of a model or sub-model."""
+    costs = [unit_sizes(cfg, layer) for layer in range(cfg.layers)]
+    return _size([cfg.units(layer) for layer in range(cfg.layers)], costs)
+
+
+def is_unit_parameter(name: str) -> bool:
+    """Whether a parameter belongs to units: it is of a layer, but no norm, no output's bias and no router."""
+    part = name.split(".", 2)[2] if name.startswith("layers.") else ""
+    outputs = ("attn.o_bias", "ffn.down_bias")
+    return part.startswith(("attn.", "ffn.", "experts.")) and "norm" not in part and part not in outputs
+
+
+def _layer_units(cfg: ModelConfig, layer: int, share: float, cost: tuple[int, int]) -> LayerUnits:
+    """What a layer keeps of a share of its parameters: the nearest number of kv-groups, and as many neurons
+    as the rest pays for."""
+    whole, (group, neuron) = cfg.units(layer), cost
+    heads = min(whole.kv_heads, max(1, round(share * whole.kv_heads)))
+    rest = share * (whole.kv_heads * group + whole.neurons * neuron) - heads * group
+    step = min(_NEURON_STEP, 1 << max(0, (whole.neurons // _STEPS_PER_LAYER).bit_length() - 1))
+    neurons = int(rest / neuron + 1e-6)
+    if neurons < whole.neurons:
+        neurons = neurons // step * step
+    return LayerUnits(kv_heads=heads, neurons=min(whole.neurons, max(step, neurons)))
+
+
+def _most(fits: Callable[[float], bool]) -> float:
+    """The largest share in [0, 1] that fits, where 0 is taken to."""
+    low, high = 0, _SHARES
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle / _SHARES) else (low, middle - 1)
+    return low / _SHARES
+
+
+def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
+    return sum(
+        units.kv_heads * group + units.neurons * neuron
+        for units, (group, neuron) in zip(kept, costs, strict=True)
+    )

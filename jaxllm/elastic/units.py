@@ -1,0 +1,91 @@
+"""Units and their order (ELMS, section 3.1): what can be moved in a layer without changing the model.
+
+An attention unit is a kv-group: the rows of its keys, values and queries with their biases, and the rows of
+the output matrix that read it. A feed-forward unit is a neuron: its rows of gate, up and down matrix with
+their biases; in a mixture, each expert has its own neurons. A layer computes the same with its units in any
+order, up to the order in which floats are added.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import is_unit_parameter
+from jaxllm.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UnitOrder:
+    """The units of a whole model, most important first.
+
+    Attributes:
+      groups: of each layer its kv-groups `[K]` int32.
+      neurons: of each layer its neurons `[F]` int32, or `[E, F]` for each of its experts.
+    """
+
+    groups: tuple[np.ndarray, ...]
+    neurons: tuple[np.ndarray, ...]
+
+
+def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> UnitOrder:
+    """The order of units with these importances, by layer: `[K]`, and `[F]` or `[E, F]`. Ties keep their
+    places."""
+
+    def falling(importance: np.ndarray) -> np.ndarray:
+        importance = np.asarray(importance, np.float64)
+        if not np.isfinite(importance).all():
+            raise ConfigError("the importance of units is not finite; the model or its calibration is broken")
+        return np.argsort(-importance, axis=-1, kind="stable").astype(np.int32)
+
+    return UnitOrder(tuple(map(falling, groups)), tuple(map(falling, neurons)))
+
+
+def reorder(
+    cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], order: UnitOrder
+) -> Iterator[tuple[str, np.ndarray]]:
+    """A model's float parameters with their units in another order, one by one.
+
+    Args:
+      cfg: the whole model.
+      params: (name, array) pairs.
+      order: of its units.
+
+    Raises:
+      ConfigError: the order is not one of this model's units.
+    """
+    check_order(cfg, order)
+    for name, value in params:
+        yield name, _reordered(name, np.asarray(value), order) if is_unit_parameter(name) else value
+
+
+def check_order(cfg: ModelConfig, order: UnitOrder) -> None:
+    """Checks that an order has every unit of a model once.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    if not len(order.groups) == len(order.neurons) == cfg.layers:
+        raise ConfigError(f"the order is of {len(order.groups)} layers, the model has {cfg.layers}")
+    for layer in range(cfg.layers):
+        units = cfg.whole.units(layer)
+        lead = (cfg.experts,) if cfg.is_sparse(layer) else ()
+        for what, places, count in (
+            ("kv-groups", order.groups[layer], (units.kv_heads,)),
+            ("neurons", order.neurons[layer], (*lead, units.neurons)),
+        ):
+            whole = np.broadcast_to(np.arange(count[-1]), count)
+            if places.shape != count or not np.array_equal(np.sort(places, axis=-1), whole):
+                raise ConfigError(
+                    f"the order of layer {layer}'s {what} is no permutation of {list(count)}; it belongs to "
+                    "another model"
+                )
+
+
+def _reordered(name: str, value: np.ndarray, order: UnitOrder) -> np.ndarray:
+    _, layer, part = name.split(".", 2)
+    places = (order.groups if part.startswith("attn.") else order.neurons)[int(layer)]
+    if places.ndim == 1:
+        return value[places]
+    return np.take_along_axis(value, places.reshape(*places.shape, *(1,) * (value.ndim - 2)), axis=1)

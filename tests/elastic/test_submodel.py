@@ -1,0 +1,107 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.elastic.submodel import shared_sub_model, sub_model
+from jaxllm.kernels import native
+from jaxllm.kv.cache import new_cache
+from jaxllm.models.decoder import forward, forward_documents
+from jaxllm.models.parameters import param_specs
+from jaxllm.quant import Bfloat16Bits, dequantize
+from tests.elastic.models import LLAMA, MODELS, TOKENS, in_blocks, scaled_params
+
+LADDER = Ladder(anchors=(1,))
+
+
+def cut_by_hand(cfg: ModelConfig, params):
+    """Each parameter's first units as a dense array, cut by numpy alone."""
+    cut = {}
+    for name, spec in param_specs(cfg).items():
+        value = np.asarray(dequantize(params[name], jnp.float32))
+        cut[name] = value[tuple(slice(length) for length in spec.shape)]
+    return cut
+
+
+def pointers(weight):
+    return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weight)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("level", [20, 50])
+def test_a_level_computes_what_its_units_alone_compute(name, level):
+    cfg = sub_config(MODELS[name], LADDER, level)
+    params = scaled_params(MODELS[name])
+    expected = np.asarray(forward_documents(cut_by_hand(cfg, params), TOKENS, cfg=cfg))
+    whole = np.asarray(forward_documents(params, TOKENS, cfg=cfg.whole))
+    assert np.abs(expected - whole).max() > 1e-2 * np.abs(whole).max()
+    on_device = jax.tree.map(jnp.asarray, params)
+    for parts in (sub_model(on_device, cfg), shared_sub_model(on_device, cfg)):
+        out = np.asarray(forward_documents(parts, TOKENS, cfg=cfg, differentiable=False))
+        np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_levels_of_quantized_weights(name, bits):
+    cfg = sub_config(MODELS[name], LADDER, 50)
+    params = in_blocks(MODELS[name], scaled_params(MODELS[name]), bits)
+    parts = shared_sub_model(params, cfg)
+    expected = np.asarray(forward_documents(cut_by_hand(cfg, params), TOKENS, cfg=cfg))
+    out = np.asarray(forward_documents(parts, TOKENS, cfg=cfg, differentiable=False))
+    # Native kernels round activations to 8 bits.
+    assert np.linalg.norm(out - expected) < 0.06 * np.linalg.norm(expected)
+
+
+def test_a_cache_of_a_level_has_its_kv_groups_and_decodes_what_documents_say():
+    cfg = sub_config(LLAMA, LADDER, 40)
+    parts = shared_sub_model(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), cfg)
+    cache = new_cache(cfg, batch=2, tokens=32, dtype=jnp.float32)
+    heads = [keys.shape[1] for keys in cache.keys]
+    assert heads == [cfg.units(layer).kv_heads for layer in range(3)]
+    assert len(set(heads)) == 2
+    expected = np.asarray(forward_documents(parts, TOKENS, cfg=cfg))
+    first, cache = forward(parts, TOKENS[:, :13], cache, cfg=cfg)
+    rest, _ = forward(parts, TOKENS[:, 13:], cache, cfg=cfg)
+    np.testing.assert_allclose(np.concatenate([first, rest], 1), expected, rtol=0, atol=1e-4)
+
+
+def as_bits(params):
+    return {
+        name: Bfloat16Bits(jnp.asarray(value, jnp.bfloat16).view(jnp.uint16)) if value.ndim > 1 else value
+        for name, value in params.items()
+    }
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="views of memory are a CPU's")
+@pytest.mark.parametrize("form", ["f32", "bf16", "int8", "int4"])
+def test_no_weight_is_copied(form):
+    cfg = sub_config(LLAMA, LADDER, 50)
+    params = jax.tree.map(jnp.asarray, scaled_params(LLAMA))
+    if form == "bf16":
+        params = as_bits(params)
+    elif form != "f32":
+        params = in_blocks(LLAMA, params, int(form[3:]))
+    parts = shared_sub_model(params, cfg)
+    smaller = [name for name in params if tuple(parts[name].shape) != tuple(params[name].shape)]
+    assert len(smaller) == 3 * 7 - 7  # all matrices of the two layers that are no anchors
+    for name in params:
+        assert pointers(parts[name]) == pointers(params[name]), name
+
+
+@pytest.mark.skipif(not native.kernels().native, reason="XLA slices what is in blocks")
+def test_a_graph_takes_blocks_as_they_are():
+    cfg = sub_config(LLAMA, LADDER, 30)
+    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
+    parts = shared_sub_model(params, cfg)
+    assert all(a is b for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True))
+
+
+def test_a_level_of_a_level():
+    params = jax.tree.map(jnp.asarray, scaled_params(LLAMA))
+    large, small = sub_config(LLAMA, LADDER, 80), sub_config(LLAMA, LADDER, 40)
+    twice, once = sub_model(sub_model(params, large), small), sub_model(params, small)
+    for name in once:
+        np.testing.assert_array_equal(np.asarray(twice[name]), np.asarray(once[name]))
