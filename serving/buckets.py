@@ -6,66 +6,104 @@ under a user's request.
 """
 
 import concurrent.futures
+import copy
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import Bucket, ModelConfig
+from jaxllm.config import Bucket, Kind, ModelConfig
 from jaxllm.documents import Branches
+from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache, grow, new_cache
+from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
-from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
-from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
+from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from serving.chunks import plan_chunks
 from serving.graph_store import GraphStore, params_signature
+from serving.lowering import MAX_STOP_IDS, lower
 from serving.machine import usable_cores
 from serving.options import EngineOptions
-from serving.packing import Packed, target_room
+from serving.packing import Packed
 
-MAX_STOP_IDS = 16
 _PROGRESS_S = 1.0
 Progress = Callable[[str, int, int], None]
 
 
 class BucketTable:
-    """Compiled graphs of one model on one device.
+    """Compiled graphs of one model on one device, seen from one of its levels.
+
+    The tables of a model's levels (`at`) share the graphs and the counts of them.
 
     Attributes:
-      cfg: the model.
+      cfg: the model, or the sub-model of this level.
+      level: in percent; 100 is the whole model.
       options: resolved options (see `EngineOptions.resolve`).
-      build_ms: time spent waiting for graphs, in all.
       bucket_ms: time to trace and compile each bucket, or to read it (several are built at a time).
       loaded: those buckets whose graph was read from disk.
-      weights_version: counts the parameters that `swap` brought; a cache belongs to one of them.
+      weights_version: names this level's parameters, which `swap` changes; a cache belongs to one of them.
     """
 
     def __init__(
         self, cfg: ModelConfig, params: Params, options: EngineOptions, store: GraphStore | None = None
     ) -> None:
-        """Makes an empty table; `store` keeps its graphs for later processes."""
+        """Makes an empty table of the whole model; `store` keeps its graphs for later processes."""
         self.cfg = cfg
+        self.level = WHOLE
         self.options = options
-        self.build_ms = 0.0
         self.bucket_ms: dict[Bucket, float] = {}
         self.loaded: set[Bucket] = set()
-        self.weights_version = 0
+        self.weights_version = (WHOLE, 0)
+        self._waited_ms = [0.0]
+        self._levels = {WHOLE: self}
         self._params = params
-        self._dtype = jnp.dtype(options.activation_dtype)
-        self._cache_dtype = jnp.dtype(options.cache_dtype)
         self._table: dict[Bucket, Any] = {}
         self._pending: dict[Bucket, concurrent.futures.Future] = {}
         self._store = store
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._table or bucket in self._pending
+
+    @property
+    def build_ms(self) -> float:
+        """Time spent waiting for graphs, in all."""
+        return self._waited_ms[0]
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels that there are tables of, ascending."""
+        return tuple(sorted(self._levels))
+
+    def at(self, level: int) -> "BucketTable":
+        """The table of a level.
+
+        Raises:
+          ConfigError: there is none.
+        """
+        if level not in self._levels:
+            raise ConfigError(
+                f"level {level} is not served; the engine was opened for "
+                f"{', '.join(map(str, self.levels))}: name it in EngineOptions.levels"
+            )
+        return self._levels[level]
+
+    def add_level(self, level: int, cfg: ModelConfig, params: Params) -> "BucketTable":
+        """The table of one more level, whose graphs and counts are this one's.
+
+        Args:
+          level: in percent.
+          cfg: the sub-model.
+          params: its parameters; those of the whole model where slicing costs nothing in a graph.
+        """
+        table = copy.copy(self)
+        table.cfg, table.level, table.weights_version, table._params = cfg, level, (level, 0), params
+        table._store = None if self._store is None else self._store.of(cfg, params)
+        self._levels[level] = table
+        return table
 
     def swap(self, params: Params) -> None:
         """Takes other parameters for the same graphs.
@@ -76,19 +114,19 @@ class BucketTable:
         if params_signature(params) != params_signature(self._params):
             raise ConfigError("the new parameters are of another form than those that graphs were made for")
         self._params = params
-        self.weights_version += 1
+        self.weights_version = (self.level, self.weights_version[1] + 1)
 
     # -- which graphs ---------------------------------------------------------------------------
 
     def all_buckets(self) -> list[Bucket]:
-        """Every bucket that answering any request can need."""
+        """Every bucket that answering any request at this level can need."""
         caches = self.options.cache_tokens
         buckets = [Bucket(kind="sample")]
         for cache in caches:
-            buckets.append(Bucket(kind="start", cache_tokens=cache))
+            buckets.append(self._start_bucket(cache))
             buckets.append(self._decode_bucket(cache))
             buckets += [self._prefill_bucket(chunk, cache) for chunk in self.options.chunk_tokens]
-        buckets += [Bucket(kind="grow", tokens=a, cache_tokens=b) for a, b in itertools.pairwise(caches)]
+        buckets += [self._grow_bucket(*pair) for pair in itertools.pairwise(caches)]
         return buckets
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
@@ -102,7 +140,7 @@ class BucketTable:
         return [
             *(self._prefill_bucket(chunk, cache) for chunk in chunks),
             Bucket(kind="sample"),
-            Bucket(kind="start", cache_tokens=cache),
+            self._start_bucket(cache),
             *([] if max_tokens == 1 else [self._decode_bucket(cache)]),
         ]
 
@@ -110,13 +148,18 @@ class BucketTable:
         """The buckets that score text in windows of `window_tokens`."""
         cache = next(c for c in self.options.cache_tokens if c >= window_tokens)
         return [
-            Bucket(kind="start", cache_tokens=cache),
-            Bucket(kind="score", tokens=self.options.chunk_tokens[-1], cache_tokens=cache),
+            self._start_bucket(cache),
+            self._score_bucket(cache),
         ]
 
     def branches_bucket(self, tokens: int) -> Bucket:
         """The bucket that scores documents with many ends, in rows of `tokens`."""
-        return Bucket(kind="branches", tokens=tokens, rows=max(1, self.options.score_tokens // tokens))
+        rows = max(1, self.options.score_tokens // tokens)
+        return Bucket(kind="branches", tokens=tokens, rows=rows, level=self.level)
+
+    def routing_bucket(self, tokens: int, rows: int = 1) -> Bucket:
+        """The bucket that says which experts the tokens of rows of documents visit."""
+        return Bucket(kind="routing", tokens=tokens, rows=rows, level=self.level)
 
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
@@ -144,18 +187,18 @@ class BucketTable:
             for future in self._pending.values():
                 future.cancel()
             raise
-        self.build_ms += 1000 * (time.perf_counter() - began)
+        self._waited_ms[0] += 1000 * (time.perf_counter() - began)
 
     def rehearse(self) -> None:
-        """Runs every prefill, sample and decode graph once.
+        """Runs every prefill, sample and decode graph of this level once.
 
         XLA:CPU sets up the kernels of a graph when it first runs, which takes as long as many tokens;
         a service pays that before its first request.
         """
         for bucket in [*self._table, *self._pending]:
-            if bucket.kind not in ("prefill", "decode"):
+            if bucket.kind not in ("prefill", "decode") or bucket.level != self.level:
                 continue
-            cache = self._get(Bucket(kind="start", cache_tokens=bucket.cache_tokens))()
+            cache = self._get(self._start_bucket(bucket.cache_tokens))()
             if bucket.kind == "prefill":
                 row, one = np.zeros((1, bucket.tokens), np.int32), np.int32(1)
                 logits, _ = self._get(bucket)(self._params, row, one, np.bool_(True), cache)
@@ -171,7 +214,7 @@ class BucketTable:
 
     def start(self, tokens: int) -> KVCache:
         """An empty cache with room for `tokens` positions."""
-        return self._get(Bucket(kind="start", cache_tokens=self._cache_for(tokens)))()
+        return self._get(self._start_bucket(self._cache_for(tokens)))()
 
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
@@ -180,7 +223,7 @@ class BucketTable:
         while cache.capacity_tokens < target:
             here = cache.capacity_tokens
             longer = caches[caches.index(here) + 1]
-            cache = self._get(Bucket(kind="grow", tokens=here, cache_tokens=longer))(cache)
+            cache = self._get(self._grow_bucket(here, longer))(cache)
         return cache
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
@@ -222,11 +265,15 @@ class BucketTable:
         chunk = self.options.chunk_tokens[-1]
         # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
         capacity = min(
-            (b.cache_tokens for b in self._table if b.kind == "score" and b.cache_tokens >= len(tokens)),
+            (
+                length
+                for length in self.options.cache_tokens
+                if length >= len(tokens) and self._score_bucket(length) in self._table
+            ),
             default=self.options.context_tokens,
         )
-        graph = self._get(Bucket(kind="score", tokens=chunk, cache_tokens=capacity))
-        cache = self._get(Bucket(kind="start", cache_tokens=capacity))()
+        graph = self._get(self._score_bucket(capacity))
+        cache = self._get(self._start_bucket(capacity))()
         scores, best = [], []
         for at in range(0, len(tokens), chunk):
             row, valid = _padded(tokens[at : at + chunk], chunk)
@@ -239,14 +286,12 @@ class BucketTable:
     def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""
         rows, length = tokens.shape
-        return np.asarray(
-            self._get(Bucket(kind="routing", tokens=length, rows=rows))(self._params, tokens, starts)
-        )
+        return np.asarray(self._get(self.routing_bucket(length, rows))(self._params, tokens, starts))
 
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
         rows, length = packed.tokens.shape
-        graph = self._get(Bucket(kind="branches", tokens=length, rows=rows))
+        graph = self._get(Bucket(kind="branches", tokens=length, rows=rows, level=self.level))
         branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
         out = graph(
             self._params,
@@ -262,19 +307,31 @@ class BucketTable:
     # -- compiling them -------------------------------------------------------------------------
 
     def _decode_bucket(self, cache: int) -> Bucket:
-        return Bucket(kind="decode", tokens=self.options.decode_block, cache_tokens=cache)
+        return self._bucket("decode", self.options.decode_block, cache)
 
     def _prefill_bucket(self, chunk: int, cache: int) -> Bucket:
-        return Bucket(kind="prefill", tokens=chunk, cache_tokens=cache)
+        return self._bucket("prefill", chunk, cache)
+
+    def _score_bucket(self, cache: int) -> Bucket:
+        return self._bucket("score", self.options.chunk_tokens[-1], cache)
+
+    def _start_bucket(self, cache: int) -> Bucket:
+        return self._bucket("start", 0, cache)
+
+    def _grow_bucket(self, short: int, long: int) -> Bucket:
+        return self._bucket("grow", short, long)
+
+    def _bucket(self, kind: Kind, tokens: int, cache: int) -> Bucket:
+        return Bucket(kind=kind, tokens=tokens, cache_tokens=cache, level=self.level)
 
     def _cache_for(self, tokens: int) -> int:
         """The shortest cache length with a `start` graph and room for `tokens`."""
         for length in self.options.cache_tokens:
-            if length >= tokens and Bucket(kind="start", cache_tokens=length) in self._table:
+            if length >= tokens and self._start_bucket(length) in self._table:
                 return length
+        ready = (each for each in self.options.cache_tokens if self._start_bucket(each) in self._table)
         raise ContextOverflow(
-            f"{tokens} tokens do not fit; the longest cache that is ready holds "
-            f"{max((b.cache_tokens for b in self._table if b.kind == 'start'), default=0)}"
+            f"{tokens} tokens do not fit; the longest cache that is ready holds {max(ready, default=0)}"
         )
 
     def _get(self, bucket: Bucket) -> Any:
@@ -287,12 +344,13 @@ class BucketTable:
 
     def _begin(self, buckets: Sequence[Bucket]) -> None:
         """Has threads build those buckets that nobody has asked for yet, or that failed, in this order."""
-        self._pending = {bucket: future for bucket, future in self._pending.items() if not _failed(future)}
+        for bucket in [bucket for bucket, future in self._pending.items() if _failed(future)]:
+            del self._pending[bucket]
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self]
         if not new:
             return
         pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
-        self._pending |= {bucket: pool.submit(self._build, bucket) for bucket in new}
+        self._pending.update({bucket: pool.submit(self._build, bucket) for bucket in new})
         # Its threads end when they have nothing left to do.
         pool.shutdown(wait=False)
 
@@ -304,60 +362,19 @@ class BucketTable:
 
     def _build(self, bucket: Bucket) -> tuple[Any, float]:
         began = time.perf_counter()
-        graph = None if self._store is None else self._store.load(bucket)
+        at = self._levels[bucket.level]
+        graph = None if at._store is None else at._store.load(bucket)
         if graph is not None:
             self.loaded.add(bucket)
         else:
-            graph = self._lowered(bucket).compile()
-            if self._store is not None:
-                self._store.store(bucket, graph)
+            graph = lower(bucket, at.cfg, at._params, self.options).compile()
+            if at._store is not None:
+                at._store.store(bucket, graph)
         return graph, 1000 * (time.perf_counter() - began)
-
-    def _lowered(self, bucket: Bucket) -> Any:
-        cfg, dtype = self.cfg, self._dtype
-        empty = functools.partial(new_cache, cfg, batch=1, dtype=self._cache_dtype)
-        make_cache = functools.partial(empty, tokens=bucket.cache_tokens)
-        if bucket.kind == "start":
-            return jax.jit(make_cache).lower()
-        if bucket.kind == "grow":
-            short = jax.eval_shape(functools.partial(empty, tokens=bucket.tokens))
-            # Nothing to donate: no buffer of the short cache has the size of one of the long.
-            return jax.jit(functools.partial(grow, tokens=bucket.cache_tokens)).lower(short)
-        sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
-        if bucket.kind == "sample":
-            logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
-            return jax.jit(sample, donate_argnums=(1,)).lower(logits, sampler)
-        params = _shapes(self._params)
-        scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        if bucket.kind == "branches":
-            rows = jax.ShapeDtypeStruct((bucket.rows, bucket.tokens), jnp.int32)
-            flat = jax.ShapeDtypeStruct((target_room(bucket.rows, bucket.tokens),), jnp.int32)
-            step = functools.partial(score_branches, cfg=cfg, dtype=dtype)
-            return jax.jit(step).lower(params, rows, rows, Branches(rows, rows), flat, flat, scalar)  # pyright: ignore
-        if bucket.kind == "routing":
-            rows = jax.ShapeDtypeStruct((bucket.rows, bucket.tokens), jnp.int32)
-            return jax.jit(functools.partial(route_documents, cfg=cfg, dtype=dtype)).lower(params, rows, rows)
-        cache = jax.eval_shape(make_cache)
-        row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
-        if bucket.kind == "prefill":
-            step = functools.partial(prefill_chunk, cfg=cfg, dtype=dtype)
-            flag = jax.ShapeDtypeStruct((), jnp.bool_)
-            return jax.jit(step, donate_argnums=(4,)).lower(params, row, scalar, flag, cache)
-        if bucket.kind == "score":
-            step = functools.partial(score_chunk, cfg=cfg, dtype=dtype)
-            return jax.jit(step, donate_argnums=(4,)).lower(params, row, row, scalar, cache)
-        step = functools.partial(decode_tokens, cfg=cfg, block=bucket.tokens, dtype=dtype)
-        token = jax.ShapeDtypeStruct((1,), jnp.int32)
-        stop_ids = jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32)
-        return jax.jit(step, donate_argnums=(2, 3)).lower(params, token, cache, sampler, stop_ids, scalar)
 
 
 def _failed(future: concurrent.futures.Future) -> bool:
     return future.cancelled() or (future.done() and future.exception() is not None)
-
-
-def _shapes(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
 
 
 def _padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:

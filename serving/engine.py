@@ -12,7 +12,10 @@ from pathlib import Path
 import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.bundle.elastic import read_recovery, require_level
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.lora import Adapter, LoraConfig, adapt, padded
@@ -73,6 +76,9 @@ class Engine:
                 folder, cfg=bundle.cfg, options=self.options, params=params, kernels=repr(kernels())
             )
         self.table = BucketTable(bundle.cfg, params, self.options, store)
+        for level in self.options.levels:
+            if level != WHOLE:
+                self.table.add_level(level, require_level(bundle, level), self._level_params(level, params))
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     @classmethod
@@ -102,16 +108,15 @@ class Engine:
           JaxllmError: the model cannot be opened, or the options do not fit it.
         """
         bundle = open_model(model, weights=weights, progress=progress)
-        read = None if adapter is None else _read_adapter(Path(adapter), bundle.cfg)
-        if read is not None and not (options or EngineOptions()).adapter_rank:
-            lora, arrays = read
+        lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle.cfg)
+        if lora is not None and not (options or EngineOptions()).adapter_rank:
             rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
             options = dataclasses.replace(
                 options or EngineOptions(), adapter_rank=rank, adapter_targets=lora.targets
             )
         engine = cls(bundle, options, progress)
-        if read is not None:
-            engine._put(*read)
+        if lora is not None:
+            engine._put(arrays, lora.scaling)
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
@@ -131,12 +136,24 @@ class Engine:
         if not self.options.adapter_rank:
             raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
         if folder is None:
-            self.table.swap(self._adapted({}, 1.0))
+            self._put({}, 1.0)
             return
-        self._put(*_read_adapter(Path(folder), self.cfg))
+        lora, adapter = _read_adapter(Path(folder), self.cfg)
+        self._put(adapter, lora.scaling)
 
-    def _put(self, lora: LoraConfig, adapter: Adapter) -> None:
-        self.table.swap(self._adapted(adapter, lora.scaling))
+    def _put(self, adapter: Adapter, scaling: float) -> None:
+        params = self._adapted(adapter, scaling)
+        # All are made before the first is changed: an adapter that does not fit changes nothing.
+        levels = {level: self._level_params(level, params) for level in self.table.levels if level != WHOLE}
+        self.table.swap(params)
+        for level, each in levels.items():
+            self.table.at(level).swap(each)
+
+    def _level_params(self, level: int, params: Params) -> Params:
+        """The parameters of a level: views of the whole model's, with its recovery adapter beside them."""
+        views = shared_sub_model(params, require_level(self.bundle, level))
+        recovery = read_recovery(self.bundle, level)
+        return views if recovery is None else adapt(views, recovery.adapter, recovery.scaling)
 
     def _adapted(self, adapter: Adapter, scaling: float) -> Params:
         """The model's parameters, with room for an adapter if the options ask for it, and this one in it."""
@@ -162,9 +179,11 @@ class Engine:
           max_tokens: of that one request; 0 where it is not known.
           progress: called with ("compile", graphs done, graphs in all).
         """
+        tables = [self.table.at(each) for each in self.table.levels]
         if prompt_tokens is None:
-            self.table.fill(self.table.all_buckets(), progress)
-            self.table.rehearse()
+            self.table.fill([bucket for table in tables for bucket in table.all_buckets()], progress)
+            for table in tables:
+                table.rehearse()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             needed = self.table.request_buckets(prompt_tokens, max_tokens)
             first = [bucket for bucket in needed if bucket.kind != "decode"]
@@ -175,6 +194,7 @@ class Engine:
         prompt: str | Sequence[int],
         config: GenerationConfig | None = None,
         *,
+        level: int = WHOLE,
         session: Session | None = None,
     ) -> Generation:
         """Answers a prompt: text (special tokens are added) or token ids.
@@ -182,10 +202,12 @@ class Engine:
         Args:
           prompt: what the model continues.
           config: length, stops and sampling of the answer.
+          level: the sub-model that answers, in percent; one of `EngineOptions.levels` or 100.
           session: a conversation whose cache is used and extended.
 
         Raises:
-          ConfigError, ContextOverflow: the prompt is empty, malformed or too long.
+          ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
+            served.
         """
         if isinstance(prompt, str):
             if not prompt:
@@ -195,7 +217,7 @@ class Engine:
         seed = config.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed
         session = Session() if session is None else session
-        return Generation(self.table, self.tokenizer, session, prompt, config, seed)
+        return Generation(self.table.at(level), self.tokenizer, session, prompt, config, seed)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
         """`stream`, run to the end."""

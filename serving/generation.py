@@ -16,7 +16,8 @@ from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
-from serving.buckets import MAX_STOP_IDS, BucketTable
+from serving.buckets import BucketTable
+from serving.lowering import MAX_STOP_IDS
 from serving.text import TextStream
 
 # A dispatch decodes as many tokens as fit this time, so that text flows, a cancel is obeyed soon, and
@@ -69,7 +70,7 @@ class Session:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     cache: KVCache | None = None
-    weights_version: int = 0
+    weights_version: tuple[int, int] | None = None
 
     def take(self) -> tuple[list[int], KVCache | None]:
         """Gives tokens and cache away."""
@@ -178,8 +179,8 @@ class Generation(Iterator[str]):
         session, table = self._session, self._table
         held, cache = session.take()
         if session.weights_version != table.weights_version:
-            # Keys and values of other weights are of no use.
-            held, session.weights_version = [], table.weights_version
+            # Keys and values of other weights are of no use, and another level's have other shapes.
+            held, cache, session.weights_version = [], None, table.weights_version
         # The last token is always fed: its logits are what we are after.
         self.reused_tokens = min(_common_prefix(held, prompt), len(prompt) - 1)
         if cache is None:

@@ -7,6 +7,7 @@ versions of what compiles, JAX's and XLA's settings, and the machine. It is mean
 that differs for no reason costs one compilation, one that agrees wrongly costs a wrong answer.
 """
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -64,6 +65,12 @@ class GraphStore:
         self._key = functools.partial(
             graph_key, cfg=cfg, options=options, params=params_signature(params), environment=environment
         )
+
+    def of(self, cfg: ModelConfig, params: Any) -> "GraphStore":
+        """The graphs of another model (a sub-model, say) in the same folder, for the same engine."""
+        other = copy.copy(self)
+        other._key = functools.partial(self._key, cfg=cfg, params=params_signature(params))
+        return other
 
     def load(self, bucket: Bucket) -> jax.stages.Compiled | None:
         """The executable of a bucket's graph, or None where none is kept."""

@@ -41,6 +41,7 @@ class EngineOptions:
       adapter_rank: highest rank of the low-rank adapters that may be put on the model while it runs (see
         `Engine.set_adapter`); 0 for none, and faster products.
       adapter_targets: what they may change, of `jaxllm.lora.TARGETS`; all matrices of the layers by default.
+      levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
         none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
     """
@@ -54,6 +55,7 @@ class EngineOptions:
     cache_dtype: str = ""
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
+    levels: tuple[int, ...] = ()
     executables_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class EngineOptions:
             raise ConfigError(f"cache_tokens must be ascending and positive, got {self.cache_tokens}")
         if not 1 <= self.decode_block <= _MAX_DECODE_BLOCK:
             raise ConfigError(f"decode_block must be in [1, {_MAX_DECODE_BLOCK}], got {self.decode_block}")
+        if list(self.levels) != sorted(set(self.levels)):
+            raise ConfigError(f"levels must be ascending, got {self.levels}")
         if self.score_tokens < 0:
             raise ConfigError(f"score_tokens must not be negative, got {self.score_tokens}; 0 chooses")
         if self.activation_dtype not in ("", "float32", "bfloat16"):

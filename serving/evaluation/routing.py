@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.config import Bucket
 from jaxllm.errors import ConfigError
 from serving.buckets import Progress
 from serving.engine import Engine
@@ -56,7 +55,7 @@ def expert_use(engine: Engine, documents: Sequence[str], *, progress: Progress |
         raise ConfigError(f"{engine.bundle.layout.name} has no experts whose use could be counted")
     length = engine.options.context_tokens
     windows = windows_of(engine, documents, length)
-    engine.table.fill([Bucket(kind="routing", tokens=length)], progress)
+    engine.table.fill([engine.table.routing_bucket(length)], progress)
     total = sum(len(tokens) for tokens, _ in windows)
     sparse = sum(cfg.sparse_layers)
     visits, paths, done = np.zeros((sparse, cfg.experts), np.int64), Counter(), 0

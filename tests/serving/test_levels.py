@@ -1,0 +1,147 @@
+"""Answers at several levels of one model, over one copy of its weights."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.bundle.elastic import Recovery, elastic_parts
+from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.elastic.submodel import sub_model
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.kernels import native
+from jaxllm.lora import LoraConfig, init_adapter, merge
+from jaxllm.models.decoder import forward_documents, logits
+from serving.engine import Engine
+from serving.generation import GenerationConfig, Session
+from serving.options import EngineOptions
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
+LADDER = Ladder(levels=(40, 70, 100), anchors=(1,))
+OPTIONS = EngineOptions(
+    context_tokens=64, cache_tokens=(32, 64), chunk_tokens=(16,), levels=(40, 70), executables_bytes=0
+)
+PROMPT = [1, 50, 7, 99, 23]
+
+
+def random_adapter(cfg, seed=1):
+    adapter = init_adapter(cfg, LoraConfig(rank=2, targets=("attn.q", "ffn.down")), jax.random.key(seed))
+    draw = np.random.default_rng(seed)
+    return {name: draw.normal(size=part.shape).astype(np.float32) * 0.3 for name, part in adapter.items()}
+
+
+RECOVERY = random_adapter(sub_config(CFG, LADDER, 40))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
+    return write_tiny_bundle(
+        tmp_path_factory.mktemp("levels") / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    return Engine.open(path, options=OPTIONS)
+
+
+def greedy(level, tokens, count):
+    """The level's answer without caches, engines or views."""
+    cfg = sub_config(CFG, LADDER, level)
+    params = sub_model({name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}, cfg)
+    if level == 40:
+        params = merge(params, RECOVERY, 0.5)
+    tokens = list(tokens)
+    for _ in range(count):
+        hidden = forward_documents(params, np.array([tokens], np.int32), cfg=cfg)
+        tokens.append(int(np.argmax(logits(params, hidden, cfg=cfg)[0, -1])))
+    return tokens[-count:]
+
+
+def ask(engine, level, session=None, prompt=PROMPT):
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    return engine.stream(prompt, config, level=level, session=session).result()
+
+
+@pytest.mark.parametrize("level", [40, 70, 100])
+def test_a_level_answers_as_its_units_alone(engine, level):
+    assert ask(engine, level).tokens == greedy(level, PROMPT, 12)
+
+
+def test_levels_give_different_answers(engine):
+    assert len({tuple(ask(engine, level).tokens) for level in (40, 70, 100)}) == 3
+
+
+def test_nothing_is_compiled_when_levels_change(engine):
+    before = set(engine.table.bucket_ms)
+    for level in (100, 40, 70, 40, 100):
+        ask(engine, level)
+    assert set(engine.table.bucket_ms) == before
+    assert engine.table.at(40).bucket_ms is engine.table.bucket_ms
+    assert {bucket.level for bucket in before if bucket.kind == "prefill"} == {40, 70, 100}
+    assert {bucket.level for bucket in before if bucket.kind == "sample"} == {100}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="views of memory are a CPU's")
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
+    if weights.startswith("int") and not native.kernels().native:
+        pytest.skip("what is in blocks is read by native kernels")
+    params = tiny_params(CFG)
+    path = write_tiny_bundle(
+        tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=params, parts=elastic_parts(LADDER)
+    )
+    engine = Engine.open(path, options=OPTIONS, warm_up=False)
+
+    def places(level):
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.table.at(level)._params)]
+
+    assert places(40) == places(70) == places(100)
+
+
+def test_a_session_that_changes_its_level_is_fed_anew(engine):
+    session = Session()
+    first = ask(engine, 100, session)
+    longer = [*PROMPT, *first.tokens, 9]
+    again = ask(engine, 100, session, longer)
+    assert again.reused_tokens == len(longer) - 2
+    other = ask(engine, 40, session, longer)
+    assert other.reused_tokens == 0
+    assert other.tokens == greedy(40, longer, 12)
+    assert ask(engine, 40, session, longer).reused_tokens > 0
+
+
+def test_an_adapter_is_cut_to_every_level(path, tmp_path):
+    from jaxllm.checkpoints.peft_folder import write_adapter
+
+    lora = LoraConfig(rank=2, targets=("attn.q", "ffn.down"))
+    write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, 5), base="tiny")
+    engine = Engine.open(path, options=OPTIONS, adapter=tmp_path / "adapter")
+    plain = Engine.open(path, options=OPTIONS)
+    for level in (40, 70, 100):
+        assert ask(engine, level).tokens != ask(plain, level).tokens
+    engine.set_adapter(None)
+    for level in (40, 70, 100):
+        assert ask(engine, level).tokens == ask(plain, level).tokens
+
+
+def test_levels_that_are_not_there(path, engine, tmp_path):
+    with pytest.raises(ConfigError, match="level 50 is not served; the engine was opened for 40, 70, 100"):
+        ask(engine, 50)
+    with pytest.raises(ConfigError, match="there is no level 55; there are 40, 70, 100"):
+        Engine.open(path, options=dataclasses.replace(OPTIONS, levels=(55,)), warm_up=False)
+    plain = write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG))
+    with pytest.raises(ConfigError, match="has no levels"):
+        Engine.open(plain, options=OPTIONS, warm_up=False)
+    with pytest.raises(ConfigError, match="levels must be ascending"):
+        EngineOptions(levels=(70, 40))
+
+
+def test_a_recovery_adapter_of_another_base_is_refused(tmp_path):
+    parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    with pytest.raises(JaxllmError, match="it belongs to another model"):
+        Engine.open(path, options=OPTIONS, warm_up=False)
