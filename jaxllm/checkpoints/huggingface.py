@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxllm.atomic import atomic_file
 from jaxllm.checkpoints.safetensors_folder import (
-    FLOAT_TYPES,
     WEIGHTS_FILE,
     SafetensorsFolder,
+    check_parameters,
     read_json,
     some,
     write_safetensors,
@@ -24,7 +24,7 @@ from jaxllm.checkpoints.safetensors_folder import (
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import architecture
-from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Architecture, Tensor
 
 CONFIG_FILE = "config.json"
@@ -71,17 +71,7 @@ def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarra
     # Several tensors where each holds one expert, in order.
     sources: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in specs}
     for stored, tensor in _locate(architecture(cfg.model_type), cfg, weights).items():
-        dtype, shape = weights.describe(stored)
-        if shape != tensor.shape(specs):
-            raise CheckpointError(
-                f"tensor {stored} of {folder} has shape {list(shape)} but its config.json implies "
-                f"{list(tensor.shape(specs))}; the config belongs to other weights"
-            )
-        if dtype not in FLOAT_TYPES.values():
-            raise CheckpointError(
-                f"tensor {stored} of {folder} is stored as {dtype}; jaxllm reads "
-                f"{', '.join(FLOAT_TYPES.values())}: take the float weights of this model"
-            )
+        weights.check(stored, tensor.shape(specs))
         for name in tensor.params:
             sources[name].append((stored, tensor))
 
@@ -121,7 +111,7 @@ def write_folder(
     config = {**family.config_to_hf(cfg), **_NO_TOKEN_IDS, **(extra_config or {})}
     if family.config_from_hf(config) != cfg:
         raise ConfigError(f"extra_config {extra_config!r} changes the model; pass inert keys alone")
-    _check_params(specs, params)
+    check_parameters({name: spec.shape for name, spec in specs.items()}, params)
     config["torch_dtype"] = np.dtype(params["embed.tokens"].dtype).name
     tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]] = {}
     for tensor in family.tensors(cfg):
@@ -169,20 +159,3 @@ def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) 
 
 def _stored_name(tensor: Tensor, prefix: str) -> str:
     return prefix + tensor.name if tensor.in_body else tensor.name
-
-
-def _check_params(specs: Mapping[str, ParamSpec], params: Mapping[str, Any]) -> None:
-    if params.keys() != specs.keys():
-        wrong = params.keys() ^ specs.keys()
-        raise CheckpointError(f"parameters and config disagree on {some(wrong)}; nothing was written")
-    for name, spec in specs.items():
-        shape, dtype = tuple(params[name].shape), getattr(params[name], "dtype", None)
-        if shape != spec.shape:
-            raise CheckpointError(
-                f"parameter {name} has shape {list(shape)} but the config implies {list(spec.shape)}; "
-                "nothing was written"
-            )
-        if dtype is None or np.dtype(dtype).name not in FLOAT_TYPES:
-            raise CheckpointError(
-                f"parameter {name} is {dtype or 'quantized'}; write {', '.join(FLOAT_TYPES)} weights"
-            )

@@ -56,6 +56,24 @@ class SafetensorsFolder:
         stored = self._slices(name)
         return stored.get_dtype(), tuple(stored.get_shape())
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Looks at a tensor's type and shape, without reading it.
+
+        Raises:
+          CheckpointError: its shape is not `shape`, or its type not one of `FLOAT_TYPES`.
+        """
+        dtype, stored = self.describe(name)
+        if stored != shape:
+            raise CheckpointError(
+                f"tensor {name} of {self.folder} has shape {list(stored)} but its config.json implies "
+                f"{list(shape)}; the config belongs to other weights"
+            )
+        if dtype not in FLOAT_TYPES.values():
+            raise CheckpointError(
+                f"tensor {name} of {self.folder} is stored as {dtype}; jaxllm reads "
+                f"{', '.join(FLOAT_TYPES.values())}: take the float weights of this model"
+            )
+
     def read(self, name: str, take: Callable[[Any], np.ndarray]) -> np.ndarray:
         """What `take` makes of a tensor, which it indexes by slices.
 
@@ -137,6 +155,28 @@ def write_safetensors(
         values = np.ascontiguousarray(make(), dtype)
         assert values.shape == shape
         file.write(values.reshape(-1).view(np.uint8).data)
+
+
+def check_parameters(shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Any]) -> None:
+    """Looks at parameters that are to be written.
+
+    Raises:
+      CheckpointError: they are not those of `shapes`, by name and shape, or not floats.
+    """
+    if params.keys() != shapes.keys():
+        wrong = params.keys() ^ shapes.keys()
+        raise CheckpointError(f"parameters and config disagree on {some(wrong)}; nothing was written")
+    for name, wanted in shapes.items():
+        shape, dtype = tuple(params[name].shape), getattr(params[name], "dtype", None)
+        if shape != wanted:
+            raise CheckpointError(
+                f"parameter {name} has shape {list(shape)} but the config implies {list(wanted)}; "
+                "nothing was written"
+            )
+        if dtype is None or np.dtype(dtype).name not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"parameter {name} is {dtype or 'quantized'}; write {', '.join(FLOAT_TYPES)} weights"
+            )
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
