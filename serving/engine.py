@@ -1,5 +1,6 @@
 """The engine: a bundle's parameters, its graphs and its tokenizer, answering one request at a time."""
 
+import copy
 import dataclasses
 import functools
 import logging
@@ -32,11 +33,11 @@ Message = Mapping[str, str]
 
 
 class Engine:
-    """Answers requests with one model. Not thread-safe: one answer at a time.
+    """Answers requests with one model, or one of its levels. Not thread-safe: one answer at a time.
 
     Attributes:
       bundle: the open model file.
-      cfg: the model's config.
+      cfg: the model's config, or the sub-model's.
       options: resolved options.
       tokenizer: the model's tokenizer.
       table: the compiled graphs.
@@ -121,6 +122,17 @@ class Engine:
             engine.warm_up(progress=progress)
         return engine
 
+    def at(self, level: int) -> "Engine":
+        """This engine as its sub-model of a level: weights, graphs and adapters stay shared.
+
+        Raises:
+          ConfigError: the engine was not opened for this level.
+        """
+        engine = copy.copy(self)
+        engine.table = self.table.at(level)
+        engine.cfg = engine.table.cfg
+        return engine
+
     def set_adapter(self, folder: str | Path | None) -> None:
         """Puts a low-rank adapter on the model, in place of the one before; nothing is compiled.
 
@@ -138,14 +150,14 @@ class Engine:
         if folder is None:
             self._put({}, 1.0)
             return
-        lora, adapter = _read_adapter(Path(folder), self.cfg)
+        lora, adapter = _read_adapter(Path(folder), self.cfg.whole)
         self._put(adapter, lora.scaling)
 
     def _put(self, adapter: Adapter, scaling: float) -> None:
         params = self._adapted(adapter, scaling)
         # All are made before the first is changed: an adapter that does not fit changes nothing.
         levels = {level: self._level_params(level, params) for level in self.table.levels if level != WHOLE}
-        self.table.swap(params)
+        self.table.at(WHOLE).swap(params)
         for level, each in levels.items():
             self.table.at(level).swap(each)
 
@@ -160,7 +172,7 @@ class Engine:
         rank, targets = self.options.adapter_rank, self.options.adapter_targets
         if not rank:
             return self._frozen
-        return adapt(self._frozen, padded(self.cfg, adapter, targets, rank), scaling)
+        return adapt(self._frozen, padded(self.cfg.whole, adapter, targets, rank), scaling)
 
     def warm_up(
         self,
@@ -194,7 +206,7 @@ class Engine:
         prompt: str | Sequence[int],
         config: GenerationConfig | None = None,
         *,
-        level: int = WHOLE,
+        level: int | None = None,
         session: Session | None = None,
     ) -> Generation:
         """Answers a prompt: text (special tokens are added) or token ids.
@@ -202,7 +214,8 @@ class Engine:
         Args:
           prompt: what the model continues.
           config: length, stops and sampling of the answer.
-          level: the sub-model that answers, in percent; one of `EngineOptions.levels` or 100.
+          level: the sub-model that answers, in percent, one of `EngineOptions.levels` or 100; None for the
+            one that this engine is (`at`).
           session: a conversation whose cache is used and extended.
 
         Raises:
@@ -217,7 +230,8 @@ class Engine:
         seed = config.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed
         session = Session() if session is None else session
-        return Generation(self.table.at(level), self.tokenizer, session, prompt, config, seed)
+        table = self.table if level is None else self.table.at(level)
+        return Generation(table, self.tokenizer, session, prompt, config, seed)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
         """`stream`, run to the end."""

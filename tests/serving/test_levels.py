@@ -75,6 +75,15 @@ def test_levels_give_different_answers(engine):
     assert len({tuple(ask(engine, level).tokens) for level in (40, 70, 100)}) == 3
 
 
+def test_an_engine_at_a_level_is_that_level(engine):
+    half = engine.at(40)
+    assert half.cfg == sub_config(CFG, LADDER, 40)
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    assert half.generate(PROMPT, config).tokens == ask(engine, 40).tokens
+    assert ask(half, 100).tokens == engine.generate(PROMPT, config).tokens
+    assert half.at(100).cfg == CFG
+
+
 def test_nothing_is_compiled_when_levels_change(engine):
     before = set(engine.table.bucket_ms)
     for level in (100, 40, 70, 40, 100):
