@@ -43,6 +43,10 @@ COMMANDS = {
         "training.cli:pretrain_command",
         "Train a small model from nothing, into a Hugging Face folder (RUN/hf).",
     ),
+    "elasticize": (
+        "training.elasticize_cli:elasticize_command",
+        "Make an elastic bundle of the Hugging Face folder MODEL.",
+    ),
     "lora": (
         "training.lora_cli:lora_command",
         "Train a low-rank adapter of a model, into a folder in PEFT's layout (RUN/adapter).",

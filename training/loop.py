@@ -33,15 +33,18 @@ class Job:
     """What is trained.
 
     Attributes:
-      init: initial parameters from a PRNG key: a dict of float32 arrays by name.
+      init: initial parameters, a dict of float32 arrays by name; or what makes them from a PRNG key.
       losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
         penalty, float32 scalar, that is added to their mean and reported apart.
       frozen: arrays that the losses need and that are not trained.
+      drawn_losses: what is trained on, where that is drawn anew at every step: `losses` with a PRNG key
+        behind its arguments. `losses` itself is then what is held out.
     """
 
-    init: Callable[[jax.Array], Params]
+    init: Params | Callable[[jax.Array], Params]
     losses: Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]
     frozen: Any = None
+    drawn_losses: Callable[[Params, Any, Batch, jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,8 @@ class Trainer:
     def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh) -> None:
         self.mesh, self.settings = mesh, settings
         self._job = job
-        shapes = jax.eval_shape(self._initial)
+        self._given = {} if callable(job.init) else job.init
+        shapes = jax.eval_shape(self._initial, self._given)
         self._shardings = shardings_of(shapes, mesh)
         self._abstract = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -89,7 +93,7 @@ class Trainer:
 
     def initial(self) -> TrainState:
         """Parameters from the settings' seed, and an optimizer that has seen nothing."""
-        return jax.jit(self._initial, out_shardings=self._shardings)()
+        return jax.jit(self._initial, out_shardings=self._shardings)(self._given)
 
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of a state."""
@@ -122,8 +126,9 @@ class Trainer:
         whole = sum(nats.values()) / max(sum(weight.values()), 1e-9)
         return whole, {source: nats[source] / weight[source] for source in sorted(nats)}
 
-    def _initial(self) -> TrainState:
-        params = self._job.init(jax.random.key(self.settings.seed))
+    def _initial(self, given: Params) -> TrainState:
+        make = self._job.init
+        params = make(jax.random.key(self.settings.seed)) if callable(make) else given
         optimizer = make_optimizer(self.settings).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
 
@@ -132,9 +137,13 @@ class Trainer:
     ) -> tuple[TrainState, tuple[jax.Array, ...]]:
         total = jnp.sum(parts.weights)
         count = np.float32(parts.weights.shape[0])
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.step)
 
         def part_loss(params: Params, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            losses, penalty = self._job.losses(params, frozen, part)
+            if self._job.drawn_losses is None:
+                losses, penalty = self._job.losses(params, frozen, part)
+            else:
+                losses, penalty = self._job.drawn_losses(params, frozen, part, key)
             mean = jnp.sum(losses * part.weights) / total
             return mean + penalty / count, (mean, penalty / count)
 

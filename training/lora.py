@@ -10,11 +10,12 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from rich.console import Console
 
 from jaxllm.bundle import Bundle, WeightFormat
@@ -69,7 +70,7 @@ class LoraRecipe(TrainSettings):
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "LoraRecipe":
+    def from_json(cls, data: dict[str, Any]) -> Self:
         """Read what `to_json` wrote, or a parsed TOML file.
 
         Raises:
@@ -128,6 +129,14 @@ class FrozenModel:
                 prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=model.resolve().name)
                 return cls._of_bundle(Path(folder) / "base.jaxllm")
         return cls._of_bundle(model, weights)
+
+    def fingerprint(self) -> str:
+        """Names the model: its config and all of its weights."""
+        digest = xxhash.xxh3_128(repr(self.cfg).encode())
+        for name in sorted(self.params):
+            for part in jax.tree.leaves(self.params[name]):
+                digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        return digest.hexdigest()
 
     @classmethod
     def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
@@ -199,7 +208,7 @@ def train_lora(
     job = lora_job(frozen.cfg, frozen.params, recipe)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
     encoder = ModelEncoder(frozen.tokenizer)
-    identity = {"model": frozen.name, "documents": corpus.digest()}
+    identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
     resuming = make_run_folder(run_dir)
     if resuming:
         check_identity(run_dir, recipe, **identity)
@@ -207,27 +216,55 @@ def train_lora(
     if not resuming:
         write_identity(run_dir, recipe, **identity)
     trainer = Trainer(job, recipe, mesh)
-    trained = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))
-    batches, training = splits.train, splits.train.documents
+    training = splits.train.documents
     console.print(
-        f"{trained:,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(training):,} "
+        f"{_size(trainer):,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(training):,} "
         f"documents, {len(training.tokens):,} tokens; {recipe.steps:,} steps, "
-        f"{batches.epochs_at(recipe.steps):.1f} epochs",
+        f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
         soft_wrap=True,
     )
-    # Before the first step an adapter changes nothing: what the model alone loses.
-    before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
-    names = [source.name for source in corpus.sources]
-    with Log(run_dir, recipe.steps, console, names, tensorboard=tensorboard) as log:
-        train(trainer, batches.batch_at, splits.held_out_batches, run_dir / CHECKPOINTS, log)
-    best, step, after = read_best(run_dir / CHECKPOINTS, trainer.abstract())
-    adapter = gathered(best.params)
-    peft_folder.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, adapter, base=str(model))
+    fitted = fit_adapter(trainer, splits, run_dir, console, tensorboard=tensorboard)
+    peft_folder.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model))
     summary = {
-        "parameters": trained,
-        "best_step": step,
-        "held_out": {"without": before, "with": after},
+        "parameters": _size(trainer),
+        "best_step": fitted.best_step,
+        "held_out": {"without": fitted.without, "with": fitted.loss},
     }
     write_json(run_dir / "summary.json", summary)
     console.print_json(data=summary)
     return run_dir / "adapter"
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedAdapter:
+    """What training an adapter gave: the best one, its step, and losses held out with and without it."""
+
+    adapter: dict[str, Any]
+    best_step: int
+    loss: float
+    without: float
+
+
+def fit_adapter(
+    trainer: Trainer, splits: Splits, folder: Path, console: Console, *, tensorboard: bool = False
+) -> FittedAdapter:
+    """Trains an adapter, or goes on with the checkpoints in `folder`.
+
+    Args:
+      trainer: of a `lora_job`.
+      splits: what it learns from.
+      folder: of `checkpoints/` and `metrics.jsonl`; it must exist.
+      console: where progress goes.
+      tensorboard: also write TensorBoard's events.
+    """
+    # Before the first step an adapter changes nothing: what the model alone loses.
+    without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+    names = [source.name for source in splits.train.mixture]
+    with Log(folder, trainer.settings.steps, console, names, tensorboard=tensorboard) as log:
+        train(trainer, splits.train.batch_at, splits.held_out_batches, folder / CHECKPOINTS, log)
+    best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
+    return FittedAdapter(gathered(best.params), step, loss, without)
+
+
+def _size(trainer: Trainer) -> int:
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))

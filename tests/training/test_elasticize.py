@@ -1,0 +1,169 @@
+"""From a folder to an elastic bundle: every step once, resumed, and served as it was measured."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import read_ladder, read_recovery
+from jaxllm.elastic.ladder import layer_parameters, sub_config
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.lora import LoraConfig
+from jaxllm.models.decoder import forward_documents
+from jaxllm.quant import dequantize
+from tests.tiny import TINY, tiny_params, write_tiny_folder
+from training import elasticize as module
+from training import importance
+from training.elasticize import ElasticRecipe, elastic_recipe_names, elasticize, load_elastic_recipe
+from training.parallel import MeshShape
+from training.recipe import Source
+
+QUIET = Console(quiet=True)
+ONE = MeshShape(data=1)
+TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    monkeypatch.setattr(importance, "LEAST_TOKENS", 64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "tasks" / "sst2").mkdir(parents=True)
+    records = [{"text": f"film {i}", "label": ("positive", "negative")[i % 2]} for i in range(80)]
+    (folder / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder
+
+
+RECIPE = ElasticRecipe(
+    steps=12,
+    batch=2,
+    row_tokens=128,
+    peak_learning_rate=2e-2,
+    warmup_steps=2,
+    checkpoint_steps=6,
+    log_steps=6,
+    lora=LoraConfig(rank=2, alpha=4),
+    sources=(Source(task="sentiment"),),
+    held_out_share=0.1,
+    levels=(50, 100),
+    anchor_share=0.5,
+    calibration_tokens=512,
+)
+
+
+def run(recipe, model, data, folder, **options):
+    return elasticize(
+        recipe,
+        model,
+        folder / "out.jaxllm",
+        folder / "run",
+        data=data,
+        mesh_shape=ONE,
+        console=QUIET,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("weights", ["f32", "int8"])
+def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, weights, monkeypatch):
+    facts = run(RECIPE, model, data, tmp_path, weights=weights)
+    half = facts["levels"]["50"]
+    assert half["recovered"] < half["held_out"] - 0.1
+    assert set(facts["levels"]["100"]) == {"share", "held_out"}
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        ladder = read_ladder(bundle)
+        assert ladder is not None
+        assert (ladder.levels, len(ladder.anchors)) == ((50, 100), 1)
+        assert bundle.layout.weights == weights
+        recovery = read_recovery(bundle, 50)
+        assert recovery is not None
+        assert recovery.scaling == 2.0
+        share = layer_parameters(sub_config(TINY, ladder, 50)) / layer_parameters(TINY)
+        assert half["share"] == share
+        assert bundle.layout.parts["elastic"].facts["levels"] == facts["levels"]
+    written = (tmp_path / "out.jaxllm").read_bytes()
+    monkeypatch.setattr(module, "measure", None)
+    assert run(RECIPE, model, data, tmp_path, weights=weights) == facts
+    assert (tmp_path / "out.jaxllm").read_bytes() == written
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == facts
+
+
+def test_the_whole_model_is_what_it_was(model, data, tmp_path):
+    run(dataclasses.replace(RECIPE, recovery="none"), model, data, tmp_path)
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        params = bundle.load()
+        assert read_recovery(bundle, 50) is None
+    before, after = (forward_documents(each, TOKENS, cfg=TINY) for each in (tiny_params(), params))
+    np.testing.assert_allclose(np.asarray(after), np.asarray(before), atol=1e-4)
+    moved = {
+        name
+        for name, value in params.items()
+        if not np.array_equal(dequantize(value, np.float32), tiny_params()[name])
+    }
+    assert "layers.0.ffn.up" in moved
+
+
+def test_levels_can_be_trained_together(model, data, tmp_path):
+    facts = run(dataclasses.replace(RECIPE, recovery="joint"), model, data, tmp_path)
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        table = dequantize(bundle.load()["embed.tokens"], np.float32)
+        assert not np.array_equal(table, tiny_params()["embed.tokens"])
+        assert read_recovery(bundle, 50) is None
+    assert all("recovered" not in each for each in facts["levels"].values())
+
+
+def test_a_folder_of_another_run_is_refused(model, data, tmp_path):
+    quick = dataclasses.replace(RECIPE, recovery="none")
+    run(quick, model, data, tmp_path)
+    with pytest.raises(ConfigError, match="differs in anchor_share"):
+        run(dataclasses.replace(quick, anchor_share=0.0), model, data, tmp_path)
+    with pytest.raises(ConfigError, match="differs in the weights"):
+        run(quick, model, data, tmp_path, weights="int8")
+    other = write_tiny_folder(tmp_path / "other", params=tiny_params(seed=1))
+    with pytest.raises(ConfigError, match="differs in the model"):
+        run(quick, other, data, tmp_path)
+
+
+def test_unusable_inputs(model, data, tmp_path, monkeypatch):
+    with pytest.raises(CheckpointError, match="is no Hugging Face folder"):
+        run(RECIPE, tmp_path / "nothing", data, tmp_path)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        elasticize(RECIPE, model, tmp_path / "no" / "out.jaxllm", tmp_path / "run", data=data)
+    monkeypatch.setattr(importance, "LEAST_TOKENS", 10**6)
+    with pytest.raises(ConfigError, match="the calibration text has"):
+        run(RECIPE, model, data, tmp_path)
+    assert not (tmp_path / "out.jaxllm").exists()
+
+
+def test_damaged_importance_is_named(model, data, tmp_path):
+    quick = dataclasses.replace(RECIPE, recovery="none")
+    run(quick, model, data, tmp_path)
+    (tmp_path / "run" / "importance.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"importance\.npz.*remove it"):
+        run(quick, model, data, tmp_path)
+
+
+def test_recipes():
+    assert elastic_recipe_names() == ["family"]
+    recipe = load_elastic_recipe("family")
+    assert (recipe.optimizer, recipe.lora.rank, recipe.levels[0]) == ("adamw", 8, 20)
+    assert ElasticRecipe.from_json(recipe.to_json()) == recipe
+    for change, message in [
+        ({"levels": [50]}, "end with 100"),
+        ({"anchor_share": 2}, "anchor_share"),
+        ({"recovery": "magic"}, "recovery must be"),
+        ({"calibration_tokens": 0}, "calibration_tokens"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            ElasticRecipe.from_json({**recipe.to_json(), **change})

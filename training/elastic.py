@@ -1,0 +1,67 @@
+"""What is trained to make up for the units that a level lacks (ELMS, section 3.3), as jobs of the loop.
+
+Either each level gets a low-rank adapter of its own over frozen weights, or all levels' weights are trained
+together: at every step the whole model from the text, and the smallest level and one other, drawn at random,
+from the whole model's distribution (the sandwich rule of universally slimmable networks, arXiv 1903.05134,
+with nested weights as in MatFormer, arXiv 2310.07707).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import WHOLE, Ladder, sub_config
+from jaxllm.elastic.submodel import sub_model
+from jaxllm.models.parameters import Params
+from training.loop import Job
+from training.losses import distillation_losses, next_token_logits, next_token_losses
+from training.packing import Batch
+from training.settings import TrainSettings
+
+
+def joint_job(cfg: ModelConfig, params: Params, ladder: Ladder, settings: TrainSettings) -> Job:
+    """Trains the weights of all levels together.
+
+    The loss of a step is the mean of the whole model's, the smallest level's and that of one level between
+    them; held out is the mean over all levels of the next token's.
+
+    Args:
+      cfg: the whole model.
+      params: its float32 parameters, units in order, to start from.
+      ladder: the levels.
+      settings: of the training.
+    """
+    dtype = jnp.dtype(settings.precision)
+    smaller = [sub_config(cfg, ladder, level) for level in ladder.levels if level != WHOLE]
+
+    def logits_of(params: Params, batch: Batch, part: ModelConfig) -> jax.Array:
+        own = sub_model(params, part)
+        return next_token_logits(own, batch, cfg=part, dtype=dtype, remat=settings.remat)[0]
+
+    def taught(part: ModelConfig, params: Params, batch: Batch, wanted: jax.Array) -> jax.Array:
+        return distillation_losses(logits_of(params, batch, part), wanted, batch, teacher_share=1.0)
+
+    def drawn_losses(
+        params: Params, frozen: Any, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del frozen
+        whole = logits_of(params, batch, cfg)
+        losses = [next_token_losses(whole, batch)]
+        wanted = jax.lax.stop_gradient(whole)
+        if smaller:
+            losses.append(taught(smaller[0], params, batch, wanted))
+        if between := [functools.partial(taught, part) for part in smaller[1:]]:
+            choice = jax.random.randint(key, (), 0, len(between))
+            losses.append(jax.lax.switch(choice, between, params, batch, wanted))
+        return sum(losses[1:], losses[0]) * np.float32(1 / len(losses)), jnp.zeros(())
+
+    def losses(params: Params, frozen: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        del frozen
+        each = [next_token_losses(logits_of(params, batch, part), batch) for part in (*smaller, cfg)]
+        return sum(each[1:], each[0]) * np.float32(1 / len(each)), jnp.zeros(())
+
+    return Job(dict(params), losses, drawn_losses=drawn_losses)

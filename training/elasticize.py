@@ -1,0 +1,288 @@
+"""From a Hugging Face folder to an elastic bundle: importance, order, levels, recovery (ELMS, section 3).
+
+A run's folder holds `recipe.json`, `tokens/`, `importance.npz`, and `levels/{level}/` or `joint/` with the
+recovery's checkpoints and metrics, and at the end `summary.json`. Every step that is done is read there and
+not done again.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from jaxllm.atomic import atomic_file
+from jaxllm.bundle import WeightFormat, write_bundle
+from jaxllm.bundle.elastic import Recovery, elastic_parts
+from jaxllm.bundle.writer import stored_form
+from jaxllm.elastic.ladder import LEVELS, WHOLE, Ladder, layer_parameters, sub_config
+from jaxllm.elastic.submodel import shared_sub_model
+from jaxllm.elastic.units import reorder
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.parameters import param_specs
+from jaxllm.prepare import weight_format_of
+from jaxllm.quant import dequantize
+from training.checkpoints import read_best
+from training.corpus import Corpus
+from training.elastic import joint_job
+from training.encoders import ModelEncoder
+from training.importance import Importance, calibration_batches, measure
+from training.log import Log
+from training.loop import Trainer, train
+from training.lora import FittedAdapter, FrozenModel, LoraRecipe, fit_adapter, lora_job
+from training.packing import Splits
+from training.parallel import MeshShape, gathered, make_mesh
+from training.recipe import PACKAGED, load
+from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.settings import require_float, require_int
+
+RecoveryKind = Literal["lora", "joint", "none"]
+_RECIPES = PACKAGED / "elastic"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticRecipe(LoraRecipe):
+    """How a model becomes elastic; `steps` are of each level's adapter, or of all levels together.
+
+    Attributes:
+      levels: in percent, ascending, the last one 100.
+      anchor_share: of the layers, the most important ones, stay whole as long as a level allows.
+      calibration_tokens: of the training split, on which importance is measured.
+      recovery: "lora" for an adapter per level over frozen weights, "joint" to train all levels' weights
+        together, "none" for neither.
+    """
+
+    levels: tuple[int, ...] = LEVELS
+    anchor_share: float = 0.2
+    calibration_tokens: int = 1 << 16
+    recovery: RecoveryKind = "lora"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "levels", tuple(self.levels))
+        Ladder(levels=self.levels)
+        require_float("anchor_share", self.anchor_share, least=0, most=1)
+        require_int("calibration_tokens", self.calibration_tokens, 1)
+        if self.recovery not in ("lora", "joint", "none"):
+            raise ConfigError(f"recovery must be lora, joint or none, got {self.recovery!r}")
+
+
+def elastic_recipe_names() -> list[str]:
+    """The recipes of elastic models that come with the package."""
+    return sorted(path.stem for path in _RECIPES.glob("*.toml"))
+
+
+def load_elastic_recipe(name: str) -> ElasticRecipe:
+    """The recipe called `name`, or the one in the TOML file at path `name`.
+
+    Raises:
+      ConfigError: there is no such recipe, or it is malformed.
+    """
+    return load(name, ElasticRecipe.from_json, _RECIPES, elastic_recipe_names())
+
+
+def elasticize(
+    recipe: ElasticRecipe,
+    model: Path,
+    out: Path,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    weights: WeightFormat | None = None,
+    name: str = "",
+    mesh_shape: MeshShape | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes an elastic bundle, or goes on with the run in `run_dir`.
+
+    Args:
+      recipe: how.
+      model: a Hugging Face folder.
+      out: the bundle's path; written whole or not at all.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      weights: width of the bundle's matrices; None keeps the checkpoint's own.
+      name: the model's name, for people; the folder's own by default.
+      mesh_shape: devices; all of them along `data` by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The summary: anchors, and of each level its share of parameters and losses held out, in nats per token.
+
+    Raises:
+      ConfigError: the recipe or its sources do not fit the model, or `run_dir` belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    console, run_dir, out = console or Console(stderr=True), Path(run_dir), Path(out)
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    if not Path(model).is_dir():
+        raise CheckpointError(f"{model} is no Hugging Face folder; units are ordered before a bundle is made")
+    frozen = FrozenModel.read(model)
+    if recipe.row_tokens > frozen.cfg.window_tokens:
+        raise ConfigError(
+            f"row_tokens ({recipe.row_tokens}) must be at most the model's window "
+            f"({frozen.cfg.window_tokens})"
+        )
+    weights = weights or weight_format_of(model, frozen.cfg)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
+    identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
+    resuming = make_run_folder(run_dir)
+    if resuming:
+        check_identity(run_dir, recipe, **identity)
+    splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
+    if not resuming:
+        write_identity(run_dir, recipe, **identity)
+
+    importance = _importance(frozen, splits, recipe, run_dir / "importance.npz", console)
+    ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
+    ordered = {
+        each: np.asarray(value)
+        for each, value in reorder(frozen.cfg, _on_host(frozen.params).items(), importance.order())
+    }
+    recoveries: dict[int, Recovery] = {}
+    facts: dict[str, Any] = {"anchors": list(ladder.anchors), "levels": {}}
+    if recipe.recovery == "joint":
+        ordered = _train_together(frozen, ordered, ladder, recipe, splits, run_dir / "joint", mesh, console)
+    served = _as_stored(frozen, ordered, weights)
+    for level in ladder.levels:
+        found = _recover(frozen, served, ladder, level, recipe, splits, run_dir, mesh, console)
+        facts["levels"][str(level)] = found.facts
+        if found.recovery is not None:
+            recoveries[level] = found.recovery
+    tokenizer = frozen.tokenizer.files
+    parts = elastic_parts(ladder, recoveries, {"recovery": recipe.recovery, **facts})
+    write_bundle(
+        out,
+        cfg=frozen.cfg,
+        params=((each, ordered[each]) for each in param_specs(frozen.cfg)),
+        weights=weights,
+        tokenizer=tokenizer,
+        name=name or frozen.name,
+        parts=parts,
+    )
+    write_json(run_dir / "summary.json", facts)
+    return facts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """What a level's training gave: its adapter, if that is worth anything, and facts for people."""
+
+    recovery: Recovery | None
+    facts: dict[str, Any]
+
+
+def _importance(
+    frozen: FrozenModel, splits: Splits, recipe: ElasticRecipe, path: Path, console: Console
+) -> Importance:
+    """Importances of the model's units and layers, from `path` if they were measured before."""
+    layers = range(frozen.cfg.layers)
+    if path.exists():
+        try:
+            with np.load(path) as saved:
+                return Importance(
+                    groups=tuple(saved[f"groups.{layer}"] for layer in layers),
+                    neurons=tuple(saved[f"neurons.{layer}"] for layer in layers),
+                    layers=saved["layers"],
+                    loss=float(saved["loss"]),
+                )
+        except Exception as error:  # NumPy raises many kinds for a damaged file.
+            raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
+    batches = (splits.train.batch_at(step) for step in range(recipe.calibration_tokens))
+    chosen = calibration_batches(batches, recipe.calibration_tokens)
+    with ProgressBar(console=console, transient=True) as bar:
+        task = bar.add_task("importance", total=len(chosen))
+        found = measure(
+            frozen.cfg,
+            frozen.params,
+            chosen,
+            remat=recipe.remat,
+            report=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    arrays: dict[str, np.ndarray] = {"layers": found.layers, "loss": np.float64(found.loss)}  # pyright: ignore
+    for layer in layers:
+        arrays[f"groups.{layer}"], arrays[f"neurons.{layer}"] = found.groups[layer], found.neurons[layer]
+    with atomic_file(path) as file:
+        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _train_together(
+    frozen: FrozenModel,
+    ordered: Mapping[str, np.ndarray],
+    ladder: Ladder,
+    recipe: ElasticRecipe,
+    splits: Splits,
+    folder: Path,
+    mesh: jax.sharding.Mesh,
+    console: Console,
+) -> dict[str, np.ndarray]:
+    """The whole model's weights after all levels were trained together."""
+    folder.mkdir(exist_ok=True)
+    console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
+    trainer = Trainer(joint_job(frozen.cfg, ordered, ladder, recipe), recipe, mesh)
+    names = [source.name for source in splits.train.mixture]
+    with Log(folder, recipe.steps, console, names) as log:
+        train(trainer, splits.train.batch_at, splits.held_out_batches, folder / CHECKPOINTS, log)
+    best, _, _ = read_best(folder / CHECKPOINTS, trainer.abstract())
+    return _on_host(gathered(best.params))
+
+
+def _recover(
+    frozen: FrozenModel,
+    served: Mapping[str, np.ndarray],
+    ladder: Ladder,
+    level: int,
+    recipe: ElasticRecipe,
+    splits: Splits,
+    run_dir: Path,
+    mesh: jax.sharding.Mesh,
+    console: Console,
+) -> _Level:
+    """Trains a level's adapter if the recipe asks for it, and measures the level."""
+    cfg = sub_config(frozen.cfg, ladder, level)
+    params = shared_sub_model({name: jnp.asarray(value) for name, value in served.items()}, cfg)
+    trainer = Trainer(lora_job(cfg, params, recipe), recipe, mesh)
+    share = layer_parameters(cfg) / layer_parameters(frozen.cfg)
+    console.print(f"level {level}: {100 * share:.1f} % of the layers' parameters", soft_wrap=True)
+    if level == WHOLE or recipe.recovery != "lora":
+        loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+        return _Level(None, {"share": share, "held_out": loss})
+    folder = run_dir / "levels" / str(level)
+    folder.mkdir(parents=True, exist_ok=True)
+    fitted = fit_adapter(trainer, splits, folder, console)
+    facts = {
+        "share": share,
+        "held_out": fitted.without,
+        "recovered": fitted.loss,
+        "best_step": fitted.best_step,
+    }
+    return _Level(_worthwhile(fitted, recipe), facts)
+
+
+def _worthwhile(fitted: FittedAdapter, recipe: ElasticRecipe) -> Recovery | None:
+    if fitted.loss >= fitted.without:
+        return None
+    return Recovery(_on_host(fitted.adapter), recipe.lora.scaling)
+
+
+def _as_stored(
+    frozen: FrozenModel, params: Mapping[str, np.ndarray], weights: WeightFormat
+) -> dict[str, np.ndarray]:
+    """The parameters as they are after they were stored at a width: what an adapter will stand beside."""
+    specs = param_specs(frozen.cfg)
+    return {
+        name: np.asarray(dequantize(stored_form(params[name], spec, weights), jnp.float32))  # pyright: ignore
+        for name, spec in specs.items()
+    }
+
+
+def _on_host(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in params.items()}

@@ -1,0 +1,83 @@
+"""The `elasticize` command: `jaxllm elasticize ...`."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from jaxllm.bundle import WEIGHT_FORMATS
+from training.cli import device_options, set_devices
+
+
+@click.command("elasticize")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle's path.")
+@click.option("--recipe", "recipe_name", default="family", show_default=True, help="A name, or a .toml file.")
+@click.option("--data", type=click.Path(path_type=Path), help="The folder that the recipe's sources are in.")
+@click.option("--run", "run_dir", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHT_FORMATS),
+    help="Width of the bundle's matrices.  [default: the checkpoint's own]",
+)
+@click.option("--levels", metavar="N,N,...", help="In percent, ascending.  [default: the recipe's]")
+@click.option(
+    "--recovery",
+    type=click.Choice(["lora", "joint", "none"]),
+    help="An adapter per level, all levels' weights together, or neither.  [default: the recipe's]",
+)
+@click.option("--steps", type=click.IntRange(min=1), help="Of each training.  [default: the recipe's]")
+@click.option("--name", default="", help="The model's name, for people.  [default: the folder's own]")
+@device_options
+def elasticize_command(
+    model: Path,
+    out: Path,
+    recipe_name: str,
+    data: Path | None,
+    run_dir: Path,
+    weights: str | None,
+    levels: str | None,
+    recovery: str | None,
+    steps: int | None,
+    name: str,
+    mesh: str | None,
+    devices: int | None,
+) -> None:
+    """Make an elastic bundle of the Hugging Face folder MODEL.
+
+    Measures what its units matter on the recipe's text, orders them, and makes up for what each level lacks.
+    The same command on the same folder resumes. Prints a JSON object with the loss of each level.
+    """
+    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.elasticize import elasticize, load_elastic_recipe
+    from training.parallel import MeshShape
+
+    recipe = load_elastic_recipe(recipe_name)
+    changes = {
+        "levels": None if levels is None else _percentages(levels),
+        "recovery": recovery,
+        "steps": steps,
+    }
+    recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
+    set_devices(devices)
+    facts = elasticize(
+        recipe,
+        model,
+        out,
+        run_dir,
+        data=data,
+        weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
+        name=name,
+        mesh_shape=MeshShape.parse(mesh or ""),
+    )
+    click.echo(json.dumps({"bundle": str(out), **facts}))
+
+
+def _percentages(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(
+            f"{text!r} is no list of whole percentages", param_hint="--levels"
+        ) from error
