@@ -9,7 +9,8 @@ from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
 from benchmarks.shapes import SHAPES
 from jaxllm.bundle import WEIGHT_FORMATS
-from serving.console import engine_options, progress_bars
+from serving.console import progress_bars
+from serving.options import EngineOptions
 
 
 @click.group("bench")
@@ -101,7 +102,7 @@ def engine_command(
     with progress_bars() as progress:
         rows = engine_bench.run(
             subject,
-            options=engine_options(context_tokens),
+            options=EngineOptions(context_tokens=context_tokens),
             plan=plan,
             progress=progress,
             tell=lambda message: click.echo(message, err=True),

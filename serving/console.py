@@ -1,6 +1,8 @@
 """What commands share: options, input text, progress bars and JSON output."""
 
 import contextlib
+import dataclasses
+import functools
 import json
 import sys
 import time
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.bundle import WEIGHT_FORMATS
+from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
@@ -18,6 +20,8 @@ from serving.options import EngineOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from serving.engine import Engine
 
 ProgressCallback = Callable[[str, int, int], None]
 MAX_INPUT_BYTES = 64 << 20
@@ -32,9 +36,48 @@ _STAGES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class ModelChoice:
+    """The model that a command was told to use (see `model_options`)."""
+
+    model: Path | None
+    weights: WeightFormat | None
+    context_tokens: int
+    adapter: Path | None
+    level: int
+
+    def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine":
+        """The engine that serves it."""
+        return self._open(self.model, progress, warm_up=warm_up, adapter=self.adapter, level=self.level)
+
+    def open_other(self, model: Path, progress: ProgressCallback) -> "Engine":
+        """An engine for another model, likewise but for adapter and level."""
+        return self._open(model, progress, warm_up=False)
+
+    def _open(self, model: Path | None, progress: ProgressCallback, **more: Any) -> "Engine":
+        # Here, because commands that open no engine need not wait for it.
+        from serving.engine import Engine
+
+        options = EngineOptions(context_tokens=self.context_tokens)
+        return Engine.open(model, weights=self.weights, options=options, progress=progress, **more)
+
+
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--model, --adapter, --weights and --context."""
+    """--model, --level, --adapter, --weights and --context, given to the command as one `choice`."""
+
+    @functools.wraps(command)
+    def with_choice(**options: Any) -> Any:
+        fields = {field.name: options.pop(field.name) for field in dataclasses.fields(ModelChoice)}
+        return command(choice=ModelChoice(**fields), **options)
+
     for option in (
+        click.option(
+            "--level",
+            type=click.IntRange(1, 100),
+            default=100,
+            metavar="PERCENT",
+            help="The sub-model of an elastic bundle to use. [default: the whole model]",
+        ),
         click.option(
             "--adapter",
             type=click.Path(path_type=Path),
@@ -60,8 +103,8 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="A bundle or a Hugging Face model folder. [default: the packaged model]",
         ),
     ):
-        command = option(command)
-    return command
+        with_choice = option(with_choice)
+    return with_choice
 
 
 def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,11 +148,6 @@ def generation_config(options: dict[str, Any]) -> GenerationConfig:
     penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
     sampling = Sampling(logit_bias=bias, **{name: options.pop(name) for name in (*names, *penalties)})
     return GenerationConfig(stop=stop, stop_token_ids=stop_token_ids, sampling=sampling, **length)
-
-
-def engine_options(context_tokens: int) -> EngineOptions:
-    """Engine options from the command line."""
-    return EngineOptions(context_tokens=context_tokens)
 
 
 def read_text(path: Path | None) -> str:

@@ -90,6 +90,7 @@ class Engine:
         weights: WeightFormat | None = None,
         options: EngineOptions | None = None,
         adapter: str | Path | None = None,
+        level: int = WHOLE,
         warm_up: bool = True,
         progress: Progress | None = None,
     ) -> "Engine":
@@ -102,6 +103,7 @@ class Engine:
           options: shapes of graphs and caches.
           adapter: a low-rank adapter in PEFT's layout to begin with; unless the options name a rank and
             targets, they are this one's.
+          level: the sub-model to be (see `at`), in percent; it is served even if the options do not name it.
           warm_up: compile every graph now; else call `warm_up` before the first request.
           progress: called with (stage, done, total).
 
@@ -109,6 +111,9 @@ class Engine:
           JaxllmError: the model cannot be opened, or the options do not fit it.
         """
         bundle = open_model(model, weights=weights, progress=progress)
+        if level not in (WHOLE, *(options or EngineOptions()).levels):
+            options = options or EngineOptions()
+            options = dataclasses.replace(options, levels=tuple(sorted({*options.levels, level})))
         lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle.cfg)
         if lora is not None and not (options or EngineOptions()).adapter_rank:
             rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
@@ -118,6 +123,7 @@ class Engine:
         engine = cls(bundle, options, progress)
         if lora is not None:
             engine._put(arrays, lora.scaling)
+        engine = engine.at(level)
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
@@ -183,6 +189,8 @@ class Engine:
     ) -> None:
         """Compiles and rehearses all graphs, or only compiles those that one request needs.
 
+        The whole model's engine does so for all of its levels, an engine at a level for that one.
+
         Graphs that an earlier process compiled are read instead (see `EngineOptions.executables_bytes`).
 
         Args:
@@ -191,7 +199,8 @@ class Engine:
           max_tokens: of that one request; 0 where it is not known.
           progress: called with ("compile", graphs done, graphs in all).
         """
-        tables = [self.table.at(each) for each in self.table.levels]
+        levels = self.table.levels if self.table.level == WHOLE else (self.table.level,)
+        tables = [self.table.at(each) for each in levels]
         if prompt_tokens is None:
             self.table.fill([bucket for table in tables for bucket in table.all_buckets()], progress)
             for table in tables:

@@ -1,14 +1,13 @@
 """`jaxllm chat`: a conversation in the terminal."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
 from jaxllm.errors import ConfigError, ContextOverflow
 from serving.console import (
-    engine_options,
+    ModelChoice,
     generation_config,
     model_options,
     progress_bars,
@@ -25,19 +24,14 @@ _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 @click.option("--system", help="A system message to begin with.")
 @sampling_options
 def chat_command(
-    model: Path | None,
-    weights: str | None,
-    context_tokens: int,
-    adapter: Path | None,
+    choice: ModelChoice,
     system: str | None,
     **options: Any,
 ) -> None:
     """Talk with a model; only what is new is fed to it each turn."""
     config = generation_config(options)
     with progress_bars() as progress:
-        engine = Engine.open(
-            model, weights=weights, options=engine_options(context_tokens), adapter=adapter, progress=progress
-        )
+        engine = choice.open(progress)
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(
             f"{engine.bundle.layout.name} has no chat template; use `jaxllm generate` for a base model"

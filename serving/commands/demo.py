@@ -13,7 +13,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.tasks import find_task
 from jaxllm.tasks.prompts import prompt_ids
 from serving.commands.generate import summary
-from serving.console import engine_options, model_options, print_json, progress_bars
+from serving.console import ModelChoice, model_options, print_json, progress_bars
 from serving.demo_prompts import STORY, DemoPrompt, demo_prompts
 from serving.engine import Engine
 from serving.evaluation.report import as_json, print_table
@@ -38,10 +38,7 @@ _ANSWER_TOKENS = 64
 )
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 def demo_command(
-    model: Path | None,
-    weights: str | None,
-    context_tokens: int,
-    adapter: Path | None,
+    choice: ModelChoice,
     max_tokens: int,
     data: Path | None,
     as_object: bool,
@@ -51,9 +48,7 @@ def demo_command(
     tasks = [name for name in dict.fromkeys(each.task for each in prompts) if _by_options(name)]
     questions = None if data is None else read_task_group(tasks, data)
     with progress_bars() as progress:
-        engine = Engine.open(
-            model, weights=weights, options=engine_options(context_tokens), adapter=adapter, progress=progress
-        )
+        engine = choice.open(progress)
     facts: dict[str, Any] = {
         "model": engine.bundle.layout.name,
         "weights": engine.bundle.layout.weights,

@@ -7,8 +7,7 @@ from typing import Any
 import click
 
 from jaxllm.tasks import TASKS, find_task
-from serving.console import engine_options, model_options, print_json, progress_bars, read_text
-from serving.engine import Engine
+from serving.console import ModelChoice, model_options, print_json, progress_bars, read_text
 from serving.evaluation.agreement import greedy_agreement
 from serving.evaluation.perplexity import Perplexity, perplexity
 from serving.evaluation.report import as_json, check_predictions, print_table, write_predictions
@@ -48,10 +47,7 @@ from serving.evaluation.tasks import ALL, Prediction, Questions, TaskResult, rea
 )
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 def eval_command(
-    model: Path | None,
-    weights: str | None,
-    context_tokens: int,
-    adapter: Path | None,
+    choice: ModelChoice,
     text_file: Path | None,
     separator: str | None,
     window_tokens: int,
@@ -81,23 +77,13 @@ def eval_command(
     if any(find_task(name).score == "rouge" for name in questions.examples):
         require_rouge()
     with progress_bars() as progress:
-        engine = Engine.open(
-            model,
-            weights=weights,
-            options=engine_options(context_tokens),
-            adapter=adapter,
-            warm_up=False,
-            progress=progress,
-        )
+        engine = choice.open(progress, warm_up=False)
         measured = None
         if documents is not None:
             measured = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
         agreement = None
         if other_model is not None and documents is not None:
-            options = engine_options(context_tokens)
-            other = Engine.open(
-                other_model, weights=weights, options=options, warm_up=False, progress=progress
-            )
+            other = choice.open_other(other_model, progress)
             agreement = greedy_agreement(
                 engine, other, documents, window_tokens=window_tokens, progress=progress
             )

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from serving.console import (
-    engine_options,
+    ModelChoice,
     generation_config,
     model_options,
     print_json,
@@ -26,10 +26,7 @@ from serving.machine import process_age_ms
 @sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object when done.")
 def generate_command(
-    model: Path | None,
-    weights: str | None,
-    context_tokens: int,
-    adapter: Path | None,
+    choice: ModelChoice,
     prompt: str | None,
     prompt_file: Path | None,
     as_json: bool,
@@ -41,14 +38,7 @@ def generate_command(
     config = generation_config(options)
     text = read_text(prompt_file) if prompt is None else prompt
     with progress_bars() as progress:
-        engine = Engine.open(
-            model,
-            weights=weights,
-            options=engine_options(context_tokens),
-            adapter=adapter,
-            warm_up=False,
-            progress=progress,
-        )
+        engine = choice.open(progress, warm_up=False)
         generation = engine.stream(text, config)
         # One request needs few graphs; compiling all of them would only delay its answer.
         engine.warm_up(

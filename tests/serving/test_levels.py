@@ -154,3 +154,12 @@ def test_a_recovery_adapter_of_another_base_is_refused(tmp_path):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
     with pytest.raises(JaxllmError, match="it belongs to another model"):
         Engine.open(path, options=OPTIONS, warm_up=False)
+
+
+def test_an_engine_opened_at_a_level_serves_that_level_alone(path):
+    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
+    assert engine.table.level == 40
+    assert engine.table.levels == (40, 100)
+    assert {bucket.level for bucket in engine.table.bucket_ms if bucket.kind == "prefill"} == {40}
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    assert engine.generate(PROMPT, config).tokens == greedy(40, PROMPT, 12)
