@@ -9,14 +9,17 @@ _PASS_TOKENS = 24
 
 
 def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Chunk lengths whose sum covers `tokens` at the least cost; only the last is padded.
-
-    The cost of a chunk of C tokens is taken as C plus a constant for its pass over the weights.
-    """
+    """Chunk lengths whose sum covers `tokens` at the least cost; only the last is padded."""
     longest = max(lengths)
     # All but a tail shorter than two of the longest chunks goes in longest chunks.
     head = max(0, (tokens - longest) // longest)
     return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
+
+
+def chunk_cost(plan: Sequence[int]) -> int:
+    """What chunks cost, in tokens of prefill: their tokens, and a constant for each one's pass over the
+    weights."""
+    return sum(plan) + _PASS_TOKENS * len(plan)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -30,7 +33,7 @@ def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         else:
             tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
             plan = (length, *tail)
-        cost = sum(plan) + _PASS_TOKENS * len(plan)
+        cost = chunk_cost(plan)
         if best is None or cost < best[0]:
             best = (cost, plan)
     assert best is not None

@@ -34,6 +34,10 @@ COMMANDS = {
         "serving.commands.info:info_command",
         "Describe a BUNDLE (default: the packaged model) and the device.",
     ),
+    "profile": (
+        "serving.commands.profile:profile_command",
+        "Measure every level of a BUNDLE on this device, and keep the times for the service.",
+    ),
     "eval": (
         "serving.commands.evaluate:eval_command",
         "Measure a model: perplexity of a text, right answers to tasks, or both.",

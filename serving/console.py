@@ -33,6 +33,7 @@ _STAGES = {
     "load": "Loading weights",
     "compile": "Compiling graphs",
     "score": "Scoring tokens",
+    "profile": "Timing levels",
 }
 
 

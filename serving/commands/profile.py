@@ -1,0 +1,77 @@
+"""`jaxllm profile`: how long each level of a model takes on this device."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from jaxllm.bundle.elastic import read_ladder
+from jaxllm.errors import ConfigError
+from serving.console import print_json, progress_bars, read_text
+from serving.engine import Engine
+from serving.models import open_model
+from serving.options import EngineOptions
+from serving.profile import REPEATS, DeviceProfile, Energy, measure, profile_path, save_profile
+
+
+@click.command("profile")
+@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.option("--context", "context_tokens", type=int, default=0, metavar="TOKENS", help="As when it serves.")
+@click.option("--repeats", type=click.IntRange(min=1), default=REPEATS, show_default=True)
+@click.option(
+    "--energy",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help='What tokens cost here, measured elsewhere: {"prefill_joules": [...], "decode_joules": [...]}, a '
+    "number per level.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def profile_command(
+    bundle: Path | None,
+    context_tokens: int,
+    repeats: int,
+    energy: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure every level of BUNDLE (default: the packaged model), and keep the times for the service."""
+    opened = open_model(bundle)
+    ladder = read_ladder(opened)
+    levels = () if ladder is None else ladder.levels
+    costs = None if energy is None else _read_energy(energy)
+    with progress_bars() as progress:
+        engine = Engine.open(
+            opened.path,
+            options=EngineOptions(context_tokens=context_tokens, levels=levels),
+            progress=progress,
+        )
+        profile = measure(engine, repeats=repeats, progress=progress)
+    profile = dataclasses.replace(profile, energy=costs)
+    path = profile_path(engine.bundle, engine.options)
+    save_profile(profile, path)
+    if as_json:
+        print_json({"model": engine.bundle.layout.name, "profile": str(path), **profile.to_json()})
+        return
+    _show(profile)
+    click.echo(f"kept in {path}")
+
+
+def _read_energy(path: Path) -> Energy:
+    try:
+        data = json.loads(read_text(path))
+        return Energy(**{name: tuple(data[name]) for name in ("prefill_joules", "decode_joules")})
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: prefill_joules and decode_joules are missing or malformed") from error
+
+
+def _show(profile: DeviceProfile) -> None:
+    table = Table(title="time to first token, ms (time per token, ms)")
+    table.add_column("level")
+    for tokens in profile.tokens:
+        table.add_column(f"{tokens} tokens", justify="right")
+    for level, ttft, tpot in zip(profile.levels, profile.ttft_ms, profile.tpot_ms, strict=True):
+        cells = (f"{first:.2f} ({each:.2f})" for first, each in zip(ttft, tpot, strict=True))
+        table.add_row(f"{level} %", *cells)
+    Console().print(table)

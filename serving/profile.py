@@ -1,0 +1,251 @@
+"""How long the levels of a bundle take on this device: measured once, kept, and asked by the planner.
+
+A profile belongs to a bundle, a device and an engine's options; another of any of them needs its own. It is
+kept in the user's cache directory, because a bundle is one file for all devices and never changes.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.atomic import atomic_file
+from jaxllm.bundle import Bundle
+from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
+from serving.chunks import chunk_cost, plan_chunks
+from serving.engine import Engine
+from serving.generation import GenerationConfig
+from serving.machine import cpu_features, usable_cores
+from serving.models import cache_folder
+from serving.options import EngineOptions
+
+Progress = Callable[[str, int, int], None]
+# Prompt lengths that are measured, as far as the context holds them; between them time is interpolated.
+LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
+REPEATS = 5
+_ANSWER_TOKENS = 17
+_MAX_FILE_BYTES = 1 << 20
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Energy:
+    """What tokens cost on a device, from a meter or a data sheet: joules of each level, by its order.
+
+    Attributes:
+      prefill_joules: per token of the prompt.
+      decode_joules: per token of the answer.
+    """
+
+    prefill_joules: tuple[float, ...]
+    decode_joules: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """Times of a bundle's levels on a device.
+
+    Attributes:
+      levels: in percent, ascending, the last one 100.
+      tokens: prompt lengths that were measured, ascending.
+      chunk_tokens: prefill chunk lengths of the engine; a prompt takes the time of whole chunks.
+      ttft_ms: of each level and length, time to the first token.
+      tpot_ms: of each level and length, time per further token.
+      energy: what tokens cost, if it is known.
+    """
+
+    levels: tuple[int, ...]
+    tokens: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+    ttft_ms: tuple[tuple[float, ...], ...]
+    tpot_ms: tuple[tuple[float, ...], ...]
+    energy: Energy | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("levels", "tokens", "chunk_tokens"):
+            values = getattr(self, name)
+            whole = all(type(each) is int and each > 0 for each in values)
+            if not values or not whole or list(values) != sorted(set(values)):
+                raise ConfigError(f"{name} of a device profile must be ascending, got {values!r:.80}")
+        shape = (len(self.levels), len(self.tokens))
+        for name in ("ttft_ms", "tpot_ms"):
+            _require_times(name, getattr(self, name), shape)
+        if self.energy is not None:
+            for name in ("prefill_joules", "decode_joules"):
+                _require_times(name, (getattr(self.energy, name),), (1, len(self.levels)))
+
+    def ttft(self, level: int, tokens: int) -> float:
+        """Milliseconds to the first token of a prompt of `tokens` at a level of the profile."""
+        costs = [chunk_cost(plan_chunks(each, self.chunk_tokens)) for each in (tokens, *self.tokens)]
+        return _between(costs[0], costs[1:], self.ttft_ms[self._place(level)])
+
+    def tpot(self, level: int, tokens: int) -> float:
+        """Milliseconds per further token behind a prompt of `tokens` at a level of the profile."""
+        return _between(tokens, self.tokens, self.tpot_ms[self._place(level)])
+
+    def joules(self, level: int, tokens: int, answer_tokens: int) -> float:
+        """What an answer costs.
+
+        Raises:
+          ConfigError: the profile does not know.
+        """
+        if self.energy is None:
+            raise ConfigError("this device's profile has no energy; add it with `jaxllm profile --energy`")
+        place = self._place(level)
+        prefill, decode = self.energy.prefill_joules[place], self.energy.decode_joules[place]
+        return tokens * prefill + answer_tokens * decode
+
+    def _place(self, level: int) -> int:
+        if level not in self.levels:
+            raise ConfigError(f"level {level} was not profiled; there are {', '.join(map(str, self.levels))}")
+        return self.levels.index(level)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "DeviceProfile":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        try:
+            energy = data.get("energy")
+            return cls(
+                levels=tuple(data["levels"]),
+                tokens=tuple(data["tokens"]),
+                chunk_tokens=tuple(data["chunk_tokens"]),
+                ttft_ms=tuple(tuple(row) for row in data["ttft_ms"]),
+                tpot_ms=tuple(tuple(row) for row in data["tpot_ms"]),
+                energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"malformed device profile: {error!r:.200}") from error
+
+
+def measure(
+    engine: Engine, *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
+) -> DeviceProfile:
+    """Times every level that the engine serves.
+
+    Levels and lengths take turns in a random order, so that what else the device does falls on all alike;
+    medians count.
+
+    Args:
+      engine: warmed up, the whole model's.
+      repeats: runs of each level and length.
+      seed: of prompts and order.
+      progress: called with ("profile", runs done, runs in all).
+    """
+    draw = random.Random(seed)
+    room = engine.options.context_tokens - _ANSWER_TOKENS
+    lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
+    if room > lengths[-1]:
+        lengths.append(room)
+    config = GenerationConfig(max_tokens=_ANSWER_TOKENS, ignore_eos=True)
+    cases = [(level, length) for level in engine.table.levels for length in lengths]
+    ttft: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    tpot: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    done = 0
+    # The first round warms caches and is not counted.
+    for counted in range(-1, repeats):
+        draw.shuffle(cases)
+        for level, length in cases:
+            prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
+            answer = engine.stream(prompt, config, level=level).result()
+            if counted >= 0:
+                ttft[level, length].append(answer.timings.ttft_ms)
+                tpot[level, length].append(answer.timings.tpot_ms(len(answer.tokens)))
+            done += 1
+            if progress is not None:
+                progress("profile", done, (repeats + 1) * len(cases))
+
+    def medians(times: dict[tuple[int, int], list[float]]) -> tuple[tuple[float, ...], ...]:
+        levels = engine.table.levels
+        return tuple(tuple(statistics.median(times[level, each]) for each in lengths) for level in levels)
+
+    return DeviceProfile(
+        levels=engine.table.levels,
+        tokens=tuple(lengths),
+        chunk_tokens=engine.options.chunk_tokens,
+        ttft_ms=medians(ttft),
+        tpot_ms=medians(tpot),
+    )
+
+
+def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
+    """Where the profile of a bundle on this device, with these resolved options, is kept."""
+    facts = {
+        "version": _VERSION,
+        "device": [jax.devices()[0].platform, jax.devices()[0].device_kind],
+        "cpu": cpu_features(),
+        "cores": usable_cores(),
+        "kernels": [native.kernels().name, native.threads()],
+        "chunks": options.chunk_tokens,
+        "caches": options.cache_tokens,
+        "dtypes": [options.activation_dtype, options.cache_dtype],
+        "adapters": [options.adapter_rank, options.adapter_targets],
+    }
+    key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "profiles" / f"{key}.json"
+
+
+def save_profile(profile: DeviceProfile, path: Path) -> None:
+    """Writes a profile, whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(json.dumps(profile.to_json()).encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: the profile cannot be written ({error.strerror})") from error
+
+
+def load_profile(path: Path) -> DeviceProfile | None:
+    """The profile in a file; None where there is none.
+
+    Raises:
+      ConfigError: it cannot be read, or is malformed.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: too large for a device profile")
+        return DeviceProfile.from_json(json.loads(raw))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: the profile cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error!s:.200}; measure it again with `jaxllm profile`") from error
+
+
+def _between(wanted: float, known: Sequence[float], times: Sequence[float]) -> float:
+    """The time at a place among those that are known; beyond the last, straight on from the last two."""
+    if wanted > known[-1] and len(known) > 1:
+        slope = (times[-1] - times[-2]) / max(1, known[-1] - known[-2])
+        return times[-1] + slope * (wanted - known[-1])
+    return float(np.interp(wanted, known, times))
+
+
+def _require_times(name: str, rows: Sequence[Sequence[Any]], shape: tuple[int, int]) -> None:
+    numbers = [value for row in rows for value in row]
+    square = len(rows) == shape[0] and all(len(row) == shape[1] for row in rows)
+    real = all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in numbers)
+    if not square or not real:
+        raise ConfigError(f"{name} of a device profile must be {shape[0]} x {shape[1]} numbers of at least 0")

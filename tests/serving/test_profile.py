@@ -1,0 +1,97 @@
+import dataclasses
+import json
+
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import ConfigError
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.profile import DeviceProfile, Energy, load_profile, measure, profile_path, save_profile
+from tests.tiny import TINY, write_tiny_bundle
+
+PROFILE = DeviceProfile(
+    levels=(50, 100),
+    tokens=(16, 64),
+    chunk_tokens=(16, 64),
+    ttft_ms=((1.0, 4.0), (2.0, 8.0)),
+    tpot_ms=((0.5, 0.6), (1.0, 1.2)),
+)
+
+
+def test_times_between_lengths_are_those_of_whole_chunks():
+    assert PROFILE.ttft(100, 16) == PROFILE.ttft(100, 3) == 2.0
+    # Seventeen tokens take two chunks of 16, each with a pass of 24: 80, between 40 and the 88 of one of 64.
+    assert PROFILE.ttft(100, 17) == PROFILE.ttft(100, 32) == pytest.approx(2.0 + 6.0 * 40 / 48)
+    assert PROFILE.ttft(50, 64) == 4.0
+    assert PROFILE.tpot(100, 40) == pytest.approx(1.1)
+
+
+def test_longer_prompts_than_measured_go_straight_on():
+    assert PROFILE.ttft(50, 128) == pytest.approx(4.0 + 88 * 3.0 / 48)
+    one = dataclasses.replace(PROFILE, tokens=(16,), ttft_ms=((1.0,), (2.0,)), tpot_ms=((1.0,), (1.0,)))
+    assert one.ttft(50, 100) == 1.0
+
+
+def test_energy():
+    with pytest.raises(ConfigError, match="has no energy"):
+        PROFILE.joules(50, 10, 5)
+    known = dataclasses.replace(PROFILE, energy=Energy(prefill_joules=(1.0, 2.0), decode_joules=(3.0, 5.0)))
+    assert known.joules(100, 10, 5) == 45.0
+    assert DeviceProfile.from_json(json.loads(json.dumps(known.to_json()))) == known
+
+
+def test_a_level_that_was_not_measured():
+    with pytest.raises(ConfigError, match="level 70 was not profiled; there are 50, 100"):
+        PROFILE.ttft(70, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"levels": (100, 50)}, "levels of a device profile must be ascending"),
+        ({"tokens": ()}, "tokens of a device profile"),
+        ({"chunk_tokens": (0, 16)}, "chunk_tokens of a device profile"),
+        ({"ttft_ms": ((1.0, 2.0),)}, "ttft_ms of a device profile must be 2 x 2"),
+        ({"tpot_ms": ((1.0, float("nan")), (1.0, 1.0))}, "tpot_ms"),
+        ({"energy": Energy(prefill_joules=(1.0,), decode_joules=(1.0, 1.0))}, "prefill_joules"),
+    ],
+)
+def test_impossible_profiles_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(PROFILE, **change)
+
+
+def test_profiles_are_kept_and_damaged_ones_refused(tmp_path):
+    path = tmp_path / "profiles" / "some.json"
+    assert load_profile(path) is None
+    save_profile(PROFILE, path)
+    assert load_profile(path) == PROFILE
+    for raw in (b"{", b"[]", b'{"levels": 3}', b" " * (1 << 21)):
+        path.write_bytes(raw)
+        with pytest.raises(ConfigError, match=r"some\.json"):
+            load_profile(path)
+
+
+def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(tmp_path):
+    ladder = elastic_parts(Ladder(levels=(50, 100)))
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=TINY, parts=ladder)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), levels=(50,), executables_bytes=0)
+    engine = Engine.open(path, options=options)
+    before = set(engine.table.bucket_ms)
+    seen = []
+    profile = measure(engine, repeats=1, progress=lambda *step: seen.append(step))
+    assert (profile.levels, profile.tokens) == ((50, 100), (16, 32, 47))
+    assert seen[-1] == ("profile", 12, 12)
+    assert min(min(row) for row in profile.ttft_ms) > 0
+    assert set(engine.table.bucket_ms) == before
+    other = Engine.open(write_tiny_bundle(tmp_path / "other.jaxllm"), options=EngineOptions(), warm_up=False)
+    places = {
+        profile_path(engine.bundle, engine.options),
+        profile_path(other.bundle, engine.options),
+        profile_path(engine.bundle, dataclasses.replace(engine.options, cache_dtype="bfloat16")),
+    }
+    assert len(places) == 3
+    # Which levels are served makes no other device.
+    assert profile_path(engine.bundle, dataclasses.replace(engine.options, levels=())) in places
