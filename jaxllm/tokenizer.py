@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
 
 from jaxllm.errors import CheckpointError, ConfigError, one_line
@@ -134,6 +135,24 @@ class Tokenizer:
         Raises:
           ConfigError: `text` is no text, or has a lone surrogate and so no UTF-8 form.
         """
+        return self._encode(text, add_special_tokens).ids
+
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool = True
+    ) -> tuple[list[int], np.ndarray]:
+        """`encode`, and which characters of `text` each token stands for.
+
+        Returns:
+          The ids; `[T, 2]` int64, first and last + 1. Tokens that the model wants around a text stand for
+          none; those that share a character's bytes all stand for it.
+
+        Raises:
+          ConfigError: as `encode`.
+        """
+        encoding = self._encode(text, add_special_tokens)
+        return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not isinstance(text, str):
             raise ConfigError(f"a prompt must be text, got {type(text).__name__}")
         try:
@@ -143,7 +162,7 @@ class Tokenizer:
                 f"the text has a lone surrogate {text[error.start]!r} at character {error.start}; "
                 "send valid Unicode"
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.

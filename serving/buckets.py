@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.branching import Packed
 from jaxllm.config import Bucket, Kind, ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.elastic.ladder import WHOLE
@@ -28,7 +29,6 @@ from serving.graph_store import GraphStore, params_signature
 from serving.lowering import MAX_STOP_IDS, lower
 from serving.machine import usable_cores
 from serving.options import EngineOptions
-from serving.packing import Packed
 
 _PROGRESS_S = 1.0
 Progress = Callable[[str, int, int], None]

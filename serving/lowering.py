@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.branching import target_room
 from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.elastic.submodel import sub_model
@@ -16,7 +17,6 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
 from serving.options import EngineOptions
-from serving.packing import target_room
 
 MAX_STOP_IDS = 16
 

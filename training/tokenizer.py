@@ -5,8 +5,8 @@ digits are single tokens, so that a number's pieces mean the same everywhere. No
 front of or behind a text: the end of a document is marked by whoever packs documents.
 
 The special tokens come first, with the same ids in every vocabulary: the ends of documents and turns,
-the roles of a chat, and the marks by which a latency objective can be written into a prompt (ELMS, arXiv
-2409.09071, section 3.4): `<|ttft:40|>` asks for a time to first token of 40 % of the full model's.
+the roles of a chat, and the marks by which a latency objective can be written into a prompt
+(`jaxllm.elastic.slo`): `<|ttft:40|>` asks for a time to first token of 40 % of the whole model's.
 
 It does not choose which text to learn from, and writes no Hugging Face folder.
 """
@@ -15,16 +15,14 @@ from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from jaxllm.elastic.slo import marks
 from jaxllm.errors import ConfigError
 
 END_OF_TEXT = "<|endoftext|>"
 PAD = "<|pad|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 END_OF_TURN = "<|end|>"
-# In percent of the full model's time.
-SLO_PERCENTS = tuple(range(20, 101, 10))
-SLO_MARKS = tuple(f"<|{kind}:{percent}|>" for kind in ("ttft", "tpot") for percent in SLO_PERCENTS)
-SPECIAL_TOKENS = (END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN, *SLO_MARKS)
+SPECIAL_TOKENS = (END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN, *marks())
 
 # How a chat is written with these tokens.
 ROLE_TEMPLATE = (

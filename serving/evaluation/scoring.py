@@ -1,13 +1,14 @@
 """Log-probabilities of possible answers: many questions a dispatch, each read once for all of its answers."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxllm.branching import Branching, cut, row_lengths, score_pieces
 from jaxllm.errors import ContextOverflow
 from serving.buckets import Progress
 from serving.engine import Engine
-from serving.packing import Branching, cut, pack, row_lengths
 
 
 def score_options(
@@ -41,13 +42,6 @@ def score_options(
     table = engine.table
     buckets = {length: table.branches_bucket(length) for length in pieces}
     table.fill(buckets.values(), progress)
-    counts = [len(question.branches) for question in questions]
-    sums = np.zeros(sum(counts))
-    done, total = 0, sum(len(branch) for question in questions for branch in question.branches)
-    for length, group in pieces.items():
-        for packed in pack(group, buckets[length].rows, length):
-            np.add.at(sums, packed.owners[: packed.count], table.score_branches(packed).astype(np.float64))
-            done += packed.count
-            if progress is not None:
-                progress(stage, done, total)
-    return np.split(sums, np.cumsum(counts)[:-1]) if counts else []
+    rows = {length: bucket.rows for length, bucket in buckets.items()}
+    on_scored = None if progress is None else functools.partial(progress, stage)
+    return score_pieces(questions, pieces, rows, table.score_branches, on_scored)

@@ -13,12 +13,12 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks import TASKS, Task, find_task
+from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.tasks.files import DataMissing
 from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
 from serving.buckets import Progress
 from serving.engine import Engine
-from serving.evaluation.prompts import branching
 from serving.evaluation.rouge import require_rouge, rouge
 from serving.evaluation.scoring import score_options
 from serving.generation import GenerationConfig
@@ -145,8 +145,9 @@ def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progres
     """Takes the likeliest option; of equally likely ones the first."""
     built_ms = engine.table.build_ms
     began = time.perf_counter()
-    end = end_of_turn_id(engine.tokenizer, now=datetime.now())
-    questions = [branching(engine.tokenizer, example, end) for example in examples]
+    now = datetime.now()
+    end = end_of_turn_id(engine.tokenizer, now=now)
+    questions = [branching(engine.tokenizer, example, end, now=now) for example in examples]
     context = engine.options.context_tokens
     kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
     fitting, questions = [example for example, _ in kept], [question for _, question in kept]

@@ -6,14 +6,14 @@ import itertools
 import numpy as np
 import pytest
 
+from jaxllm.branching import Branching, cut, pack
 from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.prompts import prompt_ids
 from jaxllm.tokenizer import Tokenizer
 from serving import Engine, EngineOptions
-from serving.evaluation.prompts import branching
 from serving.evaluation.scoring import score_options
-from serving.packing import Branching, cut, pack
 from tests.tiny import END_ID, TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 

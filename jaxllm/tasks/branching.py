@@ -3,13 +3,19 @@
 import datetime
 from collections.abc import Sequence
 
+from jaxllm.branching import Branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.prompts import encode_prompt, end_of_turn_id, prompt_text
 from jaxllm.tokenizer import Tokenizer
-from serving.packing import Branching
 
 
-def branching(tokenizer: Tokenizer, example: TaskExample, end: int | None = None) -> Branching:
+def branching(
+    tokenizer: Tokenizer,
+    example: TaskExample,
+    end: int | None = None,
+    *,
+    now: datetime.datetime | None = None,
+) -> Branching:
     """A question with each of its options behind it.
 
     An option's tokens are those that its text gives behind the question's: a tokenizer may join the end of
@@ -20,11 +26,11 @@ def branching(tokenizer: Tokenizer, example: TaskExample, end: int | None = None
       tokenizer: the model's.
       example: the question.
       end: `end_of_turn_id(tokenizer)`, for those who ask many questions.
+      now: told to templates that ask for the time.
 
     Raises:
       ConfigError: see `encode_prompt`.
     """
-    now = datetime.datetime.now()
     text, special = prompt_text(tokenizer, example, now=now)
     prompt = encode_prompt(tokenizer, text, special)
     in_chat = example.form == "chat" and tokenizer.has_chat_template

@@ -6,7 +6,7 @@ is never fed.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -175,6 +175,37 @@ def pack(pieces: Sequence[Piece], rows: int, length: int) -> Iterator[Packed]:
         assert taken
     if packed.count:
         yield packed
+
+
+def score_pieces(
+    questions: Sequence[Branching],
+    pieces: Mapping[int, Sequence[Piece]],
+    rows: Mapping[int, int],
+    dispatch: Callable[[Packed], np.ndarray],
+    on_scored: Callable[[int, int], None] | None = None,
+) -> list[np.ndarray]:
+    """Log-probability (natural, summed over tokens) of every branch of every question.
+
+    Args:
+      questions: any number, in any order.
+      pieces: what `cut` made of them.
+      rows: how many of each length a dispatch has.
+      dispatch: gives the log-probabilities of a dispatch's real targets, `[count]`.
+      on_scored: called with (tokens scored, tokens in all) after each dispatch.
+
+    Returns:
+      For each question `[branches]` float64.
+    """
+    counts = [len(question.branches) for question in questions]
+    sums = np.zeros(sum(counts))
+    done, total = 0, sum(len(branch) for question in questions for branch in question.branches)
+    for length, group in pieces.items():
+        for packed in pack(group, rows[length], length):
+            np.add.at(sums, packed.owners[: packed.count], dispatch(packed).astype(np.float64))
+            done += packed.count
+            if on_scored is not None:
+                on_scored(done, total)
+    return np.split(sums, np.cumsum(counts)[:-1]) if counts else []
 
 
 def _split(

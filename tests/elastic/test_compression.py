@@ -1,0 +1,135 @@
+"""Shorter prompts: words by hand, and the laws of what stays."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.elastic.compression import (
+    NO_WORD,
+    forced_tokens,
+    keep_tokens,
+    spread,
+    word_count,
+    word_scores,
+    words_of,
+)
+from jaxllm.errors import ConfigError
+
+TEXT = "Hi  there, you\n"
+
+
+def offsets(*spans):
+    return np.array(spans, np.int64).reshape(-1, 2)
+
+
+def test_words_by_hand():
+    # "Hi", "  ", "the", "re,", " you", "\n", and one that the tokenizer adds.
+    tokens = offsets((0, 0), (0, 2), (2, 4), (4, 7), (7, 10), (10, 14), (14, 15))
+    np.testing.assert_array_equal(words_of(tokens, TEXT), [NO_WORD, 0, 1, 1, 1, 2, 2])
+    assert word_count(TEXT) == 3
+    # A boundary ends a word, though no white space does.
+    np.testing.assert_array_equal(words_of(tokens, TEXT, np.array([7])), [NO_WORD, 0, 1, 1, 2, 3, 3])
+    # One at a text's ends, or in white space, changes nothing.
+    np.testing.assert_array_equal(words_of(tokens, TEXT, np.array([0, 3, 15])), words_of(tokens, TEXT))
+    # A token over several words is of the first; tokens of one character's bytes are of one word.
+    np.testing.assert_array_equal(words_of(offsets((0, 10), (10, 14)), TEXT), [0, 2])
+    np.testing.assert_array_equal(words_of(offsets((0, 1), (0, 1), (2, 3)), "ö 日"), [0, 0, 1])
+    np.testing.assert_array_equal(words_of(offsets((0, 2)), " \n"), [NO_WORD])
+    assert words_of(offsets(), TEXT).shape == (0,)
+    assert word_count("") == 0
+
+
+@given(st.text(alphabet="ab \n\u00a0日\u2003", max_size=30))
+def test_words_are_what_split_gives(text):
+    assert word_count(text) == len(text.split())
+    letters = offsets(*((i, i + 1) for i in range(len(text))))
+    words = words_of(letters, text)
+    joined = [
+        "".join(letter for letter, word in zip(text, words, strict=True) if word == number).strip()
+        for number in range(word_count(text))
+    ]
+    assert joined == text.split()
+
+
+def test_forced_tokens_by_hand():
+    tokens = offsets((0, 0), (0, 2), (2, 5), (5, 6), (6, 9), (9, 12))
+    forced = forced_tokens(tokens, np.array([[2, 6], [8, 12]]))
+    # Empty, outside, inside, at the end, over an edge, inside.
+    np.testing.assert_array_equal(forced, [True, True, False, False, True, False])
+    assert forced_tokens(tokens, np.zeros((0, 2), np.int64)).all()
+
+
+def test_kept_tokens_by_hand():
+    words = np.array([NO_WORD, 0, 1, 1, 2, 3, 4])
+    scores = np.array([0.0, 0.1, 0.2, 0.8, 0.9, 0.5, 0.5])
+    forced = np.array([True, False, False, False, False, False, True])
+
+    def kept(ratio):
+        return np.flatnonzero(keep_tokens(scores, words, forced, ratio)).tolist()
+
+    assert kept(0.01) == [0, 6]
+    assert kept(3 / 7) == [0, 4, 6]
+    # Words 1 and 3 have the same mean: the earlier one is next, and needs room for two tokens.
+    assert kept(4 / 7) == [0, 4, 6]
+    assert kept(5 / 7) == [0, 2, 3, 4, 6]
+    assert kept(6 / 7) == [0, 2, 3, 4, 5, 6]
+    assert kept(1) == list(range(7))
+    # A word with a forced token stays whole.
+    forced[2] = True
+    assert kept(0.01) == [0, 2, 3, 6]
+
+
+prompts = st.integers(1, 40).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.floats(-5, 5), min_size=count, max_size=count),
+        st.lists(st.integers(-1, 12), min_size=count, max_size=count),
+        st.lists(st.booleans(), min_size=count, max_size=count),
+    )
+)
+
+
+@given(prompts, st.floats(0.01, 1), st.floats(0.01, 1))
+def test_laws(prompt, ratio, other):
+    scores, words, forced = (np.array(each) for each in prompt)
+    words, forced = np.sort(words), forced | (np.arange(len(forced)) == 0)
+    keep = keep_tokens(scores, words, forced, ratio)
+    assert keep[forced].all()
+    assert keep[words == NO_WORD].all()
+    for word in set(words[words != NO_WORD]):
+        assert len(set(keep[words == word])) == 1
+    must = np.isin(words, words[forced & (words != NO_WORD)]) | (words == NO_WORD)
+    assert keep.sum() <= max(must.sum(), ratio * len(scores) + 1e-6)
+    if not keep.all():
+        gone = words[~keep]
+        best = max(set(gone), key=lambda word: (scores[words == word].mean(), -word))
+        # The next best word would have been too much.
+        assert keep.sum() + np.sum(words == best) > int(ratio * len(scores) + 1e-6)
+    smaller, larger = sorted((ratio, other))
+    both = [keep_tokens(scores, words, forced, each) for each in (smaller, larger)]
+    assert not np.any(both[0] & ~both[1])
+
+
+def test_refused():
+    good = (np.array([0.5, 0.5]), np.array([0, 1]), np.array([False, False]))
+    for ratio in (0, 1.5, -1, True, "1", float("nan")):
+        with pytest.raises(ConfigError, match="ratio must be in"):
+            keep_tokens(*good, ratio)
+    with pytest.raises(ConfigError, match="nothing would be left of a prompt of 2 tokens"):
+        keep_tokens(*good, 0.4)
+    with pytest.raises(ConfigError, match="prompt of 0 tokens"):
+        keep_tokens(*(each[:0] for each in good), 1)
+    with pytest.raises(ConfigError, match="one per token"):
+        keep_tokens(good[0][:1], *good[1:], 0.5)
+    with pytest.raises(ConfigError, match="not finite"):
+        keep_tokens(np.array([np.nan, 1]), *good[1:], 0.5)
+
+
+def test_scores_travel_between_tokenizers():
+    text = "ab cd ef"
+    mine = words_of(offsets((0, 1), (1, 2), (2, 5)), text)
+    theirs = words_of(offsets((0, 0), (0, 2), (2, 4), (4, 5), (5, 8)), text)
+    scores = word_scores(np.array([0.2, 0.4, 0.9]), mine, word_count(text))
+    # The small model's window ended before the last word, which stays unless it must go.
+    np.testing.assert_allclose(scores, [0.3, 0.9, 1.0])
+    np.testing.assert_allclose(spread(scores, theirs), [1.0, 0.3, 0.9, 0.9, 1.0])
