@@ -37,6 +37,10 @@ class TemplateError(JaxllmError):
     """The model's chat template refuses the messages, or is broken."""
 
 
+class ObjectiveMissed(JaxllmError):
+    """No sub-model meets a request's latency objective, and the request insists on it."""
+
+
 def one_line(reason: object) -> str:
     """Another library's message as part of ours: one line of at most 300 characters."""
     return " ".join(str(reason).split())[:300] or type(reason).__name__

@@ -108,6 +108,13 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
     return keep
 
 
+def stays_anyway(words: np.ndarray, forced: np.ndarray) -> int:
+    """How many tokens `keep_tokens` keeps whatever the ratio: the forced ones with the rest of their words,
+    and those of no word."""
+    words, forced = np.asarray(words), np.asarray(forced, bool)
+    return int(np.sum((words == NO_WORD) | np.isin(words, words[forced])))
+
+
 def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: float = 1.0) -> np.ndarray:
     """The mean score of each word's tokens.
 

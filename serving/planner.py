@@ -1,0 +1,206 @@
+"""Which sub-model answers a request, and how much of the prompt it reads (ELMS, arXiv 2409.09071, section
+3.4).
+
+The tiny LM proposes, the device's profile disposes: a proposal that would miss the objective, the planning
+itself included, is replaced by the largest choice that meets it.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+
+from jaxllm.elastic.compression import keep_tokens, stays_anyway
+from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.slo import PROMPT_RATIOS, Slo
+from jaxllm.errors import ObjectiveMissed
+from jaxllm.tasks.droppable import PromptTokens
+from serving.objectives import Cost, Objective, as_ratios, expected_cost, overrun, whole_cost
+from serving.profile import DeviceProfile
+
+# Of an objective, so much is left for what a profile cannot foresee.
+MARGIN = 0.9
+Source = Literal["whole", "proposed", "fallback", "nearest"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Proposal:
+    """What a proposer would do with a request.
+
+    Attributes:
+      level: one of the levels it was asked about.
+      prompt_ratio: one of the ratios it was asked about.
+      scores: `[T]` float, how much each token of the prompt should be kept.
+    """
+
+    level: int
+    prompt_ratio: float
+    scores: np.ndarray
+
+
+class Proposer(Protocol):
+    """What decides, such as a tiny LM. It may be asked for scores alone."""
+
+    def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
+        """A choice of level and prompt; `allowed` `[levels, prompt_ratios]` says which would meet the SLO."""
+        ...
+
+    def scores(self, prompt: PromptTokens) -> np.ndarray:
+        """How much each token should be kept, `[T]`."""
+        ...
+
+    def planning_ms(self, tokens: int) -> float:
+        """What proposing takes for a prompt of so many tokens."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What the engine is told of a request.
+
+    Attributes:
+      level: the sub-model, in percent.
+      kept: `[n]` int64, ascending places of the prompt's tokens that are read.
+      prompt_tokens: of the whole prompt.
+      source: "whole" where the objective leaves room for everything, "proposed", "fallback" where the
+        proposal would have missed the objective, "nearest" where nothing meets it.
+      expected: what the answer should take, planning included.
+      whole: what the whole model would take with the whole prompt.
+      planning_ms: what making this plan took.
+    """
+
+    level: int
+    kept: np.ndarray
+    prompt_tokens: int
+    source: Source
+    expected: Cost
+    whole: Cost
+    planning_ms: float
+
+
+class Planner:
+    """Plans requests for one device.
+
+    Args:
+      profile: of the device.
+      levels: served, ascending.
+      proposer: None plans by the profile alone, and keeps prompts whole.
+      prompt_ratios: to choose from, ascending.
+      margin: share of an objective to plan for.
+    """
+
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        levels: Sequence[int],
+        proposer: Proposer | None = None,
+        *,
+        prompt_ratios: Sequence[float] = PROMPT_RATIOS,
+        margin: float = MARGIN,
+    ) -> None:
+        self._profile, self._levels, self._proposer = profile, tuple(levels), proposer
+        self._ratios = (1.0,) if proposer is None else tuple(prompt_ratios)
+        self._margin = margin
+
+    def plan(
+        self, prompt: PromptTokens, objective: Objective, *, answer_tokens: int, strict: bool = False
+    ) -> Plan:
+        """Plans one request.
+
+        Args:
+          prompt: rendered and encoded.
+          objective: what the answer's time must be.
+          answer_tokens: how long the answer may get.
+          strict: refuse what cannot be met instead of coming near it.
+
+        Raises:
+          ObjectiveMissed: `strict`, and no choice meets the objective; the message has the nearest.
+          ConfigError: the objective is about energy and the profile has none.
+        """
+        began = time.perf_counter()
+        tokens, answers = len(prompt.ids), max(1, answer_tokens)
+        whole = whole_cost(self._profile, tokens, answers)
+        everything = np.arange(tokens)
+
+        def made(level: int, kept: np.ndarray, source: Source) -> Plan:
+            spent_ms = 1000 * (time.perf_counter() - began)
+            cost = expected_cost(self._profile, level, len(kept), answers, planning_ms=spent_ms)
+            return Plan(
+                level=level, kept=kept, prompt_tokens=tokens, source=source, expected=cost, whole=whole,
+                planning_ms=spent_ms,
+            )  # fmt: skip
+
+        if self._excess(objective, whole, whole) <= 1:
+            return made(WHOLE, everything, "whole")
+        proposer = self._proposer
+        excess = self._table(prompt, objective, whole)
+        allowed = excess <= 1
+        if not allowed.any():
+            if strict:
+                raise ObjectiveMissed(self._refusal(objective, excess))
+            return made(*self._shortened(prompt, *self._smallest(excess)), "nearest")
+        if proposer is None:
+            return made(*self._shortened(prompt, *self._largest(allowed)), "fallback")
+        found = proposer.propose(prompt, as_ratios(objective, whole), allowed)
+        place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
+        if allowed[place]:
+            return made(*self._shortened(prompt, *place, found.scores), "proposed")
+        return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
+
+    def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> float:
+        return overrun(objective, cost, whole) / self._margin
+
+    def _table(self, prompt: PromptTokens, objective: Objective, whole: Cost) -> np.ndarray:
+        """By how much each choice `[levels, prompt_ratios]` takes more than it may."""
+        planning_ms = 0.0 if self._proposer is None else self._proposer.planning_ms(len(prompt.ids))
+        must = stays_anyway(prompt.words, prompt.forced)
+        # What is kept at a ratio is at most this, whatever the scores.
+        counts = [max(must, int(ratio * len(prompt.ids) + 1e-6)) for ratio in self._ratios]
+        return np.array(
+            [
+                [
+                    self._excess(
+                        objective,
+                        expected_cost(self._profile, level, count, whole.tokens, planning_ms=planning_ms),
+                        whole,
+                    )
+                    for count in counts
+                ]
+                for level in self._levels
+            ]
+        )
+
+    def _shortened(
+        self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None
+    ) -> tuple[int, np.ndarray]:
+        """The level and the tokens kept of a choice, by places."""
+        share = self._ratios[ratio]
+        if share == 1:
+            return self._levels[level], np.arange(len(prompt.ids))
+        if scores is None:
+            assert self._proposer is not None
+            scores = self._proposer.scores(prompt)
+        kept = keep_tokens(scores, prompt.words, prompt.forced, share)
+        return self._levels[level], np.flatnonzero(kept)
+
+    @staticmethod
+    def _largest(allowed: np.ndarray) -> tuple[int, int]:
+        """The largest level that is allowed, then the largest ratio."""
+        level = int(np.flatnonzero(allowed.any(1))[-1])
+        return level, int(np.flatnonzero(allowed[level])[-1])
+
+    @staticmethod
+    def _smallest(excess: np.ndarray) -> tuple[int, int]:
+        """The choice that comes nearest; of equals the largest."""
+        nearest = np.argwhere(excess <= excess.min() * (1 + 1e-9))[-1]
+        return int(nearest[0]), int(nearest[1])
+
+    def _refusal(self, objective: Objective, excess: np.ndarray) -> str:
+        level, ratio = self._smallest(excess)
+        return (
+            f"no sub-model meets {objective}: level {self._levels[level]} with {self._ratios[ratio]:.0%} of "
+            f"the prompt comes nearest and takes {excess[level, ratio] * self._margin:.2f} times as much (of "
+            f"what is asked, {self._margin:.0%} are planned for); ask for more time, or without strict"
+        )

@@ -1,0 +1,219 @@
+"""One model for all apps of a device: every call with its own objective, every answer with its plan.
+
+    service = LLMService.open("model.jaxllm")
+    service.bind("mail", Slo.parse("<40,70>"))
+    answer = service.call("Is this a complaint? ...", app="mail")
+    for piece in answer: ...
+    answer.plan, answer.cost, answer.held
+
+The service plans, the engine answers. One call runs at a time.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.bundle.elastic import read_ladder
+from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError
+from jaxllm.sampling import Sampling
+from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
+from jaxllm.tasks.example import TaskExample
+from serving.engine import Engine
+from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig
+from serving.models import open_model
+from serving.objectives import Cost, Objective, meets
+from serving.options import EngineOptions
+from serving.planner import Plan, Planner, Proposer
+from serving.profile import DeviceProfile, Progress, load_profile, measure, profile_path, save_profile
+
+ANYTHING = Slo(ttft=1.0, tpot=1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Binding:
+    """What an app asks of all its calls.
+
+    Attributes:
+      objective: of its answers' times.
+      strict: calls that no sub-model can answer in time are refused.
+    """
+
+    objective: Objective
+    strict: bool = False
+
+
+class Answer(Iterator[str]):
+    """An answer as it comes: iterate for pieces of text, then read what it took.
+
+    Attributes:
+      plan: the sub-model, the prompt's kept tokens and what they should take.
+      objective: what was asked of its time.
+      generation: the answer's text, tokens and timings.
+    """
+
+    def __init__(self, plan: Plan, objective: Objective, generation: Generation) -> None:
+        self.plan, self.objective, self.generation = plan, objective, generation
+
+    def __next__(self) -> str:
+        return next(self.generation)
+
+    def result(self) -> "Answer":
+        """Runs to the end and returns itself."""
+        self.generation.result()
+        return self
+
+    def close(self) -> None:
+        """Stops."""
+        self.generation.close()
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self.generation.text
+
+    @property
+    def cost(self) -> Cost:
+        """What the answer took so far, planning included; its energy is the profile's."""
+        timings, tokens = self.generation.timings, len(self.generation.tokens)
+        return Cost(
+            ttft_ms=self.plan.planning_ms + timings.ttft_ms,
+            tpot_ms=timings.tpot_ms(tokens),
+            tokens=tokens,
+            joules=self.plan.expected.joules,
+        )
+
+    @property
+    def held(self) -> bool:
+        """Whether the answer, as far as it is there, met its objective."""
+        return meets(self.objective, self.cost, self.plan.whole)
+
+
+class LLMService:
+    """Answers the calls of all apps with one elastic model. Not thread-safe: one call at a time.
+
+    Attributes:
+      engine: serves all levels.
+      profile: of this device.
+      planner: decides.
+    """
+
+    def __init__(self, engine: Engine, profile: DeviceProfile, planner: Planner) -> None:
+        self.engine, self.profile, self.planner = engine, profile, planner
+        self._apps: dict[str, Binding] = {}
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path | None = None,
+        *,
+        levels: Sequence[int] | None = None,
+        options: EngineOptions | None = None,
+        proposer: Proposer | None = None,
+        progress: Progress | None = None,
+    ) -> "LLMService":
+        """Opens an elastic bundle with all that serving it takes.
+
+        Its graphs are compiled, or read where an earlier process left them; times are measured where this
+        device has none yet, which takes some seconds once.
+
+        Args:
+          model: a bundle; None for the model inside the package.
+          levels: to serve, in percent; None for all of the bundle.
+          options: of the engine.
+          proposer: decides instead of the bundle's tiny LM.
+          progress: called with (stage, done, total).
+
+        Raises:
+          JaxllmError: the model cannot be opened, or lacks a level.
+        """
+        options = options or EngineOptions()
+        with open_model(model) as bundle:
+            ladder = read_ladder(bundle)
+        if levels is None:
+            levels = () if ladder is None else ladder.levels
+        options = dataclasses.replace(options, levels=tuple(sorted({*levels} - {WHOLE})))
+        engine = Engine.open(model, options=options, progress=progress)
+        path = profile_path(engine.bundle, engine.options)
+        profile = load_profile(path)
+        if profile is None or not set(engine.table.levels) <= set(profile.levels):
+            profile = measure(engine, progress=progress)
+            save_profile(profile, path)
+        return cls(engine, profile, Planner(profile, engine.table.levels, proposer))
+
+    def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:
+        """Says what an app asks of the calls that it makes without an objective of their own."""
+        if not isinstance(app, str) or not app:
+            raise ConfigError(f"an app needs a name, got {app!r:.80}")
+        self._apps[app] = Binding(objective, strict)
+
+    def call(
+        self,
+        prompt: str | TaskExample,
+        *,
+        app: str = "",
+        slo: Objective | None = None,
+        strict: bool | None = None,
+        instruction: str = "",
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Answers a prompt in time.
+
+        Args:
+          prompt: what the user says; or a question, which brings its instruction along.
+          app: whose call it is, one that was bound; empty for none.
+          slo: the objective; None for the app's, or all the time that the whole model takes.
+          strict: refuse the call if no sub-model is fast enough; None for the app's choice.
+          instruction: what to do with the prompt; it is never shortened.
+          max_tokens: most tokens of the answer.
+          stop: strings that end it.
+          sampling: how tokens are chosen; greedy by default.
+
+        Raises:
+          ConfigError: the app was not bound, or the prompt is empty.
+          ObjectiveMissed: `strict`, and no sub-model is fast enough.
+          ContextOverflow: the prompt is too long.
+        """
+        if app and app not in self._apps:
+            raise ConfigError(f"the app {app!r:.80} has no objective; bind it first")
+        bound = self._apps.get(app, Binding(ANYTHING))
+        objective = slo or bound.objective
+        read = self.read(prompt, instruction)
+        plan = self.planner.plan(
+            read, objective, answer_tokens=max_tokens, strict=bound.strict if strict is None else strict
+        )
+        return self.run(read, plan, objective, max_tokens=max_tokens, stop=stop, sampling=sampling)
+
+    def read(self, prompt: str | TaskExample, instruction: str = "") -> PromptTokens:
+        """A prompt as the model reads it, and what of it may go.
+
+        Raises:
+          ConfigError: it is empty.
+        """
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ConfigError("the prompt is empty; give it at least one word")
+            chat = self.engine.tokenizer.has_chat_template
+            prompt = TaskExample(user=prompt, answer="", system=instruction, form="chat" if chat else "text")
+        return prompt_tokens(self.engine.tokenizer, prompt, now=datetime.now())
+
+    def run(
+        self,
+        prompt: PromptTokens,
+        plan: Plan,
+        objective: Objective,
+        *,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        sampling: Sampling | None = None,
+    ) -> Answer:
+        """Answers a prompt as a plan says."""
+        config = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling())
+        ids = np.asarray(prompt.ids)[plan.kept].tolist()
+        return Answer(plan, objective, self.engine.stream(ids, config, level=plan.level))

@@ -1,0 +1,122 @@
+import numpy as np
+import pytest
+
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError, ObjectiveMissed
+from jaxllm.tasks.droppable import PromptTokens
+from serving.objectives import EnergyBudget, Latency
+from serving.planner import Planner, Proposal
+from serving.profile import DeviceProfile
+
+LEVELS, RATIOS = (25, 50, 100), (0.25, 0.5, 1.0)
+# A token of prompt takes 1 ms at the whole model, whose further tokens take 4 ms.
+PROFILE = DeviceProfile(
+    levels=LEVELS,
+    tokens=(1, 1000),
+    chunk_tokens=(1,),
+    ttft_ms=tuple((25.0 * level / 2500, 25.0 * level / 2.5) for level in LEVELS),
+    tpot_ms=tuple((level / 25.0,) * 2 for level in LEVELS),
+)
+
+
+def prompt(tokens=100, forced=10):
+    """Every token is a word; the first ones must stay."""
+    places = np.arange(tokens)
+    return PromptTokens(
+        text="", spans=np.zeros((0, 2)), ids=places, words=places,
+        forced=places < forced,
+    )  # fmt: skip
+
+
+class Fixed:
+    """Proposes one choice; later tokens matter more."""
+
+    def __init__(self, level, ratio, planning_ms=0.0):
+        self.choice, self.cost_ms, self.asked = (level, ratio), planning_ms, []
+
+    def propose(self, prompt, slo, allowed):
+        self.asked.append((slo, allowed))
+        return Proposal(level=self.choice[0], prompt_ratio=self.choice[1], scores=self.scores(prompt))
+
+    def scores(self, prompt):
+        return np.linspace(0, 1, len(prompt.ids))
+
+    def planning_ms(self, tokens):
+        return self.cost_ms
+
+
+def planner(proposer=None, margin=1.0):
+    return Planner(PROFILE, LEVELS, proposer, prompt_ratios=RATIOS, margin=margin)
+
+
+def test_a_proposal_that_meets_its_objective_is_taken():
+    proposer = Fixed(50, 0.5)
+    plan = planner(proposer).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert (plan.level, plan.source, plan.prompt_tokens) == (50, "proposed", 100)
+    # What must stay, and of the others the last.
+    assert plan.kept.tolist() == [*range(10), *range(60, 100)]
+    assert plan.expected.ttft_ms - plan.planning_ms == pytest.approx(PROFILE.ttft(50, 50))
+    assert (plan.whole.ttft_ms, plan.whole.tpot_ms) == (PROFILE.ttft(100, 100), 4.0)
+    ((slo, allowed),) = proposer.asked
+    assert slo == Slo(ttft=0.4, tpot=0.6)
+    assert allowed.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
+
+
+def test_a_proposal_that_would_miss_it_is_replaced_by_the_largest_that_does_not():
+    plan = planner(Fixed(100, 0.25)).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (50, 50, "fallback")
+    # With one token to answer, the time per further token does not count.
+    plan = planner(Fixed(100, 0.25)).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=1)
+    assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
+
+
+def test_planning_itself_takes_time():
+    slow = Fixed(50, 0.5, planning_ms=16.0)
+    plan = planner(slow).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert slow.asked[0][1].tolist() == [[True, True, False], [True, False, False], [False] * 3]
+    assert (plan.level, len(plan.kept), plan.source) == (50, 25, "fallback")
+
+
+def test_a_margin_is_left():
+    tight = Slo(ttft=0.25, tpot=0.5)
+    assert planner(Fixed(50, 0.5)).plan(prompt(), tight, answer_tokens=8).source == "proposed"
+    plan = planner(Fixed(50, 0.5), margin=0.9).plan(prompt(), tight, answer_tokens=8)
+    assert (plan.level, plan.source) == (25, "fallback")
+
+
+def test_forced_tokens_count():
+    plan = planner(Fixed(50, 0.25)).plan(prompt(forced=60), Slo(ttft=0.28, tpot=1.0), answer_tokens=8)
+    # A quarter of the prompt cannot be kept: sixty tokens must stay, and take 0.3 at half the model.
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "fallback")
+
+
+def test_an_objective_with_room_for_all_asks_nobody():
+    proposer = Fixed(25, 0.25)
+    plan = planner(proposer).plan(prompt(), Slo(ttft=1.0, tpot=1.0), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source, proposer.asked) == (100, 100, "whole", [])
+    plan = planner(proposer).plan(prompt(), Latency(ttft_ms=1e4, tpot_ms=1e4), answer_tokens=8)
+    assert plan.source == "whole"
+
+
+def test_without_a_proposer_prompts_stay_whole():
+    plan = planner().plan(prompt(), Slo(ttft=0.6, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
+    plan = planner().plan(prompt(), Slo(ttft=0.1, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
+
+
+def test_what_cannot_be_met_is_come_near_or_refused():
+    impossible = Slo(ttft=0.01, tpot=0.2)
+    proposer = Fixed(50, 0.5)
+    plan = planner(proposer).plan(prompt(), impossible, answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 25, "nearest")
+    with pytest.raises(ObjectiveMissed, match=r"no sub-model meets <1,20>: level 25 with 25% of the prompt"):
+        planner(proposer).plan(prompt(), impossible, answer_tokens=8, strict=True)
+    # Of choices that miss it alike the largest.
+    plan = planner(proposer).plan(prompt(), Slo(ttft=1.0, tpot=0.1), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
+
+
+def test_energy_without_a_meter():
+    with pytest.raises(ConfigError, match="has no energy"):
+        planner().plan(prompt(), EnergyBudget(joules=1.0), answer_tokens=8)

@@ -1,0 +1,155 @@
+"""The service: objectives of apps, plans that are carried out, answers that say what they took."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ConfigError, ContextOverflow, ObjectiveMissed
+from jaxllm.tasks.example import TaskExample
+from serving import profile as profiles
+from serving.objectives import Latency
+from serving.options import EngineOptions
+from serving.planner import Proposal
+from serving.service import LLMService
+from tests.tiny import write_tiny_bundle
+
+OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), executables_bytes=0)
+TEXT = "the quick brown fox jumps over the lazy dog and hides in a hole under the old oak tree"
+
+
+class FirstWords:
+    """Half the model, half the prompt, of which the first words matter most."""
+
+    def propose(self, prompt, slo, allowed):
+        return Proposal(level=50, prompt_ratio=0.5, scores=self.scores(prompt))
+
+    def scores(self, prompt):
+        return -np.arange(len(prompt.ids), dtype=float)
+
+    def planning_ms(self, tokens):
+        return 0.0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_bundle(
+        tmp_path_factory.mktemp("service") / "tiny.jaxllm", parts=elastic_parts(Ladder(levels=(50, 70, 100)))
+    )
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(cache, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE", str(cache))
+
+
+@pytest.fixture(scope="module")
+def service(path, cache):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXLLM_CACHE", str(cache))
+        return LLMService.open(path, options=OPTIONS, proposer=FirstWords())
+
+
+def with_times(service, scale=1.0):
+    """The service with a profile of its own invention: levels cost their share."""
+    profile = dataclasses.replace(
+        service.profile,
+        tokens=(16, 128),
+        ttft_ms=tuple((level / 25 * scale, level / 2.5 * scale) for level in service.profile.levels),
+        tpot_ms=tuple((level / 25 * scale,) * 2 for level in service.profile.levels),
+    )
+    planner = type(service.planner)(profile, profile.levels, FirstWords(), margin=1.0)
+    return LLMService(service.engine, profile, planner)
+
+
+def test_the_profile_is_measured_once(service, path, monkeypatch):
+    assert service.profile.levels == (50, 70, 100)
+    monkeypatch.setattr("serving.service.measure", None)
+    again = LLMService.open(path, options=OPTIONS)
+    assert again.profile == service.profile
+    assert profiles.profile_path(again.engine.bundle, again.engine.options).exists()
+
+
+def test_a_call_is_answered_by_the_plan(service):
+    mine = with_times(service, scale=1e4)
+    answer = mine.call(TEXT, slo=Slo(ttft=0.5, tpot=0.6), instruction="say it again", max_tokens=6).result()
+    assert (answer.plan.level, answer.plan.source) == (50, "proposed")
+    read = mine.read(TEXT, "say it again")
+    kept = read.ids[answer.plan.kept].tolist()
+    assert len(kept) < len(read.ids)
+    told = mine.engine.tokenizer.decode(kept)
+    assert "say it again" in told
+    assert "the quick" in told
+    assert "oak tree" not in told
+    direct = mine.engine.stream(kept, answer.generation._config, level=50).result()
+    assert answer.generation.tokens == direct.tokens
+    assert answer.text == direct.text
+    assert answer.cost.tokens == len(direct.tokens)
+    assert answer.cost.ttft_ms > answer.generation.timings.ttft_ms
+    assert answer.held
+
+
+def test_an_answer_that_took_too_long_says_so(service):
+    # A profile of a much faster device.
+    mine = with_times(service, scale=1e-6)
+    answer = mine.call(TEXT, slo=Slo(ttft=0.5, tpot=0.6), max_tokens=6).result()
+    assert not answer.held
+
+
+def test_pieces_add_up_and_an_answer_can_be_stopped(service):
+    answer = service.call(TEXT, max_tokens=12)
+    assert "".join(answer) == answer.text
+    assert answer.plan.source == "whole"
+    stopped = service.call(TEXT, max_tokens=12)
+    next(stopped)
+    stopped.close()
+    assert list(stopped) == []
+
+
+def test_apps_have_their_own_objectives(service):
+    mine = with_times(service)
+    mine.bind("mail", Slo(ttft=0.5, tpot=0.6))
+    mine.bind("shell", Slo(ttft=0.001, tpot=0.001), strict=True)
+    assert mine.call(TEXT, app="mail").objective == Slo(ttft=0.5, tpot=0.6)
+    assert mine.call(TEXT, app="mail", slo=Latency(ttft_ms=1e6, tpot_ms=1e6)).plan.source == "whole"
+    with pytest.raises(ObjectiveMissed, match=r"no sub-model meets <0\.1,0\.1>"):
+        mine.call(TEXT, app="shell")
+    assert mine.call(TEXT, app="shell", strict=False).plan.source == "nearest"
+    with pytest.raises(ConfigError, match="'game' has no objective; bind it first"):
+        mine.call(TEXT, app="game")
+    with pytest.raises(ConfigError, match="an app needs a name"):
+        mine.bind("", Slo(ttft=1.0, tpot=1.0))
+
+
+def test_a_question_brings_its_instruction(service):
+    question = TaskExample(user=TEXT, answer="yes", system="is it true?", options=("yes", "no"))
+    np.testing.assert_array_equal(service.read(question).ids, service.read(TEXT, "is it true?").ids)
+
+
+def test_bad_prompts(service):
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        service.call("  \n")
+    with pytest.raises(ContextOverflow):
+        service.call(TEXT * 10)
+
+
+def test_levels_can_be_chosen(path):
+    some = LLMService.open(path, levels=(70,), options=OPTIONS)
+    assert some.engine.table.levels == (70, 100)
+    with pytest.raises(ConfigError, match="there is no level 60"):
+        LLMService.open(path, levels=(60,), options=OPTIONS)
+
+
+def test_a_plain_bundle_is_served_whole(tmp_path):
+    plain = write_tiny_bundle(tmp_path / "plain.jaxllm")
+    service = LLMService.open(plain, options=OPTIONS)
+    answer = service.call(TEXT, slo=Slo(ttft=0.2, tpot=0.2), max_tokens=3).result()
+    assert (answer.plan.level, answer.plan.source) == (100, "nearest")
