@@ -38,6 +38,7 @@ COMMANDS = {
         "serving.commands.profile:profile_command",
         "Measure every level of a BUNDLE on this device, and keep the times for the service.",
     ),
+    "trace": ("serving.commands.trace:trace_command", "Make request traces, and replay them on a service."),
     "eval": (
         "serving.commands.evaluate:eval_command",
         "Measure a model: perplexity of a text, right answers to tasks, or both.",

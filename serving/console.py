@@ -34,6 +34,7 @@ _STAGES = {
     "compile": "Compiling graphs",
     "score": "Scoring tokens",
     "profile": "Timing levels",
+    "replay": "Replaying requests",
 }
 
 

@@ -1,0 +1,103 @@
+"""`jaxllm trace`: make request traces, and replay them on a service."""
+
+import dataclasses
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from serving.console import print_json, progress_bars
+from serving.evaluation.tasks import read_questions
+from serving.service import LLMService
+from serving.trace import (
+    ANSWER_TOKENS,
+    TRACE_TASKS,
+    Totals,
+    make_trace,
+    read_trace,
+    replay,
+    totals,
+    totals_by_slo,
+    write_trace,
+)
+
+
+@click.group("trace")
+def trace_command() -> None:
+    """Make request traces, and replay them on a service."""
+
+
+@trace_command.command("make")
+@click.option(
+    "--data", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The tasks' files."
+)
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The trace, a .jsonl file.")
+@click.option("-n", "--requests", type=click.IntRange(min=1), default=600, show_default=True)
+@click.option("--task", "names", multiple=True, help="Repeatable.  [default: the five with labels]")
+@click.option("--alpha", type=float, default=0.0, show_default=True, help="Above 0, loose objectives lead.")
+@click.option("--rate", "rate_per_s", type=float, default=1.0, show_default=True, help="Arrivals per second.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def make_command(
+    data: Path, out: Path, requests: int, names: tuple[str, ...], alpha: float, rate_per_s: float, seed: int
+) -> None:
+    """Draw a trace of six apps, one per objective, from the tasks' validation questions."""
+    questions = read_questions(names or TRACE_TASKS, data)
+    trace = make_trace(questions.examples, requests=requests, alpha=alpha, rate_per_s=rate_per_s, seed=seed)
+    write_trace(out, trace)
+    click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {out}")
+
+
+@trace_command.command("replay")
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("-m", "--model", type=click.Path(path_type=Path), help="A bundle. [default: the packaged one]")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first requests.")
+@click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=ANSWER_TOKENS, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def replay_command(
+    trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
+) -> None:
+    """Make the calls of TRACE one after another, and say how right they were and which met their objective."""
+    requests = read_trace(trace)[:limit]
+    with progress_bars() as progress:
+        service = LLMService.open(model, progress=progress)
+        outcomes = replay(service, requests, answer_tokens=max_tokens, progress=progress)
+    by_slo, whole = totals_by_slo(outcomes), totals(outcomes)
+    if as_json:
+        print_json(
+            {
+                "model": service.engine.bundle.layout.name,
+                "all": dataclasses.asdict(whole),
+                "by_slo": {slo: dataclasses.asdict(each) for slo, each in by_slo.items()},
+            }
+        )
+        return
+    table = Table()
+    for column in (
+        "objective",
+        "requests",
+        "right",
+        "in time",
+        "level",
+        "prompt kept",
+        "first token",
+        "per token",
+        "planning",
+    ):
+        table.add_column(column, justify="left" if column == "objective" else "right")
+    for name, each in [*by_slo.items(), ("all", whole)]:
+        table.add_row(name, *_cells(each))
+    Console().print(table)
+
+
+def _cells(each: Totals) -> list[str]:
+    return [
+        str(each.requests),
+        f"{each.accuracy:.1%}",
+        f"{each.held:.1%}",
+        f"{each.level:.0f} %",
+        f"{each.kept_share:.0%}",
+        f"{each.ttft_ms:.2f} ms",
+        f"{each.tpot_ms:.2f} ms",
+        f"{each.planning_ms:.2f} ms",
+    ]

@@ -1,0 +1,272 @@
+"""Request traces: apps with their own objectives that ask the tasks' questions, to be replayed on a service.
+
+ELMS (arXiv 2409.09071, section 5.1): six apps, one per objective, Poisson arrivals, and a skew of how many
+requests each app makes. A trace holds its questions, so that it can be replayed without the data sets.
+"""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxllm.atomic import atomic_file
+from jaxllm.elastic.slo import SLOS, Slo
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import TaskExample
+from serving.evaluation.tasks import is_right
+from serving.objectives import Cost
+from serving.service import Answer, LLMService
+
+Progress = Callable[[str, int, int], None]
+# The tasks with options that a trace is made of by default.
+TRACE_TASKS = ("sentiment", "news", "emotion", "ui-step", "api-choice")
+ANSWER_TOKENS = 32
+MAX_REQUESTS = 1_000_000
+_MAX_LINE_BYTES = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TraceRequest:
+    """One call of a trace.
+
+    Attributes:
+      time_s: when it comes, from the trace's beginning.
+      app: who calls.
+      slo: its objective.
+      task: what the question is of.
+      example: the question.
+    """
+
+    time_s: float
+    app: str
+    slo: Slo
+    task: str
+    example: TaskExample
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return {**dataclasses.asdict(self), "slo": str(self.slo)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "TraceRequest":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ConfigError: it is malformed.
+        """
+        try:
+            example = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in data["example"].items()
+            }
+            time_s = float(data["time_s"])
+            if not 0 <= time_s < float("inf"):
+                raise ConfigError(f"a request at {time_s} s")
+            return cls(
+                time_s=time_s,
+                app=str(data["app"]),
+                slo=Slo.parse(data["slo"]),
+                task=str(data["task"]),
+                example=TaskExample(**example),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"malformed request: {error!s:.200}") from error
+
+
+def make_trace(
+    questions: Mapping[str, Sequence[TaskExample]],
+    *,
+    requests: int,
+    slos: Sequence[Slo] = SLOS,
+    alpha: float = 0.0,
+    rate_per_s: float = 1.0,
+    seed: int = 0,
+) -> list[TraceRequest]:
+    """Draws a trace.
+
+    Args:
+      questions: by task; all tasks are equally likely, as are the questions of one.
+      requests: how many.
+      slos: one app each.
+      alpha: skew; app i of n makes requests in proportion to (i + 1)^-alpha, so that 0 is even, more gives the
+        first apps more, less than 0 the last.
+      rate_per_s: mean arrivals per second of the Poisson process.
+      seed: of the draw.
+
+    Raises:
+      ConfigError: there are no questions, or a number is out of its domain.
+    """
+    if not questions or not all(questions.values()):
+        raise ConfigError("a trace needs questions of at least one task")
+    if not 1 <= requests <= MAX_REQUESTS:
+        raise ConfigError(f"a trace has 1 to {MAX_REQUESTS} requests, got {requests}")
+    if not 0 < rate_per_s < float("inf") or not -100 <= alpha <= 100:
+        raise ConfigError(f"rate {rate_per_s} must be above 0, and alpha {alpha} in [-100, 100]")
+    draw = random.Random(seed)
+    weights = [(place + 1) ** -alpha for place in range(len(slos))]
+    tasks, time_s, trace = sorted(questions), 0.0, []
+    for _ in range(requests):
+        time_s += draw.expovariate(rate_per_s)
+        (place,) = draw.choices(range(len(slos)), weights)
+        task = draw.choice(tasks)
+        trace.append(
+            TraceRequest(
+                time_s=round(time_s, 6),
+                app=f"app-{place + 1}",
+                slo=slos[place],
+                task=task,
+                example=draw.choice(questions[task]),
+            )
+        )
+    return trace
+
+
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+    """Writes a trace, a JSON line per request, whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    try:
+        with atomic_file(path) as file:
+            for each in trace:
+                file.write(json.dumps(each.to_json(), ensure_ascii=False).encode() + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: the trace cannot be written ({error.strerror})") from error
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """Reads what `write_trace` wrote.
+
+    Raises:
+      ConfigError: it cannot be read, is malformed, or too long.
+    """
+    trace: list[TraceRequest] = []
+    try:
+        with Path(path).open("rb") as file:
+            while line := file.readline(_MAX_LINE_BYTES + 1):
+                if len(line) > _MAX_LINE_BYTES or len(trace) == MAX_REQUESTS:
+                    raise ConfigError("the line is too long, or there are too many")
+                trace.append(TraceRequest.from_json(json.loads(line)))
+    except OSError as error:
+        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}, line {len(trace) + 1}: {error!s:.200}") from error
+    if not trace:
+        raise ConfigError(f"{path}: the trace has no request")
+    return trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one request.
+
+    Attributes:
+      request: what was asked.
+      right: whether the answer was the right one.
+      held: whether it met its objective.
+      cost: what it took.
+      level: that answered.
+      kept_share: of the prompt's tokens, those that were read.
+      source: who decided (see `Plan`).
+      planning_ms: what deciding took.
+    """
+
+    request: TraceRequest
+    right: bool
+    held: bool
+    cost: Cost
+    level: int
+    kept_share: float
+    source: str
+    planning_ms: float
+
+
+def replay(
+    service: LLMService,
+    trace: Sequence[TraceRequest],
+    *,
+    answer_tokens: int = ANSWER_TOKENS,
+    progress: Progress | None = None,
+) -> list[Outcome]:
+    """Makes a trace's calls one after another, each as soon as the one before is done: what is measured is
+    the service, not a queue.
+
+    Args:
+      service: it answers.
+      trace: the requests.
+      answer_tokens: most tokens of an answer.
+      progress: called with ("replay", requests done, requests in all).
+    """
+    outcomes = []
+    for done, request in enumerate(trace, start=1):
+        answer = service.call(request.example, slo=request.slo, max_tokens=answer_tokens).result()
+        outcomes.append(outcome_of(request, answer))
+        if progress is not None:
+            progress("replay", done, len(trace))
+    return outcomes
+
+
+def outcome_of(request: TraceRequest, answer: Answer) -> Outcome:
+    """What a finished answer says of its request."""
+    plan = answer.plan
+    return Outcome(
+        request=request,
+        right=is_right(request.example, answer.text),
+        held=answer.held,
+        cost=answer.cost,
+        level=plan.level,
+        kept_share=len(plan.kept) / plan.prompt_tokens,
+        source=plan.source,
+        planning_ms=plan.planning_ms,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Means over the requests of one objective, or of all.
+
+    Attributes:
+      requests: how many.
+      accuracy: share of right answers.
+      held: share that met the objective.
+      level, kept_share, ttft_ms, tpot_ms, planning_ms: means.
+    """
+
+    requests: int
+    accuracy: float
+    held: float
+    level: float
+    kept_share: float
+    ttft_ms: float
+    tpot_ms: float
+    planning_ms: float
+
+
+def totals(outcomes: Sequence[Outcome]) -> Totals:
+    """Means over outcomes, of which there is at least one."""
+    count = len(outcomes)
+
+    def mean(value: Callable[[Outcome], float]) -> float:
+        return sum(map(value, outcomes)) / count
+
+    return Totals(
+        requests=count,
+        accuracy=mean(lambda each: each.right),
+        held=mean(lambda each: each.held),
+        level=mean(lambda each: each.level),
+        kept_share=mean(lambda each: each.kept_share),
+        ttft_ms=mean(lambda each: each.cost.ttft_ms),
+        tpot_ms=mean(lambda each: each.cost.tpot_ms),
+        planning_ms=mean(lambda each: each.planning_ms),
+    )
+
+
+def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
+    """Means by objective, in the order of their first request's app."""
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for each in outcomes:
+        groups.setdefault((each.request.app, str(each.request.slo)), []).append(each)
+    return {slo: totals(group) for (_, slo), group in sorted(groups.items())}
