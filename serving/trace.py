@@ -90,8 +90,8 @@ def make_trace(
       questions: by task; all tasks are equally likely, as are the questions of one.
       requests: how many.
       slos: one app each.
-      alpha: skew; app i of n makes requests in proportion to (i + 1)^-alpha, so that 0 is even, more gives the
-        first apps more, less than 0 the last.
+      alpha: skew; app i makes requests in proportion to (i + 1)^-alpha: 0 is even, more gives the first apps
+        more, less than 0 the last.
       rate_per_s: mean arrivals per second of the Poisson process.
       seed: of the draw.
 

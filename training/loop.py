@@ -12,7 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxllm.errors import JaxllmError
 from training.checkpoints import Checkpoints, Params, TrainState
 from training.optimizer import learning_rate, make_optimizer
-from training.packing import Batch
 from training.parallel import place_rows, shardings_of
 from training.settings import TrainSettings
+
+
+class Batch(Protocol):
+    """What the loop reads of a job's batch, a structure of arrays `[B, ...]`; all else is the losses'."""
+
+    @property
+    def weights(self) -> Any:
+        """`[B, T]` float32, of each loss."""
+        ...
+
+    @property
+    def sources(self) -> Any:
+        """`[B, T]` int32, the number of the source that each loss is counted for."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,7 +46,7 @@ class Job:
     """What is trained.
 
     Attributes:
-      init: initial parameters, a dict of float32 arrays by name; or what makes them from a PRNG key.
+      init: initial parameters, a dict of float32 arrays by name: from a PRNG key, or as they are.
       losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
         penalty, float32 scalar, that is added to their mean and reported apart.
       frozen: arrays that the losses need and that are not trained.
@@ -41,10 +54,10 @@ class Job:
         behind its arguments. `losses` itself is then what is held out.
     """
 
-    init: Params | Callable[[jax.Array], Params]
-    losses: Callable[[Params, Any, Batch], tuple[jax.Array, jax.Array]]
+    init: Callable[[jax.Array], Params] | Params
+    losses: Callable[[Params, Any, Any], tuple[jax.Array, jax.Array]]
     frozen: Any = None
-    drawn_losses: Callable[[Params, Any, Batch, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +85,8 @@ class Trainer:
     def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh) -> None:
         self.mesh, self.settings = mesh, settings
         self._job = job
-        self._given = {} if callable(job.init) else job.init
+        # An argument, not a constant of the graph: it may be large.
+        self._given = None if callable(job.init) else job.init
         shapes = jax.eval_shape(self._initial, self._given)
         self._shardings = shardings_of(shapes, mesh)
         self._abstract = jax.tree.map(
@@ -92,7 +106,7 @@ class Trainer:
         self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
 
     def initial(self) -> TrainState:
-        """Parameters from the settings' seed, and an optimizer that has seen nothing."""
+        """The job's parameters, from the settings' seed, and an optimizer that has seen nothing."""
         return jax.jit(self._initial, out_shardings=self._shardings)(self._given)
 
     def abstract(self) -> TrainState:
@@ -126,9 +140,9 @@ class Trainer:
         whole = sum(nats.values()) / max(sum(weight.values()), 1e-9)
         return whole, {source: nats[source] / weight[source] for source in sorted(nats)}
 
-    def _initial(self, given: Params) -> TrainState:
-        make = self._job.init
-        params = make(jax.random.key(self.settings.seed)) if callable(make) else given
+    def _initial(self, given: Params | None) -> TrainState:
+        init = self._job.init
+        params = init(jax.random.key(self.settings.seed)) if callable(init) else given
         optimizer = make_optimizer(self.settings).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
 

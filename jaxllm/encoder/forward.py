@@ -90,6 +90,7 @@ def encode_layers(
     cfg: EncoderConfig,
     layers: range,
     prefix: str = "",
+    first: int | None = None,
 ) -> jax.Array:
     """Hidden states behind some of the layers.
 
@@ -100,14 +101,17 @@ def encode_layers(
       cfg: the encoder.
       layers: which to run, in order.
       prefix: of the parameters' names.
+      first: of how many first tokens the last layer's output is wanted, which is all that it then computes;
+        None: of all.
 
     Returns:
-      `[B, T, D]` in hidden's dtype.
+      `[B, T, D]`, or `[B, first, D]`, in hidden's dtype.
     """
     mask = jnp.ones(hidden.shape[:2], bool) if mask is None else mask
     for layer in layers:
-        hidden = _layer(_Weights(params, f"{prefix}layers.{layer}.", cfg), hidden, mask, cfg)
-    return hidden
+        count = first if layer == layers[-1] else None
+        hidden = _layer(_Weights(params, f"{prefix}layers.{layer}.", cfg), hidden, mask, cfg, count)
+    return hidden[:, :first]
 
 
 class _Weights:
@@ -140,15 +144,20 @@ def _with_neighbours(x: jax.Array) -> jax.Array:
     return jnp.concatenate([following, x, previous], axis=-1)
 
 
-def _layer(weights: _Weights, x: jax.Array, mask: jax.Array, cfg: EncoderConfig) -> jax.Array:
-    """One layer of `x` `[B, T, D]`; within it everything is W wide."""
+def _layer(
+    weights: _Weights, x: jax.Array, mask: jax.Array, cfg: EncoderConfig, first: int | None
+) -> jax.Array:
+    """One layer of `x` `[B, T, D]`, or what it makes of the first tokens; within it everything is W wide."""
     inner = x
     if cfg.bottleneck_size:
-        inner = weights.norm(weights.dense(x, "narrow"), "narrow_norm")
+        # Queries and keys may come from another one: then nobody reads this behind the first.
+        read = x[:, :first] if cfg.share_bottleneck else x
+        inner = weights.norm(weights.dense(read, "narrow"), "narrow_norm")
     asking, values = inner, inner
     if cfg.share_bottleneck:
         asking, values = weights.norm(weights.dense(x, "attn.narrow"), "attn.narrow_norm"), x
-    mixed = weights.dense(_attend(weights, asking, values, mask, cfg), "attn.o")
+    mixed = weights.dense(_attend(weights, asking, values, mask, cfg, first), "attn.o")
+    x, inner = x[:, :first], inner[:, :first]
     y = weights.norm(mixed + inner, "attn_norm")
     for block in range(cfg.ffn_blocks):
         up = activate(weights.dense(y, f"ffn.{block}.up"), cfg.activation)
@@ -161,12 +170,17 @@ def _layer(weights: _Weights, x: jax.Array, mask: jax.Array, cfg: EncoderConfig)
 
 
 def _attend(
-    weights: _Weights, asking: jax.Array, values: jax.Array, mask: jax.Array, cfg: EncoderConfig
+    weights: _Weights,
+    asking: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    cfg: EncoderConfig,
+    first: int | None,
 ) -> jax.Array:
-    """What each token gathers from the real ones: `[B, T, W]`."""
-    batch, count = mask.shape
-    heads = functools.partial(jnp.reshape, shape=(batch, count, cfg.heads, cfg.head_dim))
-    q, k = heads(weights.dense(asking, "attn.q")), heads(weights.dense(asking, "attn.k"))
+    """What each token, or each of the first, gathers from the real ones: `[B, T, W]`."""
+    batch, _ = mask.shape
+    heads = functools.partial(jnp.reshape, shape=(batch, -1, cfg.heads, cfg.head_dim))
+    q, k = heads(weights.dense(asking[:, :first], "attn.q")), heads(weights.dense(asking, "attn.k"))
     v = heads(weights.dense(values, "attn.v"))
     out = attention(
         q[:, :, :, None],
@@ -175,4 +189,4 @@ def _attend(
         mask[:, None, :],
         scale=cfg.head_dim**-0.5,
     )
-    return out.reshape(batch, count, cfg.width)
+    return out.reshape(batch, -1, cfg.width)

@@ -14,6 +14,7 @@ What levels are and how many tokens are kept is the planner's business.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -161,20 +162,31 @@ def grow_vocabulary(
     Raises:
       ConfigError: there cannot be so many orthogonal embeddings, or the word embedding is quantized.
     """
-    table, size = params["embed.tokens"], cfg.encoder.embedding_size
+    size = cfg.encoder.embedding_size
     whole = isinstance(extra, int) and not isinstance(extra, bool) and 1 <= extra <= size
     require(
         whole, f"extra tokens must be a whole number in [1, {size}], the size of an embedding, got {extra!r}"
     )
-    if not isinstance(table, jax.Array | np.ndarray):
-        raise ConfigError("the word embedding is quantized or adapted; add tokens before that")
-    wide = jnp.asarray(table).astype(jnp.float32)
-    basis, _ = jnp.linalg.qr(jax.random.normal(key, (size, extra), jnp.float32))
-    rows = basis.T * jnp.mean(jnp.linalg.norm(wide, axis=-1))
-    grown = dict(params)
-    grown["embed.tokens"] = jnp.concatenate([wide, rows]).astype(table.dtype)
+    table = _float_table(params)
+    grown = {**params, "embed.tokens": jnp.concatenate([table, _orthogonal_rows(table, extra, key)])}
     encoder = dataclasses.replace(cfg.encoder, vocab_size=cfg.encoder.vocab_size + extra)
     return grown, dataclasses.replace(cfg, encoder=encoder)
+
+
+def separate_tokens(params: Params, ids: Sequence[int], key: jax.Array) -> dict[str, Weight]:
+    """Gives tokens of the vocabulary embeddings as `grow_vocabulary` does: for marks that it reserves.
+
+    Args:
+      params: with a word embedding of floats.
+      ids: of different tokens, at most as many as an embedding is long.
+      key: of their directions.
+
+    Raises:
+      ConfigError: the word embedding is quantized.
+    """
+    table = _float_table(params)
+    rows = _orthogonal_rows(table, len(ids), key)
+    return {**params, "embed.tokens": table.at[jnp.asarray(ids, jnp.int32)].set(rows)}
 
 
 def score(
@@ -217,6 +229,20 @@ def forward_both(
     return _score(params, hidden, mask, cfg), _decide(params, hidden, mask, cfg)
 
 
+def _float_table(params: Params) -> jax.Array:
+    table = params["embed.tokens"]
+    if not isinstance(table, jax.Array | np.ndarray):
+        raise ConfigError("the word embedding is quantized or adapted; change its tokens before that")
+    return jnp.asarray(table)
+
+
+def _orthogonal_rows(table: jax.Array, count: int, key: jax.Array) -> jax.Array:
+    """`[count, Z]` in the table's dtype, as long as its rows are on average."""
+    basis, _ = jnp.linalg.qr(jax.random.normal(key, (table.shape[1], count), jnp.float32))
+    length = jnp.mean(jnp.linalg.norm(table.astype(jnp.float32), axis=-1))
+    return (basis.T * length).astype(table.dtype)
+
+
 def _shared(
     params: Params, tokens: jax.Array, mask: jax.Array, cfg: TlmConfig, dtype: jnp.dtype
 ) -> jax.Array:
@@ -224,8 +250,16 @@ def _shared(
     return encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=range(cfg.shared_layers))
 
 
-def _own(params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig, head: Head) -> jax.Array:
-    return encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=cfg.own_layers, prefix=f"{head}.")
+def _own(
+    params: Params,
+    hidden: jax.Array,
+    mask: jax.Array,
+    cfg: TlmConfig,
+    head: Head,
+    first: int | None = None,
+) -> jax.Array:
+    layers, prefix = cfg.own_layers, f"{head}."
+    return encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=layers, prefix=prefix, first=first)
 
 
 def _score(params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig) -> jax.Array:
@@ -235,7 +269,7 @@ def _score(params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig) -
 def _decide(
     params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig
 ) -> tuple[jax.Array, jax.Array]:
-    first = _own(params, hidden, mask, cfg, "decide")[:, 0]
+    first = _own(params, hidden, mask, cfg, "decide", first=1)[:, 0]
     return _output(params, "decide.model", first), _output(params, "decide.prompt", first)
 
 

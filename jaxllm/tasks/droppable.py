@@ -51,6 +51,7 @@ class PromptTokens:
       spans: `[n, 2]` int64, the characters that may go, ascending. Words end at their ends, too: they are the
         `boundaries` of `words_of`.
       ids: `[T]` int32.
+      offsets: `[T, 2]` int64, see `words_of`.
       words: `[T]` int64, see `words_of`.
       forced: `[T]` bool, what must stay.
     """
@@ -58,21 +59,34 @@ class PromptTokens:
     text: str
     spans: np.ndarray
     ids: np.ndarray
+    offsets: np.ndarray
     words: np.ndarray
     forced: np.ndarray
 
 
 def prompt_tokens(
-    tokenizer: Tokenizer, example: TaskExample, *, now: datetime.datetime | None = None
+    tokenizer: Tokenizer,
+    example: TaskExample,
+    *,
+    reader: Tokenizer | None = None,
+    now: datetime.datetime | None = None,
 ) -> PromptTokens:
     """Renders a question, encodes it, and looks up what of it may go.
+
+    Args:
+      tokenizer: the model's, whose template writes the text.
+      example: the question.
+      reader: whose tokens are wanted, if not those that the model reads, and without special tokens around
+        the text: a tiny LM's.
+      now: told to templates that ask for the time.
 
     Raises:
       ConfigError: the question has no text that the tokenizer makes a token of.
       TemplateError: the model's template is broken.
     """
     text, special = prompt_text(tokenizer, example, now=now)
-    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
+    encode = (reader or tokenizer).encode_with_offsets
+    ids, offsets = encode(text, add_special_tokens=special and reader is None)
     if not ids:
         raise ConfigError(f"a question without a token: {text!r:.200}")
     spans = droppable_spans(tokenizer, example, text, now=now)
@@ -80,6 +94,7 @@ def prompt_tokens(
         text=text,
         spans=spans,
         ids=np.asarray(ids, np.int32),
+        offsets=offsets,
         words=words_of(offsets, text, spans.reshape(-1)),
         forced=forced_tokens(offsets, spans),
     )

@@ -22,6 +22,11 @@ from serving.trace import (
     write_trace,
 )
 
+_COLUMNS = (
+    "objective", "requests", "right", "in time", "level", "prompt kept", "first token", "per token",
+    "planning",
+)  # fmt: skip
+
 
 @click.group("trace")
 def trace_command() -> None:
@@ -57,7 +62,7 @@ def make_command(
 def replay_command(
     trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
 ) -> None:
-    """Make the calls of TRACE one after another, and say how right they were and which met their objective."""
+    """Make the calls of TRACE one after another, and say how many were right and how many in time."""
     requests = read_trace(trace)[:limit]
     with progress_bars() as progress:
         service = LLMService.open(model, progress=progress)
@@ -73,17 +78,7 @@ def replay_command(
         )
         return
     table = Table()
-    for column in (
-        "objective",
-        "requests",
-        "right",
-        "in time",
-        "level",
-        "prompt kept",
-        "first token",
-        "per token",
-        "planning",
-    ):
+    for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "objective" else "right")
     for name, each in [*by_slo.items(), ("all", whole)]:
         table.add_row(name, *_cells(each))

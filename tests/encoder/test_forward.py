@@ -112,6 +112,22 @@ def test_layers_apart():
     np.testing.assert_allclose(apart(top), encoder_of(cfg)(params, TOKENS, mask), atol=1e-5)
 
 
+def test_the_first_tokens_alone(cfg):
+    """What is computed for them is what they have among all."""
+    params, mask = params_of(cfg), front_mask([COUNT, 3, 1], COUNT)
+
+    @jit
+    def both(params):
+        hidden = embed_tokens(params, TOKENS, mask, cfg=cfg)
+        some = functools.partial(encode_layers, params, hidden, mask, cfg=cfg, layers=range(cfg.layers))
+        return some(), some(first=1), encode_layers(params, hidden, mask, cfg=cfg, layers=range(0), first=2)
+
+    whole, first, untouched = both(params)
+    assert first.shape == (3, 1, cfg.hidden_size)
+    np.testing.assert_allclose(first, whole[:, :1], atol=1e-4)
+    assert untouched.shape == (3, 2, cfg.hidden_size)
+
+
 def test_types_choose_a_row():
     cfg, tokens = CONFIGS["no-projection"], tokens_of(CONFIGS["no-projection"], 2, 4)
     params = params_of(cfg)

@@ -149,6 +149,17 @@ def test_new_rows_are_orthogonal():
     assert np.abs(table[23:] - other["embed.tokens"][23:]).max() > 0.1
 
 
+def test_reserved_rows_become_orthogonal():
+    params, ids = random_params(), (3, 9, 1)
+    apart = tlm.separate_tokens(params, ids, KEY)
+    old, table = params["embed.tokens"], np.asarray(apart["embed.tokens"])
+    others = [row for row in range(23) if row not in ids]
+    np.testing.assert_array_equal(table[others], old[others])
+    length = np.linalg.norm(old, axis=1).mean()
+    np.testing.assert_allclose(table[list(ids)] @ table[list(ids)].T, np.eye(3) * length**2, atol=1e-4)
+    assert apart.keys() == params.keys()
+
+
 def test_marks_that_are_refused():
     for extra in (0, 7, True, 1.0):
         with pytest.raises(ConfigError, match=r"whole number in \[1, 6\]"):

@@ -23,7 +23,7 @@ def prompt(tokens=100, forced=10):
     """Every token is a word; the first ones must stay."""
     places = np.arange(tokens)
     return PromptTokens(
-        text="", spans=np.zeros((0, 2)), ids=places, words=places,
+        text="", spans=np.zeros((0, 2)), ids=places, offsets=np.zeros((tokens, 2)), words=places,
         forced=places < forced,
     )  # fmt: skip
 

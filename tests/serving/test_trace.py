@@ -1,3 +1,4 @@
+import itertools
 import json
 from collections import Counter
 
@@ -38,7 +39,7 @@ def test_a_trace_follows_from_its_seed_and_survives_its_file(tmp_path):
 def test_arrivals_apps_and_tasks_are_drawn_as_asked():
     trace = make_trace(QUESTIONS, requests=6000, rate_per_s=4.0)
     assert trace[-1].time_s == pytest.approx(1500, rel=0.1)
-    assert all(a.time_s <= b.time_s for a, b in zip(trace, trace[1:], strict=False))
+    assert all(a.time_s <= b.time_s for a, b in itertools.pairwise(trace))
     apps = Counter(each.app for each in trace)
     assert len(apps) == 6
     assert all(900 < count < 1100 for count in apps.values())

@@ -1,0 +1,281 @@
+"""Training a tiny LM: both heads learn a rule; a whole run ends in a bundle and resumes to the same bits."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+import training.tlm
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.tiny_lm import read_tiny_lm, tiny_lm_parts
+from jaxllm.checkpoints.mobilebert_folder import write_encoder
+from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.elastic.slo import marks, marks_of
+from jaxllm.encoder.config import EncoderConfig
+from jaxllm.encoder.parameters import init_encoder
+from jaxllm.errors import ConfigError
+from jaxllm.tokenizer import Tokenizer
+from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
+from training.keep_labels import Compression, align
+from training.loop import Trainer, train
+from training.parallel import MeshShape, make_mesh
+from training.self_labels import ElasticModel
+from training.settings import TrainSettings
+from training.tlm import decide_job, score_job, train_tlm
+from training.tlm_batches import TOLD_SLOS, DecisionRows, ScoreRows, score_rows
+from training.tlm_recipe import TlmRecipe, load_tlm_recipe, tlm_recipe_names
+from training.tlm_scores import decision_metrics, keep_metrics
+from training.tlm_start import Start
+
+TOKENIZER = Tokenizer(tiny_tokenizer())
+ONE, QUIET = MeshShape(data=1), Console(quiet=True)
+SETTINGS = TrainSettings(
+    steps=6, batch=4, row_tokens=48, peak_learning_rate=1e-2, warmup_steps=5, checkpoint_steps=3, log_steps=3
+)
+ENCODER = EncoderConfig(
+    vocab_size=VOCAB_SIZE, embedding_size=18, hidden_size=24, layers=2, heads=2, ffn_size=24,
+    window_tokens=48, trigram_input=True, norm="layer",
+)  # fmt: skip
+RECIPE = TlmRecipe(
+    score=SETTINGS,
+    decide=SETTINGS,
+    encoder=ENCODER,
+    shared_layers=1,
+    levels=(50, 100),
+    prompt_ratios=(0.5, 0.7, 1.0),
+    compressions=("short.jsonl",),
+    instructions=("", "Hm?"),
+    tasks=("sentiment",),
+    questions=24,
+    held_out_share=0.2,
+)
+
+
+def learn(job, settings, rows, folder):
+    trainer = Trainer(job, settings, make_mesh(ONE, settings.batch))
+    return train(trainer, rows.batch_at, rows.held_out, folder, lambda progress: None).params
+
+
+@functools.cache
+def syllables(count):
+    """Texts of syllables, of which the shorter version has those that begin with k."""
+    draw = np.random.default_rng(0)
+    letters = [[a + b for a in "kbmk" for b in "aeiou"][each] for each in range(20)]
+    texts = [" ".join(draw.choice(letters, draw.integers(4, 10))) for _ in range(count)]
+    return [align(Compression(text, " ".join(w for w in text.split() if w[0] == "k"))) for text in texts]
+
+
+def test_the_score_head_learns_which_words_stay(tmp_path):
+    settings = dataclasses.replace(SETTINGS, steps=120, batch=16, checkpoint_steps=120)
+    start = Start.of(dataclasses.replace(RECIPE, score=settings), TOKENIZER)
+    reader = start.reader(TOKENIZER, settings.row_tokens)
+    texts = syllables(120)
+    rows, held_out = (
+        ScoreRows(score_rows([part], reader, ("",), 0), start.mark_ids, settings.batch, 0)
+        for part in (texts[:100], texts[100:])
+    )
+    params = learn(score_job(start, settings), settings, rows, tmp_path)
+    assert not any(name.startswith("decide.") for name in params)
+    found = keep_metrics(start.cfg, params, held_out.held_out())
+    assert found["f1"] > 0.97
+    assert found["accuracy"] > 0.97 > found["majority"]
+    untrained = keep_metrics(start.cfg, start.params, held_out.held_out())
+    assert untrained["f1"] < 0.9
+
+
+def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path):
+    settings = dataclasses.replace(SETTINGS, steps=200, batch=32, row_tokens=8, checkpoint_steps=200)
+    recipe = dataclasses.replace(RECIPE, decide=settings)
+    start = Start.of(recipe, TOKENIZER)
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 200, (40, 8)).astype(np.int32)
+    ttft, tpot = np.array([marks_of(slo) for slo in TOLD_SLOS]).T
+    rule = np.stack([tpot - 9 >= 4, np.clip(ttft // 3, 0, 2)], axis=-1).astype(np.int32)
+    labels = np.broadcast_to(rule, (40, *rule.shape))
+    mask = np.ones((40, 8), bool)
+    rows = DecisionRows(tokens, mask, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
+    other = dataclasses.replace(rows, tokens=tokens[::-1], labels=labels[:2], mask=mask[:2])
+    other = dataclasses.replace(other, tokens=other.tokens[:2])
+    trained = {name: value for name, value in start.params.items() if not name.startswith("decide.")}
+    job = decide_job(start, trained, settings)
+    params = learn(job, settings, rows, tmp_path)
+    assert params.keys() == start.params.keys() - trained.keys()
+    found = decision_metrics(start.cfg, {**trained, **params}, other)
+    assert found["accuracy"] > 0.95
+    assert found["majority"] == 1
+
+
+# Rows
+
+
+def test_rows_label_the_texts_words_and_nothing_else():
+    start = Start.of(RECIPE, TOKENIZER)
+    reader = start.reader(TOKENIZER, 24)
+    (text,) = [align(Compression("ab kc d ke kf gh ki", "kc ke kf ki"))]
+    rows = score_rows([[], [text]], reader, ("Hm?",), 0)
+    # Longer than a row: in two, each with room for marks.
+    assert rows.tokens.shape == (2, 24)
+    counted = rows.weights > 0
+    said = TOKENIZER.decode(rows.tokens[counted].tolist())
+    assert said.split() == text.text.split()
+    kept = TOKENIZER.decode(rows.tokens[counted & (rows.labels > 0)].tolist())
+    assert kept.split() == ["kc", "ke", "kf", "ki"]
+    assert not counted[:, :2].any()
+    assert rows.mask[:, :2].all()
+    assert set(rows.sources.reshape(-1).tolist()) == {1}
+    batch = ScoreRows(rows, start.mark_ids, 4, 0).batch_at(3)
+    assert set(batch.tokens[:, 0].tolist()) <= set(start.mark_ids[:9])
+    assert set(batch.tokens[:, 1].tolist()) <= set(start.mark_ids[9:])
+
+
+def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
+    start = Start.of(RECIPE, TOKENIZER)
+    rows = score_rows([syllables(120)[:30]], start.reader(TOKENIZER, 48), ("",), 0)
+    count = len(rows.tokens)
+    batches = ScoreRows(rows, start.mark_ids, count, 0)
+    for step in (0, 1):
+        batch = batches.batch_at(step)
+        for name, value in dataclasses.asdict(batches.batch_at(step)).items():
+            np.testing.assert_array_equal(getattr(batch, name), value)
+        assert sorted(map(tuple, batch.tokens[:, 2:])) == sorted(map(tuple, rows.tokens[:, 2:]))
+    assert not np.array_equal(batches.batch_at(0).tokens[:, 2:], batches.batch_at(1).tokens[:, 2:])
+    held_out = list(dataclasses.replace(batches, batch=7).held_out())
+    assert sum(batch.weights.sum() for batch in held_out) == rows.weights.sum()
+    assert {len(batch.tokens) for batch in held_out} == {7}
+
+
+def test_versions_of_a_text_never_share_a_row():
+    texts = [align(Compression("ka ba ma", "ka")), align(Compression("ka ba ma", "ka ba"))] * 3
+    reader = Start.of(RECIPE, TOKENIZER).reader(TOKENIZER, 48)
+    rows = score_rows([texts], reader, (), 0)
+    assert len(rows.tokens) == 6
+
+
+# A whole run
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "tasks" / "sst2").mkdir(parents=True)
+    records = [{"text": f"he {i} well", "label": ("positive", "negative")[i % 2]} for i in range(60)]
+    (folder / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
+    short = [{"text": row.text, "summaries": [row.text[:9]]} for row in syllables(120)[:30]]
+    (folder / "short.jsonl").write_text("\n".join(map(json.dumps, short)))
+    return folder
+
+
+@functools.cache
+def elastic():
+    cfg = dataclasses.replace(TINY, layers=1, attention_windows=())
+    params = jax.tree.map(jnp.asarray, dict(tiny_params(cfg)))
+    return ElasticModel(cfg=cfg, params=params, ladder=Ladder(levels=(50, 100)), tokenizer=TOKENIZER)
+
+
+def run(folder, data, recipe=RECIPE, **how):
+    return train_tlm(recipe, elastic(), folder, data=data, name="tiny", mesh_shape=ONE, console=QUIET, **how)
+
+
+def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole", data)
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert summary["parameters"] == sum(value.size for value in whole.params.values())
+    assert {"accuracy", "f1", "majority", "best_step"} <= summary["score"].keys()
+    assert {"accuracy", "model_accuracy", "accuracy_by_slo"} <= summary["decide"].keys()
+    assert np.shape(summary["answers"]["right"]) == (2, 3)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.tlm, "lightest", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "killed", data)
+        # Answers take longest: they are kept.
+        patch.undo()
+        patch.setattr(training.tlm, "answer", stop)
+        again = run(tmp_path / "killed", data)
+    assert again.params.keys() == whole.params.keys()
+    for name, value in whole.params.items():
+        np.testing.assert_array_equal(again.params[name], value)
+    with pytest.raises(ConfigError, match="another run"):
+        run(tmp_path / "killed", data, dataclasses.replace(RECIPE, questions=20))
+
+    parts = elastic_parts(elastic().ladder) | tiny_lm_parts(whole)
+    path = write_tiny_bundle(
+        tmp_path / "m.jaxllm", cfg=elastic().cfg, params=tiny_params(elastic().cfg), parts=parts
+    )
+    stored = read_tiny_lm(Bundle.open(path))
+    assert stored is not None
+    assert (stored.cfg, stored.levels, stored.mark_ids) == (whole.cfg, whole.levels, whole.mark_ids)
+    for name, value in whole.params.items():
+        np.testing.assert_array_equal(stored.params[name], value)
+
+
+def stop(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_a_run_needs_its_levels(data, tmp_path):
+    with pytest.raises(ConfigError, match=r"lacks \[30\]"):
+        run(tmp_path, data, dataclasses.replace(RECIPE, levels=(30, 100)))
+
+
+# What it starts from
+
+
+def test_a_trained_encoder_is_under_both_heads(tmp_path):
+    cfg = dataclasses.replace(
+        ENCODER, bottleneck_size=8, share_bottleneck=True, norm="no_norm", layers=2, window_tokens=64
+    )
+    trained = init_encoder(cfg, jax.random.key(3))
+    write_encoder(tmp_path, cfg, trained)
+    write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
+    start = Start.of(RECIPE, TOKENIZER, tmp_path)
+    assert start.own == tiny_tokenizer(chat=False)
+    # No token is reserved for marks: they stand behind the vocabulary.
+    assert start.mark_ids == tuple(range(VOCAB_SIZE, VOCAB_SIZE + len(marks())))
+    assert start.cfg.encoder == dataclasses.replace(cfg, vocab_size=VOCAB_SIZE + len(marks()))
+    np.testing.assert_array_equal(start.params["embed.tokens"][:VOCAB_SIZE], trained["embed.tokens"])
+    for head in ("score", "decide"):
+        np.testing.assert_array_equal(start.params[f"{head}.layers.1.widen"], trained["layers.1.widen"])
+
+
+def test_starts_that_are_refused():
+    for change, message in (
+        ({"encoder": None}, "no encoder"),
+        ({"encoder": dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1)}, "the encoder only"),
+        ({"score": dataclasses.replace(SETTINGS, row_tokens=49)}, r"row_tokens \(49\)"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Start.of(dataclasses.replace(RECIPE, **change), TOKENIZER)
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name", tlm_recipe_names())
+def test_packaged_recipes_load_and_read_back(name):
+    recipe = load_tlm_recipe(name)
+    assert TlmRecipe.from_json(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ["lambada"]}, "lambada has no options"),
+        ({"tasks": ["none"]}, "no task 'none'"),
+        ({"compressions": []}, "compressions must be"),
+        ({"score": 3}, "score must be a table"),
+        ({"decide": {"steps": 3}}, "lacks batch"),
+        ({"encoder": {"layers": 3}}, "malformed encoder"),
+        ({"speed": 3}, "unknown recipe key speed"),
+    ],
+)
+def test_a_malformed_recipe_names_the_key(change, message):
+    with pytest.raises(ConfigError, match=message):
+        TlmRecipe.from_json({**load_tlm_recipe("small").to_json(), **change})

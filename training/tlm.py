@@ -1,0 +1,243 @@
+"""Trains a tiny LM: first the score head on kept words, then the decision head on self-induced labels.
+
+ELMS (arXiv 2409.09071, section 3.4), with the score head's data and loss from LLMLingua-2 (arXiv 2403.12968,
+section 3.3). What both heads share is trained with the score head and frozen when the decision head is, so
+that learning to decide changes no score. It starts from nothing, or from a trained MobileBERT.
+
+A run's folder holds `recipe.json`, a folder for each head (`score/`, `decide/`) with `checkpoints/` and
+`metrics.jsonl`, the elastic model's answers in `answers.npz`, and at the end `summary.json`. Calling
+`train_tlm` again on the same folder goes on where it stopped.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxllm.bundle.tiny_lm import TinyLm
+from jaxllm.elastic.slo import SLOS, Slo
+from jaxllm.errors import ConfigError
+from jaxllm.models import tlm
+from training.checkpoints import Params, read_best
+from training.documents import documents_digest, text_document
+from training.keep_labels import KeptWords, align, read_compressions, split_rows, well_aligned
+from training.log import Log
+from training.loop import Batch, Job, Trainer, train
+from training.parallel import MeshShape, gathered, make_mesh
+from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.self_labels import Answers, ElasticModel, Question, answer, lightest
+from training.settings import TrainSettings
+from training.tlm_batches import (
+    TOLD_SLOS,
+    DecisionBatch,
+    DecisionRows,
+    ScoreBatch,
+    ScoreRows,
+    TinyReader,
+    question_rows,
+    score_rows,
+)
+from training.tlm_questions import kept_answers, questions_digest, read_questions
+from training.tlm_recipe import TlmRecipe
+from training.tlm_scores import decision_metrics, keep_metrics, keep_scores
+from training.tlm_start import Start
+
+
+def score_job(start: Start, settings: TrainSettings) -> Job:
+    """What the loop trains first: the score head and what both heads share."""
+    cfg, dtype = start.cfg, jnp.dtype(settings.precision)
+
+    def losses(params: Params, frozen: Any, batch: ScoreBatch) -> tuple[jax.Array, jax.Array]:
+        logits = tlm.score(params, batch.tokens, batch.mask, cfg=cfg, dtype=dtype)
+        return optax.sigmoid_binary_cross_entropy(logits, batch.labels), jnp.zeros(())
+
+    return Job(_without(start.params, "decide."), losses)
+
+
+def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings) -> Job:
+    """What the loop trains then: the decision head over `trained`, the parameters of a `score_job`."""
+    cfg, dtype = start.cfg, jnp.dtype(settings.precision)
+    own = {name: value for name, value in start.params.items() if name.startswith("decide.")}
+
+    def losses(params: Params, frozen: Params, batch: DecisionBatch) -> tuple[jax.Array, jax.Array]:
+        logits = tlm.decide({**frozen, **params}, batch.tokens, batch.mask, cfg=cfg, dtype=dtype)
+        entropy = optax.softmax_cross_entropy_with_integer_labels
+        both = sum(entropy(each, batch.choices[:, place]) for place, each in enumerate(logits))
+        return jnp.asarray(both)[:, None], jnp.zeros(())
+
+    return Job(own, losses, _without(trained, "score."))
+
+
+def train_tlm(
+    recipe: TlmRecipe,
+    model: ElasticModel,
+    run_dir: Path,
+    *,
+    data: Path,
+    name: str,
+    encoder: Path | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
+    console: Console | None = None,
+) -> TinyLm:
+    """Trains a tiny LM for an elastic model, or goes on with the run in `run_dir`.
+
+    Args:
+      recipe: the run.
+      model: the elastic model, with all of the recipe's levels.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's files are in.
+      name: of the model; a run cannot be resumed with another.
+      encoder: a MobileBERT folder to start from; None trains the recipe's encoder from nothing.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The tiny LM of both heads' best checkpoints.
+
+    Raises:
+      ConfigError: data or recipe are unusable, the model lacks a level, or `run_dir` belongs to another run.
+      CheckpointError: the encoder cannot be read.
+    """
+    console, run_dir, data = console or Console(stderr=True), Path(run_dir), Path(data)
+    if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
+        raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
+    start = Start.of(recipe, model.tokenizer, encoder)
+    sources = [_aligned(data / path) for path in recipe.compressions]
+    questions, sides = read_questions(recipe, data, model.tokenizer, model.cfg.window_tokens)
+    identity = {
+        "model": name,
+        "encoder": "" if encoder is None else Path(encoder).resolve().name,
+        "texts": _texts_digest(sources),
+        "questions": questions_digest(questions),
+    }
+    if make_run_folder(run_dir):
+        check_identity(run_dir, recipe, **identity)
+    else:
+        write_identity(run_dir, recipe, **identity)
+    run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
+    console.print(
+        f"{sum(value.size for value in start.params.values()):,} parameters; "
+        f"{sum(map(len, sources)):,} shortened texts, {len(questions):,} questions of {name}",
+        soft_wrap=True,
+    )
+
+    splits = [split_rows(source, recipe.held_out_share) for source in sources]
+    reader = start.reader(model.tokenizer, recipe.score.row_tokens)
+    sets = [
+        ScoreRows(
+            score_rows([split[side] for split in splits], reader, recipe.instructions, recipe.score.seed),
+            start.mark_ids, recipe.score.batch, recipe.score.seed,
+        )
+        for side in (0, 1)
+    ]  # fmt: skip
+    names = [Path(path).stem for path in recipe.compressions]
+    job = score_job(start, recipe.score)
+    trained, summary = run.head("score", job, recipe.score, sets[0].batch_at, sets[1].held_out, names)
+    summary |= keep_metrics(start.cfg, trained, sets[1].held_out())
+
+    scores = keep_scores(start.cfg, trained, reader, questions)
+    choices = {"levels": recipe.levels, "prompt_ratios": recipe.prompt_ratios}
+    ask = functools.partial(answer, model, questions, scores, **choices, on_answered=run.answered)
+    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask)
+
+    reader = start.reader(model.tokenizer, recipe.decide.row_tokens)
+    asked, held_out = (
+        decision_rows(recipe, answers, questions, sides == side, reader, slos)
+        for side, slos in ((False, TOLD_SLOS), (True, SLOS))
+    )
+    job = decide_job(start, trained, recipe.decide)
+    decided, decisions = run.head(
+        "decide", job, recipe.decide, asked.batch_at, held_out.held_out, list(map(str, SLOS))
+    )
+    params = {**trained, **decided}
+    decisions |= decision_metrics(start.cfg, params, held_out)
+    summary = {
+        "parameters": sum(value.size for value in params.values()),
+        "score": summary,
+        # By level and prompt ratio: what the decisions are made from.
+        "answers": {"questions": len(questions), "right": answers.correct.mean(0).round(4).tolist()},
+        "decide": decisions,
+    }
+    write_json(run_dir / "summary.json", summary)
+    console.print_json(data=summary)
+    return TinyLm(cfg=start.cfg, params=params, mark_ids=start.mark_ids, tokenizer=start.own, **choices)
+
+
+def decision_rows(
+    recipe: TlmRecipe,
+    answers: Answers,
+    questions: Sequence[Question],
+    chosen: np.ndarray,
+    reader: TinyReader,
+    slos: Sequence[Slo],
+) -> DecisionRows:
+    """The rows of the chosen questions `[N]` bool, with their labels under some objectives."""
+    labels = lightest(
+        answers.correct[chosen], slos, recipe.levels, recipe.prompt_ratios, answers.shares[chosen]
+    )
+    tokens, mask = question_rows([questions[each].example for each in np.flatnonzero(chosen)], reader)
+    return DecisionRows(
+        tokens, mask, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What both heads' training has in common."""
+
+    folder: Path
+    mesh_shape: MeshShape
+    console: Console
+    tensorboard: bool
+
+    def head(
+        self,
+        name: str,
+        job: Job,
+        settings: TrainSettings,
+        batch_at: Callable[[int], Batch],
+        held_out: Callable[[], Iterable[Batch]],
+        sources: Sequence[str],
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Trains a head, or goes on: its best parameters, and where they were found."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        mesh: Mesh = make_mesh(self.mesh_shape, settings.batch // settings.accumulate)
+        trainer = Trainer(job, settings, mesh)
+        self.console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
+        with Log(folder, settings.steps, self.console, sources, tensorboard=self.tensorboard) as log:
+            train(trainer, batch_at, held_out, folder / CHECKPOINTS, log)
+        best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
+        return gathered(best.params), {"best_step": step, "held_out_loss": loss}
+
+    def answered(self, level: int, done: int, total: int) -> None:
+        if done == total:
+            self.console.print(f"level {level} has answered", highlight=False)
+
+
+def _aligned(path: Path) -> list[KeptWords]:
+    rows = well_aligned([align(pair) for pair in read_compressions(path)])
+    if not rows:
+        raise ConfigError(f"{path} holds no text with a shorter version")
+    return rows
+
+
+def _texts_digest(sources: Sequence[Sequence[KeptWords]]) -> str:
+    digests = [
+        text_document(f"{row.text}\0{row.kept.tobytes().hex()}").digest() for rows in sources for row in rows
+    ]
+    return documents_digest(digests)
+
+
+def _without(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if not name.startswith(prefix)}

@@ -1,0 +1,96 @@
+"""What a tiny LM's training is: one frozen value, read from TOML."""
+
+import dataclasses
+import json
+from typing import Any
+
+from jaxllm.elastic.ladder import LEVELS
+from jaxllm.elastic.slo import PROMPT_RATIOS
+from jaxllm.encoder.config import EncoderConfig
+from jaxllm.errors import ConfigError
+from jaxllm.tasks import find_task
+from training.recipe import PACKAGED, check_keys, load
+from training.settings import TrainSettings, require_float, require_int
+
+_RECIPES = PACKAGED / "tlm"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TlmRecipe:
+    """One run: a tiny LM's score head, then its decision head.
+
+    Attributes:
+      score, decide: how each head is trained; `row_tokens` is how much of a prompt it sees at once.
+      encoder: what is trained from nothing; None where the run starts from a MobileBERT folder.
+      shared_layers: how many of its layers both heads share.
+      levels: in percent, what the decision's classes of the model stand for.
+      prompt_ratios: what its classes of the prompt stand for.
+      compressions: files of texts with shorter versions, under the folder of all data.
+      instructions: system's turns to see texts under; an empty one is none.
+      tasks: names in `jaxllm.tasks.TASKS`, with options; their training splits are the questions.
+      questions: of each task, at most.
+      held_out_share: of texts and of questions, kept out of training to pick the best checkpoints.
+    """
+
+    score: TrainSettings
+    decide: TrainSettings
+    encoder: EncoderConfig | None = None
+    shared_layers: int
+    levels: tuple[int, ...] = LEVELS
+    prompt_ratios: tuple[float, ...] = PROMPT_RATIOS
+    compressions: tuple[str, ...]
+    instructions: tuple[str, ...] = ("",)
+    tasks: tuple[str, ...]
+    questions: int = 300
+    held_out_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        require_int("shared_layers", self.shared_layers, 0)
+        require_int("questions", self.questions, 2)
+        require_float("held_out_share", self.held_out_share, above=0, below=1)
+        for name, least in (("compressions", 1), ("instructions", 0), ("tasks", 1)):
+            values = getattr(self, name)
+            if not all(isinstance(each, str) for each in values) or len(values) < least:
+                raise ConfigError(f"{name} must be a list of at least {least} texts, got {values!r:.80}")
+        for name in self.tasks:
+            if find_task(name).score != "accuracy":
+                raise ConfigError(f"the task {name} has no options to compare; leave it out")
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "TlmRecipe":
+        """Read what `to_json` wrote, or a parsed TOML file.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        check_keys(cls, data)
+        fields = dict(data)
+        for name in ("score", "decide"):
+            if not isinstance(fields[name], dict):
+                raise ConfigError(f"the recipe's {name} must be a table, got {fields[name]!r:.80}")
+            check_keys(TrainSettings, fields[name])
+            fields[name] = TrainSettings(**fields[name])
+        if fields.get("encoder") is not None:
+            fields["encoder"] = EncoderConfig.from_json(fields["encoder"])
+        for name, value in fields.items():
+            if isinstance(value, list):
+                fields[name] = tuple(value)
+        return cls(**fields)
+
+
+def tlm_recipe_names() -> list[str]:
+    """The recipes of tiny LMs that come with the package."""
+    return sorted(path.stem for path in _RECIPES.glob("*.toml"))
+
+
+def load_tlm_recipe(name: str) -> TlmRecipe:
+    """The tiny LM's recipe called `name`, or the one in the TOML file at path `name`.
+
+    Raises:
+      ConfigError: there is no such recipe, or it is malformed.
+    """
+    return load(name, TlmRecipe.from_json, _RECIPES, tlm_recipe_names())

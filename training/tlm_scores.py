@@ -1,0 +1,109 @@
+"""What a trained tiny LM says: scores for prompts, and how right it is on what was held out."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.elastic.compression import spread, word_count, word_scores
+from jaxllm.elastic.reading import marked, read_scores, reading_rows
+from jaxllm.elastic.slo import SLOS
+from jaxllm.models import tlm
+from jaxllm.models.tlm import TlmConfig
+from jaxllm.tasks.droppable import prompt_tokens
+from training.self_labels import Question
+from training.tlm_batches import DecisionRows, ScoreBatch, TinyReader
+
+# Rows that are scored in one dispatch.
+_SCORED_ROWS = 32
+
+
+def keep_scores(
+    cfg: TlmConfig, params: Mapping[str, Any], reader: TinyReader, questions: Sequence[Question]
+) -> list[np.ndarray]:
+    """How likely each token of each question's prompt should be kept: `[T]` float64 per question.
+
+    A word has the mean probability of its tokens as the tiny LM reads them, under the loosest SLO, and all of
+    the large model's tokens of the word have that.
+    """
+    prompts = [prompt_tokens(reader.tokenizer, each.example, reader=reader.own) for each in questions]
+    rows = [reading_rows(prompt.ids, reader.row_tokens) for prompt in prompts]
+    tokens, mask = (np.concatenate([row[i] for row in rows]) for i in range(2))
+    tokens = marked(tokens, SLOS[0], reader.mark_ids)
+    logits = np.concatenate(list(_in_batches(_scorer(cfg), params, tokens, mask)))
+    found, at = [], 0
+    for question, prompt, (row, real) in zip(questions, prompts, rows, strict=True):
+        likely = 1 / (1 + np.exp(-read_scores(logits[at : at + len(row)], real).astype(np.float64)))
+        at += len(row)
+        count = word_count(prompt.text, prompt.spans.reshape(-1))
+        found.append(spread(word_scores(likely, prompt.words, count), question.prompt.words))
+    return found
+
+
+def keep_metrics(
+    cfg: TlmConfig, params: Mapping[str, Any], batches: Iterable[ScoreBatch]
+) -> dict[str, float]:
+    """How well labels of tokens are found, where more than even odds keep one: accuracy, and precision,
+    recall and F1 of what is kept; `majority` is the accuracy, `kept_f1` the F1, of giving all one label."""
+    score = _scorer(cfg)
+    counts = np.zeros((2, 2))
+    for batch in batches:
+        chosen = np.asarray(score(params, batch.tokens, batch.mask)) > 0
+        real = batch.weights > 0
+        places = (batch.labels[real] > 0.5).astype(int), chosen[real].astype(int)
+        np.add.at(counts, places, batch.weights[real])
+    (_, wrong), (missed, right) = counts
+    total, kept = max(counts.sum(), 1e-9), max(missed + right, 1e-9)
+    shares = {
+        "accuracy": counts.trace() / total,
+        "precision": right / max(right + wrong, 1e-9),
+        "recall": right / kept,
+        "f1": 2 * right / max(2 * right + wrong + missed, 1e-9),
+        "majority": max(kept, total - kept) / total,
+        "kept_f1": 2 * kept / (kept + total),
+    }
+    return {name: round(float(each), 4) for name, each in shares.items()}
+
+
+def decision_metrics(
+    cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows
+) -> dict[str, float | dict[str, float]]:
+    """How often the labelled level, the labelled prompt and both are decided on, and both by SLO; `majority`
+    is how often both are right for who decides by the SLO alone, and knows the commonest label of each."""
+    chosen, labels, slos = [], [], []
+    decide = jax.jit(functools.partial(tlm.decide, cfg=cfg))
+    for batch in rows.held_out():
+        real = batch.weights[:, 0] > 0
+        likely = [np.asarray(each).argmax(-1) for each in decide(params, batch.tokens, batch.mask)]
+        chosen.append(np.stack(likely, axis=-1)[real])
+        labels.append(batch.choices[real])
+        slos.append(batch.sources[real, 0])
+    right = np.concatenate(chosen) == np.concatenate(labels)
+    both, of = right.all(-1), np.concatenate(slos)
+    pairs = np.concatenate(labels) @ np.array([1 << 16, 1])
+    commonest = sum(np.unique(pairs[of == slo], return_counts=True)[1].max() for slo in np.unique(of))
+    return {
+        "model_accuracy": round(float(right[:, 0].mean()), 4),
+        "prompt_accuracy": round(float(right[:, 1].mean()), 4),
+        "accuracy": round(float(both.mean()), 4),
+        "majority": round(float(commonest / len(pairs)), 4),
+        "accuracy_by_slo": {
+            str(slo): round(float(both[of == number].mean()), 4) for number, slo in enumerate(rows.slos)
+        },
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def _scorer(cfg: TlmConfig) -> Callable[..., jax.Array]:
+    return jax.jit(functools.partial(tlm.score, cfg=cfg))
+
+
+def _in_batches(
+    score: Callable[..., jax.Array], params: Mapping[str, Any], tokens: np.ndarray, mask: np.ndarray
+) -> Iterable[np.ndarray]:
+    """Scores of rows `[R, T]`, some rows at a time, in one graph."""
+    for first in range(0, len(tokens), _SCORED_ROWS):
+        places = np.minimum(np.arange(first, first + _SCORED_ROWS), len(tokens) - 1)
+        yield np.asarray(score(params, tokens[places], mask[places]))[: len(tokens) - first]
