@@ -301,7 +301,7 @@ class ModelConfig:
             raise ConfigError(f"malformed model config: {error}") from error
 
 
-Kind = Literal["prefill", "decode", "sample", "score", "branches", "routing", "start", "grow"]
+Kind = Literal["prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,9 +311,9 @@ class Bucket:
     Kinds: prefill (one chunk), decode (up to `tokens` tokens a dispatch), sample (the first token of
     an answer), score (log-probabilities of a chunk), branches (log-probabilities of tokens in `rows` rows
     of packed documents with many ends, without a cache), routing (the experts that tokens visit, likewise),
-    start (an empty cache), grow (a cache moved into
-    the next length; `tokens` is the length it comes from). `level` is the sub-model's, in percent; graphs
-    that have no weights and no cache are of the whole model.
+    start (an empty cache), grow (a cache moved into the next length; `tokens` is the length it comes from),
+    plan (the tiny LM's pass over a row). `level` is the sub-model's, in percent; graphs that have no weights
+    and no cache are of the whole model.
     """
 
     kind: Kind

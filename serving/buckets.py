@@ -74,6 +74,11 @@ class BucketTable:
         return self._waited_ms[0]
 
     @property
+    def store(self) -> GraphStore | None:
+        """Where graphs are kept for later processes, if they are."""
+        return self._store
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """The levels that there are tables of, ascending."""
         return tuple(sorted(self._levels))

@@ -24,6 +24,7 @@ import numpy as np
 
 import jaxllm
 from jaxllm.config import Bucket, ModelConfig
+from jaxllm.models.tlm import TlmConfig
 from serving.executables import ExecutableFolder
 from serving.machine import cpu_features, usable_cores
 from serving.options import EngineOptions
@@ -66,7 +67,7 @@ class GraphStore:
             graph_key, cfg=cfg, options=options, params=params_signature(params), environment=environment
         )
 
-    def of(self, cfg: ModelConfig, params: Any) -> "GraphStore":
+    def of(self, cfg: ModelConfig | TlmConfig, params: Any) -> "GraphStore":
         """The graphs of another model (a sub-model, say) in the same folder, for the same engine."""
         other = copy.copy(self)
         other._key = functools.partial(self._key, cfg=cfg, params=params_signature(params))
@@ -82,7 +83,7 @@ class GraphStore:
 
 
 def graph_key(
-    bucket: Bucket, *, cfg: ModelConfig, options: EngineOptions, params: str, environment: str
+    bucket: Bucket, *, cfg: ModelConfig | TlmConfig, options: EngineOptions, params: str, environment: str
 ) -> str:
     """The key of one graph, 64 hexadecimal digits.
 

@@ -13,7 +13,9 @@ from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.kv.cache import grow, new_cache
+from jaxllm.models import tlm
 from jaxllm.models.parameters import Params
+from jaxllm.models.tlm import TlmConfig
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
 from serving.options import EngineOptions
@@ -69,6 +71,13 @@ def lower(bucket: Bucket, cfg: ModelConfig, params: Params, options: EngineOptio
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
     stop_ids = jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32)
     return jitted(step, 2, 3).lower(shapes, token, cache, sampler, stop_ids, scalar)
+
+
+def lower_tiny_lm(bucket: Bucket, cfg: TlmConfig, params: Any) -> jax.stages.Lowered:
+    """Traces the tiny LM's pass over a row of `bucket.tokens` tokens: scores and decision."""
+    shape = (bucket.rows, bucket.tokens)
+    row, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
+    return jax.jit(functools.partial(tlm.forward_both, cfg=cfg)).lower(_shapes(params), row, mask)
 
 
 def _shapes(tree: Any) -> Any:

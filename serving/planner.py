@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.elastic.compression import keep_tokens, stays_anyway
 from jaxllm.elastic.ladder import WHOLE
-from jaxllm.elastic.slo import PROMPT_RATIOS, Slo
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ObjectiveMissed
 from jaxllm.tasks.droppable import PromptTokens
 from serving.objectives import Cost, Objective, as_ratios, expected_cost, overrun, whole_cost
@@ -41,7 +41,13 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """What decides, such as a tiny LM. It may be asked for scores alone."""
+    """What decides, such as a tiny LM. It may be asked for scores alone.
+
+    Attributes:
+      prompt_ratios: shares of a prompt that it chooses from, ascending.
+    """
+
+    prompt_ratios: Sequence[float]
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
         """A choice of level and prompt; `allowed` `[levels, prompt_ratios]` says which would meet the SLO."""
@@ -87,7 +93,6 @@ class Planner:
       profile: of the device.
       levels: served, ascending.
       proposer: None plans by the profile alone, and keeps prompts whole.
-      prompt_ratios: to choose from, ascending.
       margin: share of an objective to plan for.
     """
 
@@ -97,11 +102,10 @@ class Planner:
         levels: Sequence[int],
         proposer: Proposer | None = None,
         *,
-        prompt_ratios: Sequence[float] = PROMPT_RATIOS,
         margin: float = MARGIN,
     ) -> None:
         self._profile, self._levels, self._proposer = profile, tuple(levels), proposer
-        self._ratios = (1.0,) if proposer is None else tuple(prompt_ratios)
+        self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
         self._margin = margin
 
     def plan(

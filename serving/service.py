@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.bundle.elastic import read_ladder
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
@@ -30,6 +31,7 @@ from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
 from serving.planner import Plan, Planner, Proposer
 from serving.profile import DeviceProfile, Progress, load_profile, measure, profile_path, save_profile
+from serving.tiny_lm import TinyPlanner
 
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
 
@@ -143,6 +145,8 @@ class LLMService:
         if profile is None or not set(engine.table.levels) <= set(profile.levels):
             profile = measure(engine, progress=progress)
             save_profile(profile, path)
+        if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
+            proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
         return cls(engine, profile, Planner(profile, engine.table.levels, proposer))
 
     def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:

@@ -19,6 +19,7 @@ from rich.progress import Progress as ProgressBar
 from jaxllm.atomic import atomic_file
 from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
 from jaxllm.elastic.ladder import LEVELS, WHOLE, Ladder, layer_parameters, sub_config
 from jaxllm.elastic.submodel import shared_sub_model
@@ -39,7 +40,10 @@ from training.packing import Splits
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import PACKAGED, load
 from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.self_labels import ElasticModel
 from training.settings import require_float, require_int
+from training.tlm import train_tlm
+from training.tlm_recipe import TlmRecipe
 
 RecoveryKind = Literal["lora", "joint", "none"]
 _RECIPES = PACKAGED / "elastic"
@@ -95,6 +99,8 @@ def elasticize(
     data: Path | None = None,
     weights: WeightFormat | None = None,
     name: str = "",
+    tlm: TlmRecipe | None = None,
+    encoder: Path | None = None,
     mesh_shape: MeshShape | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -108,6 +114,8 @@ def elasticize(
       data: the folder that the recipe's sources are in.
       weights: width of the bundle's matrices; None keeps the checkpoint's own.
       name: the model's name, for people; the folder's own by default.
+      tlm: how to train the bundle's tiny LM; None makes a bundle without one.
+      encoder: a MobileBERT folder for the tiny LM to start from.
       mesh_shape: devices; all of them along `data` by default.
       console: where progress goes; the terminal's error stream by default.
 
@@ -156,14 +164,29 @@ def elasticize(
         facts["levels"][str(level)] = found.facts
         if found.recovery is not None:
             recoveries[level] = found.recovery
-    tokenizer = frozen.tokenizer.files
     parts = elastic_parts(ladder, recoveries, {"recovery": recipe.recovery, **facts})
+    if tlm is not None:
+        if data is None:
+            raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")
+        elastic = ElasticModel(
+            cfg=frozen.cfg,
+            params={each: jnp.asarray(value) for each, value in served.items()},
+            ladder=ladder,
+            tokenizer=frozen.tokenizer,
+            recoveries=recoveries,
+        )
+        # The levels' weights and adapters make the labels.
+        trained = train_tlm(
+            dataclasses.replace(tlm, levels=ladder.levels), elastic, run_dir / "tlm", data=data,
+            name=identity["model"], encoder=encoder, mesh_shape=mesh_shape, console=console,
+        )  # fmt: skip
+        parts |= tiny_lm_parts(trained)
     write_bundle(
         out,
         cfg=frozen.cfg,
         params=((each, ordered[each]) for each in param_specs(frozen.cfg)),
         weights=weights,
-        tokenizer=tokenizer,
+        tokenizer=frozen.tokenizer.files,
         name=name or frozen.name,
         parts=parts,
     )

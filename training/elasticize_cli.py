@@ -28,6 +28,12 @@ from training.cli import device_options, set_devices
     help="An adapter per level, all levels' weights together, or neither.  [default: the recipe's]",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.  [default: the recipe's]")
+@click.option(
+    "--tlm", "tlm_name", default="small", show_default=True, help="The tiny LM's recipe, or none for none."
+)
+@click.option(
+    "--encoder", type=click.Path(path_type=Path), help="A MobileBERT folder for the tiny LM to start from."
+)
 @click.option("--name", default="", help="The model's name, for people.  [default: the folder's own]")
 @device_options
 def elasticize_command(
@@ -40,18 +46,22 @@ def elasticize_command(
     levels: str | None,
     recovery: str | None,
     steps: int | None,
+    tlm_name: str,
+    encoder: Path | None,
     name: str,
     mesh: str | None,
     devices: int | None,
 ) -> None:
     """Make an elastic bundle of the Hugging Face folder MODEL.
 
-    Measures what its units matter on the recipe's text, orders them, and makes up for what each level lacks.
-    The same command on the same folder resumes. Prints a JSON object with the loss of each level.
+    Measures what its units matter on the recipe's text, orders them, makes up for what each level lacks, and
+    trains the tiny LM that plans requests. The same command on the same folder resumes. Prints a JSON object
+    with the loss of each level.
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.elasticize import elasticize, load_elastic_recipe
     from training.parallel import MeshShape
+    from training.tlm_recipe import load_tlm_recipe
 
     recipe = load_elastic_recipe(recipe_name)
     changes = {
@@ -69,6 +79,8 @@ def elasticize_command(
         data=data,
         weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
         name=name,
+        tlm=None if tlm_name == "none" else load_tlm_recipe(tlm_name),
+        encoder=encoder,
         mesh_shape=MeshShape.parse(mesh or ""),
     )
     click.echo(json.dumps({"bundle": str(out), **facts}))

@@ -31,6 +31,8 @@ def prompt(tokens=100, forced=10):
 class Fixed:
     """Proposes one choice; later tokens matter more."""
 
+    prompt_ratios = RATIOS
+
     def __init__(self, level, ratio, planning_ms=0.0):
         self.choice, self.cost_ms, self.asked = (level, ratio), planning_ms, []
 
@@ -46,7 +48,7 @@ class Fixed:
 
 
 def planner(proposer=None, margin=1.0):
-    return Planner(PROFILE, LEVELS, proposer, prompt_ratios=RATIOS, margin=margin)
+    return Planner(PROFILE, LEVELS, proposer, margin=margin)
 
 
 def test_a_proposal_that_meets_its_objective_is_taken():

@@ -24,6 +24,8 @@ TEXT = "the quick brown fox jumps over the lazy dog and hides in a hole under th
 class FirstWords:
     """Half the model, half the prompt, of which the first words matter most."""
 
+    prompt_ratios = (0.5, 1.0)
+
     def propose(self, prompt, slo, allowed):
         return Proposal(level=50, prompt_ratio=0.5, scores=self.scores(prompt))
 

@@ -1,0 +1,138 @@
+"""The tiny LM at work: one pass over a prompt scores its tokens and proposes how to answer it.
+
+Its graphs, like the large model's, are compiled or read from disk when it is opened, for a few lengths; a
+longer prompt takes several passes of the longest.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.bundle.tiny_lm import TinyLm
+from jaxllm.config import Bucket
+from jaxllm.elastic.compression import spread, word_count, word_scores, words_of
+from jaxllm.elastic.reading import MARKS, marked, read_scores, reading_rows
+from jaxllm.elastic.slo import SLOS, Slo
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.droppable import PromptTokens
+from jaxllm.tokenizer import Tokenizer
+from serving.graph_store import GraphStore
+from serving.lowering import lower_tiny_lm
+from serving.planner import Proposal
+
+_ROW_TOKENS = (32, 64, 128, 256, 512)
+_TIMED_RUNS = 7
+
+
+class TinyPlanner:
+    """Proposes with a tiny LM (see `planner.Proposer`).
+
+    Args:
+      tiny: the tiny LM, and what its classes stand for.
+      levels: that the planner chooses from, ascending.
+      store: where its graphs are kept; None compiles them.
+
+    Attributes:
+      prompt_ratios: what a planner may choose from with it, ascending.
+
+    Raises:
+      ConfigError: it knows none of these levels.
+    """
+
+    def __init__(self, tiny: TinyLm, levels: Sequence[int], store: GraphStore | None = None) -> None:
+        known = [level for level in levels if level in tiny.levels]
+        if not known:
+            raise ConfigError(
+                f"the tiny LM chooses between levels {tiny.levels}, of which none is served ({levels})"
+            )
+        self.prompt_ratios = tiny.prompt_ratios
+        self._tiny, self._levels = tiny, tuple(levels)
+        # Of each of its classes the level's place, and of levels that it does not know none.
+        self._places = np.array([self._levels.index(level) for level in known])
+        self._classes = np.array([tiny.levels.index(level) for level in known])
+        self._own = None if tiny.tokenizer is None else Tokenizer(tiny.tokenizer)
+        self._params = {name: jax.device_put(value) for name, value in tiny.params.items()}
+        window = tiny.cfg.encoder.window_tokens
+        self._lengths = [each for each in _ROW_TOKENS if each < window] + [min(window, _ROW_TOKENS[-1])]
+        self._lengths = sorted(set(self._lengths))
+        mine = None if store is None else store.of(tiny.cfg, self._params)
+        self._graphs = {length: self._graph(length, mine) for length in self._lengths}
+        self._pass_ms = {length: self._time(length) for length in self._lengths}
+
+    def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
+        """The likeliest choice of those that are allowed, with a score for each token of the prompt.
+
+        Args:
+          prompt: what is asked.
+          slo: its objective.
+          allowed: `[levels, prompt_ratios]` bool, one of them True.
+        """
+        scores, (model, share) = self._read(prompt, slo)
+        likely = np.full(allowed.shape, -np.inf)
+        likely[self._places] = _log_softmax(model)[self._classes, None] + _log_softmax(share)[None]
+        choices = np.where(allowed, likely, -np.inf)
+        if not np.isfinite(choices).any():
+            choices = likely
+        level, ratio = np.unravel_index(int(np.argmax(choices)), choices.shape)
+        return Proposal(level=self._levels[level], prompt_ratio=self.prompt_ratios[ratio], scores=scores)
+
+    def scores(self, prompt: PromptTokens) -> np.ndarray:
+        """How likely each token of a prompt should be kept, `[T]` float64."""
+        return self._read(prompt, SLOS[0])[0]
+
+    def planning_ms(self, tokens: int) -> float:
+        """What a pass over a prompt of so many of the large model's tokens takes, measured when it was
+        opened."""
+        passes, length = self._rows(tokens)
+        return passes * self._pass_ms[length]
+
+    def _rows(self, tokens: int) -> tuple[int, int]:
+        """Passes, and the length of each."""
+        length = next((each for each in self._lengths if each >= tokens + MARKS), self._lengths[-1])
+        return max(1, -(-tokens // (length - MARKS))), length
+
+    def _read(self, prompt: PromptTokens, slo: Slo) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Scores of the large model's tokens, and the decision's logits."""
+        ids, words = np.asarray(prompt.ids), prompt.words
+        if self._own is not None:
+            own, offsets = self._own.encode_with_offsets(prompt.text, add_special_tokens=False)
+            ids, words = np.asarray(own, np.int32), words_of(offsets, prompt.text, prompt.spans.reshape(-1))
+        _, length = self._rows(len(ids))
+        rows, mask = reading_rows(ids, length)
+        rows = marked(rows, slo, self._tiny.mark_ids)
+        graph = self._graphs[length]
+        outs = [graph(self._params, rows[i : i + 1], mask[i : i + 1]) for i in range(len(rows))]
+        logits = read_scores(np.concatenate([np.asarray(keep) for keep, _ in outs]), mask)
+        likely = 1 / (1 + np.exp(-logits.astype(np.float64)))
+        if self._own is not None:
+            count = word_count(prompt.text, prompt.spans.reshape(-1))
+            likely = spread(word_scores(likely, words, count), prompt.words)
+        model, share = (np.asarray(each, np.float64)[0] for each in outs[0][1])
+        return likely, (model, share)
+
+    def _graph(self, length: int, store: GraphStore | None) -> jax.stages.Compiled:
+        bucket = Bucket(kind="plan", tokens=length)
+        graph = None if store is None else store.load(bucket)
+        if graph is None:
+            graph = lower_tiny_lm(bucket, self._tiny.cfg, self._params).compile()
+            if store is not None:
+                store.store(bucket, graph)
+        return graph
+
+    def _time(self, length: int) -> float:
+        row, mask = np.zeros((1, length), np.int32), np.ones((1, length), bool)
+        times = []
+        # The first run sets up the graph's kernels.
+        for _ in range(_TIMED_RUNS + 1):
+            began = time.perf_counter()
+            jax.block_until_ready(self._graphs[length](self._params, row, mask))
+            times.append(1000 * (time.perf_counter() - began))
+        return statistics.median(times[1:])
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())

@@ -1,0 +1,129 @@
+"""The tiny LM as a proposer: what it reads, what it may choose, what it costs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.elastic.reading import marked, reading_rows
+from jaxllm.elastic.slo import SLOS, Slo, marks
+from jaxllm.encoder.config import EncoderConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.tlm import TlmConfig, forward_both, init_tlm
+from jaxllm.tasks.droppable import prompt_tokens
+from jaxllm.tasks.example import TaskExample
+from jaxllm.tokenizer import Tokenizer
+from serving.options import EngineOptions
+from serving.service import LLMService
+from serving.tiny_lm import TinyPlanner
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer, write_tiny_bundle
+
+LEVELS, RATIOS = (40, 70, 100), (0.25, 0.5, 1.0)
+CFG = TlmConfig(
+    encoder=EncoderConfig(
+        vocab_size=VOCAB_SIZE, embedding_size=8, hidden_size=16, layers=2, heads=2, ffn_size=16,
+        window_tokens=64, trigram_input=True,
+    ),
+    shared_layers=1,
+    levels=3,
+    prompt_levels=3,
+)  # fmt: skip
+QUESTION = TaskExample(user="the quick brown fox jumps over the lazy dog", answer="", system="say it")
+ALL = np.ones((3, 3), bool)
+
+
+def tiny_lm(**changes):
+    # Wide enough that choices differ.
+    params = {name: 4 * value for name, value in jax.device_get(init_tlm(CFG, jax.random.key(0))).items()}
+    facts = {
+        "cfg": CFG, "params": params, "levels": LEVELS, "prompt_ratios": RATIOS,
+        "mark_ids": tuple(range(len(marks()))),
+    }  # fmt: skip
+    return TinyLm(**{**facts, **changes})
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return TinyPlanner(tiny_lm(), LEVELS)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return prompt_tokens(Tokenizer(tiny_tokenizer()), QUESTION)
+
+
+def read_by_hand(prompt, slo, length=64):
+    rows, mask = reading_rows(prompt.ids, length)
+    return forward_both(tiny_lm().params, marked(rows, slo, tiny_lm().mark_ids), mask, cfg=CFG)
+
+
+def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
+    keep, _ = read_by_hand(prompt, SLOS[2])
+    expected = 1 / (1 + np.exp(-np.asarray(keep)[0, 2 : 2 + len(prompt.ids)]))
+    found = planner.propose(prompt, SLOS[2], ALL)
+    np.testing.assert_allclose(found.scores, expected, atol=1e-4)
+    assert planner.scores(prompt).shape == prompt.ids.shape
+
+
+@pytest.mark.parametrize("slo", [Slo(ttft=0.2, tpot=0.5), Slo(ttft=0.9, tpot=0.9)])
+def test_the_likeliest_choice_is_proposed(planner, prompt, slo):
+    _, (model, share) = read_by_hand(prompt, slo)
+    found = planner.propose(prompt, slo, ALL)
+    assert found.level == LEVELS[int(np.argmax(model))]
+    assert found.prompt_ratio == RATIOS[int(np.argmax(share))]
+
+
+def test_only_what_is_allowed_is_proposed(planner, prompt):
+    for level in range(3):
+        for ratio in range(3):
+            allowed = np.zeros((3, 3), bool)
+            allowed[level, ratio] = True
+            found = planner.propose(prompt, SLOS[0], allowed)
+            assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
+
+
+def test_levels_that_it_does_not_know_are_never_proposed(prompt):
+    planner = TinyPlanner(tiny_lm(), (20, 40, 100))
+    found = {planner.propose(prompt, slo, ALL).level for slo in SLOS}
+    assert found <= {40, 100}
+    with pytest.raises(ConfigError, match="of which none is served"):
+        TinyPlanner(tiny_lm(), (20, 50))
+
+
+def test_a_tokenizer_of_its_own_scores_the_same_words(prompt):
+    own = TinyPlanner(tiny_lm(tokenizer=tiny_tokenizer(chat=False)), LEVELS)
+    found = own.propose(prompt, SLOS[1], ALL)
+    assert found.scores.shape == prompt.ids.shape
+    for word in set(prompt.words.tolist()):
+        assert len(set(found.scores[prompt.words == word].tolist())) == 1
+
+
+def test_long_prompts_take_several_passes(planner):
+    long = prompt_tokens(
+        Tokenizer(tiny_tokenizer()), dataclasses.replace(QUESTION, user=QUESTION.user + " and so on" * 12)
+    )
+    assert len(long.ids) > 2 * 62
+    assert planner.propose(long, SLOS[0], ALL).scores.shape == long.ids.shape
+    assert planner.planning_ms(len(long.ids)) == pytest.approx(
+        -(-len(long.ids) // 62) * planner.planning_ms(62)
+    )
+    assert planner.planning_ms(10) > 0
+
+
+def test_a_service_plans_with_the_bundles_tiny_lm(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    parts = {**elastic_parts(Ladder(levels=LEVELS)), **tiny_lm_parts(tiny_lm())}
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", parts=parts)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), executables_bytes=1 << 28)
+    service = LLMService.open(path, options=options)
+    answer = service.call(QUESTION.user, slo=Slo(ttft=0.99, tpot=0.99), max_tokens=4).result()
+    assert answer.plan.source in ("proposed", "fallback", "nearest")
+    # A second process reads its graphs.
+    compiled = []
+    monkeypatch.setattr("serving.tiny_lm.lower_tiny_lm", lambda *args: compiled.append(args))
+    LLMService.open(path, options=options)
+    assert compiled == []
