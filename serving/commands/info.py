@@ -2,12 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import click
 import jax
 
 import jaxllm
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import read_ladder
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.kernels import native
 from jaxllm.models.parameters import parameter_count
 from serving.console import print_json
@@ -32,6 +35,7 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
             "file_bytes": path.stat().st_size,
             "fingerprint": opened.fingerprint,
             "verified": verify,
+            **_levels(opened),
             "config": dataclasses.asdict(opened.cfg),
             "jaxllm": jaxllm.__version__,
             "jax": jax.__version__,
@@ -49,3 +53,15 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
     # Plain lines: a table would cut a fingerprint to the width of a terminal.
     for key, value in facts.items():
         click.echo(f"{key:<{width}}  {value}")
+
+
+def _levels(bundle: Bundle) -> dict[str, Any]:
+    """What makes a bundle elastic, if it is."""
+    ladder = read_ladder(bundle)
+    if ladder is None:
+        return {}
+    return {
+        "levels": list(ladder.levels),
+        "anchors": list(ladder.anchors),
+        "tiny_lm": read_tiny_lm(bundle) is not None,
+    }

@@ -44,9 +44,10 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     build = BucketTable._build
 
     def remembered(table: BucketTable, bucket: Any) -> Any:
-        leaves, structure = jax.tree.flatten(table._params)
+        at = table.at(bucket.level)
+        leaves, structure = jax.tree.flatten(at._params)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (table.cfg, table.options, bucket, structure, shapes)
+        key = (at.cfg, at.options, bucket, structure, shapes)
         if key not in GRAPHS:
             GRAPHS[key] = build(table, bucket)
         return GRAPHS[key]

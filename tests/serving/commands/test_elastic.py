@@ -1,0 +1,79 @@
+"""`jaxllm profile`, `trace` and `--level`: elastic bundles on the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from serving.trace import read_trace
+from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, failed, succeeded
+from tests.tiny import write_tiny_bundle
+
+
+@pytest.fixture(scope="module")
+def elastic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    parts = elastic_parts(Ladder(levels=(50, 100), anchors=(1,)))
+    return write_tiny_bundle(
+        tmp_path_factory.mktemp("elastic") / "e.jaxllm", cfg=CFG, params=PARAMS, parts=parts
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "tasks" / "sst2").mkdir(parents=True)
+    records = [{"text": f"film {n}", "label": ("positive", "negative")[n % 2]} for n in range(4)]
+    path = tmp_path / "tasks" / "sst2" / "valid.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    return tmp_path
+
+
+def test_a_level_answers_differently(run: Run, elastic: Path) -> None:
+    texts = {
+        answer(run("generate", "-m", elastic, "-p", "ab", "-n", 8, "--ignore-eos", "--json", *level))["text"]
+        for level in ((), ("--level", 100), ("--level", 50))
+    }
+    assert len(texts) == 2
+    failed(run("generate", "-m", elastic, "-p", "ab", "--level", 60), "there are 50, 100")
+
+
+def test_a_plain_bundle_has_no_levels(run: Run, bundle: Path) -> None:
+    failed(run("generate", "-m", bundle, "-p", "ab", "--level", 50), "has no levels")
+
+
+def test_profile(run: Run, elastic: Path, tmp_path: Path) -> None:
+    facts = answer(run("profile", elastic, "--repeats", 1, "--json"))
+    assert facts["levels"] == [50, 100]
+    assert Path(facts["profile"]).exists()
+    energy = tmp_path / "energy.json"
+    energy.write_text(json.dumps({"prefill_joules": [1, 2], "decode_joules": [3, 4]}))
+    shown = succeeded(run("profile", elastic, "--repeats", 1, "--energy", energy))
+    assert "50 %" in shown
+    assert json.loads(Path(facts["profile"]).read_text())["energy"]["decode_joules"] == [3, 4]
+    energy.write_text("[]")
+    failed(run("profile", elastic, "--repeats", 1, "--energy", energy), "prefill_joules")
+
+
+def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    told = succeeded(run("trace", "make", "--data", data, "-o", path, "-n", 9, "--task", "sentiment"))
+    assert "9 requests" in told
+    assert len(read_trace(path)) == 9
+    facts = answer(run("trace", "replay", path, "-m", elastic, "--limit", 4, "-n", 2, "--json"))
+    assert facts["all"]["requests"] == 4
+    assert sum(each["requests"] for each in facts["by_slo"].values()) == 4
+    assert "in time" in succeeded(run("trace", "replay", path, "-m", elastic, "--limit", 2, "-n", 2))
+    failed(run("trace", "replay", tmp_path / "nothing", "-m", elastic), "cannot be read")
+
+
+def test_info_tells_levels(run: Run, elastic: Path) -> None:
+    facts = answer(run("info", elastic, "--json"))
+    assert facts["levels"] == [50, 100]
+    assert facts["anchors"] == [1]
+    assert facts["tiny_lm"] is False
