@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import click
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,8 +24,7 @@ from serving.trace import (
 )
 
 _COLUMNS = (
-    "objective", "requests", "right", "in time", "level", "prompt kept", "first token", "per token",
-    "planning",
+    "objective", "calls", "right", "in time", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
 )  # fmt: skip
 
 
@@ -77,9 +77,9 @@ def replay_command(
             }
         )
         return
-    table = Table()
+    table = Table(box=box.SIMPLE_HEAD)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "objective" else "right")
+        table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
     for name, each in [*by_slo.items(), ("all", whole)]:
         table.add_row(name, *_cells(each))
     Console().print(table)
@@ -92,7 +92,7 @@ def _cells(each: Totals) -> list[str]:
         f"{each.held:.1%}",
         f"{each.level:.0f} %",
         f"{each.kept_share:.0%}",
-        f"{each.ttft_ms:.2f} ms",
-        f"{each.tpot_ms:.2f} ms",
-        f"{each.planning_ms:.2f} ms",
+        f"{each.ttft_ms:.2f}",
+        f"{each.tpot_ms:.2f}",
+        f"{each.planning_ms:.2f}",
     ]
