@@ -135,7 +135,7 @@ def lightest(
     for values in (levels, prompt_ratios):
         if list(values) != sorted(set(values)):
             raise ConfigError(f"levels and prompt ratios must ascend, got {list(values)}")
-    allowed = np.stack([_feasible(slo, levels, prompt_ratios, shares) for slo in slos], axis=1)
+    allowed = allowed_choices(slos, levels, prompt_ratios, shares)
     allowed = np.broadcast_to(allowed, (len(correct), *allowed.shape[1:]))
     ttft, _ = nominal_cost(levels, prompt_ratios)
     places = np.arange(len(levels)).repeat(len(prompt_ratios))
@@ -145,6 +145,24 @@ def lightest(
     found = np.stack(np.divmod(order[right.argmax(-1)], len(prompt_ratios)), axis=-1)
     answered = right.any(-1)[..., None]
     return np.where(answered, found, _default(allowed)).astype(np.int32)
+
+
+def allowed_choices(
+    slos: Sequence[Slo],
+    levels: Sequence[int],
+    prompt_ratios: Sequence[float],
+    shares: np.ndarray | None = None,
+) -> np.ndarray:
+    """Which choices meet each SLO, with what prompts really keep: `[N, S, levels, prompt_ratios]` bool.
+
+    Arguments are those of `lightest`; without shares N is 1.
+    """
+    if shares is None:
+        return np.stack([feasible(slo, levels, prompt_ratios) for slo in slos])[None]
+    real = np.maximum(np.asarray(shares, np.float64), np.asarray(prompt_ratios))
+    # One row of ratios for every question.
+    flat = np.stack([feasible(slo, levels, real.reshape(-1).tolist()) for slo in slos])
+    return flat.reshape(len(slos), len(levels), *real.shape).transpose(2, 0, 1, 3)
 
 
 def answer(
@@ -198,17 +216,6 @@ def answer(
         for number, (prompts, _) in enumerate(shortened):
             correct[number, place] = [right[number, each] for each in prompts]
     return Answers(correct, np.array([shares for _, shares in shortened]).reshape(-1, len(prompt_ratios)))
-
-
-def _feasible(
-    slo: Slo, levels: Sequence[int], prompt_ratios: Sequence[float], shares: np.ndarray | None
-) -> np.ndarray:
-    """`[N or 1, levels, prompt_ratios]` bool: what meets an SLO, with what prompts really keep."""
-    if shares is None:
-        return feasible(slo, levels, prompt_ratios)[None]
-    real = np.maximum(np.asarray(shares, np.float64), np.asarray(prompt_ratios))
-    # One row of ratios for every question.
-    return feasible(slo, levels, real.reshape(-1).tolist()).reshape(len(levels), *real.shape).swapaxes(0, 1)
 
 
 def _default(allowed: np.ndarray) -> np.ndarray:

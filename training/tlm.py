@@ -47,7 +47,7 @@ from training.tlm_batches import (
 )
 from training.tlm_questions import kept_answers, questions_digest, read_questions
 from training.tlm_recipe import TlmRecipe
-from training.tlm_scores import decision_metrics, keep_metrics, keep_scores
+from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics, keep_scores
 from training.tlm_start import Start
 
 
@@ -156,17 +156,28 @@ def train_tlm(
         for side, slos in ((False, TOLD_SLOS), (True, SLOS))
     )
     job = decide_job(start, trained, recipe.decide)
-    decided, decisions = run.head(
+    decided, decided_on = run.head(
         "decide", job, recipe.decide, asked.batch_at, held_out.held_out, list(map(str, SLOS))
     )
     params = {**trained, **decided}
-    decisions |= decision_metrics(start.cfg, params, held_out)
+    chosen, own = (
+        decisions(start.cfg, params, held_out),
+        Answers(answers.correct[sides], answers.shares[sides]),
+    )
+    decided_on |= decision_metrics(chosen, held_out.labels, SLOS)
+    decided_on["answered_right"] = answer_metrics(own, chosen, SLOS, recipe.levels, recipe.prompt_ratios)
+    right = answers.correct.mean(0).round(4)
     summary = {
         "parameters": sum(value.size for value in params.values()),
         "score": summary,
-        # By level and prompt ratio: what the decisions are made from.
-        "answers": {"questions": len(questions), "right": answers.correct.mean(0).round(4).tolist()},
-        "decide": decisions,
+        "answers": {
+            "questions": len(questions),
+            "right_by_level": dict(zip(map(str, recipe.levels), right[:, -1].tolist(), strict=True)),
+            "right_by_prompt_ratio": dict(
+                zip(map(str, recipe.prompt_ratios), right[-1].tolist(), strict=True)
+            ),
+        },
+        "decide": decided_on,
     }
     write_json(run_dir / "summary.json", summary)
     console.print_json(data=summary)

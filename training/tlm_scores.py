@@ -9,11 +9,11 @@ import numpy as np
 
 from jaxllm.elastic.compression import spread, word_count, word_scores
 from jaxllm.elastic.reading import marked, read_scores, reading_rows
-from jaxllm.elastic.slo import SLOS
+from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.models import tlm
 from jaxllm.models.tlm import TlmConfig
 from jaxllm.tasks.droppable import prompt_tokens
-from training.self_labels import Question
+from training.self_labels import Answers, Question, allowed_choices, lightest
 from training.tlm_batches import DecisionRows, ScoreBatch, TinyReader
 
 # Rows that are scored in one dispatch.
@@ -67,31 +67,73 @@ def keep_metrics(
     return {name: round(float(each), 4) for name, each in shares.items()}
 
 
-def decision_metrics(
-    cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows
-) -> dict[str, float | dict[str, float]]:
-    """How often the labelled level, the labelled prompt and both are decided on, and both by SLO; `majority`
-    is how often both are right for who decides by the SLO alone, and knows the commonest label of each."""
-    chosen, labels, slos = [], [], []
+def decisions(cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows) -> np.ndarray:
+    """The tiny LM's choices `[N, S, 2]` for all questions under all objectives of some rows."""
     decide = jax.jit(functools.partial(tlm.decide, cfg=cfg))
+    chosen = []
     for batch in rows.held_out():
-        real = batch.weights[:, 0] > 0
         likely = [np.asarray(each).argmax(-1) for each in decide(params, batch.tokens, batch.mask)]
-        chosen.append(np.stack(likely, axis=-1)[real])
-        labels.append(batch.choices[real])
-        slos.append(batch.sources[real, 0])
-    right = np.concatenate(chosen) == np.concatenate(labels)
-    both, of = right.all(-1), np.concatenate(slos)
-    pairs = np.concatenate(labels) @ np.array([1 << 16, 1])
-    commonest = sum(np.unique(pairs[of == slo], return_counts=True)[1].max() for slo in np.unique(of))
+        chosen.append(np.stack(likely, axis=-1)[batch.weights[:, 0] > 0])
+    return np.concatenate(chosen).reshape(rows.labels.shape)
+
+
+def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]) -> dict[str, Any]:
+    """How often the labelled level, the labelled prompt and both are decided on, and both by SLO.
+
+    `majority` is how often both are right for who decides by the SLO alone, and knows the commonest label of
+    each.
+
+    Args:
+      chosen, labels: `[N, S, 2]` int.
+      slos: S objectives.
+    """
+    right = chosen == labels
+    both = right.all(-1)
+    pairs = labels @ np.array([1 << 16, 1])
+    commonest = sum(np.unique(column, return_counts=True)[1].max() for column in pairs.T)
+    by_slo = {str(slo): round(float(each), 4) for slo, each in zip(slos, both.mean(0), strict=True)}
+    shares = {
+        "accuracy": both.mean(),
+        "model_accuracy": right[..., 0].mean(),
+        "prompt_accuracy": right[..., 1].mean(),
+        "majority": commonest / pairs.size,
+    }
+    return {name: round(float(each), 4) for name, each in shares.items()} | {"accuracy_by_slo": by_slo}
+
+
+def answer_metrics(
+    answers: Answers,
+    chosen: np.ndarray,
+    slos: Sequence[Slo],
+    levels: Sequence[int],
+    prompt_ratios: Sequence[float],
+) -> dict[str, dict[str, float]]:
+    """What decisions are worth: how many questions are answered right within each SLO.
+
+    Args:
+      answers: of N questions.
+      chosen: `[N, S, 2]` int, the decisions; one that does not meet its SLO is replaced by the default.
+      slos: S objectives.
+      levels, prompt_ratios: what the classes stand for.
+
+    Returns:
+      By SLO the share of questions answered right with what was `decided`, with the `default`, and with what
+      is `best` for each.
+    """
+    correct, shares = answers.correct, answers.shares
+    choices = (slos, levels, prompt_ratios, shares)
+    default = lightest(np.zeros_like(correct), *choices)
+    questions, objectives = np.ogrid[: len(chosen), : len(slos)]
+    meets = allowed_choices(*choices)[questions, objectives, chosen[..., 0], chosen[..., 1]]
+    ways = {
+        "decided": np.where(meets[..., None], chosen, default),
+        "default": default,
+        "best": lightest(correct, *choices),
+    }
+    right = {name: correct[questions, way[..., 0], way[..., 1]].mean(0) for name, way in ways.items()}
     return {
-        "model_accuracy": round(float(right[:, 0].mean()), 4),
-        "prompt_accuracy": round(float(right[:, 1].mean()), 4),
-        "accuracy": round(float(both.mean()), 4),
-        "majority": round(float(commonest / len(pairs)), 4),
-        "accuracy_by_slo": {
-            str(slo): round(float(both[of == number].mean()), 4) for number, slo in enumerate(rows.slos)
-        },
+        str(slo): {name: round(float(each[number]), 4) for name, each in right.items()}
+        for number, slo in enumerate(slos)
     }
 
 

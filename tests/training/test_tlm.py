@@ -17,7 +17,7 @@ from jaxllm.bundle.tiny_lm import read_tiny_lm, tiny_lm_parts
 from jaxllm.checkpoints.mobilebert_folder import write_encoder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.elastic.slo import marks, marks_of
+from jaxllm.elastic.slo import SLOS, marks, marks_of
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.encoder.parameters import init_encoder
 from jaxllm.errors import ConfigError
@@ -26,12 +26,12 @@ from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny
 from training.keep_labels import Compression, align
 from training.loop import Trainer, train
 from training.parallel import MeshShape, make_mesh
-from training.self_labels import ElasticModel
+from training.self_labels import Answers, ElasticModel
 from training.settings import TrainSettings
 from training.tlm import decide_job, score_job, train_tlm
 from training.tlm_batches import TOLD_SLOS, DecisionRows, ScoreRows, score_rows
 from training.tlm_recipe import TlmRecipe, load_tlm_recipe, tlm_recipe_names
-from training.tlm_scores import decision_metrics, keep_metrics
+from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics
 from training.tlm_start import Start
 
 TOKENIZER = Tokenizer(tiny_tokenizer())
@@ -107,9 +107,32 @@ def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path
     job = decide_job(start, trained, settings)
     params = learn(job, settings, rows, tmp_path)
     assert params.keys() == start.params.keys() - trained.keys()
-    found = decision_metrics(start.cfg, {**trained, **params}, other)
-    assert found["accuracy"] > 0.95
-    assert found["majority"] == 1
+    chosen = decisions(start.cfg, {**trained, **params}, other)
+    assert (chosen == other.labels).all(-1).mean() > 0.95
+
+
+def test_metrics_of_decisions_by_hand():
+    slos = SLOS[0], SLOS[-1]
+    labels = np.array([[[0, 0], [1, 1]], [[0, 1], [0, 1]], [[0, 0], [0, 1]]])
+    chosen = np.array([[[0, 0], [1, 0]], [[0, 1], [0, 1]], [[1, 0], [0, 1]]])
+    assert decision_metrics(chosen, labels, slos) == {
+        "accuracy": 0.6667,
+        "model_accuracy": 0.8333,
+        "prompt_accuracy": 0.8333,
+        "majority": 0.6667,
+        "accuracy_by_slo": {"<100,100>": 0.6667, "<20,50>": 0.6667},
+    }
+
+
+def test_what_decisions_are_worth_by_hand():
+    slos, levels, ratios = (SLOS[0], SLOS[-1]), (20, 100), (0.5, 1.0)
+    correct = np.array([[[False, False], [True, False]], [[True, False], [False, True]]])
+    answers = Answers(correct, np.array([ratios] * 2))
+    # The first takes the whole model with half a prompt, also where that takes too long.
+    chosen = np.array([[[1, 0], [1, 0]], [[0, 1], [0, 0]]])
+    worth = answer_metrics(answers, chosen, slos, levels, ratios)
+    assert worth["<100,100>"] == {"decided": 0.5, "default": 0.5, "best": 1.0}
+    assert worth["<20,50>"] == {"decided": 0.5, "default": 0.0, "best": 0.5}
 
 
 # Rows
@@ -189,7 +212,8 @@ def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, mon
     assert summary["parameters"] == sum(value.size for value in whole.params.values())
     assert {"accuracy", "f1", "majority", "best_step"} <= summary["score"].keys()
     assert {"accuracy", "model_accuracy", "accuracy_by_slo"} <= summary["decide"].keys()
-    assert np.shape(summary["answers"]["right"]) == (2, 3)
+    assert list(summary["answers"]["right_by_level"]) == ["50", "100"]
+    assert len(summary["decide"]["answered_right"]) == len(SLOS)
 
     with monkeypatch.context() as patch:
         patch.setattr(training.tlm, "lightest", stop)
