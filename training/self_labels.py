@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.branching import Branching, Packed, cut, score_pieces
+from jaxllm.branching import Packed, cut, score_pieces
 from jaxllm.bundle.elastic import Recovery
 from jaxllm.config import ModelConfig
 from jaxllm.documents import Branches
-from jaxllm.elastic.compression import keep_tokens
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.slo import Slo, feasible, nominal_cost
 from jaxllm.elastic.submodel import shared_sub_model, sub_model
@@ -27,9 +26,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.steps import score_branches
-from jaxllm.tasks.branching import branching
-from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
-from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.shortened import Question, shorten
 from jaxllm.tokenizer import Tokenizer
 
 # Two lengths of rows, so two graphs a level: most questions are short.
@@ -56,34 +53,6 @@ class ElasticModel:
     ladder: Ladder
     tokenizer: Tokenizer
     recoveries: Mapping[int, Recovery] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Question:
-    """A question with options, as a model reads it.
-
-    Attributes:
-      example: the question.
-      prompt: its tokens, and what of them may go.
-      per_byte: its options are compared by likelihood per byte.
-    """
-
-    example: TaskExample
-    prompt: PromptTokens
-    per_byte: bool = False
-
-    @classmethod
-    def read(cls, tokenizer: Tokenizer, example: TaskExample, *, per_byte: bool = False) -> "Question":
-        """Renders and encodes a question.
-
-        Raises:
-          ConfigError: it has no options.
-        """
-        if not example.options:
-            raise ConfigError(
-                f"a question without options has no right answer to compare: {example.user!r:.80}"
-            )
-        return cls(example, prompt_tokens(tokenizer, example), per_byte)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -195,7 +164,7 @@ def answer(
     window = model.cfg.window_tokens
     lengths = tuple(row_tokens) or (*(each for each in (SHORT_ROW_TOKENS,) if each < window), window)
     shortened = [
-        _shorten(model.tokenizer, question, each, prompt_ratios)
+        shorten(model.tokenizer, question, each, prompt_ratios)
         for question, each in zip(questions, scores, strict=True)
     ]
     # The same tokens may stay at several ratios: these are asked once.
@@ -212,7 +181,7 @@ def answer(
     for place, level in enumerate(levels):
         told = None if on_answered is None else functools.partial(on_answered, level)
         likely = score_pieces(asked, pieces, rows, _dispatcher(model, level), told)
-        right = {key: _is_right(questions[key[0]], each) for key, each in zip(keys, likely, strict=True)}
+        right = {key: questions[key[0]].is_right(each) for key, each in zip(keys, likely, strict=True)}
         for number, (prompts, _) in enumerate(shortened):
             correct[number, place] = [right[number, each] for each in prompts]
     return Answers(correct, np.array([shares for _, shares in shortened]).reshape(-1, len(prompt_ratios)))
@@ -230,32 +199,6 @@ def _last(flags: np.ndarray) -> np.ndarray:
     """The place of the last True along the last axis; 0 where there is none."""
     last = flags.shape[-1] - 1 - flags[..., ::-1].argmax(-1)
     return np.where(flags.any(-1), last, 0)
-
-
-def _shorten(
-    tokenizer: Tokenizer, question: Question, scores: np.ndarray, prompt_ratios: Sequence[float]
-) -> tuple[list[Branching], list[float]]:
-    """The question at every ratio, and the share of its tokens that stays."""
-    prompt = question.prompt
-    whole = branching(tokenizer, question.example)
-    forced = prompt.forced.copy()
-    # What all options are scored from, and what a tokenizer joins them to.
-    forced[len(whole.trunk) - 1 :] = True
-    prompts, shares = [], []
-    for ratio in prompt_ratios:
-        keep = keep_tokens(scores, prompt.words, forced, ratio)
-        trunk = np.asarray(whole.trunk)[keep[: len(whole.trunk)]]
-        prompts.append(Branching(tuple(trunk.tolist()), whole.branches))
-        shares.append(float(keep.mean()))
-    return prompts, shares
-
-
-def _is_right(question: Question, likely: np.ndarray) -> bool:
-    example = question.example
-    if question.per_byte:
-        sizes = np.array([len(option.strip().encode()) for option in example.options])
-        likely = likely / np.maximum(sizes, 1)
-    return example.options[int(np.argmax(likely))] == example.answer
 
 
 def _dispatcher(model: ElasticModel, level: int) -> Callable[[Packed], np.ndarray]:

@@ -26,6 +26,7 @@ from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.models import tlm
+from jaxllm.tasks.shortened import Question
 from training.checkpoints import Params, read_best
 from training.documents import documents_digest, text_document
 from training.keep_labels import KeptWords, align, read_compressions, split_rows, well_aligned
@@ -33,7 +34,7 @@ from training.log import Log
 from training.loop import Batch, Job, Trainer, train
 from training.parallel import MeshShape, gathered, make_mesh
 from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
-from training.self_labels import Answers, ElasticModel, Question, answer, lightest
+from training.self_labels import Answers, ElasticModel, answer, lightest
 from training.settings import TrainSettings
 from training.tlm_batches import (
     TOLD_SLOS,

@@ -11,8 +11,9 @@ from jaxllm.atomic import atomic_file
 from jaxllm.errors import ConfigError
 from jaxllm.tasks import find_task
 from jaxllm.tasks.example import TaskExample, held_out, pseudo_random
+from jaxllm.tasks.shortened import Question
 from jaxllm.tokenizer import Tokenizer
-from training.self_labels import Answers, Question
+from training.self_labels import Answers
 from training.tlm_recipe import TlmRecipe
 
 

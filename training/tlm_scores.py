@@ -13,7 +13,8 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.models import tlm
 from jaxllm.models.tlm import TlmConfig
 from jaxllm.tasks.droppable import prompt_tokens
-from training.self_labels import Answers, Question, allowed_choices, lightest
+from jaxllm.tasks.shortened import Question
+from training.self_labels import Answers, allowed_choices, lightest
 from training.tlm_batches import DecisionRows, ScoreBatch, TinyReader
 
 # Rows that are scored in one dispatch.

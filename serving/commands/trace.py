@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import click
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -77,7 +76,7 @@ def replay_command(
             }
         )
         return
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
     for name, each in [*by_slo.items(), ("all", whole)]:

@@ -19,9 +19,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.lora import LoraConfig, adapt, init_adapter
 from jaxllm.models import decoder
 from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.shortened import Question
 from jaxllm.tokenizer import Tokenizer
 from tests.tiny import TINY, random_params, tiny_tokenizer
-from training.self_labels import ElasticModel, Question, answer, lightest
+from training.self_labels import ElasticModel, answer, lightest
 
 LEVELS, RATIOS = (20, 50, 100), (0.4, 1.0)
 ALL, HALF, TIGHT = Slo(ttft=1, tpot=1), Slo(ttft=0.2, tpot=0.5), Slo(ttft=0.05, tpot=0.1)

@@ -1,0 +1,78 @@
+"""Questions with options, put with shorter prompts."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.branching import Branching
+from jaxllm.elastic.compression import keep_tokens
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.branching import branching
+from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
+from jaxllm.tasks.example import TaskExample
+from jaxllm.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Question:
+    """A question with options, as a model reads it.
+
+    Attributes:
+      example: the question.
+      prompt: its tokens, and what of them may go.
+      per_byte: its options are compared by likelihood per byte.
+    """
+
+    example: TaskExample
+    prompt: PromptTokens
+    per_byte: bool = False
+
+    @classmethod
+    def read(cls, tokenizer: Tokenizer, example: TaskExample, *, per_byte: bool = False) -> "Question":
+        """Renders and encodes a question.
+
+        Raises:
+          ConfigError: it has no options.
+        """
+        if not example.options:
+            raise ConfigError(
+                f"a question without options has no right answer to compare: {example.user!r:.80}"
+            )
+        return cls(example, prompt_tokens(tokenizer, example), per_byte)
+
+    def is_right(self, likely: np.ndarray) -> bool:
+        """Whether the likeliest option is the right one; of equally likely ones the first counts.
+
+        Args:
+          likely: `[options]`, the log-probability of each.
+        """
+        if self.per_byte:
+            sizes = np.array([len(option.strip().encode()) for option in self.example.options])
+            likely = likely / np.maximum(sizes, 1)
+        return self.example.options[int(np.argmax(likely))] == self.example.answer
+
+
+def shorten(
+    tokenizer: Tokenizer, question: Question, scores: np.ndarray, prompt_ratios: Sequence[float]
+) -> tuple[list[Branching], list[float]]:
+    """A question at every ratio, and the share of its tokens that really stays.
+
+    Args:
+      tokenizer: the model's.
+      question: whole.
+      scores: `[T]`, how much each token of its prompt should be kept (see `keep_tokens`).
+      prompt_ratios: shares of the prompt, in (0, 1].
+    """
+    prompt = question.prompt
+    whole = branching(tokenizer, question.example)
+    forced = prompt.forced.copy()
+    # What all options are scored from, and what a tokenizer joins them to.
+    forced[len(whole.trunk) - 1 :] = True
+    prompts, shares = [], []
+    for ratio in prompt_ratios:
+        keep = keep_tokens(scores, prompt.words, forced, ratio)
+        trunk = np.asarray(whole.trunk)[keep[: len(whole.trunk)]]
+        prompts.append(Branching(tuple(trunk.tolist()), whole.branches))
+        shares.append(float(keep.mean()))
+    return prompts, shares
