@@ -234,8 +234,9 @@ def _labelled(group: Sequence[KeptWords], reader: TinyReader, instruction: str) 
     example = TaskExample(system=instruction, user=user, answer="")
     prompt = prompt_tokens(reader.tokenizer, example, reader=reader.own)
     tokens, mask = reading_rows(prompt.ids, reader.row_tokens)
-    # The template may not have the text as it is: then nothing of it may go, and nothing is learnt.
-    begins = prompt.text.rfind(user)
+    # Where the template does not have the text as it is, nothing of it may go, and nothing is learnt. A short
+    # text may stand in a marker, too: the right one reaches as far as what may go.
+    begins = prompt.text.find(user, max(0, int(prompt.spans.max(initial=0)) - len(user)))
     words = words_of(prompt.offsets - begins, user)
     inside = (prompt.offsets[:, 0] >= begins) & (prompt.offsets[:, 1] <= begins + len(user))
     real = inside & ~prompt.forced & (words != NO_WORD)

@@ -176,3 +176,18 @@ def test_questions_that_are_refused():
             model(), [question], [np.ones(len(question.prompt.ids))], levels=(100,), prompt_ratios=(1.0,),
             row_tokens=(32,),
         )  # fmt: skip
+
+
+def test_the_token_that_options_are_scored_from_stays():
+    """Also where a template has nothing behind the user's text."""
+    bare = dataclasses.replace(
+        tiny_tokenizer(),
+        chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    other = dataclasses.replace(model(), tokenizer=Tokenizer(bare))
+    question = Question.read(other.tokenizer, TaskExample(user="a b", answer="c", options=("c", "d")))
+    np.testing.assert_array_equal(question.prompt.forced, [True, False, False, False])
+    likely = np.array([1.0, 0.9, 0.1, 0.1])
+    answers = answer(other, [question], [likely], levels=(100,), prompt_ratios=(0.5, 1.0), row_tokens=(64,))
+    # The begin token, and the word `b` with its space.
+    np.testing.assert_allclose(answers.shares, [[0.75, 1.0]])

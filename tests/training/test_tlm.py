@@ -21,17 +21,18 @@ from jaxllm.elastic.slo import SLOS, marks, marks_of
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.encoder.parameters import init_encoder
 from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import TaskExample
 from jaxllm.tokenizer import Tokenizer
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
 from training.keep_labels import Compression, align
 from training.loop import Trainer, train
 from training.parallel import MeshShape, make_mesh
-from training.self_labels import Answers, ElasticModel
+from training.self_labels import Answers, ElasticModel, Question
 from training.settings import TrainSettings
 from training.tlm import decide_job, score_job, train_tlm
 from training.tlm_batches import TOLD_SLOS, DecisionRows, ScoreRows, score_rows
 from training.tlm_recipe import TlmRecipe, load_tlm_recipe, tlm_recipe_names
-from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics
+from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics, keep_scores
 from training.tlm_start import Start
 
 TOKENIZER = Tokenizer(tiny_tokenizer())
@@ -206,6 +207,7 @@ def run(folder, data, recipe=RECIPE, **how):
     return train_tlm(recipe, elastic(), folder, data=data, name="tiny", mesh_shape=ONE, console=QUIET, **how)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, monkeypatch):
     whole = run(tmp_path / "whole", data)
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
@@ -267,6 +269,25 @@ def test_a_trained_encoder_is_under_both_heads(tmp_path):
     np.testing.assert_array_equal(start.params["embed.tokens"][:VOCAB_SIZE], trained["embed.tokens"])
     for head in ("score", "decide"):
         np.testing.assert_array_equal(start.params[f"{head}.layers.1.widen"], trained["layers.1.widen"])
+
+    # It reads prompts by its own tokenizer, and scores the large model's tokens, of a word alike.
+    reader = start.reader(TOKENIZER, 16)
+    assert reader.own is not None
+    example = TaskExample(system="Is it?", user="hello the hill of them", answer="yes", options=("yes", "no"))
+    question = Question.read(TOKENIZER, example)
+    (scores,) = keep_scores(start.cfg, start.params, reader, [question])
+    words = question.prompt.words
+    assert scores.shape == words.shape
+    for word in set(words[words >= 0]):
+        assert len(set(scores[words == word])) == 1
+    assert len(set(scores[~question.prompt.forced].round(6))) == 5
+
+
+def test_a_text_that_also_stands_in_a_marker():
+    reader = Start.of(RECIPE, TOKENIZER).reader(TOKENIZER, 48)
+    for text in ("t", "a", "user"):
+        rows = score_rows([[align(Compression(text, text))]], reader, (f"{text} is", ""), 0)
+        assert TOKENIZER.decode(rows.tokens[rows.weights > 0].tolist()) == text
 
 
 def test_starts_that_are_refused():
