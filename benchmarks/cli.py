@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from benchmarks import engine as engine_bench
+from benchmarks.elastic import run as elastic_bench
 from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
 from benchmarks.shapes import SHAPES
@@ -108,3 +109,40 @@ def engine_command(
             tell=lambda message: click.echo(message, err=True),
         )
     emit("engine", rows, as_json=as_json, plot=plot)
+
+
+@bench_command.command("elastic")
+@click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="An elastic bundle.")
+@click.option("--data", type=click.Path(path_type=Path), help="Run the trace, of the tasks' files in here.")
+@click.option(
+    "--pfs",
+    "plain",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A plain model of another size, trained from nothing. Repeatable.",
+)
+@click.option(
+    "--pruned",
+    type=click.Path(path_type=Path),
+    help="An elastic bundle made without anchors, for LLM-Pruner. [default: the model itself]",
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def elastic_command(
+    model: Path,
+    data: Path | None,
+    plain: tuple[Path, ...],
+    pruned: Path | None,
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """What the levels of an elastic model cost, what changing them costs, and how right answers are in time,
+    beside other ways to be elastic."""
+    check_plot(plot)
+    subject = elastic_bench.Subject(model=model, data=data, plain=plain, pruned=pruned)
+    chosen = elastic_bench.Plan.quick() if quick else elastic_bench.Plan()
+    with progress_bars() as progress:
+        rows = elastic_bench.run(subject, chosen, progress)
+    emit("elastic", rows, as_json=as_json, plot=plot)

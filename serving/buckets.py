@@ -74,6 +74,11 @@ class BucketTable:
         return self._waited_ms[0]
 
     @property
+    def params(self) -> Params:
+        """This level's parameters."""
+        return self._params
+
+    @property
     def store(self) -> GraphStore | None:
         """Where graphs are kept for later processes, if they are."""
         return self._store

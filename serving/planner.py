@@ -68,6 +68,7 @@ class Plan:
 
     Attributes:
       level: the sub-model, in percent.
+      prompt_ratio: the share of the prompt that was chosen; more is kept where more must stay.
       kept: `[n]` int64, ascending places of the prompt's tokens that are read.
       prompt_tokens: of the whole prompt.
       source: "whole" where the objective leaves room for everything, "proposed", "fallback" where the
@@ -78,6 +79,7 @@ class Plan:
     """
 
     level: int
+    prompt_ratio: float
     kept: np.ndarray
     prompt_tokens: int
     source: Source
@@ -126,18 +128,17 @@ class Planner:
         began = time.perf_counter()
         tokens, answers = len(prompt.ids), max(1, answer_tokens)
         whole = whole_cost(self._profile, tokens, answers)
-        everything = np.arange(tokens)
 
-        def made(level: int, kept: np.ndarray, source: Source) -> Plan:
+        def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
             spent_ms = 1000 * (time.perf_counter() - began)
             cost = expected_cost(self._profile, level, len(kept), answers, planning_ms=spent_ms)
             return Plan(
-                level=level, kept=kept, prompt_tokens=tokens, source=source, expected=cost, whole=whole,
-                planning_ms=spent_ms,
+                level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
+                expected=cost, whole=whole, planning_ms=spent_ms,
             )  # fmt: skip
 
         if self._excess(objective, whole, whole) <= 1:
-            return made(WHOLE, everything, "whole")
+            return made(WHOLE, 1.0, np.arange(tokens), "whole")
         proposer = self._proposer
         excess = self._table(prompt, objective, whole)
         allowed = excess <= 1
@@ -178,16 +179,16 @@ class Planner:
 
     def _shortened(
         self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None
-    ) -> tuple[int, np.ndarray]:
-        """The level and the tokens kept of a choice, by places."""
+    ) -> tuple[int, float, np.ndarray]:
+        """The level, the ratio and the tokens kept of a choice, by places."""
         share = self._ratios[ratio]
         if share == 1:
-            return self._levels[level], np.arange(len(prompt.ids))
+            return self._levels[level], share, np.arange(len(prompt.ids))
         if scores is None:
             assert self._proposer is not None
             scores = self._proposer.scores(prompt)
         kept = keep_tokens(scores, prompt.words, prompt.forced, share)
-        return self._levels[level], np.flatnonzero(kept)
+        return self._levels[level], share, np.flatnonzero(kept)
 
     @staticmethod
     def _largest(allowed: np.ndarray) -> tuple[int, int]:

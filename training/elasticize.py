@@ -155,7 +155,12 @@ def elasticize(
         for each, value in reorder(frozen.cfg, _on_host(frozen.params).items(), importance.order())
     }
     recoveries: dict[int, Recovery] = {}
-    facts: dict[str, Any] = {"anchors": list(ladder.anchors), "levels": {}}
+    facts: dict[str, Any] = {
+        "anchors": list(ladder.anchors),
+        # By how many nats per token the loss grows without each.
+        "layer_importance": importance.layers.tolist(),
+        "levels": {},
+    }
     if recipe.recovery == "joint":
         ordered = _train_together(frozen, ordered, ladder, recipe, splits, run_dir / "joint", mesh, console)
     served = _as_stored(frozen, ordered, weights)

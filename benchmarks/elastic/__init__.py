@@ -1,0 +1,14 @@
+"""`jaxllm bench elastic`: what levels cost, what switching costs, and how right answers are in time.
+
+The systems beside ours, under the names that ELMS (arXiv 2409.09071, section 5.1) has for them:
+
+- PFS: plain models of several sizes, trained from nothing. All of them in memory, or (PFS-swap) one at a
+  time, read from storage when another is wanted.
+- LLM-Pruner: a model whose levels have no anchors and no shared order in memory; changing the level moves the
+  level's weights.
+- LE: layer-wise elastification, which leaves out the least important layers.
+- LG2+CS: the prompt shortened by scores as in LLMLingua-2, and contextual sparsity for the time per token,
+  which is taken to lose nothing and to reach every objective: more than it does.
+- jaxllm-model-only and jaxllm-prompt-only: ours without shortening prompts, and with the whole model alone.
+- jaxllm-random and jaxllm-oracle: ours with decisions drawn at random among those in time, and with the best.
+"""

@@ -1,0 +1,147 @@
+"""What levels cost: time to the first token and per token, memory, and changing from one to another."""
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.report import Row
+from jaxllm.elastic.ladder import WHOLE
+from serving.engine import Engine
+from serving.generation import GenerationConfig
+from serving.options import EngineOptions
+from serving.profile import DeviceProfile
+
+OURS = "jaxllm"
+# Prompt of the runs that change levels.
+_PROMPT_TOKENS = 64
+Progress = Callable[[str, int, int], None]
+
+
+def time_rows(profile: DeviceProfile) -> list[Row]:
+    """Times of every level, each against the whole model's."""
+    rows = []
+    for metric, table in (("ttft_ms", profile.ttft_ms), ("tpot_ms", profile.tpot_ms)):
+        whole = table[profile.levels.index(WHOLE)]
+        for level, times in zip(profile.levels, table, strict=True):
+            for tokens, value, of_whole in zip(profile.tokens, times, whole, strict=True):
+                rows.append(
+                    Row(
+                        case=f"level {level}, prompt {tokens}",
+                        system=OURS,
+                        metric=metric,
+                        value=value,
+                        unit="ms",
+                        baseline="whole model",
+                        ratio=of_whole / value,
+                    )
+                )
+    return rows
+
+
+def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None) -> list[Row]:
+    """What changing the level costs ours, and a system that moves the level's weights.
+
+    Ours is the difference of medians between requests that change the level every time and requests that
+    stay, in alternation: below what can be measured it may come out negative, and counts as zero.
+    """
+    levels = engine.table.levels
+    config = GenerationConfig(max_tokens=1)
+    draw = np.random.default_rng(0)
+    stay: dict[int, list[float]] = {level: [] for level in levels}
+    change: dict[int, list[float]] = {level: [] for level in levels}
+    for done in range(rounds):
+        prompt = draw.integers(0, engine.cfg.vocab_size, _PROMPT_TOKENS).tolist()
+        # Twice each level in a row: the first run changes it, the second stays.
+        for level in draw.permutation(levels).tolist():
+            for times in (change, stay):
+                times[level].append(engine.stream(prompt, config, level=level).result().timings.ttft_ms)
+        if progress is not None:
+            progress("switch", done + 1, rounds)
+    rows = []
+    for level in levels:
+        moved_ms, moved_bytes = move(engine, level)
+        ours_ms = max(0.0, statistics.median(change[level]) - statistics.median(stay[level]))
+        case = f"to level {level}"
+        share = ours_ms / statistics.median(stay[level])
+        rows += [
+            Row(
+                case=case, system=OURS, metric="switch_ms", value=ours_ms, unit="ms", baseline="LLM-Pruner",
+                note=f"{own_bytes(engine, level)} bytes of weights moved, {share:.2%} of a TTFT",
+            ),
+            Row(
+                case=case, system="LLM-Pruner", metric="switch_ms", value=moved_ms, unit="ms",
+                note=f"{moved_bytes} bytes of weights moved",
+            ),
+        ]  # fmt: skip
+    return rows
+
+
+def own_bytes(engine: Engine, level: int) -> int:
+    """Bytes of a level's weights that are not the whole model's memory, its recovery adapter left aside."""
+    shared = {_place(leaf) for leaf in jax.tree.leaves(engine.table.at(WHOLE).params)}
+    own = 0
+    for leaf in jax.tree.leaves(_without_adapters(engine.table.at(level).params)):
+        own += 0 if _place(leaf) in shared else leaf.nbytes
+    return own
+
+
+def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
+    """Peak memory of a process that serves all levels, against one that serves the whole model."""
+    peaks = {}
+    for name, asked in (("all levels", levels), ("whole model", ())):
+        command = [sys.executable, "-m", "benchmarks.elastic.levels", str(model), *map(str, asked)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
+    ratio = peaks["whole model"] / peaks["all levels"]
+    return [
+        Row(
+            case="serving all levels", system=OURS, metric="peak_memory_bytes", value=peaks["all levels"],
+            unit="bytes", baseline="whole model", ratio=ratio,
+        ),
+        Row(
+            case="serving all levels", system="whole model", metric="peak_memory_bytes",
+            value=peaks["whole model"], unit="bytes",
+        ),
+    ]  # fmt: skip
+
+
+def move(engine: Engine, level: int) -> tuple[float, int]:
+    """Milliseconds and bytes of making a level's weights anew, from the whole model's in memory."""
+    params = _without_adapters(engine.table.at(level).params)
+    times, moved = [], 0
+    for _ in range(5):
+        began = time.perf_counter()
+        copies = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+        times.append(1000 * (time.perf_counter() - began))
+        moved = sum(copy.nbytes for copy in copies)
+    return statistics.median(times), moved
+
+
+def _without_adapters(params: Any) -> list[Any]:
+    return [getattr(weight, "base", weight) for weight in params.values()]
+
+
+def _place(leaf: jax.Array) -> int:
+    return leaf.unsafe_buffer_pointer()
+
+
+def _peak(model: str, levels: Sequence[int]) -> int:
+    """Bytes of this process's most memory after it answered at every level."""
+    engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    for level in engine.table.levels:
+        engine.stream(list(range(_PROMPT_TOKENS)), config, level=level).result()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak_bytes": _peak(sys.argv[1], [int(each) for each in sys.argv[2:]])}))

@@ -1,0 +1,141 @@
+"""The systems of the trace: what each could do with a question, what that takes, and what it chooses.
+
+A system has variants of its model (sizes, and lengths of the prompt). Of each variant three tables over the
+questions are known: tokens read, milliseconds, and whether the answer is right, by the likeliest of its
+options. Every system chooses from its tables by a policy; none but the oracle looks at the right answers.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxllm.elastic.slo import Slo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Variants:
+    """What a system can do with N questions, in V ways.
+
+    Attributes:
+      names: of the ways `[V]`, the largest last.
+      ttft_ms: `[N, V]` float64, to the first token; without what changing to it takes.
+      tpot_ms: `[N, V]` float64, per further token.
+      right: `[N, V]` bool.
+      change_ms: `[V]` float64, what changing to it takes when another was used before.
+    """
+
+    names: tuple[str, ...]
+    ttft_ms: np.ndarray
+    tpot_ms: np.ndarray
+    right: np.ndarray
+    change_ms: np.ndarray
+
+    def only(self, places: Sequence[int], *, less_ms: np.ndarray | float = 0.0) -> "Variants":
+        """Some of the ways; `less_ms` is taken off the times to the first token of all but the last."""
+        ttft = self.ttft_ms[:, places]
+        ttft[:, :-1] -= np.reshape(less_ms, (-1, 1))
+        return Variants(
+            names=tuple(self.names[each] for each in places),
+            ttft_ms=ttft,
+            tpot_ms=self.tpot_ms[:, places],
+            right=self.right[:, places],
+            change_ms=self.change_ms[list(places)],
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Choices:
+    """What a system did with a trace of M requests.
+
+    Attributes:
+      right: `[M]` bool.
+      held: `[M]` bool, whether the objective was met, by the times that the tables say.
+    """
+
+    right: np.ndarray
+    held: np.ndarray
+
+
+# Which of the variants that are in time is used: from those `[V]` bool and the request's number.
+Policy = Callable[[np.ndarray, int], int]
+
+
+def largest(allowed: np.ndarray, request: int) -> int:
+    """The largest variant in time."""
+    del request
+    return int(np.flatnonzero(allowed)[-1])
+
+
+def at_random(seed: int) -> Policy:
+    """Any variant in time."""
+    draw = np.random.default_rng(seed)
+
+    def choose(allowed: np.ndarray, request: int) -> int:
+        del request
+        return int(draw.choice(np.flatnonzero(allowed)))
+
+    return choose
+
+
+def best(right: np.ndarray) -> Policy:
+    """A variant in time that answers right, if there is one, the smallest.
+
+    Args:
+      right: `[M, V]` bool, of each request.
+    """
+
+    def choose(allowed: np.ndarray, request: int) -> int:
+        good = np.flatnonzero(allowed & right[request])
+        return int(good[0]) if len(good) else largest(allowed, request)
+
+    return choose
+
+
+def run_trace(
+    variants: Variants,
+    questions: Sequence[int],
+    slos: Sequence[Slo],
+    whole_ms: tuple[np.ndarray, np.ndarray],
+    policy: Policy,
+    *,
+    margin: float = 1.0,
+    ignore_tpot: bool = False,
+) -> Choices:
+    """Lets a system choose for every request of a trace, in order.
+
+    Args:
+      variants: of the system.
+      questions: `[M]`, which question each request asks.
+      slos: `[M]`, its objective.
+      whole_ms: `[N]` times to the first token and per token of the whole model with the whole prompt.
+      policy: which of the variants in time is used; where none is, the quickest.
+      margin: share of an objective that is planned for.
+      ignore_tpot: for systems that are taken to meet every time per token.
+    """
+    right, held = np.zeros(len(questions), bool), np.zeros(len(questions), bool)
+    last = len(variants.names) - 1
+    for request, (question, slo) in enumerate(zip(questions, slos, strict=True)):
+        changes = np.where(np.arange(len(variants.names)) == last, 0.0, variants.change_ms)
+        ttft = variants.ttft_ms[question] + changes
+        excess = ttft / _limit(slo.ttft, whole_ms[0][question])
+        if not ignore_tpot:
+            per_token = variants.tpot_ms[question] / _limit(slo.tpot, whole_ms[1][question])
+            excess = np.maximum(excess, per_token)
+        allowed = excess <= margin + 1e-9
+        last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
+        right[request], held[request] = variants.right[question, last], excess[last] <= 1 + 1e-9
+    return Choices(right, held)
+
+
+def _limit(ratio: float, whole_ms: float) -> float:
+    # All of the whole model's time asks for nothing.
+    return np.inf if ratio == 1 else ratio * whole_ms
+
+
+def interval(right: np.ndarray, *, seed: int = 0, draws: int = 2000) -> tuple[float, float]:
+    """The middle 95 % of means of samples drawn with replacement: a confidence interval of the mean."""
+    draw = np.random.default_rng(seed)
+    means = draw.choice(np.asarray(right, np.float64), (draws, len(right))).mean(1)
+    low, high = np.percentile(means, (2.5, 97.5))
+    return float(low), float(high)
