@@ -6,6 +6,7 @@ import click
 
 from benchmarks import engine as engine_bench
 from benchmarks.elastic import run as elastic_bench
+from benchmarks.elastic.figures import draw
 from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
 from benchmarks.shapes import SHAPES
@@ -126,6 +127,12 @@ def engine_command(
     type=click.Path(path_type=Path),
     help="An elastic bundle made without anchors, for LLM-Pruner. [default: the model itself]",
 )
+@click.option(
+    "--beside",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="An elastic bundle made in another way, to compare level by level. Repeatable.",
+)
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -134,6 +141,7 @@ def elastic_command(
     data: Path | None,
     plain: tuple[Path, ...],
     pruned: Path | None,
+    beside: tuple[Path, ...],
     quick: bool,
     plot: Path | None,
     as_json: bool,
@@ -141,8 +149,10 @@ def elastic_command(
     """What the levels of an elastic model cost, what changing them costs, and how right answers are in time,
     beside other ways to be elastic."""
     check_plot(plot)
-    subject = elastic_bench.Subject(model=model, data=data, plain=plain, pruned=pruned)
+    subject = elastic_bench.Subject(model=model, data=data, plain=plain, pruned=pruned, beside=beside)
     chosen = elastic_bench.Plan.quick() if quick else elastic_bench.Plan()
     with progress_bars() as progress:
         rows = elastic_bench.run(subject, chosen, progress)
-    emit("elastic", rows, as_json=as_json, plot=plot)
+    emit("elastic", rows, as_json=as_json, plot=None)
+    if plot is not None:
+        draw(rows, plot)

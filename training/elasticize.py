@@ -32,7 +32,7 @@ from training.checkpoints import read_best
 from training.corpus import Corpus
 from training.elastic import joint_job
 from training.encoders import ModelEncoder
-from training.importance import Importance, calibration_batches, measure
+from training.importance import Importance, calibration_batches, magnitudes, measure, random_order
 from training.log import Log
 from training.loop import Trainer, train
 from training.lora import FittedAdapter, FrozenModel, LoraRecipe, fit_adapter, lora_job
@@ -57,6 +57,7 @@ class ElasticRecipe(LoraRecipe):
       levels: in percent, ascending, the last one 100.
       anchor_share: of the layers, the most important ones, stay whole as long as a level allows.
       calibration_tokens: of the training split, on which importance is measured.
+      order: of units: by "importance", or to compare with, by "magnitude" or at "random".
       recovery: "lora" for an adapter per level over frozen weights, "joint" to train all levels' weights
         together, "none" for neither.
     """
@@ -64,6 +65,7 @@ class ElasticRecipe(LoraRecipe):
     levels: tuple[int, ...] = LEVELS
     anchor_share: float = 0.2
     calibration_tokens: int = 1 << 16
+    order: Literal["importance", "magnitude", "random"] = "importance"
     recovery: RecoveryKind = "lora"
 
     def __post_init__(self) -> None:
@@ -72,6 +74,8 @@ class ElasticRecipe(LoraRecipe):
         Ladder(levels=self.levels)
         require_float("anchor_share", self.anchor_share, least=0, most=1)
         require_int("calibration_tokens", self.calibration_tokens, 1)
+        if self.order not in ("importance", "magnitude", "random"):
+            raise ConfigError(f"order must be importance, magnitude or random, got {self.order!r}")
         if self.recovery not in ("lora", "joint", "none"):
             raise ConfigError(f"recovery must be lora, joint or none, got {self.recovery!r}")
 
@@ -150,9 +154,14 @@ def elasticize(
 
     importance = _importance(frozen, splits, recipe, run_dir / "importance.npz", console)
     ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
+    orders = {
+        "importance": importance.order,
+        "magnitude": lambda: magnitudes(frozen.cfg, frozen.params),
+        "random": lambda: random_order(frozen.cfg, recipe.seed),
+    }
+    order = orders[recipe.order]()
     ordered = {
-        each: np.asarray(value)
-        for each, value in reorder(frozen.cfg, _on_host(frozen.params).items(), importance.order())
+        each: np.asarray(value) for each, value in reorder(frozen.cfg, _on_host(frozen.params).items(), order)
     }
     recoveries: dict[int, Recovery] = {}
     facts: dict[str, Any] = {
@@ -169,7 +178,7 @@ def elasticize(
         facts["levels"][str(level)] = found.facts
         if found.recovery is not None:
             recoveries[level] = found.recovery
-    parts = elastic_parts(ladder, recoveries, {"recovery": recipe.recovery, **facts})
+    parts = elastic_parts(ladder, recoveries, {"recovery": recipe.recovery, "order": recipe.order, **facts})
     if tlm is not None:
         if data is None:
             raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")

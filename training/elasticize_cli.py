@@ -27,6 +27,14 @@ from training.cli import device_options, set_devices
     type=click.Choice(["lora", "joint", "none"]),
     help="An adapter per level, all levels' weights together, or neither.  [default: the recipe's]",
 )
+@click.option(
+    "--order",
+    type=click.Choice(["importance", "magnitude", "random"]),
+    help="Of units; the others are to compare with.  [default: the recipe's]",
+)
+@click.option(
+    "--anchors", "anchor_share", type=float, help="Share of layers to keep whole.  [default: the recipe's]"
+)
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.  [default: the recipe's]")
 @click.option(
     "--tlm", "tlm_name", default="small", show_default=True, help="The tiny LM's recipe, or none for none."
@@ -45,6 +53,8 @@ def elasticize_command(
     weights: str | None,
     levels: str | None,
     recovery: str | None,
+    order: str | None,
+    anchor_share: float | None,
     steps: int | None,
     tlm_name: str,
     encoder: Path | None,
@@ -67,6 +77,8 @@ def elasticize_command(
     changes = {
         "levels": None if levels is None else _percentages(levels),
         "recovery": recovery,
+        "order": order,
+        "anchor_share": anchor_share,
         "steps": steps,
     }
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})

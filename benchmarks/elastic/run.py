@@ -30,8 +30,10 @@ from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
+from jaxllm.tasks.branching import branching
 from jaxllm.tasks.shortened import Question
 from serving.engine import Engine
+from serving.evaluation.scoring import score_options
 from serving.evaluation.tasks import read_questions
 from serving.options import EngineOptions
 from serving.planner import MARGIN, Planner
@@ -79,6 +81,8 @@ class Subject:
       model: an elastic bundle.
       data: the folder of the tasks' files; None leaves the trace out.
       plain: PFS, models of other sizes.
+      beside: elastic bundles of the same model made in other ways (orders, anchors, recoveries), to compare
+        accuracy level by level.
       pruned: LLM-Pruner, an elastic bundle made without anchors; None takes the model's own levels.
     """
 
@@ -86,6 +90,7 @@ class Subject:
     data: Path | None = None
     plain: tuple[Path, ...] = ()
     pruned: Path | None = None
+    beside: tuple[Path, ...] = ()
 
 
 def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
@@ -127,6 +132,7 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
         **_others(subject, plan, engine, questions, asked, slos, whole, progress),
     }
     rows += _trace_rows(found, slos)
+    rows += level_accuracies([subject.model, *subject.beside], questions, progress)
     service = LLMService(engine, profile, planner)
     for slo, each in totals_by_slo(replay(service, trace[: plan.replayed], progress=progress)).items():
         said = (
@@ -138,6 +144,27 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
         )
     share, said = float(np.median(planning / whole[0])), "of the whole model's TTFT, median over questions"
     rows.append(Row(case="planning", system=OURS, metric="ttft_share", value=share, unit="share", note=said))
+    return rows
+
+
+def level_accuracies(
+    bundles: Sequence[Path], questions: Sequence[Question], progress: Progress | None = None
+) -> list[Row]:
+    """Accuracy of every level of several elastic bundles on the same questions, with whole prompts."""
+    rows = []
+    for path in bundles:
+        engine = _open(path, progress)
+        asked = [branching(engine.tokenizer, each.example) for each in questions]
+        for level in engine.table.levels:
+            scores = score_options(engine.at(level), asked, progress=progress)
+            right = [each.is_right(likely) for each, likely in zip(questions, scores, strict=True)]
+            low, high = interval(np.array(right))
+            rows.append(
+                Row(
+                    case=f"level {level}", system=f"{OURS} {path.stem}", metric="level_accuracy",
+                    value=float(np.mean(right)), unit="share", note=f"95 % in [{low:.1%}, {high:.1%}]",
+                )
+            )  # fmt: skip
     return rows
 
 

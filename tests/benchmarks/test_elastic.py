@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.elastic.systems import Variants, at_random, best, interval, largest, run_trace
+from benchmarks.report import Row
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder
@@ -122,21 +123,10 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     plain = write_tiny_bundle(
         tmp_path / "plain.jaxllm", cfg=dataclasses.replace(TINY, layers=1, attention_windows=())
     )
+    options = {"-m": elastic, "--data": tmp_path, "--pfs": plain, "--beside": elastic}
+    arguments = [str(each) for pair in options.items() for each in pair]
     result = CliRunner().invoke(
-        cli,
-        [
-            "bench",
-            "elastic",
-            "-m",
-            str(elastic),
-            "--data",
-            str(tmp_path),
-            "--pfs",
-            str(plain),
-            "--quick",
-            "--json",
-        ],
-        catch_exceptions=False,
+        cli, ["bench", "elastic", *arguments, "--quick", "--json"], catch_exceptions=False
     )
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
@@ -156,3 +146,32 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     assert {"ttft_ms", "tpot_ms", "peak_memory_bytes", "slo_met", "ttft_share"} <= {
         row["metric"] for row in rows
     }
+    levels = [row["value"] for row in rows if row["metric"] == "level_accuracy"]
+    assert len(levels) == 4
+    assert levels[:2] == levels[2:]
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.elastic.figures import draw
+
+    def row(case, system, metric, value):
+        return Row(case=case, system=system, metric=metric, value=value, unit="share")
+
+    rows = [
+        *(
+            row(f"level {level}", system, "level_accuracy", 0.5)
+            for level in (50, 100)
+            for system in ("a", "b")
+        ),
+        *(row(f"level {level}, prompt 16", "jaxllm", "ttft_ms", level) for level in (50, 100)),
+        *(
+            row(f"trace {case}", system, "accuracy", 0.7)
+            for case in ("<40,70>", "all six")
+            for system in "ab"
+        ),
+        row("planning", "jaxllm", "ttft_share", 0.04),
+    ]
+    draw(rows, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"elastic_level_accuracy.png", "elastic_ttft_ms.png", "elastic_trace_accuracy.png"}

@@ -114,6 +114,20 @@ def test_the_whole_model_is_what_it_was(model, data, tmp_path):
     assert "layers.0.ffn.up" in moved
 
 
+@pytest.mark.parametrize("order", ["magnitude", "random"])
+def test_other_orders_are_the_same_whole_model(model, data, tmp_path, order):
+    quick = dataclasses.replace(RECIPE, recovery="none", calibration_tokens=512)
+    for each in ("importance", order):
+        folder = tmp_path / each
+        folder.mkdir()
+        run(dataclasses.replace(quick, order=each), model, data, folder)
+    bundles = [Bundle.open(tmp_path / each / "out.jaxllm") for each in ("importance", order)]
+    ups = [np.asarray(each.load()["layers.0.ffn.up"]) for each in bundles]
+    assert not np.array_equal(*ups)
+    np.testing.assert_array_equal(*(np.sort(up, axis=0) for up in ups))
+    assert bundles[1].layout.parts["elastic"].facts["order"] == order
+
+
 def test_levels_can_be_trained_together(model, data, tmp_path):
     facts = run(dataclasses.replace(RECIPE, recovery="joint"), model, data, tmp_path)
     with Bundle.open(tmp_path / "out.jaxllm") as bundle:
@@ -163,6 +177,7 @@ def test_recipes():
         ({"levels": [50]}, "end with 100"),
         ({"anchor_share": 2}, "anchor_share"),
         ({"recovery": "magic"}, "recovery must be"),
+        ({"order": "alphabet"}, "order must be"),
         ({"calibration_tokens": 0}, "calibration_tokens"),
     ]:
         with pytest.raises(ConfigError, match=message):
