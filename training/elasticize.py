@@ -22,7 +22,7 @@ from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
 from jaxllm.elastic.ladder import LEVELS, WHOLE, Ladder, layer_parameters, sub_config
-from jaxllm.elastic.submodel import shared_sub_model
+from jaxllm.elastic.submodel import sub_model
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import param_specs
@@ -285,7 +285,7 @@ def _recover(
 ) -> _Level:
     """Trains a level's adapter if the recipe asks for it, and measures the level."""
     cfg = sub_config(frozen.cfg, ladder, level)
-    params = shared_sub_model({name: jnp.asarray(value) for name, value in served.items()}, cfg)
+    params = sub_model({name: jnp.asarray(value) for name, value in served.items()}, cfg)
     trainer = Trainer(lora_job(cfg, params, recipe), recipe, mesh)
     share = layer_parameters(cfg) / layer_parameters(frozen.cfg)
     console.print(f"level {level}: {100 * share:.1f} % of the layers' parameters", soft_wrap=True)

@@ -1,12 +1,14 @@
 """Sub-models as views: the parameters of a level are the beginnings of the whole model's buffers."""
 
+from collections.abc import Callable
+
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import Weight, narrow, take_units
+from jaxllm.quant import Weight, first_units, narrow, sliced, take_units
 
 
 def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
@@ -16,39 +18,41 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     outside of graphs.
 
     Args:
-      params: of the whole model, with its units in order, or of a larger sub-model.
+      params: of the whole model, with its units in order, or of a larger sub-model, or what
+        `shared_sub_model` made of them.
       cfg: the sub-model.
     """
-    return {name: _first_units(params[name], name, spec.shape) for name, spec in param_specs(cfg).items()}
+    specs = param_specs(cfg)
+    return {name: _cut(sliced(params[name]), name, spec.shape, take_units) for name, spec in specs.items()}
 
 
 def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """`sub_model` of parameters in memory that copies no weight on a CPU.
+    """`sub_model` of parameters in memory that copies no weight.
 
-    XLA would copy a slice of an array, in a graph or outside; here an array's beginning becomes an array of
-    its own over the same memory. On other devices parameters come whole, to be cut in the graph.
+    A slice outside of a graph is a copy, and on a CPU a slice in a graph is one, too. So on a CPU an array's
+    beginning becomes an array of its own over the same memory; on other devices it is marked, for `sub_model`
+    to slice in the graph.
     """
+    shapes = {name: spec.shape for name, spec in param_specs(cfg).items()}
     if jax.default_backend() != "cpu":
-        return dict(params)
-    specs, device = param_specs(cfg), jax.devices()[0]
+        return {name: _cut(params[name], name, shape, first_units) for name, shape in shapes.items()}
+    device = jax.devices()[0]
 
     def shared(view: np.ndarray, like: jax.Array) -> jax.Array:
         return like if view.shape == like.shape else jax.device_put(view, device, may_alias=True)
 
-    def first_units(weight: Weight, name: str) -> Weight:
-        if tuple(weight.shape) == specs[name].shape:
+    def beginning(weight: Weight, name: str) -> Weight:
+        if tuple(weight.shape) == shapes[name]:
             return weight
-        views = jax.tree.map(np.asarray, weight)
-        cut = _first_units(views, name, specs[name].shape)
-        return jax.tree.unflatten(
-            jax.tree.structure(cut),
-            [shared(*pair) for pair in zip(jax.tree.leaves(cut), jax.tree.leaves(weight), strict=True)],
-        )
+        leaves = jax.tree.leaves(weight)
+        cut = _cut(jax.tree.map(np.asarray, weight), name, shapes[name], take_units)
+        views = [shared(*pair) for pair in zip(jax.tree.leaves(cut), leaves, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(cut), views)
 
-    return {name: first_units(params[name], name) for name in specs}
+    return {name: beginning(params[name], name) for name in shapes}
 
 
-def _first_units(weight: Weight, name: str, shape: tuple[int, ...]) -> Weight:
+def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:
     if tuple(weight.shape) == shape or not is_unit_parameter(name):
         return weight
-    return narrow(weight, shape[1]) if ".experts." in name else take_units(weight, shape[0])
+    return narrow(weight, shape[1]) if ".experts." in name else take(weight, shape[0])

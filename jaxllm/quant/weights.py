@@ -84,7 +84,29 @@ class Narrowed:
         return 3
 
 
-Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Narrowed
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FirstUnits:
+    """The first units of a weight that stays whole in memory, to be sliced in the graph that uses them.
+
+    For devices whose compilers slice at no cost, but where a slice outside of a graph would be a copy.
+    """
+
+    base: "Weight"
+    units: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return (self.units, *self.base.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.base.ndim
+
+
+Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Narrowed | FirstUnits
 
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -93,6 +115,8 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return dequantize(weight.base, dtype) + weight.left.astype(dtype) @ weight.right.astype(dtype)
     if isinstance(weight, Narrowed):
         return dequantize(weight.stack, dtype)[:, : weight.rows]
+    if isinstance(weight, FirstUnits):
+        return dequantize(sliced(weight), dtype)
     if isinstance(weight, Bfloat16Bits):
         # The upper half of a float32's bits.
         wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
@@ -145,6 +169,8 @@ def take_units(weight: Weight, count: int) -> Weight:
         return Adapted(take_units(weight.base, count), weight.left[:count], weight.right)
     if isinstance(weight, Narrowed):
         return Narrowed(take_units(weight.stack, count), weight.rows)
+    if isinstance(weight, FirstUnits):
+        return FirstUnits(weight.base, count)
     if isinstance(weight, BlockedArray):
         return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
     if isinstance(weight, QArray):
@@ -154,6 +180,24 @@ def take_units(weight: Weight, count: int) -> Weight:
         scales = -(-count // weight.group) if weight.group else 1
         return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
     return jax.tree.map(lambda part: part[:count], weight)
+
+
+def first_units(weight: Weight, count: int) -> Weight:
+    """`take_units` that leaves all slicing to the graph (see `FirstUnits` and `sliced`)."""
+    if isinstance(weight, Adapted):
+        return Adapted(first_units(weight.base, count), weight.left[:count], weight.right)
+    if isinstance(weight, BlockedArray | FirstUnits):
+        return take_units(weight, count)
+    return FirstUnits(weight, count)
+
+
+def sliced(weight: Weight) -> Weight:
+    """The weight without `FirstUnits`: their units as weights of their own."""
+    if isinstance(weight, FirstUnits):
+        return take_units(weight.base, weight.units)
+    if isinstance(weight, Adapted):
+        return Adapted(sliced(weight.base), weight.left, weight.right)
+    return weight
 
 
 def narrow(weight: Weight, rows: int) -> Weight:

@@ -8,6 +8,7 @@ from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import shared_sub_model, sub_model
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
+from jaxllm.lora import LoraConfig, adapt, init_adapter
 from jaxllm.models.decoder import forward, forward_documents
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Bfloat16Bits, dequantize
@@ -97,6 +98,32 @@ def test_a_graph_takes_blocks_as_they_are():
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
     parts = shared_sub_model(params, cfg)
     assert all(a is b for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True))
+
+
+@pytest.mark.parametrize("form", ["f32", "bf16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_other_devices_slice_in_the_graph(monkeypatch, form, name):
+    cfg = sub_config(MODELS[name], LADDER, 50)
+    params = jax.tree.map(jnp.asarray, scaled_params(MODELS[name]))
+    stored = (
+        params if form == "f32" else as_bits(params) if form == "bf16" else in_blocks(cfg.whole, params, 8)
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "default_backend", lambda: "gpu")
+        marked = shared_sub_model(stored, cfg)
+    for leaf, whole in zip(jax.tree.leaves(marked), jax.tree.leaves(stored), strict=True):
+        assert leaf is whole
+    lora = LoraConfig(rank=2)
+    adapter = {
+        key: jnp.ones_like(value) * 0.1 for key, value in init_adapter(cfg, lora, jax.random.key(0)).items()
+    }
+
+    def run(parts):
+        return forward_documents(sub_model(parts, cfg), TOKENS, cfg=cfg, differentiable=False)
+
+    for of in (lambda each: each, lambda each: adapt(each, adapter, 0.5)):
+        expected = run(of(sub_model(stored, cfg)))
+        np.testing.assert_allclose(jax.jit(run)(of(marked)), expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_a_level_of_a_level():
