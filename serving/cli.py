@@ -36,7 +36,7 @@ COMMANDS = {
     ),
     "profile": (
         "serving.commands.profile:profile_command",
-        "Measure every level of a BUNDLE on this device, and keep the times for the service.",
+        "Measure every level of BUNDLE (default: the packaged model), and keep the times for the service.",
     ),
     "trace": ("serving.commands.trace:trace_command", "Make request traces, and replay them on a service."),
     "eval": (

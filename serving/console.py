@@ -102,7 +102,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "-m",
             "--model",
             type=click.Path(path_type=Path),
-            help="A bundle or a Hugging Face model folder. [default: the packaged model]",
+            help="A bundle, a Hugging Face folder, or a packaged model's name. [default: default]",
         ),
     ):
         with_choice = option(with_choice)

@@ -1,4 +1,4 @@
-"""From what a user names to an open bundle: the packaged model, a bundle, or a Hugging Face folder.
+"""From what a user names to an open bundle: a packaged model, a bundle, or a Hugging Face folder.
 
 A folder is prepared once and kept in the user's cache directory, keyed by what it holds; a changed
 folder is prepared again. Nothing is downloaded.
@@ -37,13 +37,13 @@ def open_model(
     Raises:
       CheckpointError: there is no such model, or it cannot be read or prepared.
     """
-    path = default_bundle() if model is None else Path(model)
+    path = find_model(model)
     if path.is_dir():
         return _open_folder(path, weights, progress)
     if not path.exists():
         raise CheckpointError(
-            f"{path}: no such file or folder; give a bundle made by `jaxllm prepare` or a Hugging Face "
-            "model folder"
+            f"{path}: no such file or folder; give a bundle made by `jaxllm prepare`, a Hugging Face model "
+            f"folder, or one of the packaged models: {', '.join(packaged_models())}"
         )
     bundle = Bundle.open(path)
     if weights not in (None, bundle.layout.weights):
@@ -54,9 +54,28 @@ def open_model(
     return bundle
 
 
+def find_model(model: str | Path | None) -> Path:
+    """The path that a user means: a packaged model's by its name, unless there is such a file; None is the
+    default one."""
+    if model is None:
+        return default_bundle()
+    packaged = _assets() / f"{model}{SUFFIX}"
+    named = str(model) in packaged_models() and not Path(model).exists()
+    return packaged if named else Path(model)
+
+
+def packaged_models() -> list[str]:
+    """Names of the models that ship with the package."""
+    return sorted(path.stem for path in _assets().glob(f"*{SUFFIX}"))
+
+
 def default_bundle() -> Path:
-    """Path of the model that ships with the package."""
-    return Path(str(importlib.resources.files("jaxllm") / "assets" / f"default{SUFFIX}"))
+    """Path of the model that is used where none is named."""
+    return _assets() / f"default{SUFFIX}"
+
+
+def _assets() -> Path:
+    return Path(str(importlib.resources.files("jaxllm") / "assets"))
 
 
 def cache_folder() -> Path:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jaxllm.config import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS, Bucket, ModelConfig, RopeConfig
+from jaxllm.config import MAX_DIMENSION, MAX_EXPERTS, MAX_LAYERS, Bucket, LayerUnits, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
 
 SHAPE = {
@@ -198,7 +198,8 @@ CONFIGS = {
         tied_head=True,
     ),
     "experts": model(
-        **MOE, expert_ffn_size=20, normalize_expert_weights=False, sparse_layers=(True, False, True)
+        **MOE, expert_ffn_size=20, normalize_expert_weights=False, sparse_layers=(True, False, True),
+        layer_units=(LayerUnits(kv_heads=1, neurons=8),) * 3,
     ),
 }  # fmt: skip
 

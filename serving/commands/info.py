@@ -14,7 +14,7 @@ from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.kernels import native
 from jaxllm.models.parameters import parameter_count
 from serving.console import print_json
-from serving.models import default_bundle
+from serving.models import find_model
 
 
 @click.command("info")
@@ -23,7 +23,7 @@ from serving.models import default_bundle
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
     """Describe a BUNDLE (default: the packaged model) and the device."""
-    path = bundle or default_bundle()
+    path = find_model(bundle)
     chosen = native.kernels()
     with Bundle.open(path) as opened:
         if verify:

@@ -14,7 +14,7 @@ import serving.models
 from jaxllm.bundle import Bundle
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.prepare import prepare
-from serving.models import cache_folder, default_bundle, open_model
+from serving.models import cache_folder, default_bundle, open_model, packaged_models
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 
@@ -50,6 +50,22 @@ def later(path: Path, seconds: int = 5) -> None:
 
 
 # The three kinds.
+
+
+def test_packaged_models_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.models, "_assets", lambda: tmp_path / "assets")
+    (tmp_path / "assets").mkdir()
+    for name in ("default", "draft"):
+        write_tiny_bundle(tmp_path / "assets" / f"{name}.jaxllm", name=name)
+    assert packaged_models() == ["default", "draft"]
+    assert open_model("draft").layout.name == "draft"
+    assert open_model(None).layout.name == "default"
+    # What is there under that name is meant.
+    monkeypatch.chdir(tmp_path)
+    write_tiny_bundle(tmp_path / "draft", name="mine")
+    assert open_model("draft").layout.name == "mine"
+    with pytest.raises(CheckpointError, match="one of the packaged models: default, draft"):
+        open_model("drafts")
 
 
 def test_none_is_the_model_in_the_package() -> None:

