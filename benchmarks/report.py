@@ -111,8 +111,10 @@ def compared(
         return [row(ours)]
     rows = []
     for other in others:
-        ratio = rows_of[ours] / rows_of[other]
-        rows.append(row(ours, baseline=other, ratio=1 / ratio if lower_is_better else ratio))
+        better, worse = (other, ours) if lower_is_better else (ours, other)
+        # Nothing is no measure of how much more something is.
+        ratio = rows_of[better] / rows_of[worse] if rows_of[worse] else None
+        rows.append(row(ours, baseline=other, ratio=ratio))
     return rows + [row(other) for other in others]
 
 

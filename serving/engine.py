@@ -13,10 +13,11 @@ from pathlib import Path
 import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.bundle.elastic import read_recovery, require_level
+from jaxllm.bundle.elastic import read_order, read_recovery, require_level
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.submodel import shared_sub_model
+from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.lora import Adapter, LoraConfig, adapt, padded
@@ -78,8 +79,7 @@ class Engine:
             )
         self.table = BucketTable(bundle.cfg, params, self.options, store)
         for level in self.options.levels:
-            if level != WHOLE:
-                self.table.add_level(level, require_level(bundle, level), self._level_params(level, params))
+            self.table.add_level(level, require_level(bundle, level), self._level_params(level, params))
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     @classmethod
@@ -114,7 +114,7 @@ class Engine:
         if level not in (WHOLE, *(options or EngineOptions()).levels):
             options = options or EngineOptions()
             options = dataclasses.replace(options, levels=tuple(sorted({*options.levels, level})))
-        lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle.cfg)
+        lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle)
         if lora is not None and not (options or EngineOptions()).adapter_rank:
             rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
             options = dataclasses.replace(
@@ -156,7 +156,7 @@ class Engine:
         if folder is None:
             self._put({}, 1.0)
             return
-        lora, adapter = _read_adapter(Path(folder), self.cfg.whole)
+        lora, adapter = _read_adapter(Path(folder), self.bundle)
         self._put(adapter, lora.scaling)
 
     def _put(self, adapter: Adapter, scaling: float) -> None:
@@ -258,11 +258,14 @@ class Engine:
         return self.stream(prompt, config, session=session)
 
 
-def _read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, Adapter]:
+def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
+    """An adapter of the model that the bundle was made from, its units in the bundle's order."""
     # Here, because most engines never see an adapter, and its files' library takes time to import.
     from jaxllm.checkpoints.peft_folder import read_adapter
 
-    return read_adapter(folder, cfg)
+    lora, adapter = read_adapter(folder, bundle.cfg)
+    order = read_order(bundle)
+    return lora, adapter if order is None else reorder_adapter(adapter, order)
 
 
 @functools.cache

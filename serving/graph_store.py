@@ -36,8 +36,8 @@ _HARMLESS_SETTINGS = (
     "jax_explain_cache_misses", "jax_traceback_filtering",
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-# Options that decide where executables are kept, not what they compute.
-_STORAGE_OPTIONS = ("executables_bytes",)
+# Options that change no graph: where executables are kept, and which levels there are tables of.
+_OUTSIDE_GRAPHS = ("executables_bytes", "levels")
 
 
 class GraphStore:
@@ -94,7 +94,7 @@ def graph_key(
       params: see `params_signature`.
       environment: digest of the kernels' name and of `environment_facts`.
     """
-    shapes = {k: v for k, v in dataclasses.asdict(options).items() if k not in _STORAGE_OPTIONS}
+    shapes = {k: v for k, v in dataclasses.asdict(options).items() if k not in _OUTSIDE_GRAPHS}
     return _digest([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
 
 

@@ -6,6 +6,7 @@ import os
 import jax
 
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.lora import LoraConfig
@@ -69,8 +70,11 @@ class EngineOptions:
             raise ConfigError(f"cache_tokens must be ascending and positive, got {self.cache_tokens}")
         if not 1 <= self.decode_block <= _MAX_DECODE_BLOCK:
             raise ConfigError(f"decode_block must be in [1, {_MAX_DECODE_BLOCK}], got {self.decode_block}")
-        if list(self.levels) != sorted(set(self.levels)):
-            raise ConfigError(f"levels must be ascending, got {self.levels}")
+        percents = all(type(level) is int and 1 <= level <= WHOLE for level in self.levels)
+        if not percents or list(self.levels) != sorted(set(self.levels)):
+            raise ConfigError(f"levels must be ascending percentages, got {self.levels}")
+        # The whole model is always served.
+        object.__setattr__(self, "levels", tuple(level for level in self.levels if level != WHOLE))
         if self.score_tokens < 0:
             raise ConfigError(f"score_tokens must not be negative, got {self.score_tokens}; 0 chooses")
         if self.activation_dtype not in ("", "float32", "bfloat16"):

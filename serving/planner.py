@@ -140,7 +140,8 @@ class Planner:
         if self._excess(objective, whole, whole) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         proposer = self._proposer
-        excess = self._table(prompt, objective, whole)
+        planning_ms = 0.0 if proposer is None else proposer.planning_ms(len(prompt.ids))
+        excess = self._table(prompt, objective, whole, planning_ms)
         allowed = excess <= 1
         if not allowed.any():
             if strict:
@@ -150,6 +151,11 @@ class Planner:
             return made(*self._shortened(prompt, *self._largest(allowed)), "fallback")
         found = proposer.propose(prompt, as_ratios(objective, whole), allowed)
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
+        # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
+        spent_ms = 1000 * (time.perf_counter() - began)
+        allowed = self._table(prompt, objective, whole, spent_ms) <= 1
+        if not allowed.any():
+            return made(*self._shortened(prompt, *self._smallest(excess), found.scores), "nearest")
         if allowed[place]:
             return made(*self._shortened(prompt, *place, found.scores), "proposed")
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
@@ -157,9 +163,10 @@ class Planner:
     def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> float:
         return overrun(objective, cost, whole) / self._margin
 
-    def _table(self, prompt: PromptTokens, objective: Objective, whole: Cost) -> np.ndarray:
-        """By how much each choice `[levels, prompt_ratios]` takes more than it may."""
-        planning_ms = 0.0 if self._proposer is None else self._proposer.planning_ms(len(prompt.ids))
+    def _table(
+        self, prompt: PromptTokens, objective: Objective, whole: Cost, planning_ms: float
+    ) -> np.ndarray:
+        """What share of the time that it may take each choice `[levels, prompt_ratios]` takes."""
         must = stays_anyway(prompt.words, prompt.forced)
         # What is kept at a ratio is at most this, whatever the scores.
         counts = [max(must, int(ratio * len(prompt.ids) + 1e-6)) for ratio in self._ratios]

@@ -4,10 +4,11 @@ A profile belongs to a bundle, a device and an engine's options; another of any 
 kept in the user's cache directory, because a bundle is one file for all devices and never changes.
 """
 
+import bisect
 import dataclasses
+import functools
 import hashlib
 import json
-import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxllm.atomic import atomic_file
 from jaxllm.bundle import Bundle
@@ -24,6 +24,7 @@ from jaxllm.kernels import native
 from serving.chunks import chunk_cost, plan_chunks
 from serving.engine import Engine
 from serving.generation import GenerationConfig
+from serving.graph_store import environment_facts
 from serving.machine import cpu_features, usable_cores
 from serving.models import cache_folder
 from serving.options import EngineOptions
@@ -34,7 +35,8 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
 _ANSWER_TOKENS = 17
 _MAX_FILE_BYTES = 1 << 20
-_VERSION = 1
+_VERSION = 2
+_LARGEST = 1e12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,13 +82,13 @@ class DeviceProfile:
         for name in ("ttft_ms", "tpot_ms"):
             _require_times(name, getattr(self, name), shape)
         if self.energy is not None:
-            for name in ("prefill_joules", "decode_joules"):
-                _require_times(name, (getattr(self.energy, name),), (1, len(self.levels)))
+            check_energy(self.energy, len(self.levels))
 
     def ttft(self, level: int, tokens: int) -> float:
         """Milliseconds to the first token of a prompt of `tokens` at a level of the profile."""
-        costs = [chunk_cost(plan_chunks(each, self.chunk_tokens)) for each in (tokens, *self.tokens)]
-        return _between(costs[0], costs[1:], self.ttft_ms[self._place(level)])
+        known = _costs(self.tokens, self.chunk_tokens)
+        (wanted,) = _costs((tokens,), self.chunk_tokens)
+        return _between(wanted, known, self.ttft_ms[self._place(level)])
 
     def tpot(self, level: int, tokens: int) -> float:
         """Milliseconds per further token behind a prompt of `tokens` at a level of the profile."""
@@ -103,6 +105,25 @@ class DeviceProfile:
         place = self._place(level)
         prefill, decode = self.energy.prefill_joules[place], self.energy.decode_joules[place]
         return tokens * prefill + answer_tokens * decode
+
+    def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
+        """This profile with what an earlier one of the same engine knows besides: levels that were not
+        measured again, and energy where that is known of all levels."""
+        if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
+            return self
+        levels = tuple(sorted({*self.levels, *earlier.levels}))
+
+        def rows(name: str) -> tuple[tuple[float, ...], ...]:
+            tables = dict(zip(earlier.levels, getattr(earlier, name), strict=True))
+            tables |= dict(zip(self.levels, getattr(self, name), strict=True))
+            return tuple(tables[level] for level in levels)
+
+        energy = self.energy
+        if energy is None and earlier.energy is not None and earlier.levels == levels:
+            energy = earlier.energy
+        return dataclasses.replace(
+            self, levels=levels, ttft_ms=rows("ttft_ms"), tpot_ms=rows("tpot_ms"), energy=energy
+        )
 
     def _place(self, level: int) -> int:
         if level not in self.levels:
@@ -132,6 +153,12 @@ class DeviceProfile:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"malformed device profile: {error!r:.200}") from error
+
+
+def check_energy(energy: Energy, levels: int) -> None:
+    """Raises ConfigError unless energy is known of so many levels."""
+    for name in ("prefill_joules", "decode_joules"):
+        _require_times(name, (getattr(energy, name),), (1, levels))
 
 
 def measure(
@@ -192,7 +219,9 @@ def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
         "cpu": cpu_features(),
         "cores": usable_cores(),
         "kernels": [native.kernels().name, native.threads()],
+        "environment": environment_facts(),
         "chunks": options.chunk_tokens,
+        "block": options.decode_block,
         "caches": options.cache_tokens,
         "dtypes": [options.activation_dtype, options.cache_dtype],
         "adapters": [options.adapter_rank, options.adapter_targets],
@@ -235,17 +264,27 @@ def load_profile(path: Path) -> DeviceProfile | None:
         raise ConfigError(f"{path}: {error!s:.200}; measure it again with `jaxllm profile`") from error
 
 
+@functools.lru_cache(maxsize=8192)
+def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """What prompts of these lengths cost in chunks; cached, because a plan asks for it many times."""
+    return tuple(chunk_cost(plan_chunks(each, chunk_tokens)) for each in lengths)
+
+
 def _between(wanted: float, known: Sequence[float], times: Sequence[float]) -> float:
     """The time at a place among those that are known; beyond the last, straight on from the last two."""
     if wanted > known[-1] and len(known) > 1:
         slope = (times[-1] - times[-2]) / max(1, known[-1] - known[-2])
         return times[-1] + slope * (wanted - known[-1])
-    return float(np.interp(wanted, known, times))
+    place = max(1, min(len(known) - 1, bisect.bisect_left(known, wanted)))
+    if wanted <= known[0] or len(known) == 1:
+        return float(times[0])
+    share = (wanted - known[place - 1]) / (known[place] - known[place - 1])
+    return float(times[place - 1] + share * (times[place] - times[place - 1]))
 
 
 def _require_times(name: str, rows: Sequence[Sequence[Any]], shape: tuple[int, int]) -> None:
     numbers = [value for row in rows for value in row]
     square = len(rows) == shape[0] and all(len(row) == shape[1] for row in rows)
-    real = all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in numbers)
+    real = all(type(value) in (int, float) and 0 < value <= _LARGEST for value in numbers)
     if not square or not real:
-        raise ConfigError(f"{name} of a device profile must be {shape[0]} x {shape[1]} numbers of at least 0")
+        raise ConfigError(f"{name} of a device profile must be {shape[0]} x {shape[1]} numbers above 0")

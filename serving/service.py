@@ -10,6 +10,7 @@ The service plans, the engine answers. One call runs at a time.
 """
 
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -58,8 +59,16 @@ class Answer(Iterator[str]):
       generation: the answer's text, tokens and timings.
     """
 
-    def __init__(self, plan: Plan, objective: Objective, generation: Generation) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        objective: Objective,
+        generation: Generation,
+        profile: DeviceProfile,
+        reading_ms: float = 0.0,
+    ) -> None:
         self.plan, self.objective, self.generation = plan, objective, generation
+        self._profile, self._reading_ms = profile, reading_ms
 
     def __next__(self) -> str:
         return next(self.generation)
@@ -80,13 +89,14 @@ class Answer(Iterator[str]):
 
     @property
     def cost(self) -> Cost:
-        """What the answer took so far, planning included; its energy is the profile's."""
-        timings, tokens = self.generation.timings, len(self.generation.tokens)
+        """What the answer took so far, from the request on; its energy is by the profile."""
+        timings, tokens, plan = self.generation.timings, len(self.generation.tokens), self.plan
+        known = self._profile.energy is not None
         return Cost(
-            ttft_ms=self.plan.planning_ms + timings.ttft_ms,
+            ttft_ms=self._reading_ms + plan.planning_ms + timings.ttft_ms,
             tpot_ms=timings.tpot_ms(tokens),
             tokens=tokens,
-            joules=self.plan.expected.joules,
+            joules=self._profile.joules(plan.level, len(plan.kept), tokens) if known else None,
         )
 
     @property
@@ -143,7 +153,7 @@ class LLMService:
         path = profile_path(engine.bundle, engine.options)
         profile = load_profile(path)
         if profile is None or not set(engine.table.levels) <= set(profile.levels):
-            profile = measure(engine, progress=progress)
+            profile = measure(engine, progress=progress).beside(profile)
             save_profile(profile, path)
         if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
             proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
@@ -160,7 +170,7 @@ class LLMService:
         prompt: str | TaskExample,
         *,
         app: str = "",
-        slo: Objective | None = None,
+        slo: Objective | str | None = None,
         strict: bool | None = None,
         instruction: str = "",
         max_tokens: int = DEFAULT_MAX_TOKENS,
@@ -172,7 +182,8 @@ class LLMService:
         Args:
           prompt: what the user says; or a question, which brings its instruction along.
           app: whose call it is, one that was bound; empty for none.
-          slo: the objective; None for the app's, or all the time that the whole model takes.
+          slo: the objective, or ratios as text such as "<40,70>"; None for the app's, or for all the time
+            that the whole model takes.
           strict: refuse the call if no sub-model is fast enough; None for the app's choice.
           instruction: what to do with the prompt; it is never shortened.
           max_tokens: most tokens of the answer.
@@ -187,12 +198,16 @@ class LLMService:
         if app and app not in self._apps:
             raise ConfigError(f"the app {app!r:.80} has no objective; bind it first")
         bound = self._apps.get(app, Binding(ANYTHING))
-        objective = slo or bound.objective
+        objective = Slo.parse(slo) if isinstance(slo, str) else slo or bound.objective
+        began = time.perf_counter()
         read = self.read(prompt, instruction)
+        reading_ms = 1000 * (time.perf_counter() - began)
         plan = self.planner.plan(
             read, objective, answer_tokens=max_tokens, strict=bound.strict if strict is None else strict
         )
-        return self.run(read, plan, objective, max_tokens=max_tokens, stop=stop, sampling=sampling)
+        return self.run(
+            read, plan, objective, reading_ms=reading_ms, max_tokens=max_tokens, stop=stop, sampling=sampling
+        )
 
     def read(self, prompt: str | TaskExample, instruction: str = "") -> PromptTokens:
         """A prompt as the model reads it, and what of it may go.
@@ -203,7 +218,8 @@ class LLMService:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ConfigError("the prompt is empty; give it at least one word")
-            chat = self.engine.tokenizer.has_chat_template
+            # Without a template an instruction and a prompt are plain lines; a prompt alone is gone on from.
+            chat = bool(instruction) or self.engine.tokenizer.has_chat_template
             prompt = TaskExample(user=prompt, answer="", system=instruction, form="chat" if chat else "text")
         return prompt_tokens(self.engine.tokenizer, prompt, now=datetime.now())
 
@@ -213,11 +229,13 @@ class LLMService:
         plan: Plan,
         objective: Objective,
         *,
+        reading_ms: float = 0.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
     ) -> Answer:
-        """Answers a prompt as a plan says."""
+        """Answers a prompt as a plan says; `reading_ms` is what `read` took."""
         config = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling())
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
-        return Answer(plan, objective, self.engine.stream(ids, config, level=plan.level))
+        generation = self.engine.stream(ids, config, level=plan.level)
+        return Answer(plan, objective, generation, self.profile, reading_ms)

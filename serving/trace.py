@@ -265,8 +265,9 @@ def totals(outcomes: Sequence[Outcome]) -> Totals:
 
 
 def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
-    """Means by objective, in the order of their first request's app."""
-    groups: dict[tuple[str, str], list[Outcome]] = {}
+    """Means by objective, from loose to tight."""
+    groups: dict[Slo, list[Outcome]] = {}
     for each in outcomes:
-        groups.setdefault((each.request.app, str(each.request.slo)), []).append(each)
-    return {slo: totals(group) for (_, slo), group in sorted(groups.items())}
+        groups.setdefault(each.request.slo, []).append(each)
+    loose_first = sorted(groups, key=lambda slo: (-slo.ttft, -slo.tpot))
+    return {str(slo): totals(groups[slo]) for slo in loose_first}

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
@@ -135,6 +136,8 @@ def elasticize(
         raise CheckpointError(f"{out.parent}: no such folder; create it first")
     if not Path(model).is_dir():
         raise CheckpointError(f"{model} is no Hugging Face folder; units are ordered before a bundle is made")
+    if tlm is not None and data is None:
+        raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")
     frozen = FrozenModel.read(model)
     if recipe.row_tokens > frozen.cfg.window_tokens:
         raise ConfigError(
@@ -178,10 +181,9 @@ def elasticize(
         facts["levels"][str(level)] = found.facts
         if found.recovery is not None:
             recoveries[level] = found.recovery
-    parts = elastic_parts(ladder, recoveries, {"recovery": recipe.recovery, "order": recipe.order, **facts})
-    if tlm is not None:
-        if data is None:
-            raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")
+    told = {"recovery": recipe.recovery, "order": recipe.order, **facts}
+    parts = elastic_parts(ladder, recoveries, order=order, facts=told)
+    if tlm is not None and data is not None:
         elastic = ElasticModel(
             cfg=frozen.cfg,
             params={each: jnp.asarray(value) for each, value in served.items()},
@@ -192,7 +194,8 @@ def elasticize(
         # The levels' weights and adapters make the labels.
         trained = train_tlm(
             dataclasses.replace(tlm, levels=ladder.levels), elastic, run_dir / "tlm", data=data,
-            name=identity["model"], encoder=encoder, mesh_shape=mesh_shape, console=console,
+            name=_digest_of(served, recoveries, ladder), encoder=encoder, mesh_shape=mesh_shape,
+            console=console,
         )  # fmt: skip
         parts |= tiny_lm_parts(trained)
     write_bundle(
@@ -232,7 +235,9 @@ def _importance(
                 )
         except Exception as error:  # NumPy raises many kinds for a damaged file.
             raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
-    batches = (splits.train.batch_at(step) for step in range(recipe.calibration_tokens))
+    # Of one epoch: the same text again would tell nothing new.
+    steps = -(-len(splits.train.epoch(0)) // recipe.batch)
+    batches = (splits.train.batch_at(step) for step in range(steps))
     chosen = calibration_batches(batches, recipe.calibration_tokens)
     with ProgressBar(console=console, transient=True) as bar:
         task = bar.add_task("importance", total=len(chosen))
@@ -323,3 +328,14 @@ def _as_stored(
 
 def _on_host(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in params.items()}
+
+
+def _digest_of(served: Mapping[str, np.ndarray], recoveries: Mapping[int, Recovery], ladder: Ladder) -> str:
+    """Names an elastic model by all that its answers depend on."""
+    digest = xxhash.xxh3_128(repr(ladder).encode())
+    arrays = [served, *(recoveries[level].adapter for level in sorted(recoveries))]
+    for each in arrays:
+        for name in sorted(each):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(each[name]).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

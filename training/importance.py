@@ -163,6 +163,8 @@ def calibration_batches(batches: Iterable[Batch], tokens: int) -> list[Batch]:
     for batch in batches:
         if tokens <= 0:
             break
-        taken.append(batch)
-        tokens -= int((batch.weights > 0).sum())
+        predicted = int((batch.weights > 0).sum())
+        tokens -= predicted
+        if predicted:
+            taken.append(batch)
     return taken

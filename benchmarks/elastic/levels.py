@@ -1,7 +1,7 @@
 """What levels cost: time to the first token and per token, memory, and changing from one to another."""
 
 import json
-import resource
+import math
 import statistics
 import subprocess
 import sys
@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.memory import peak_resident_bytes
 from benchmarks.report import Row
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.ladder import WHOLE, is_unit_parameter
+from jaxllm.errors import ConfigError, one_line
+from jaxllm.models.parameters import param_specs
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.options import EngineOptions
@@ -99,7 +102,9 @@ def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
     peaks = {}
     for name, asked in (("all levels", levels), ("whole model", ())):
         command = [sys.executable, "-m", "benchmarks.elastic.levels", str(model), *map(str, asked)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"memory of {name} could not be measured: {one_line(done.stderr[-300:])}")
         peaks[name] = json.loads(done.stdout.splitlines()[-1])["peak_bytes"]
     ratio = peaks["whole model"] / peaks["all levels"]
     return [
@@ -115,15 +120,24 @@ def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
 
 
 def move(engine: Engine, level: int) -> tuple[float, int]:
-    """Milliseconds and bytes of making a level's weights anew, from the whole model's in memory."""
-    params = _without_adapters(engine.table.at(level).params)
-    times, moved = [], 0
+    """Milliseconds and bytes of making the units of a level anew, from the whole model's in memory."""
+    whole, part = engine.cfg.whole, engine.table.at(level).cfg
+    sizes = {name: math.prod(spec.shape) for name, spec in param_specs(whole).items()}
+    shares = {name: math.prod(spec.shape) / sizes[name] for name, spec in param_specs(part).items()}
+    parts = [
+        # As many bytes as the level has, wherever in the buffer they are.
+        np.asarray(leaf).reshape(-1)[: math.ceil(shares[name] * leaf.size)]
+        for name, weight in engine.table.at(WHOLE).params.items()
+        if is_unit_parameter(name)
+        for leaf in jax.tree.leaves(getattr(weight, "base", weight))
+    ]
+    times = []
     for _ in range(5):
         began = time.perf_counter()
-        copies = [np.array(leaf) for leaf in jax.tree.leaves(params)]
+        copies = [part.copy() for part in parts]
         times.append(1000 * (time.perf_counter() - began))
-        moved = sum(copy.nbytes for copy in copies)
-    return statistics.median(times), moved
+        del copies
+    return statistics.median(times), sum(part.nbytes for part in parts)
 
 
 def _without_adapters(params: Any) -> list[Any]:
@@ -135,12 +149,12 @@ def _place(leaf: jax.Array) -> int:
 
 
 def _peak(model: str, levels: Sequence[int]) -> int:
-    """Bytes of this process's most memory after it answered at every level."""
-    engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
+    """Bytes of this process's most memory after it answered at every level; both sides compile."""
+    engine = Engine.open(model, options=EngineOptions(levels=tuple(levels), executables_bytes=0))
     config = GenerationConfig(max_tokens=4, ignore_eos=True)
     for level in engine.table.levels:
         engine.stream(list(range(_PROMPT_TOKENS)), config, level=level).result()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The levels of an elastic bundle: its ladder, and the recovery adapter of each level."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +10,13 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.elastic.units import UnitOrder, check_order
 from jaxllm.errors import BundleError, ConfigError
+from jaxllm.lora import TARGETS, adapter_shapes, parameters_of, target_of
+from jaxllm.models.parameters import param_specs
 
 _LADDER = "elastic"
+_LARGEST_SCALING = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,16 +28,23 @@ class Recovery:
 
 
 def elastic_parts(
-    ladder: Ladder, recoveries: Mapping[int, Recovery] | None = None, facts: Mapping[str, Any] | None = None
+    ladder: Ladder,
+    recoveries: Mapping[int, Recovery] | None = None,
+    *,
+    order: UnitOrder | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Part]:
     """What makes a bundle elastic, for `write_bundle`.
 
     Args:
       ladder: the levels; the units of the bundle's weights must be in order.
       recoveries: adapters by level.
+      order: in which the weights' units are, of the units of the model that the bundle was made from; None if
+        they were not moved.
       facts: further facts, for people.
     """
-    parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()})}
+    arrays = {} if order is None else _order_arrays(order)
+    parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
         parts[_recovery(level)] = Part({"scaling": each.scaling}, each.adapter)
     return parts
@@ -57,6 +67,27 @@ def read_ladder(bundle: Bundle) -> Ladder | None:
     return ladder
 
 
+def read_order(bundle: Bundle) -> UnitOrder | None:
+    """How units were moved when the bundle was made; None if they were not.
+
+    Raises:
+      BundleError: the order is corrupt, or of another model.
+    """
+    part = bundle.load_part(_LADDER)
+    if part is None or not part.arrays:
+        return None
+    layers = range(bundle.cfg.layers)
+    try:
+        order = UnitOrder(
+            tuple(part.arrays[f"groups.{layer}"] for layer in layers),
+            tuple(part.arrays[f"neurons.{layer}"] for layer in layers),
+        )
+        check_order(bundle.cfg, order)
+    except (KeyError, ConfigError) as error:
+        raise BundleError(f"{bundle.path}: its order of units is malformed ({error})") from error
+    return order
+
+
 def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
     """The adapter of a level; None where it has none.
 
@@ -67,8 +98,13 @@ def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
     if part is None:
         return None
     scaling = part.facts.get("scaling")
-    if not isinstance(scaling, int | float) or not math.isfinite(scaling):
+    number = isinstance(scaling, int | float) and not isinstance(scaling, bool)
+    if not number or not abs(scaling) <= _LARGEST_SCALING:
         raise BundleError(f"{bundle.path}: the adapter of level {level} has scaling {scaling!r:.80}")
+    try:
+        _check_adapter(require_level(bundle, level), part.arrays)
+    except ConfigError as error:
+        raise BundleError(f"{bundle.path}: the adapter of level {level} is malformed: {error}") from error
     return Recovery(part.arrays, float(scaling))
 
 
@@ -86,6 +122,27 @@ def require_level(bundle: Bundle, level: int) -> ModelConfig:
             "`jaxllm elasticize`"
         )
     return sub_config(bundle.cfg, ladder, level)
+
+
+def _check_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> None:
+    """Raises ConfigError unless the arrays are an adapter of this sub-model."""
+    for name in parameters_of(adapter):
+        if name not in param_specs(cfg) or target_of(name) not in TARGETS:
+            raise ConfigError(f"it changes {name}, which cannot be adapted here")
+        left, right = adapter[f"{name}.left"], adapter[f"{name}.right"]
+        shapes = adapter_shapes(cfg, name, right.shape[-2] if right.ndim > 1 else 0)
+        if (left.shape, right.shape) != shapes:
+            raise ConfigError(
+                f"its change to {name} is {list(left.shape)} times {list(right.shape)}, which is of another "
+                "model or level"
+            )
+        if not all(part.dtype.kind == "f" and np.isfinite(part).all() for part in (left, right)):
+            raise ConfigError(f"its change to {name} is not made of finite floats")
+
+
+def _order_arrays(order: UnitOrder) -> dict[str, np.ndarray]:
+    groups = {f"groups.{layer}": each for layer, each in enumerate(order.groups)}
+    return groups | {f"neurons.{layer}": each for layer, each in enumerate(order.neurons)}
 
 
 def _recovery(level: int) -> str:

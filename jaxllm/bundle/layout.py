@@ -25,7 +25,7 @@ HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
 ALIGN = 64
 # What arrays of parts may hold.
-PART_DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8")
+PART_DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8", "int32")
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = {
     "float32": np.dtype(np.float32),
@@ -33,6 +33,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "int8": np.dtype(np.int8),
     "uint8": np.dtype(np.uint8),
+    "int32": np.dtype(np.int32),
 }
 
 
@@ -87,7 +88,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class PartLayout:
-    """Where an addition to the model stands: float arrays in a segment of the part's name, and facts as JSON.
+    """Where an addition to the model stands: arrays in a segment of the part's name, and facts as JSON.
 
     The bundle vouches for places and checksums; what the facts mean and which shapes fit is for those who
     read the part.

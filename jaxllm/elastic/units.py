@@ -7,8 +7,9 @@ order, up to the order in which floats are added.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
+import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
@@ -58,6 +59,16 @@ def reorder(
     check_order(cfg, order)
     for name, value in params:
         yield name, _reordered(name, np.asarray(value), order) if is_unit_parameter(name) else value
+
+
+def reorder_adapter(adapter: Mapping[str, np.ndarray | jax.Array], order: UnitOrder) -> dict[str, np.ndarray]:
+    """A low-rank adapter of a model (see `jaxllm.lora`) for the model with its units in another order."""
+    moved = {}
+    for name, value in adapter.items():
+        parameter, _, part = name.rpartition(".")
+        ours = part == "left" and is_unit_parameter(parameter)
+        moved[name] = _reordered(parameter, np.asarray(value), order) if ours else np.asarray(value)
+    return moved
 
 
 def check_order(cfg: ModelConfig, order: UnitOrder) -> None:

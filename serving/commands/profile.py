@@ -14,7 +14,16 @@ from serving.console import print_json, progress_bars, read_text
 from serving.engine import Engine
 from serving.models import open_model
 from serving.options import EngineOptions
-from serving.profile import REPEATS, DeviceProfile, Energy, measure, profile_path, save_profile
+from serving.profile import (
+    REPEATS,
+    DeviceProfile,
+    Energy,
+    check_energy,
+    load_profile,
+    measure,
+    profile_path,
+    save_profile,
+)
 
 
 @click.command("profile")
@@ -41,6 +50,8 @@ def profile_command(
     ladder = read_ladder(opened)
     levels = () if ladder is None else ladder.levels
     costs = None if energy is None else _read_energy(energy)
+    if costs is not None:
+        check_energy(costs, max(1, len(levels)))
     with progress_bars() as progress:
         engine = Engine.open(
             opened.path,
@@ -48,8 +59,8 @@ def profile_command(
             progress=progress,
         )
         profile = measure(engine, repeats=repeats, progress=progress)
-    profile = dataclasses.replace(profile, energy=costs)
     path = profile_path(engine.bundle, engine.options)
+    profile = dataclasses.replace(profile, energy=costs).beside(load_profile(path))
     save_profile(profile, path)
     if as_json:
         print_json({"model": engine.bundle.layout.name, "profile": str(path), **profile.to_json()})

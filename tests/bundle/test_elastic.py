@@ -3,14 +3,23 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, Part
-from jaxllm.bundle.elastic import Recovery, elastic_parts, read_ladder, read_recovery, require_level
+from jaxllm.bundle.elastic import (
+    Recovery,
+    elastic_parts,
+    read_ladder,
+    read_order,
+    read_recovery,
+    require_level,
+)
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.lora import LoraConfig, init_adapter
+from tests.elastic.models import random_order
 from tests.tiny import TINY, write_tiny_bundle
 
 LADDER = Ladder(levels=(50, 100), anchors=(1,))
+ORDER = random_order(TINY)
 
 
 def adapter_of(cfg: ModelConfig):
@@ -20,7 +29,7 @@ def adapter_of(cfg: ModelConfig):
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
     adapter = adapter_of(sub_config(TINY, LADDER, 50))
-    parts = elastic_parts(LADDER, {50: Recovery(adapter, 2.0)}, {"order": "importance"})
+    parts = elastic_parts(LADDER, {50: Recovery(adapter, 2.0)}, order=ORDER, facts={"made": "here"})
     return write_tiny_bundle(tmp_path_factory.mktemp("elastic") / "tiny.jaxllm", parts=parts)
 
 
@@ -36,7 +45,43 @@ def test_levels_and_their_adapters_survive_the_file(elastic):
         for name, value in expected.items():
             np.testing.assert_array_equal(recovery.adapter[name], value)
         assert read_recovery(bundle, 100) is None
+        order = read_order(bundle)
+        assert order is not None
+        for mine, theirs in ((order.groups, ORDER.groups), (order.neurons, ORDER.neurons)):
+            for one, other in zip(mine, theirs, strict=True):
+                np.testing.assert_array_equal(one, other)
         bundle.verify()
+
+
+@pytest.mark.parametrize("change", ["groups.0", "neurons.1", None])
+def test_an_order_of_another_model_is_refused(tmp_path, change):
+    parts = elastic_parts(LADDER, order=ORDER)
+    arrays = dict(parts["elastic"].arrays)
+    if change is None:
+        del arrays["groups.1"]
+    else:
+        arrays[change] = np.zeros_like(arrays[change])
+    path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts={"elastic": Part(parts["elastic"].facts, arrays)})
+    with pytest.raises(BundleError, match="order of units is malformed"):
+        read_order(Bundle.open(path))
+
+
+@pytest.mark.parametrize("kind", ["flat", "deep", "bytes", "nan", "stranger"])
+def test_malformed_adapters_are_refused(tmp_path, kind):
+    adapter = dict(adapter_of(sub_config(TINY, LADDER, 50)))
+    name = "layers.0.attn.q"
+    right = adapter[f"{name}.right"]
+    changes = {
+        "flat": {f"{name}.right": right.reshape(-1)},
+        "deep": {f"{name}.right": right[None]},
+        "bytes": {f"{name}.right": right.astype(np.uint8)},
+        "nan": {f"{name}.right": np.full_like(right, np.nan)},
+        "stranger": {"layers.9.attn.q.left": right, "layers.9.attn.q.right": right},
+    }
+    parts = elastic_parts(LADDER, {50: Recovery({**adapter, **changes[kind]}, 1.0)})
+    path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts=parts)
+    with pytest.raises(BundleError, match="the adapter of level 50 is malformed"):
+        read_recovery(Bundle.open(path), 50)
 
 
 def test_the_model_itself_is_the_same(elastic, tmp_path):
@@ -65,7 +110,7 @@ def test_malformed_levels_are_refused(tmp_path, facts, message):
         read_ladder(Bundle.open(path))
 
 
-@pytest.mark.parametrize("scaling", ["2", None, float("nan")])
+@pytest.mark.parametrize("scaling", ["2", None, float("nan"), 10**400, True])
 def test_a_malformed_scaling_is_refused(tmp_path, scaling):
     path = write_tiny_bundle(tmp_path / "bad.jaxllm", parts={"recovery.50": Part({"scaling": scaling})})
     with pytest.raises(BundleError, match="scaling"):

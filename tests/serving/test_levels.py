@@ -9,6 +9,7 @@ import pytest
 from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import sub_model
+from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.lora import LoraConfig, init_adapter, merge
@@ -16,6 +17,7 @@ from jaxllm.models.decoder import forward_documents, logits
 from serving.engine import Engine
 from serving.generation import GenerationConfig, Session
 from serving.options import EngineOptions
+from tests.elastic.models import random_order
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
@@ -137,6 +139,28 @@ def test_an_adapter_is_cut_to_every_level(path, tmp_path):
         assert ask(engine, level).tokens == ask(plain, level).tokens
 
 
+def test_an_adapter_follows_the_order_of_units(tmp_path):
+    from jaxllm.checkpoints.peft_folder import write_adapter
+
+    lora = LoraConfig(rank=2, targets=("attn.q", "attn.o", "ffn.up", "ffn.down"))
+    adapter = init_adapter(CFG, lora, jax.random.key(4))
+    adapter = {name: np.asarray(part) + 0.05 for name, part in adapter.items()}
+    write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
+    order = random_order(CFG)
+    moved = dict(reorder(CFG, tiny_params(CFG).items(), order))
+    paths = [
+        write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG)),
+        write_tiny_bundle(
+            tmp_path / "moved.jaxllm", cfg=CFG, params=moved, parts=elastic_parts(LADDER, order=order)
+        ),
+    ]
+    options = dataclasses.replace(OPTIONS, levels=())
+    plain, ordered = (Engine.open(path, options=options, adapter=tmp_path / "adapter") for path in paths)
+    assert ask(plain, 100).tokens == ask(ordered, 100).tokens
+    without = Engine.open(paths[0], options=options)
+    assert ask(without, 100).tokens != ask(plain, 100).tokens
+
+
 def test_levels_that_are_not_there(path, engine, tmp_path):
     with pytest.raises(ConfigError, match="level 50 is not served; the engine was opened for 40, 70, 100"):
         ask(engine, 50)
@@ -145,14 +169,14 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
     plain = write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG))
     with pytest.raises(ConfigError, match="has no levels"):
         Engine.open(plain, options=OPTIONS, warm_up=False)
-    with pytest.raises(ConfigError, match="levels must be ascending"):
+    with pytest.raises(ConfigError, match="levels must be ascending percentages"):
         EngineOptions(levels=(70, 40))
 
 
 def test_a_recovery_adapter_of_another_base_is_refused(tmp_path):
     parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
-    with pytest.raises(JaxllmError, match="it belongs to another model"):
+    with pytest.raises(JaxllmError, match="is malformed: its change to"):
         Engine.open(path, options=OPTIONS, warm_up=False)
 
 

@@ -47,6 +47,14 @@ class Fixed:
         return self.cost_ms
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Time stands still unless a test moves it."""
+    now_s = [0.0]
+    monkeypatch.setattr("serving.planner.time.perf_counter", lambda: now_s[0])
+    return now_s
+
+
 def planner(proposer=None, margin=1.0):
     return Planner(PROFILE, LEVELS, proposer, margin=margin)
 
@@ -72,11 +80,23 @@ def test_a_proposal_that_would_miss_it_is_replaced_by_the_largest_that_does_not(
     assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
 
 
-def test_planning_itself_takes_time():
+@pytest.mark.parametrize(
+    ("spent_ms", "choice"), [(0, (50, 50, "proposed")), (16, (50, 25, "fallback")), (99, (25, 25, "nearest"))]
+)
+def test_planning_itself_takes_time(clock, spent_ms, choice):
     slow = Fixed(50, 0.5, planning_ms=16.0)
+    propose = slow.propose
+
+    def proposed(*asked):
+        clock[0] += spent_ms / 1000
+        return propose(*asked)
+
+    slow.propose = proposed
     plan = planner(slow).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    # It is asked about what it takes as a rule, and held against what it took.
     assert slow.asked[0][1].tolist() == [[True, True, False], [True, False, False], [False] * 3]
-    assert (plan.level, len(plan.kept), plan.source) == (50, 25, "fallback")
+    assert (plan.level, len(plan.kept), plan.source) == choice
+    assert plan.planning_ms == pytest.approx(spent_ms)
 
 
 def test_a_margin_is_left():

@@ -55,6 +55,8 @@ def test_a_level_that_was_not_measured():
         ({"chunk_tokens": (0, 16)}, "chunk_tokens of a device profile"),
         ({"ttft_ms": ((1.0, 2.0),)}, "ttft_ms of a device profile must be 2 x 2"),
         ({"tpot_ms": ((1.0, float("nan")), (1.0, 1.0))}, "tpot_ms"),
+        ({"tpot_ms": ((1.0, 0.0), (1.0, 1.0))}, "numbers above 0"),
+        ({"ttft_ms": ((10**400, 1.0), (1.0, 1.0))}, "ttft_ms"),
         ({"energy": Energy(prefill_joules=(1.0,), decode_joules=(1.0, 1.0))}, "prefill_joules"),
     ],
 )
@@ -72,6 +74,22 @@ def test_profiles_are_kept_and_damaged_ones_refused(tmp_path):
         path.write_bytes(raw)
         with pytest.raises(ConfigError, match=r"some\.json"):
             load_profile(path)
+
+
+def test_a_profile_keeps_what_an_earlier_one_knows_besides():
+    energy = Energy(prefill_joules=(1.0, 2.0), decode_joules=(3.0, 5.0))
+    known = dataclasses.replace(PROFILE, energy=energy)
+    again = dataclasses.replace(PROFILE, ttft_ms=((1.5, 4.5), (2.5, 8.5)))
+    assert again.beside(known) == dataclasses.replace(again, energy=energy)
+    assert again.beside(None) == again
+    other = dataclasses.replace(
+        PROFILE, levels=(70, 100), ttft_ms=((1.6, 5.0), (2.2, 8.2)), tpot_ms=((0.8, 0.9), (1.1, 1.3))
+    )
+    merged = other.beside(known)
+    assert (merged.levels, merged.energy) == ((50, 70, 100), None)
+    assert merged.ttft_ms == ((1.0, 4.0), (1.6, 5.0), (2.2, 8.2))
+    # Of other lengths nothing can be taken.
+    assert other.beside(dataclasses.replace(PROFILE, tokens=(16, 32))) == other
 
 
 def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(tmp_path):

@@ -15,7 +15,7 @@ from serving.objectives import Latency
 from serving.options import EngineOptions
 from serving.planner import Proposal
 from serving.service import LLMService
-from tests.tiny import write_tiny_bundle
+from tests.tiny import tiny_tokenizer, write_tiny_bundle
 
 OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), executables_bytes=0)
 TEXT = "the quick brown fox jumps over the lazy dog and hides in a hole under the old oak tree"
@@ -134,6 +134,20 @@ def test_apps_have_their_own_objectives(service):
 def test_a_question_brings_its_instruction(service):
     question = TaskExample(user=TEXT, answer="yes", system="is it true?", options=("yes", "no"))
     np.testing.assert_array_equal(service.read(question).ids, service.read(TEXT, "is it true?").ids)
+
+
+def test_ratios_may_be_text(service):
+    mine = with_times(service)
+    assert mine.call(TEXT, slo="<50,60>").objective == Slo(ttft=0.5, tpot=0.6)
+
+
+def test_an_instruction_is_read_without_a_template(tmp_path):
+    path = write_tiny_bundle(tmp_path / "plain.jaxllm", tokenizer=tiny_tokenizer(chat=False))
+    service = LLMService.open(path, options=OPTIONS)
+    read = service.read(TEXT, "is it true?")
+    assert "is it true?" in read.text
+    assert read.forced[: len("is it")].any()
+    assert service.read(TEXT).text == TEXT
 
 
 def test_bad_prompts(service):

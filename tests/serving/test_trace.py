@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -120,6 +121,11 @@ def outcome(slo, right, held, level=50):
 
 def test_totals():
     outcomes = [outcome(1, True, True), outcome(0, True, False, 100), outcome(0, False, True)]
+    # Two apps may have one objective.
+    other = dataclasses.replace(outcomes[0].request, app="another")
+    assert (
+        totals_by_slo([*outcomes, dataclasses.replace(outcomes[0], request=other)])["<80,90>"].requests == 2
+    )
     by_slo = totals_by_slo(outcomes)
     assert list(by_slo) == ["<100,100>", "<80,90>"]
     assert (by_slo["<100,100>"].requests, by_slo["<100,100>"].accuracy) == (2, 0.5)
