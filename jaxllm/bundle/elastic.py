@@ -98,8 +98,11 @@ def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
     if part is None:
         return None
     scaling = part.facts.get("scaling")
-    number = isinstance(scaling, int | float) and not isinstance(scaling, bool)
-    if not number or not abs(scaling) <= _LARGEST_SCALING:
+    if (
+        not isinstance(scaling, int | float)
+        or isinstance(scaling, bool)
+        or not abs(scaling) <= _LARGEST_SCALING
+    ):
         raise BundleError(f"{bundle.path}: the adapter of level {level} has scaling {scaling!r:.80}")
     try:
         _check_adapter(require_level(bundle, level), part.arrays)
