@@ -44,7 +44,7 @@ class Corpus:
       sources: as the recipe names them.
       data: the folder that their paths are relative to.
       digests: of every document, in order.
-      held_out: the digests of those that are held out.
+      held_out: the origins' digests of those that are held out.
     """
 
     sources: tuple[Source, ...]
@@ -60,13 +60,14 @@ class Corpus:
           ConfigError: a source cannot be read, or there are too few documents.
         """
         sources = tuple(sources)
-        digests = tuple(document.digest() for _, document in _documents(sources, data))
-        return cls(sources, data, digests, held_out_digests(digests, held_out_share))
+        both = [(each.digest(), each.origin_digest()) for _, each in _documents(sources, data)]
+        held_out = held_out_digests((origin for _, origin in both), held_out_share)
+        return cls(sources, data, tuple(digest for digest, _ in both), held_out)
 
     def documents(self, split: Split) -> Iterator[tuple[int, Document]]:
         """The documents of a split, each with the number of its source."""
         for source, document in _documents(self.sources, self.data):
-            if (document.digest() in self.held_out) == (split == "held_out"):
+            if (document.origin_digest() in self.held_out) == (split == "held_out"):
                 yield source, document
 
     def training_texts(self) -> Iterator[str]:
@@ -198,7 +199,7 @@ def _source_documents(source: Source, data: Path | None) -> Iterator[Document]:
         if source.text:
             yield text_document(text)
         elif (example := story_example(text)) is not None:
-            yield chat_document(example)
+            yield chat_document(example, origin=text)
 
 
 def _root(source: Source, data: Path | None) -> Path:

@@ -3,8 +3,9 @@
 A document is a row of pieces, each a text or a special token, of which the first few are the prompt. Two
 laws hold, so that a run can be repeated:
 
-- a document is in the training split or held out by its content alone, so copies of it never stand on
-  both sides and the order of the files does not matter;
+- a document is in the training split or held out by the content of what it was made from alone, so neither
+  copies of a text nor its other forms (a story as it is, and told on request) ever stand on both sides,
+  and the order of the files does not matter;
 - a special token's name inside a text stays text.
 """
 
@@ -38,11 +39,13 @@ class Document:
       pieces: texts and special tokens, in order.
       prompt_pieces: how many of them are given; the others are what is to be learnt.
       example: the question that it was made from, for models with a chat template of their own.
+      origin: the text that it was made from, if other documents may be made from that too.
     """
 
     pieces: tuple[str | Special, ...]
     prompt_pieces: int = 0
     example: TaskExample | None = None
+    origin: str | None = None
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -52,8 +55,12 @@ class Document:
     def digest(self) -> bytes:
         """Names its content: 16 bytes."""
         if not self.prompt_pieces and len(self.texts) == 1:
-            return hashlib.blake2b(self.texts[0].encode(), digest_size=16).digest()
-        return hashlib.blake2b(repr((self.pieces, self.prompt_pieces)).encode(), digest_size=16).digest()
+            return _digest(self.texts[0])
+        return _digest(repr((self.pieces, self.prompt_pieces)))
+
+    def origin_digest(self) -> bytes:
+        """Names what it was made from, in 16 bytes: the same for all forms of one text."""
+        return self.digest() if self.origin is None else _digest(self.origin)
 
 
 def text_document(text: str) -> Document:
@@ -61,15 +68,16 @@ def text_document(text: str) -> Document:
     return Document((text, Special(END_OF_TEXT)))
 
 
-def chat_document(example: TaskExample) -> Document:
+def chat_document(example: TaskExample, origin: str | None = None) -> Document:
     """A question and its answer as `ROLE_TEMPLATE` writes them, or as one text."""
     if example.form == "text":
         pieces = (example.user, example.answer, Special(END_OF_TEXT))
-        return Document(pieces, prompt_pieces=1, example=example)
+        return Document(pieces, prompt_pieces=1, example=example, origin=origin)
     end = Special(END_OF_TURN)
     system = (Special(SYSTEM), example.system, end) if example.system else ()
     prompt = (*system, Special(USER), example.user, end, Special(ASSISTANT))
-    return Document((*prompt, example.answer, end), prompt_pieces=len(prompt), example=example)
+    pieces = (*prompt, example.answer, end)
+    return Document(pieces, prompt_pieces=len(prompt), example=example, origin=origin)
 
 
 def read_texts(path: Path) -> Iterator[str]:
@@ -123,6 +131,10 @@ def held_out_digests(digests: Iterable[bytes], share: float) -> frozenset[bytes]
 def documents_digest(digests: Iterable[bytes]) -> str:
     """A hexadecimal name for a sequence of documents."""
     return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
+def _digest(content: str) -> bytes:
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
 
 
 def _overlapping(read: Callable[[int], str]) -> Iterator[str]:

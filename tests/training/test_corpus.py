@@ -55,14 +55,27 @@ SOURCES = (
 def test_every_document_stands_on_one_side(data):
     opened = Corpus.open(SOURCES, data, 0.1)
     sides = {split: list(opened.documents(split)) for split in ("train", "held_out")}
-    assert len(sides["held_out"]) == 11
-    assert len(sides["train"]) + 11 == 2 * len(TEXTS) + len(REVIEWS) == len(opened.digests)
+    distinct = {side: {each.origin_digest() for _, each in documents} for side, documents in sides.items()}
+    assert len(distinct["held_out"]) == 7
+    assert len(distinct["train"]) + 7 == len(TEXTS) + len(REVIEWS)
+    documents = sum(map(len, sides.values()))
+    assert documents == 2 * len(TEXTS) + len(REVIEWS) == len(opened.digests)
     assert {number for number, _ in sides["train"]} == {0, 1, 2}
     told = next(document for number, document in sides["train"] if number == 1)
     assert told.texts[1].endswith(".")
     assert told.texts[2].startswith("Then")
     assert Corpus.open(SOURCES, data, 0.1).digest() == opened.digest()
     assert Corpus.open(SOURCES[:2], data, 0.1).digest() != opened.digest()
+
+
+def test_no_form_of_a_text_stands_on_the_other_side(data):
+    """A story that is held out is not told on request in training either."""
+    for split in ("train", "held_out"):
+        documents = list(Corpus.open(SOURCES[:2], data, 0.25).documents(split))
+        plain = {document.texts[0] for source, document in documents if source == 0}
+        told = {" ".join(document.texts[1:]) for source, document in documents if source == 1}
+        assert plain == told
+        assert plain
 
 
 def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, encoder, monkeypatch):
