@@ -1,0 +1,84 @@
+"""Which chunks get how many bits: by hand, against all possibilities, and at the bounds."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.tolerance import KEPT, RATIOS, allocate, chunk_density, token_density
+
+
+def test_density_is_the_mean_over_rows_that_see_a_token():
+    """Two heads, three tokens: attention written out."""
+    heads = np.array(
+        [
+            [[1.0, 0.0, 0.0], [0.25, 0.75, 0.0], [0.5, 0.25, 0.25]],
+            [[1.0, 0.0, 0.0], [0.75, 0.25, 0.0], [0.0, 0.0, 1.0]],
+        ]
+    )
+    mass = np.append(heads.sum((0, 1)), 99.0)  # behind the last token stands anything
+    got = token_density(mass, 3, heads=2)
+    np.testing.assert_allclose(got, [3.5 / 6, 1.25 / 4, 1.25 / 2])
+    # Where a row sees two positions at most, the first token had two rows.
+    np.testing.assert_allclose(token_density(mass, 3, heads=2, window=2)[0], 3.5 / 4)
+
+
+def test_a_chunk_is_as_dense_as_its_tokens_are_on_average():
+    np.testing.assert_allclose(chunk_density(np.array([1.0, 3, 5, 7, 100]), 2), [2, 6])
+
+
+def information(density, bits):
+    return float(np.sum(density * np.array([KEPT[each] for each in bits])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    density=st.lists(st.floats(0, 1), min_size=1, max_size=6),
+    ratio=st.floats(0.25, 1.0),
+)
+def test_no_other_choice_keeps_more(density, ratio):
+    density = np.array(density)
+    bits = allocate(density, ratio, newest=0)
+    possible = [
+        each
+        for each in itertools.product(RATIOS, repeat=len(density))
+        if np.mean([RATIOS[width] for width in each]) <= ratio + 1e-12
+    ]
+    assert tuple(bits) in possible
+    assert information(density, bits) >= max(information(density, each) for each in possible) - 1e-12
+
+
+def test_the_newest_stay_at_the_highest_width():
+    density = np.array([0.9, 0.8, 0.7, 0.1, 0.0])
+    # Five chunks of 0.6 are twelve quarters: two chunks at 8 bits, and one of the others at 4.
+    assert allocate(density, 0.6, newest=2).tolist() == [4, 2, 2, 8, 8]
+    # Five chunks of 0.3 are six quarters: too few for one chunk at 8 bits beside four at 2.
+    assert allocate(density, 0.3, newest=1).tolist() == [2, 2, 2, 2, 4]
+
+
+@pytest.mark.parametrize(("ratio", "bits"), [(1.0, 8), (0.25, 2)])
+def test_at_the_bounds_all_are_equal(ratio, bits):
+    assert allocate(np.array([0.1, 0.2, 0.0]), ratio).tolist() == [bits] * 3
+
+
+def test_denser_is_never_narrower():
+    density = np.random.default_rng(0).random(200)
+    bits = allocate(density, 0.5, newest=0)
+    ordered = bits[np.argsort(-density)]
+    assert np.all(np.diff(ordered) <= 0)
+    assert set(bits) == {8, 4, 2}
+    assert np.mean([RATIOS[width] for width in bits]) == pytest.approx(0.5, abs=0.005)
+
+
+def test_no_chunks_take_no_bits():
+    assert allocate(np.zeros(0), 0.5).tolist() == []
+
+
+def test_bad_input_is_told():
+    with pytest.raises(ConfigError, match=r"between 0\.25 and 1"):
+        allocate(np.ones(3), 0.2)
+    with pytest.raises(ConfigError, match="finite"):
+        allocate(np.array([1.0, np.nan]), 0.5)
