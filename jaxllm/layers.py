@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native
-from jaxllm.kv.cache import write_rows
+from jaxllm.kv.cache import Places
 
 # Large and finite: a fully masked row must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -154,6 +154,11 @@ def attention(
     Returns:
       `[B, T, K, G, H]` in q's dtype.
     """
+    return _weighted(v, _weights(q, k, mask, scale=scale, softcap=softcap), q)
+
+
+def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float, softcap: float) -> jax.Array:
+    """What each query attends to each key: `[B, K, T, G, S]` float32."""
     batch, new, kv_heads, group, width = q.shape
     # The G queries of every token share one kv head's keys: one [T·G, H] x [H, S] product per head.
     rows = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, new * group, width)
@@ -164,8 +169,13 @@ def attention(
     scores = scores.reshape(batch, kv_heads, new, group, -1)
     mask = mask[:, None, :, None, :] if mask.ndim == 3 else mask[None, None, :, None, :]
     scores = jnp.where(mask, scores, np.float32(MASKED))
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    weights = weights.reshape(batch, kv_heads, new * group, -1)
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
+    """Values `[B, K, S, H]` by weights, in the shape and dtype of the queries."""
+    batch, new, kv_heads, group, width = q.shape
+    weights = weights.astype(q.dtype).reshape(batch, kv_heads, new * group, -1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
     return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
 
@@ -177,13 +187,13 @@ def cached_attention(
     table: tuple[jax.Array, jax.Array] | None,
     cache: tuple[jax.Array, jax.Array],
     mask: jax.Array,
-    start: jax.Array,
-    valid: jax.Array,
+    at: Places,
+    mass: jax.Array | None = None,
     *,
     scale: float,
     softcap: float,
     window: int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into a layer's cache, and attends over it.
 
     The native kernel reads the positions that are in use and no others; XLA, whose shapes are static,
@@ -195,39 +205,44 @@ def cached_attention(
       table: cos and sin `[T, R]` of `rotary_tables`, or None.
       cache: keys and values `[B, K, S, H]`.
       mask: `[T, S]`, `causal_mask` of the same positions and window.
-      start: int32 scalar, the first token's position.
-      valid: int32 scalar, how many tokens are real; the others are not written.
+      at: where the tokens are, and how many are real; the others are not written.
+      mass: `[B, S]` float32, what each position was attended to so far, summed over queries; or None.
       scale, softcap: see `attention`.
       window: see `causal_mask`.
 
     Returns:
-      `[B, T, K, G, H]` in q's dtype, and the cache's keys and values.
+      `[B, T, K, G, H]` in q's dtype, the cache's keys and values, and the mass with these tokens' share.
     """
 
-    def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array):
+    def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
         wide = jnp.float32
-        out, keys, values = native.attention(
+        out, keys, values, mass = native.attention(
             q.astype(wide),
             k.astype(wide),
             v.astype(wide),
             table,
             keys,
             values,
-            start,
-            valid,
+            at.positions,
+            at.valid,
+            mass,
             scale=scale,
             softcap=softcap,
             window=window,
         )
-        return out.astype(q.dtype), keys, values
+        return out.astype(q.dtype), keys, values, mass
 
-    def by_xla(q: jax.Array, keys: jax.Array, values: jax.Array):
+    def by_xla(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
         turned = k if table is None else rotate(k, *table)
         q = q if table is None else rotate(q, *table)
-        keys = write_rows(keys, turned.transpose(0, 2, 1, 3), start, valid)
-        values = write_rows(values, v.transpose(0, 2, 1, 3), start, valid)
-        return attention(q, keys, values, mask, scale=scale, softcap=softcap), keys, values
+        keys = at.write(keys, turned.transpose(0, 2, 1, 3))
+        values = at.write(values, v.transpose(0, 2, 1, 3))
+        weights = _weights(q, keys, mask, scale=scale, softcap=softcap)
+        if mass is not None:
+            real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
+            mass = mass + jnp.where(real[None, None, :, None, None], weights, 0.0).sum((1, 2, 3))
+        return _weighted(values, weights, q), keys, values, mass
 
     if not native.kernels().native or cache[0].dtype not in (jnp.float32, jnp.float16):
-        return by_xla(q, *cache)
-    return jax.lax.platform_dependent(q, *cache, cpu=by_kernel, default=by_xla)
+        return by_xla(q, *cache, mass)
+    return jax.lax.platform_dependent(q, *cache, mass, cpu=by_kernel, default=by_xla)

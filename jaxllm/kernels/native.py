@@ -199,20 +199,23 @@ def attention(
     table: tuple[jax.Array, jax.Array] | None,
     keys: jax.Array,
     values: jax.Array,
-    start: jax.Array,
+    positions: jax.Array,
     valid: jax.Array,
+    mass: jax.Array | None = None,
     *,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Turns queries `[B, T, K, G, H]` and new keys `[B, T, K, H]` float32 by a rotary `table` (cos, sin
     `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or
-    float16) at `start`, and attends causally over it: `[B, T, K, G, H]` and the cache, in place."""
-    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values)]
-    call = jax.ffi.ffi_call(_target("attention"), results, input_output_aliases={5: 1, 6: 2})
+    float16) at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the
+    cache, in place. To a `mass` `[B, S]` float32 what the valid queries attend to each position is added."""
+    seen = _optional(mass)
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
+    call = jax.ffi.ffi_call(_target("attention"), results, input_output_aliases={5: 1, 6: 2, 7: 3})
     cos, sin = (None, None) if table is None else table
-    out, keys, values = call(
+    out, keys, values, seen = call(
         q,
         k,
         v,
@@ -220,13 +223,14 @@ def attention(
         _optional(sin),
         keys,
         values,
-        start,
+        seen,
+        positions,
         valid,
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),
     )
-    return out, keys, values
+    return out, keys, values, None if mass is None else seen
 
 
 def document_attention(

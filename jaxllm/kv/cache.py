@@ -1,4 +1,4 @@
-"""The key-value cache of one sequence batch, and the one way to write into it.
+"""The key-value cache of one sequence batch, and the ways to write into it.
 
 Per layer `[B, K, S, H]`: the kv head leads, so a prefix of heads is a prefix of memory and attention
 walks one head's tokens in a row. S is a cache-length bucket; a sequence that outgrows it moves into
@@ -21,12 +21,15 @@ class KVCache:
 
     Invariants: `keys[l]`, `values[l]` are `[B, K, S, H]` with one S for all layers (and in a sub-model each
     layer's own K); rows at positions
-    >= `length` (int32 scalar, shared by the batch) are never attended and hold finite numbers.
+    >= `length` (int32 scalar, shared by the batch) are never attended and hold finite numbers. `mass`
+    `[B, S]` float32, where somebody asked for it, is how much each position was attended to, summed over
+    queries of all heads and layers.
     """
 
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     length: jax.Array
+    mass: jax.Array | None = None
 
     @property
     def capacity_tokens(self) -> int:
@@ -34,13 +37,43 @@ class KVCache:
         return self.keys[0].shape[2]
 
 
-def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache for `tokens` positions."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where new tokens stand in a cache.
+
+    Invariants: `positions` `[T]` int32 do not descend, the first `valid` (int32 scalar) of them are of real
+    tokens and differ; `run`: they follow one another.
+    """
+
+    positions: jax.Array
+    valid: jax.Array
+    run: bool = dataclasses.field(metadata={"static": True}, default=False)
+
+    @classmethod
+    def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "Places":
+        """`count` positions behind `length` tokens."""
+        return cls(length + jnp.arange(count, dtype=jnp.int32), valid, run=True)
+
+    def write(self, rows: jax.Array, new: jax.Array) -> jax.Array:
+        """`rows` `[B, K, S, H]` with the valid ones of `new` `[B, K, T, H]` at their positions; those past S
+        are dropped."""
+        if self.run:
+            return write_rows(rows, new, self.positions[0], self.valid)
+        real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
+        # What is dropped aims behind the last row.
+        at = jnp.where(real, self.positions, rows.shape[2])
+        return rows.at[:, :, at].set(new.astype(rows.dtype), mode="drop")
+
+
+def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype, mass: bool = False) -> KVCache:
+    """An empty cache for `tokens` positions, with or without their attention mass."""
     shapes = [(batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim) for layer in range(cfg.layers)]
     return KVCache(
         keys=tuple(jnp.zeros(shape, dtype) for shape in shapes),
         values=tuple(jnp.zeros(shape, dtype) for shape in shapes),
         length=jnp.zeros((), jnp.int32),
+        mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
     )
 
 
@@ -59,6 +92,7 @@ def grow(cache: KVCache, tokens: int) -> KVCache:
         cache,
         keys=tuple(pad(rows) for rows in cache.keys),
         values=tuple(pad(rows) for rows in cache.values),
+        mass=None if cache.mass is None else jnp.pad(cache.mass, ((0, 0), (0, extra))),
     )
 
 

@@ -17,7 +17,7 @@ from jaxllm.documents import Branches, document_attention, document_positions
 from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, Places
 from jaxllm.layers import (
     Norm,
     cached_attention,
@@ -87,34 +87,71 @@ def forward(
     if cache is None:
         return forward_documents(params, tokens, cfg=cfg, dtype=dtype), None
     count = tokens.shape[1]
-    start, capacity = cache.length, cache.capacity_tokens
-    live = None if valid is None else jnp.arange(count, dtype=jnp.int32) < valid
-    valid = jnp.asarray(count, jnp.int32) if valid is None else valid
-    positions = start + jnp.arange(count, dtype=jnp.int32)
-    masks = {
-        window: causal_mask(positions, capacity, window) for window in sorted(set(cfg.attention_windows))
-    }
-    tables = _rotary_tables(positions, cfg)
-
-    x = _embed(params, tokens, positions, cfg, dtype)
-    kept = []
+    padded = valid is not None
+    at = Places.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
+    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
+    kept, mass = [], cache.mass
     for layer in range(cfg.layers):
-        window = cfg.attention_windows[layer]
-        attend = functools.partial(
-            _attend_cache,
-            cfg=cfg,
-            table=tables.get(cfg.layer_rope(layer)),
-            past=(cache.keys[layer], cache.values[layer]),
-            mask=masks[window],
-            window=window,
-            start=start,
-            valid=valid,
-        )
-        x, past, _ = _layer(_LayerParams(params, f"layers.{layer}."), x, cfg, layer, attend, live=live)
+        past = (cache.keys[layer], cache.values[layer])
+        x, past, mass = forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer, padded=padded)
         kept.append(past)
     x = normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
     keys, values = zip(*kept, strict=True)
-    return x, KVCache(keys=keys, values=values, length=start + valid)
+    return x, KVCache(keys=keys, values=values, length=cache.length + at.valid, mass=mass)
+
+
+def embed_tokens(
+    params: Params,
+    tokens: jax.Array,
+    positions: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+) -> jax.Array:
+    """What the first layer takes, `[B, T, D]`, for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`."""
+    x = embed(tokens, params["embed.tokens"], dtype)
+    if cfg.embed_scale != 1.0:
+        x = x * np.asarray(cfg.embed_scale, x.dtype)
+    if cfg.learned_positions:
+        x = x + embed(positions, params["embed.positions"], dtype)
+    return x
+
+
+def forward_layer(
+    params: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None = None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    padded: bool = True,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
+    """One layer over new tokens anywhere in a cache: what `forward` does with each.
+
+    The tokens need not follow one another: each attends to every position up to its own, which must hold
+    keys and values by then, and gets those of its own.
+
+    Args:
+      params: at least the layer's.
+      x: `[B, T, D]`, the layer's input.
+      at: where the tokens stand.
+      past: keys and values of this layer `[B, K, S, H]`.
+      mass: see `KVCache`; None where nobody asked for it.
+      cfg: the model.
+      layer: its index.
+      padded: whether some tokens may not be real.
+
+    Returns:
+      The next layer's input, keys and values with the new rows, and the mass with these tokens' share.
+    """
+    attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    live = jnp.arange(x.shape[1], dtype=jnp.int32) < at.valid if padded else None
+    x, (keys, values, mass), _ = _layer(
+        _LayerParams(params, f"layers.{layer}."), x, cfg, layer, attend, live=live
+    )
+    return x, (keys, values), mass
 
 
 def forward_documents(
@@ -185,7 +222,7 @@ def _forward_documents(
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
     positions = document_positions(starts, branches)
     tables = _rotary_tables(positions, cfg)
-    x = _embed(params, tokens, positions, cfg, dtype)
+    x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype)
     routings = []
     for layer in range(cfg.layers):
         attend = functools.partial(
@@ -240,17 +277,6 @@ class _LayerParams:
 def _rotary_tables(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | None, RotaryTable]:
     """The tables of every rotary embedding that some layer uses."""
     return {rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
-
-
-def _embed(
-    params: Params, tokens: jax.Array, positions: jax.Array, cfg: ModelConfig, dtype: jnp.dtype
-) -> jax.Array:
-    x = embed(tokens, params["embed.tokens"], dtype)
-    if cfg.embed_scale != 1.0:
-        x = x * np.asarray(cfg.embed_scale, x.dtype)
-    if cfg.learned_positions:
-        x = x + embed(positions, params["embed.positions"], dtype)
-    return x
 
 
 def _layer(
@@ -312,18 +338,20 @@ def _attend_cache(
     v: jax.Array,
     *,
     cfg: ModelConfig,
-    table: RotaryTable | None,
+    layer: int,
+    at: Places,
     past: tuple[jax.Array, jax.Array],
-    mask: jax.Array,
-    window: int,
-    start: jax.Array,
-    valid: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    mass: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
+    # XLA makes tables and masks that layers share once.
+    table = None if rope is None else rotary_tables(at.positions, rope)
+    mask = causal_mask(at.positions, past[0].shape[2], window)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
-    out, keys, values = cached_attention(
-        q, k, v, table, past, mask, start, valid, scale=scale, softcap=softcap, window=window
+    out, *kept = cached_attention(
+        q, k, v, table, past, mask, at, mass, scale=scale, softcap=softcap, window=window
     )
-    return out, (keys, values)
+    return out, (kept[0], kept[1], kept[2])
 
 
 def _attend_documents(

@@ -272,14 +272,17 @@ inline double turned(const float* row, size_t h, const float* cos, const float* 
 
 void fail(const char* what, size_t row, size_t column, double got, double expected, double room);
 
-// Causal attention over a cache, [batch][tokens][kv_heads][group][width].
+// Causal attention over a cache, [batch][tokens][kv_heads][group][width]; what the valid tokens attend to
+// each position is added to `mass` [batch][capacity].
 inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float* q, const float* cos,
-                                    const float* sin, const Rows& keys, const Rows& values) {
+                                    const float* sin, const Rows& keys, const Rows& values,
+                                    std::vector<double>& mass) {
   std::vector<double> out(s.batch * s.tokens * s.kv_heads * s.group * s.width), weights(s.capacity),
       row(s.width);
   for (size_t r = 0; r < s.batch * s.tokens * s.kv_heads * s.group; r++) {
     const size_t kv = r / s.group % s.kv_heads, t = r / s.group / s.kv_heads % s.tokens;
-    const size_t head = r / s.group / s.kv_heads / s.tokens * s.kv_heads + kv, position = s.start + t;
+    const size_t batch = r / s.group / s.kv_heads / s.tokens, head = batch * s.kv_heads + kv;
+    const size_t position = static_cast<size_t>(s.positions[t]);
     const size_t from = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
     const size_t to = std::min(s.capacity, position + 1);
     for (size_t h = 0; h < s.width; h++)
@@ -295,6 +298,7 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
     }
     for (size_t p = from; p < to; p++) total += weights[p] = exp(weights[p] - top);
     for (size_t p = from; p < to; p++) {
+      if (t < s.valid) mass[batch * s.capacity + p] += weights[p] / total;
       for (size_t h = 0; h < s.width; h++) out[r * s.width + h] += weights[p] / total * values.at(head, p, h);
     }
   }
@@ -306,8 +310,10 @@ inline void judge_rows(const jaxllm::AttentionShape& s, const float* rows, const
                        const Rows& before, const Rows& after) {
   for (size_t head = 0; head < s.batch * s.kv_heads; head++) {
     for (size_t p = 0; p < s.capacity; p++) {
-      const bool fresh = p >= s.start && p < s.start + s.valid;
-      const size_t t = p - s.start;
+      const int32_t *end = s.positions + s.valid,
+                    *found = std::find(s.positions, end, static_cast<int32_t>(p));
+      const bool fresh = found != end;
+      const size_t t = static_cast<size_t>(found - s.positions);
       const float* row =
           rows + ((head / s.kv_heads * s.tokens + t) * s.kv_heads + head % s.kv_heads) * s.width;
       for (size_t h = 0; h < s.width; h++) {

@@ -7,7 +7,14 @@ void check_attention(Random& random) {
   s.width = random.below(2) ? 16 * random.in(1, 8) : random.in(1, 40);
   s.capacity = random.below(4) ? random.in(1, 300) : random.in(1000, 3000);
   if (s.capacity > 300) s.batch = 1, s.tokens = std::min<size_t>(s.tokens, 2);
-  s.start = random.below(s.capacity + 1);
+  // One behind the other, or with gaps; some beyond the capacity.
+  const bool run = random.below(2);
+  std::vector<int32_t> positions(s.tokens);
+  positions[0] = static_cast<int32_t>(random.below(s.capacity + 1));
+  for (size_t t = 1; t < s.tokens; t++)
+    positions[t] = positions[t - 1] + (run ? 1 : static_cast<int32_t>(random.in(1, 5)));
+  s.positions = positions.data();
+  const size_t stale = static_cast<size_t>(positions.back()) + 1;
   s.valid = random.below(3) ? s.tokens : random.below(s.tokens + 1);
   s.rotary = random.below(2) ? random.below(s.width / 2 + 1) : 0;
   s.window = random.below(2) ? 0 : random.in(1, 100);
@@ -16,9 +23,9 @@ void check_attention(Random& random) {
   s.half = random.below(2);
   shape = "attention B " + std::to_string(s.batch) + " T " + std::to_string(s.tokens) + " K " +
           std::to_string(s.kv_heads) + " G " + std::to_string(s.group) + " H " + std::to_string(s.width) +
-          " S " + std::to_string(s.capacity) + " start " + std::to_string(s.start) + " valid " +
-          std::to_string(s.valid) + " rotary " + std::to_string(s.rotary) + " window " +
-          std::to_string(s.window) + (s.half ? " half" : "");
+          " S " + std::to_string(s.capacity) + (run ? " start " : " gaps from ") +
+          std::to_string(positions[0]) + " valid " + std::to_string(s.valid) + " rotary " +
+          std::to_string(s.rotary) + " window " + std::to_string(s.window) + (s.half ? " half" : "");
   const size_t new_rows = s.batch * s.tokens * s.kv_heads;
   const Buffer<float> q(random.floats(new_rows * s.group * s.width, false)),
       k(random.floats(new_rows * s.width, false));
@@ -29,21 +36,29 @@ void check_attention(Random& random) {
     cos.data()[i] = static_cast<float>(::cos(angle)), sin.data()[i] = static_cast<float>(::sin(angle));
   }
   // Rows that no query may see are NaN.
-  const Rows old_keys(random, s.batch * s.kv_heads, s.capacity, s.width, s.start + s.tokens, s.half);
-  const Rows old_values(random, s.batch * s.kv_heads, s.capacity, s.width, s.start + s.tokens, s.half);
+  const Rows old_keys(random, s.batch * s.kv_heads, s.capacity, s.width, stale, s.half);
+  const Rows old_values(random, s.batch * s.kv_heads, s.capacity, s.width, stale, s.half);
   Rows keys = old_keys.copy(), values = old_values.copy();
-  Buffer<float> y(new_rows * s.group * s.width);
+  Buffer<float> y(new_rows * s.group * s.width), mass(random.below(2) ? s.batch * s.capacity : 0);
   everywhere(
       y,
       [&] {
         keys = old_keys.copy(), values = old_values.copy();
+        for (size_t i = 0; i < mass.size(); i++) mass.data()[i] = 1.0f;
         must(attention(q.data(), k.data(), v.data(), cos.data(), sin.data(), keys.bytes.data(),
-                       values.bytes.data(), s, y.data()));
+                       values.bytes.data(), s, y.data(), mass.size() ? mass.data() : nullptr));
       },
       [&] {
         judge_rows(s, k.data(), cos.data(), sin.data(), old_keys, keys);
         judge_rows(s, v.data(), nullptr, nullptr, old_values, values);
-        const std::vector<double> expected = attended(s, q.data(), cos.data(), sin.data(), keys, values);
+        std::vector<double> seen(s.batch * s.capacity, 1.0);
+        const std::vector<double> expected =
+            attended(s, q.data(), cos.data(), sin.data(), keys, values, seen);
+        for (size_t i = 0; i < mass.size(); i++) {
+          if (!(fabs(mass.data()[i] - seen[i]) <= 1e-3)) {
+            fail("mass is wrong", i / s.capacity, i % s.capacity, mass.data()[i], seen[i], 1e-3);
+          }
+        }
         for (size_t i = 0; i < y.size(); i++) {
           if (!(fabs(y.data()[i] - expected[i]) <= 5e-5)) {
             fail("attention is wrong", i / s.width, i % s.width, y.data()[i], expected[i], 5e-5);

@@ -193,20 +193,21 @@ def attention(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    start: int,
+    positions: np.ndarray,
     *,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
-) -> np.ndarray:
-    """Causal attention of `[B, T, K, G, H]` over `[B, K, S, H]`, float64."""
+) -> tuple[np.ndarray, np.ndarray]:
+    """Causal attention of `[B, T, K, G, H]` at positions `[T]` over `[B, K, S, H]`, float64, and what each
+    query attends to each key `[B, K, T, G, seen]`."""
     q, k, v = (each.astype(np.float64) for each in (q, k, v))
-    seen = min(start + q.shape[1], k.shape[2])
+    seen = min(int(positions[-1]) + 1, k.shape[2])
     k, v = k[:, :, :seen], v[:, :, :seen]
     scores = np.einsum("btkgh,bksh->bktgs", q, k) * scale
     if softcap:
         scores = np.tanh(scores / softcap) * softcap
-    query, key = start + np.arange(q.shape[1])[:, None], np.arange(seen)
+    query, key = positions[:, None], np.arange(seen)
     mask = key <= query
     if window:
         mask &= key > query - window
@@ -215,4 +216,4 @@ def attention(
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
-    return np.einsum("bktgs,bksh->btkgh", weights, v)
+    return np.einsum("bktgs,bksh->btkgh", weights, v), weights

@@ -1,6 +1,5 @@
 """Attention over a cache, on every processor's kernels: rotation, writing and reading in one go."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native
+from jaxllm.kv.cache import Places
 from jaxllm.layers import cached_attention, causal_mask, rotary_tables
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit
@@ -31,9 +31,10 @@ class Case(NamedTuple):
 
 
 def case(
-    seed=0, *, B=1, T=1, K=2, G=1, H=16, S=64, start=0, valid=None, rotary=0, half=False, **options
+    seed=0, *, B=1, T=1, K=2, G=1, H=16, S=64, start=0, at=None, valid=None, rotary=0, half=False, **options
 ) -> Case:
-    """Queries that attend sharply; stale rows behind the last that any query may see are NaN."""
+    """Queries that attend sharply; stale rows behind the last that any query may see are NaN. Tokens follow
+    one another from `start`, or are `at` some positions."""
     draw = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -43,36 +44,37 @@ def case(
     angle = draw.uniform(-3, 3, (T, rotary))
     table = (np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)) if rotary else None
     keys, values = (normal(B, K, S, H).astype(np.float16 if half else np.float32) for _ in "kv")
+    positions = np.asarray(range(start, start + T) if at is None else at, np.int32)
     for rows in (keys, values):
-        rows[:, :, start + T :] = np.nan
+        rows[:, :, positions[-1] + 1 :] = np.nan
     valid = T if valid is None else valid
-    args = (q, k, v, table, keys, values, np.int32(start), np.int32(valid))
+    args = (q, k, v, table, keys, values, positions, np.int32(valid))
     return Case(args, {"scale": H**-0.5, "softcap": 0.0, "window": 0} | options)
 
 
 def door(options):
-    return functools.partial(native.attention, **options)
+    return lambda *args: native.attention(*args, **options)[:3]
 
 
 def check(case: Case, found: dict[str, Any]) -> None:
     """The cache that comes back is the old one and the new rows; the answer is attention over it."""
-    q, k, v, table, keys, values, start, valid = case.args
-    capacity = keys.shape[2]
+    q, k, v, table, keys, values, positions, valid = case.args
+    fresh = positions[:valid][positions[:valid] < keys.shape[2]]
     turned_q, turned_k = (each if table is None else oracle.rotated(each, *table) for each in (q, k))
-    written = np.s_[:, :, start : min(start + valid, capacity)]
+    written = np.s_[:, :, fresh]
     for kernels, (out, new_keys, new_values) in found.items():
         for old, new, rows in ((keys, new_keys, turned_k), (values, new_values, v)):
             assert new.dtype == old.dtype
-            rows = rows.transpose(0, 2, 1, 3)[:, :, : written[2].stop - start]
+            rows = rows.transpose(0, 2, 1, 3)[:, :, : len(fresh)]
             room = 1e-3 if old.dtype == np.float16 else 1e-6
             np.testing.assert_allclose(new[written].astype(np.float64), rows, rtol=room, atol=room)
             expected = old.copy()
             expected[written] = new[written]
             np.testing.assert_array_equal(new, expected, err_msg=kernels)
         np.testing.assert_array_equal(
-            new_values[written], v.transpose(0, 2, 1, 3)[:, :, : written[2].stop - start].astype(values.dtype)
+            new_values[written], v.transpose(0, 2, 1, 3)[:, :, : len(fresh)].astype(values.dtype)
         )
-        expected = oracle.attention(turned_q, new_keys, new_values, int(start), **case.options)
+        expected, _ = oracle.attention(turned_q, new_keys, new_values, positions, **case.options)
         assert out.dtype == np.float32
         np.testing.assert_allclose(out, expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
 
@@ -107,6 +109,41 @@ def test_any_shape(B, T, K, G, H, S, at, window, softcap, turned, half, real, se
     run(case(seed, **shape, rotary=turned * (H // 4), window=window, softcap=softcap))
 
 
+@settings(deadline=None, max_examples=25)
+@given(
+    T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8), S=st.integers(70, 300),
+    window=st.sampled_from([0, 0, 1, 65]), half=st.booleans(), real=st.floats(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_tokens_anywhere(T, K, G, S, window, half, real, seed):
+    """Tokens with gaps between them attend to all that stands before each, new or old."""
+    at = np.sort(np.random.default_rng(seed).choice(S, T, replace=False))
+    run(case(seed, T=T, K=K, G=G, S=S, at=at, valid=round(real * T), half=half, window=window, rotary=8))
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    B=st.integers(1, 2), T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8),
+    S=st.sampled_from([70, 300, 2000]), window=st.sampled_from([0, 0, 1, 65]),
+    softcap=st.sampled_from([0.0, 0.5]), real=st.floats(0, 1), seed=st.integers(0, 2**32 - 1),
+)  # fmt: skip
+def test_mass_is_what_real_tokens_attend_to(B, T, K, G, S, window, softcap, real, seed):
+    """Summed over queries, on top of what was there, and the same to the last bit whatever the threads."""
+    draw = np.random.default_rng(seed)
+    at, valid = np.sort(draw.choice(S, T, replace=False)), round(real * T)
+    drawn = case(seed, B=B, T=T, K=K, G=G, S=S, at=at, valid=valid, window=window, softcap=softcap)
+    before = draw.random((B, S)).astype(np.float32)
+    found = answers(lambda *args: native.attention(*args, **drawn.options), *drawn.args, before)
+    for kernels, (out, keys, values, mass) in found.items():
+        expected, weights = oracle.attention(drawn.args[0], keys, values, drawn.args[6], **drawn.options)
+        np.testing.assert_allclose(out, expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
+        added = weights[:, :, :valid].sum((1, 2, 3))
+        assert added.sum() == pytest.approx(B * K * G * valid)
+        after = before.astype(np.float64)
+        after[:, : added.shape[1]] += added
+        np.testing.assert_allclose(mass, after, atol=2e-4, rtol=0, err_msg=kernels)
+
+
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("window", [0, 3, 1000])
 @pytest.mark.parametrize("start", [0, 255, 256, 4000, 4095])
@@ -125,15 +162,17 @@ def test_long_caches_are_cut_between_threads(start, window, half):
 def test_the_same_again_whatever_the_threads(T):
     """To the last bit, also where threads share one token's keys and what they find is merged."""
     many = case(0, T=T, K=2, G=2, H=32, S=1024, start=900, rotary=16)
-    graph = jit(door(many.options)).lower(*many.args).compile()
+    args = (*many.args, np.zeros((1, 1024), np.float32))
+    graph = jit(lambda *args: native.attention(*args, **many.options)).lower(*args).compile()
     for kernels in NATIVE:
         with kernels_of(kernels):
             found = []
             for count in (1, 2, 3):
                 with threads_of(count):
-                    found += [np.array(graph(*many.args)[0]) for _ in range(2)]
+                    found += [jax.tree.map(np.array, graph(*args)) for _ in range(2)]
             for other in found[1:]:
-                np.testing.assert_array_equal(other, found[0], err_msg=kernels)
+                for got, first in zip(other, found[0], strict=True):
+                    np.testing.assert_array_equal(got, first, err_msg=kernels)
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -149,7 +188,8 @@ def test_chunks_are_the_whole(half):
                 for at in range(0, 24, size):
                     part = [each[:, at : at + size] for each in (q, k, v)]
                     turn = tuple(each[at : at + size] for each in table)
-                    out, *cache = attend(*part, turn, *cache, np.int32(at), np.int32(len(turn[0])))
+                    places = np.arange(at, at + len(turn[0]), dtype=np.int32)
+                    out, *cache = attend(*part, turn, *cache, places, np.int32(len(places)))
                     outs.append(np.asarray(out))
                 np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[0], atol=ROOM)
                 for got, all_at_once in zip(cache, expected[1:], strict=True):
@@ -158,23 +198,28 @@ def test_chunks_are_the_whole(half):
 
 @pytest.mark.parametrize("window", [0, 4])
 @pytest.mark.parametrize("T", [1, 6])
-def test_the_door_gives_what_xla_gives(T, window):
+@pytest.mark.parametrize("run", [True, False])
+def test_the_door_gives_what_xla_gives(T, window, run):
     """The function that models call, on native kernels and without, in both types of cache that kernels
-    take and in one that they leave to XLA."""
+    take and in one that they leave to XLA; for tokens that follow one another and others."""
     config = RopeConfig(dim=8, theta=100.0)
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
-        plain = case(3, T=T, K=2, G=2, H=16, S=24, start=9, valid=T, window=window, softcap=2.0)
-        q, k, v, _, keys, values, start, valid = plain.args
+        at = None if run else [2, 5, 9, 12, 20, 20][6 - T :]
+        shape = dict(T=T, K=2, G=2, H=16, S=24, start=9, at=at, valid=max(1, T - 1))
+        plain = case(3, **shape, window=window, softcap=2.0)
+        q, k, v, _, keys, values, positions, valid = plain.args
         keys, values = (jnp.nan_to_num(jnp.asarray(each)).astype(dtype) for each in (keys, values))
 
-        def attend(q, k, v, keys, values, start, valid):
-            positions = start + jnp.arange(T, dtype=jnp.int32)
+        mass = np.arange(24, dtype=np.float32)[None]
+
+        def attend(q, k, v, keys, values, positions, valid, mass):
             table, mask = rotary_tables(positions, config), causal_mask(positions, 24, window)
             return cached_attention(
-                q, k, v, table, (keys, values), mask, start, valid, scale=0.3, softcap=2.0, window=window
-            )
+                q, k, v, table, (keys, values), mask, Places(positions, valid, run=run), mass,
+                scale=0.3, softcap=2.0, window=window,
+            )  # fmt: skip
 
-        found = answers(attend, q, k, v, keys, values, start, valid, xla=True)
+        found = answers(attend, q, k, v, keys, values, positions, valid, mass, xla=True)
         ours = [np.asarray(each, np.float32) for each in found.pop("xla")]
         room = {jnp.float32: 1e-6, jnp.float16: 1e-3, jnp.bfloat16: 1e-6}[dtype]
         for native_ones in found.values():
@@ -185,14 +230,14 @@ def test_the_door_gives_what_xla_gives(T, window):
 def test_a_donated_cache_is_written_in_place():
     """And one that is not donated keeps its rows."""
     single = case(0, T=1, S=256, H=64, start=10)
-    q, k, v, table, keys, values, start, valid = single.args
+    q, k, v, table, keys, values, positions, valid = single.args
     attend = jax.jit(door(single.options), donate_argnums=(4, 5))
     mine = [jnp.array(each) for each in (keys, values)]
     pointers = [each.unsafe_buffer_pointer() for each in mine]
-    out, *cache = attend(q, k, v, table, *mine, start, valid)
+    out, *cache = attend(q, k, v, table, *mine, positions, valid)
     assert [each.unsafe_buffer_pointer() for each in cache] == pointers
     kept = [jnp.array(each) for each in (keys, values)]
-    again, *_ = jax.jit(door(single.options))(q, k, v, table, *kept, start, valid)
+    again, *_ = jax.jit(door(single.options))(q, k, v, table, *kept, positions, valid)
     np.testing.assert_array_equal(again, out)
     for got, old in zip(kept, (keys, values), strict=True):
         np.testing.assert_array_equal(got, old)

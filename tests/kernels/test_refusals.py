@@ -182,13 +182,14 @@ def test_integer_product(part, result, operands):
     refuse(part, "integer_product", result, operands)
 
 
-Q, NEW, CACHE, POSITION = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(dtype=I32)
+Q, NEW, CACHE, PLACES = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(4, dtype=I32)
 FOUR = np.int32(4)
-GOOD = [Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, POSITION, FOUR]
+MASS = zeros(1, 32)
+GOOD = [Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, PLACES, FOUR]
 
 
 def but(**change: Any) -> list[Any]:
-    names = ("q", "k", "v", "cos", "sin", "keys", "values", "start", "valid")
+    names = ("q", "k", "v", "cos", "sin", "keys", "values", "mass", "positions", "valid")
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
 
@@ -210,18 +211,23 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "wide cosines": ("cosines and sines", but(cos=zeros(4, 9), sin=zeros(4, 9))),
     "cosines of three tokens": ("cosines and sines", but(cos=zeros(3, 7), sin=zeros(3, 7))),
     "narrow cosines": ("cosines and sines", but(cos=zeros(4, 8, dtype=F16), sin=zeros(4, 8, dtype=F16))),
-    "negative start": ("out of range", but(start=np.int32(-1))),
+    "negative positions": ("out of range", but(positions=PLACES - np.int32(1))),
+    "positions that descend": ("do not ascend", but(positions=np.array([0, 2, 1, 3], I32))),
     "negative count": ("out of range", but(valid=np.int32(-1))),
     "more than there are": ("out of range", but(valid=np.int32(5))),
-    "two starts": ("one int32", but(start=zeros(2, dtype=I32))),
-    "float start": ("one int32", but(start=zeros())),
+    "two positions": ("positions must be", but(positions=zeros(2, dtype=I32))),
+    "float positions": ("positions must be", but(positions=zeros(4))),
+    "two counts": ("positions must be", but(valid=zeros(2, dtype=I32))),
+    "mass of two": ("mass must be", but(mass=zeros(2, 32))),
+    "mass of fewer": ("mass must be", but(mass=zeros(1, 31))),
+    "narrow mass": ("mass must be", but(mass=zeros(1, 32, dtype=F16))),
 }  # fmt: skip
 
 
 @needs_native
 @pytest.mark.parametrize(("part", "operands"), ATTENTION.values(), ids=ATTENTION)
 def test_attention(part, operands):
-    results = [Q, operands[5], operands[6]]
+    results = [Q, *operands[5:8]]
     options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0))
     refuse(part, "attention", results, operands, **options)
 
@@ -229,10 +235,17 @@ def test_attention(part, operands):
 @needs_native
 def test_results_of_attention():
     options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0))
-    refuse("another shape", "attention", [zeros(1, 4, 2, 3, 15), CACHE, CACHE], GOOD, **options)
-    refuse("does not fit", "attention", [Q, CACHE[:, :, :31], CACHE], GOOD, **options)
-    refuse("does not fit", "attention", [Q, CACHE, CACHE[:, :, :31]], GOOD, **options)
-    refuse("one int32", "attention", [Q, CACHE, CACHE], GOOD, **(options | dict(window=np.int64(-1))))
+    refuse("another shape", "attention", [zeros(1, 4, 2, 3, 15), CACHE, CACHE, MASS], GOOD, **options)
+    refuse("does not fit", "attention", [Q, CACHE[:, :, :31], CACHE, MASS], GOOD, **options)
+    refuse("does not fit", "attention", [Q, CACHE, CACHE[:, :, :31], MASS], GOOD, **options)
+    refuse("mass must be", "attention", [Q, CACHE, CACHE, MASS[:, :31]], GOOD, **options)
+    refuse(
+        "positions must be",
+        "attention",
+        [Q, CACHE, CACHE, MASS],
+        GOOD,
+        **(options | dict(window=np.int64(-1))),
+    )
 
 
 @needs_native
@@ -246,7 +259,7 @@ def test_what_fits_is_computed():
     attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0))
     assert ask("feed_forward", X, BLOCK, **formats(), **attributes).shape == (4, 70)
     options = dict(scale=F32(1), softcap=F32(0), window=np.int64(0))
-    assert ask("attention", [Q, CACHE, CACHE], GOOD, **options)[0].shape == Q.shape
+    assert ask("attention", [Q, CACHE, CACHE, MASS], GOOD, **options)[0].shape == Q.shape
     operands = [zeros(4, 70, dtype=I8), DATA]
     assert ask("integer_product", zeros(4, 20, dtype=I32), operands).shape == (4, 20)
 

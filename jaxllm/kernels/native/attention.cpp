@@ -2,6 +2,7 @@
 // keys) spread over the threads.
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #include <algorithm>
 #include <atomic>
@@ -26,16 +27,19 @@ struct Buffers {
 size_t row_bytes(const AttentionShape& s) { return s.width * (s.half ? 2 : 4); }
 size_t heads(const AttentionShape& s) { return s.batch * s.kv_heads; }
 
+size_t position(const AttentionShape& s, size_t token) { return static_cast<size_t>(s.positions[token]); }
+// Positions that the last token, and so any, may see.
+size_t visible(const AttentionShape& s) { return std::min(s.capacity, position(s, s.tokens - 1) + 1); }
+
 // Turns the valid new keys of one kv head and stores them, and its new values; false without memory.
 bool write_head(const Buffers& b, const AttentionShape& s, size_t head) {
-  const size_t written = s.start < s.capacity ? std::min(s.valid, s.capacity - s.start) : 0;
   float* scratch = static_cast<float*>(thread_scratch(kTaskWork, padded_width(s.width) * sizeof(float)));
   if (!scratch) return false;
   const Backend& kernels = backend();
-  for (size_t t = 0; t < written; t++) {
+  for (size_t t = 0; t < s.valid && position(s, t) < s.capacity; t++) {
     const size_t token = head / s.kv_heads * s.tokens + t;
     const size_t from = (token * s.kv_heads + head % s.kv_heads) * s.width;
-    const size_t to = (head * s.capacity + s.start + t) * row_bytes(s);
+    const size_t to = (head * s.capacity + position(s, t)) * row_bytes(s);
     const float *cos = s.rotary ? b.cos + t * s.rotary : nullptr,
                 *sin = s.rotary ? b.sin + t * s.rotary : nullptr;
     kernels.store_row(b.k + from, s.width, cos, sin, s.rotary, s.half, b.keys + to, scratch);
@@ -66,7 +70,7 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t head) {
   a.k = b.keys + cache, a.v = b.values + cache;
   a.cos = s.rotary ? b.cos : nullptr, a.sin = b.sin, a.rotary = s.rotary, a.half = s.half;
   a.tokens = s.tokens, a.group = s.group, a.width = s.width;
-  a.start = s.start, a.window = s.window;
+  a.positions = s.positions, a.window = s.window;
   a.scale = s.scale, a.softcap = s.softcap;
   return a;
 }
@@ -79,28 +83,41 @@ struct Division {
   size_t cut_keys;   // of each but the last
   size_t most_rows;  // queries of a tile
   size_t wide;       // floats of a row of sums
+  size_t seen_keys;  // that a row's weights have room for; 0 where nobody wants them
 
-  explicit Division(const AttentionShape& s) : wide(padded_width(s.width)) {
+  Division(const AttentionShape& s, bool weights) : wide(padded_width(s.width)) {
     tokens = std::max<size_t>(1, kAttentionRows / s.group);
     tiles = (s.tokens + tokens - 1) / tokens;
     most_rows = std::min(s.tokens, tokens) * s.group;
     // One tile alone walks the whole cache: cut it, so that all threads have a part. The number of threads
     // plays no role, lest it change results.
-    const size_t visible = std::min(s.capacity, s.start + s.tokens);
-    const size_t oldest = std::min(visible, s.window && s.start + 1 > s.window ? s.start + 1 - s.window : 0);
-    cuts = tiles > 1 ? 1 : std::min<size_t>(kMostCuts, visible / kCutKeys + 1);
-    cut_keys = ((visible - oldest) / cuts / kKeyBlock + 1) * kKeyBlock;
+    const size_t end = visible(s), first = position(s, 0);
+    const size_t oldest = std::min(end, s.window && first + 1 > s.window ? first + 1 - s.window : 0);
+    cuts = tiles > 1 ? 1 : std::min<size_t>(kMostCuts, end / kCutKeys + 1);
+    cut_keys = ((end - oldest) / cuts / kKeyBlock + 1) * kKeyBlock;
+    // A cut begins with a whole block, and the last one takes what is left.
+    seen_keys = weights ? cut_keys + kKeyBlock : 0;
   }
-  // What a cut leaves: sums, largest scores and totals of its rows.
-  size_t part_floats() const { return most_rows * (wide + 2); }
+  // What a cut leaves: sums, largest scores and totals of its rows, and what they see of each key.
+  size_t part_floats() const { return most_rows * (wide + 2 + seen_keys + seen_keys / kKeyBlock); }
+
+  void lay_out(AttentionTile& t, float* part) const {
+    t.sums = part;
+    t.top = t.sums + most_rows * wide;
+    t.total = t.top + most_rows;
+    t.weights = seen_keys ? t.total + most_rows : nullptr;
+    t.tops = t.weights + most_rows * seen_keys;
+    t.keys = seen_keys;
+  }
 
   AttentionTile tile(const AttentionShape& s, size_t tile, size_t cut) const {
     AttentionTile t{};
     t.first = tile * tokens;
     t.last = std::min(s.tokens, t.first + tokens);
-    const size_t position = s.start + t.first;
-    const size_t oldest = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
-    const size_t begin = oldest / kKeyBlock * kKeyBlock, end = std::min(s.capacity, s.start + t.last);
+    const size_t first = position(s, t.first);
+    const size_t oldest = s.window && first + 1 > s.window ? first + 1 - s.window : 0;
+    const size_t begin = oldest / kKeyBlock * kKeyBlock;
+    const size_t end = std::min(s.capacity, position(s, t.last - 1) + 1);
     t.from = std::min(end, begin + cut * cut_keys);
     t.to = cut + 1 == cuts ? end : std::min(end, begin + (cut + 1) * cut_keys);
     return t;
@@ -108,7 +125,9 @@ struct Division {
 };
 
 // The softmax over all cuts of a tile, from what each left: parts of part_floats() floats, one after another.
-void join(const Attention& a, const AttentionTile& t, const Division& d, const float* parts) {
+// To `mass` [keys], unless it is null, what the `valid` tokens' rows attend to each key is added.
+void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, const Division& d,
+          float* parts, float* mass) {
   const size_t stride = d.part_floats(), rows = (t.last - t.first) * a.group;
   for (size_t r = 0; r < rows; r++) {
     const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r,
@@ -130,21 +149,38 @@ void join(const Attention& a, const AttentionTile& t, const Division& d, const f
       const float weight = weights[c] * factor;
       for (size_t h = 0; h < a.width; h++) to[h] += sums[c * stride + h] * weight;
     }
+    if (!mass || t.first + r / a.group >= s.valid) continue;
+    for (size_t c = 0; c < d.cuts; c++) {
+      if (weights[c] == 0.0f) continue;
+      AttentionTile cut = d.tile(s, t.first / d.tokens, c);
+      d.lay_out(cut, parts + c * stride);
+      backend().add_mass(cut, r, weights[c] * factor, mass);
+    }
+  }
+}
+
+// mass [batch][capacity] += the sums of parts [tiles][heads][keys], each tile's and head's.
+void add_parts(const AttentionShape& s, const Division& d, const float* parts, size_t keys, float* mass) {
+  for (size_t tile = 0; tile < d.tiles; tile++) {
+    for (size_t head = 0; head < heads(s); head++, parts += keys) {
+      float* to = mass + head / s.kv_heads * s.capacity;
+      for (size_t key = 0; key < visible(s); key++) to[key] += parts[key];
+    }
   }
 }
 
 }  // namespace
 
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
-                  void* key_cache, void* value_cache, const AttentionShape& s, float* y) {
+                  void* key_cache, void* value_cache, const AttentionShape& s, float* y, float* mass) {
   const Buffers b{q, k, v, cos, sin, static_cast<char*>(key_cache), static_cast<char*>(value_cache), y};
   Upcoming next;
   if (s.tokens == 1) {
-    next = begin_reading({key_cache, value_cache, heads(s), s.capacity * row_bytes(s),
-                          std::min(s.capacity, s.start + 1) * row_bytes(s)});
+    next = begin_reading(
+        {key_cache, value_cache, heads(s), s.capacity * row_bytes(s), visible(s) * row_bytes(s)});
   }
   if (!write_new_rows(b, s)) return kNoMemory;
-  const Division d(s);
+  const Division d(s, mass != nullptr);
   const size_t part_bytes = d.part_floats() * sizeof(float);
   char* parts = nullptr;                     // of all heads and cuts
   std::atomic<uint32_t>* missing = nullptr;  // of each head, the cuts that are not done
@@ -156,12 +192,19 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     for (size_t i = 0; i < heads(s); i++)
       new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(d.cuts));
   }
+  // Of each head and tile its own, so that sums do not depend on which thread was first; whole blocks.
+  const size_t keys = (visible(s) + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
+  const size_t mass_bytes = heads(s) * d.tiles * keys * sizeof(float);
+  float* masses = mass ? static_cast<float*>(thread_scratch(kMass, mass_bytes)) : nullptr;
+  if (mass && !masses) return kNoMemory;
+  if (mass) memset(masses, 0, mass_bytes);
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
   const auto attend = [&](size_t task) {
     const size_t cut = task % d.cuts, head = task / d.cuts % heads(s);
+    const size_t tile = d.tiles - 1 - task / d.cuts / heads(s);
     // The last tiles see most keys: they go first, so that no thread ends with the longest one.
-    AttentionTile t = d.tile(s, d.tiles - 1 - task / d.cuts / heads(s), cut);
+    AttentionTile t = d.tile(s, tile, cut);
     const Attention a = head_of(b, s, head);
     const size_t scratch = attention_scratch((t.last - t.first) * s.group, s.width) * sizeof(float);
     t.scratch = static_cast<float*>(thread_scratch(kTaskWork, scratch));
@@ -171,19 +214,20 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
       failed = true;
       return;
     }
-    t.sums = static_cast<float*>(part);
-    t.top = t.sums + d.most_rows * d.wide;
-    t.total = t.top + d.most_rows;
+    d.lay_out(t, static_cast<float*>(part));
     kernels.attend(a, t);
+    float* own = masses ? masses + (tile * heads(s) + head) * keys : nullptr;
     if (!parts) {
-      join(a, t, d, t.sums);
+      join(a, s, t, d, t.sums, own);
     } else if (missing[head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Whoever is last joins the parts of a head, always in the same order.
-      join(a, t, d, reinterpret_cast<const float*>(first));
+      join(a, s, t, d, reinterpret_cast<float*>(first), own);
     }
   };
   parallel(heads(s) * d.tiles * d.cuts, attend, next);
-  return failed ? kNoMemory : nullptr;
+  if (failed) return kNoMemory;
+  if (mass) add_parts(s, d, masses, keys, mass);
+  return nullptr;
 }
 
 }  // namespace jaxllm

@@ -252,13 +252,18 @@ void attend(const Attention& a, const AttentionTile& t) {
     }
     bool any = false;
     for (size_t r = 0; r < rows; r++) {
-      const size_t position = a.start + t.first + r / a.group;
+      const size_t position = static_cast<size_t>(a.positions[t.first + r / a.group]);
       const size_t last = position + 1 < block ? 0 : position + 1 - block;
       const size_t to = last < count ? last : count;
       const size_t oldest = a.window && position + 1 > a.window ? position + 1 - a.window : 0;
       const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
       any |=
           weigh(scores + r * kKeyBlock, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r);
+      if (t.weights) {
+        const size_t at = block - t.from;
+        memcpy(t.weights + r * t.keys + at, scores + r * kKeyBlock, kKeyBlock * sizeof(float));
+        t.tops[(r * t.keys + at) / kKeyBlock] = t.top[r];
+      }
     }
     if (!any) continue;
     if (halves) {
@@ -268,5 +273,17 @@ void attend(const Attention& a, const AttentionTile& t) {
     }
     const float* from = cached_rows(a.v, a.half, width, wide, block, count, values);
     float_product(rows, wide, scores, kKeyBlock, from, wide, count, t.sums, wide, true);
+  }
+}
+
+void add_mass(const AttentionTile& t, size_t row, float factor, float* mass) {
+  const float *weights = t.weights + row * t.keys, *tops = t.tops + row * t.keys / kKeyBlock;
+  for (size_t block = t.from; block < t.to; block += kKeyBlock, weights += kKeyBlock, tops++) {
+    const float shrink = factor * __builtin_expf(*tops - t.top[row]);
+    // A block is all zeros of which the row sees no key, and its largest score may then be none.
+    if (!(shrink > 0.0f)) continue;
+    for (size_t i = 0; i < kKeyBlock; i += 16) {
+      fstore(mass + block + i, fma(fset(shrink), fload(weights + i), fload(mass + block + i)));
+    }
   }
 }

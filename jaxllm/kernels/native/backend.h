@@ -63,8 +63,8 @@ struct Attention {
   size_t rotary;           // half the dimensions that turn
   bool half;               // k and v are IEEE half, else float
   size_t tokens, group, width;
-  size_t start;   // position of the first token
-  size_t window;  // 0: all positions before
+  const int32_t* positions;  // [tokens], ascending
+  size_t window;             // 0: all positions before
   float scale, softcap;
 };
 
@@ -73,6 +73,9 @@ struct AttentionTile {
   size_t first, last, from, to;
   float *sums, *top, *total;  // [rows][width rounded up to 16], [rows], [rows]
   float* scratch;             // attention_scratch() floats
+  // What each row sees of each key, and each row's `top` when a block of keys was weighed; or null.
+  float *weights, *tops;  // [rows][keys], [rows][keys / kKeyBlock]
+  size_t keys;            // of a row of weights: whole blocks
 };
 
 // One kv head of one document: a run of tokens of a packed row that see each other and nothing else.
@@ -107,6 +110,9 @@ struct Backend {
   // gate = activation(gate) * up, or activation(gate) without up.
   void (*activate)(float* gate, const float* up, size_t count, int activation);
   void (*attend)(const Attention&, const AttentionTile&);
+  // Adds what one row of an attended tile attends to its keys, `factor` against its largest score, to mass
+  // [keys, in whole blocks].
+  void (*add_mass)(const AttentionTile&, size_t row, float factor, float* mass);
   // Turns a row of `width` if cos is not null, and stores it as half or float. Scratch: padded_width floats.
   void (*store_row)(const float* x, size_t width, const float* cos, const float* sin, size_t rotary,
                     bool half, void* out, float* scratch);

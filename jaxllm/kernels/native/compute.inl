@@ -39,9 +39,9 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,     quantize,   rms_norm,   row_panels,      row_span,
-                 tile,     tile_int32, activate,   attend,          store_row,
-                 unit_row, largest,    read_words, attend_document, attend_document_back};
+  return Backend{
+      name,   quantize, rms_norm,  row_panels, row_span, tile,       tile_int32,      activate,
+      attend, add_mass, store_row, unit_row,   largest,  read_words, attend_document, attend_document_back};
 }
 
 }  // namespace

@@ -1,16 +1,19 @@
 // Attention as XLA calls it.
 #include <string.h>
 
+#include <algorithm>
+
 #include "ffi_checks.h"
 
 namespace jaxllm {
 namespace {
 
-// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], start and valid
-// [] -> y like q, and the caches, in place.
+// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or
+// nothing, positions [T] and valid [] -> y like q, and caches and mass, in place.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
-                     AnyBuffer values, AnyBuffer start, AnyBuffer valid, ffi::Result<AnyBuffer> y,
-                     ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values, float scale,
+                     AnyBuffer values, AnyBuffer mass, AnyBuffer positions, AnyBuffer valid,
+                     ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
+                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass, float scale,
                      float softcap, int64_t window) {
   const Timer timer;
   const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
@@ -37,13 +40,25 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
       sin.element_count() != cos.element_count() || 2 * rotary > width) {
     return wrong("cosines and sines must be float32 [T, rotary], at most half the head");
   }
-  const auto is_index = [](const AnyBuffer& each) {
-    return each.element_type() == ffi::DataType::S32 && each.element_count() == 1;
-  };
-  if (!is_index(start) || !is_index(valid) || window < 0) return wrong("positions must be one int32 each");
-  const int32_t position = *start.reinterpret_data<int32_t>(), count = *valid.reinterpret_data<int32_t>();
-  if (position < 0 || count < 0 || static_cast<size_t>(count) > tokens)
-    return wrong("a position is out of range");
+  if (positions.element_type() != ffi::DataType::S32 || positions.element_count() != tokens ||
+      valid.element_type() != ffi::DataType::S32 || valid.element_count() != 1 || window < 0) {
+    return wrong("positions must be int32 [T], and how many are valid one int32");
+  }
+  const int32_t *places = positions.reinterpret_data<int32_t>(), count = *valid.reinterpret_data<int32_t>();
+  if (places[0] < 0 || !std::is_sorted(places, places + tokens) || count < 0 ||
+      static_cast<size_t>(count) > tokens) {
+    return wrong("a position is out of range, or positions do not ascend");
+  }
+  float* seen = nullptr;
+  if (mass.element_count() != 0) {
+    if (!is_float(mass) || mass.element_count() != batch * capacity ||
+        new_mass->size_bytes() != mass.size_bytes()) {
+      return wrong("the mass must be float32 [B, S]");
+    }
+    seen = new_mass->reinterpret_data<float>();
+    if (new_mass->untyped_data() != mass.untyped_data())
+      memcpy(new_mass->untyped_data(), mass.untyped_data(), mass.size_bytes());
+  }
   if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
   // XLA gives a result the memory of the cache it replaces; should it not, the cache is copied.
   if (new_keys->untyped_data() != keys.untyped_data())
@@ -58,7 +73,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                              width,
                              capacity,
                              rotary,
-                             static_cast<size_t>(position),
+                             places,
                              static_cast<size_t>(count),
                              static_cast<size_t>(window),
                              scale,
@@ -67,7 +82,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
                           sin.reinterpret_data<float>(), new_keys->untyped_data(), new_values->untyped_data(),
-                          shape, y->reinterpret_data<float>()));
+                          shape, y->reinterpret_data<float>(), seen));
 }
 
 }  // namespace
@@ -83,6 +98,8 @@ XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()

@@ -54,17 +54,19 @@ void largest(const float* x, size_t rows, size_t width, int32_t* y);
 
 struct AttentionShape {
   size_t batch, tokens, kv_heads, group, width, capacity;
-  size_t rotary;        // half the dimensions that turn; 0 for none
-  size_t start, valid;  // position of the first token; how many of them are written
+  size_t rotary;             // half the dimensions that turn; 0 for none
+  const int32_t* positions;  // [tokens] of the new tokens, ascending
+  size_t valid;              // how many of them are written
   size_t window;
   float scale, softcap;
   bool half;
 };
 // Turns new keys by cos and sin [tokens][rotary], writes them and new values into the cache, and attends.
 // q, y [batch][tokens][kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; caches
-// [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written.
+// [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written. To `mass`
+// [batch][capacity], unless it is null, what the valid tokens' queries attend to each position is added.
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
-                  void* key_cache, void* value_cache, const AttentionShape& shape, float* y);
+                  void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 
 struct DocumentShape {
   size_t batch, tokens, kv_heads, group, width;
