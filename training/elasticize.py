@@ -71,6 +71,8 @@ class ElasticRecipe(LoraRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.levels, list | tuple):
+            raise ConfigError(f"levels must be a list of percentages, got {self.levels!r:.80}")
         object.__setattr__(self, "levels", tuple(self.levels))
         Ladder(levels=self.levels)
         require_float("anchor_share", self.anchor_share, least=0, most=1)

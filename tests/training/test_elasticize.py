@@ -175,6 +175,7 @@ def test_recipes():
     assert ElasticRecipe.from_json(recipe.to_json()) == recipe
     for change, message in [
         ({"levels": [50]}, "end with 100"),
+        ({"levels": 3}, "levels must be a list of percentages, got 3"),
         ({"anchor_share": 2}, "anchor_share"),
         ({"recovery": "magic"}, "recovery must be"),
         ({"order": "alphabet"}, "order must be"),
