@@ -13,11 +13,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxllm.atomic import atomic_file
 from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
@@ -31,6 +29,7 @@ from jaxllm.prepare import weight_format_of
 from jaxllm.quant import dequantize
 from training.checkpoints import read_best
 from training.corpus import Corpus
+from training.digests import model_digest
 from training.elastic import joint_job
 from training.encoders import ModelEncoder
 from training.importance import Importance, calibration_batches, magnitudes, measure, random_order
@@ -141,11 +140,7 @@ def elasticize(
     if tlm is not None and data is None:
         raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")
     frozen = FrozenModel.read(model)
-    if recipe.row_tokens > frozen.cfg.window_tokens:
-        raise ConfigError(
-            f"row_tokens ({recipe.row_tokens}) must be at most the model's window "
-            f"({frozen.cfg.window_tokens})"
-        )
+    recipe.require_window(frozen.cfg.window_tokens)
     weights = weights or weight_format_of(model, frozen.cfg)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
@@ -194,10 +189,14 @@ def elasticize(
             recoveries=recoveries,
         )
         # The levels' weights and adapters make the labels.
+        recovered = sorted(recoveries)
         trained = train_tlm(
             dataclasses.replace(tlm, levels=ladder.levels), elastic, run_dir / "tlm", data=data,
-            name=_digest_of(served, recoveries, ladder), encoder=encoder, mesh_shape=mesh_shape,
-            console=console,
+            name=model_digest(
+                {"model": frozen.cfg, "ladder": ladder, "recovered": recovered},
+                served, *(recoveries[level].adapter for level in recovered),
+            ),
+            encoder=encoder, mesh_shape=mesh_shape, console=console,
         )  # fmt: skip
         parts |= tiny_lm_parts(trained)
     write_bundle(
@@ -225,18 +224,8 @@ def _importance(
     frozen: FrozenModel, splits: Splits, recipe: ElasticRecipe, path: Path, console: Console
 ) -> Importance:
     """Importances of the model's units and layers, from `path` if they were measured before."""
-    layers = range(frozen.cfg.layers)
     if path.exists():
-        try:
-            with np.load(path) as saved:
-                return Importance(
-                    groups=tuple(saved[f"groups.{layer}"] for layer in layers),
-                    neurons=tuple(saved[f"neurons.{layer}"] for layer in layers),
-                    layers=saved["layers"],
-                    loss=float(saved["loss"]),
-                )
-        except Exception as error:  # NumPy raises many kinds for a damaged file.
-            raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
+        return Importance.read(path, frozen.cfg.layers)
     # Of one epoch: the same text again would tell nothing new.
     steps = -(-len(splits.train.epoch(0)) // recipe.batch)
     batches = (splits.train.batch_at(step) for step in range(steps))
@@ -250,11 +239,7 @@ def _importance(
             remat=recipe.remat,
             report=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    arrays: dict[str, np.ndarray] = {"layers": found.layers, "loss": np.float64(found.loss)}  # pyright: ignore
-    for layer in layers:
-        arrays[f"groups.{layer}"], arrays[f"neurons.{layer}"] = found.groups[layer], found.neurons[layer]
-    with atomic_file(path) as file:
-        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+    found.write(path)
     return found
 
 
@@ -330,14 +315,3 @@ def _as_stored(
 
 def _on_host(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in params.items()}
-
-
-def _digest_of(served: Mapping[str, np.ndarray], recoveries: Mapping[int, Recovery], ladder: Ladder) -> str:
-    """Names an elastic model by all that its answers depend on."""
-    digest = xxhash.xxh3_128(repr(ladder).encode())
-    arrays = [served, *(recoveries[level].adapter for level in sorted(recoveries))]
-    for each in arrays:
-        for name in sorted(each):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(each[name]).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()

@@ -15,7 +15,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 from rich.console import Console
 
 from jaxllm.bundle import Bundle, WeightFormat
@@ -29,6 +28,7 @@ from jaxllm.prepare import prepare
 from jaxllm.tokenizer import Tokenizer
 from training.checkpoints import read_best
 from training.corpus import Corpus
+from training.digests import model_digest
 from training.encoders import ModelEncoder
 from training.log import Log
 from training.loop import Job, Trainer, train
@@ -132,11 +132,7 @@ class FrozenModel:
 
     def fingerprint(self) -> str:
         """Names the model: its config and all of its weights."""
-        digest = xxhash.xxh3_128(repr(self.cfg).encode())
-        for name in sorted(self.params):
-            for part in jax.tree.leaves(self.params[name]):
-                digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-        return digest.hexdigest()
+        return model_digest(self.cfg, self.params)
 
     @classmethod
     def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
@@ -199,11 +195,7 @@ def train_lora(
     """
     console, run_dir = console or Console(stderr=True), Path(run_dir)
     frozen = FrozenModel.read(model, weights)
-    if recipe.row_tokens > frozen.cfg.window_tokens:
-        raise ConfigError(
-            f"row_tokens ({recipe.row_tokens}) must be at most the model's window "
-            f"({frozen.cfg.window_tokens})"
-        )
+    recipe.require_window(frozen.cfg.window_tokens)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     job = lora_job(frozen.cfg, frozen.params, recipe)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
