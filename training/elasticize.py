@@ -27,19 +27,18 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.prepare import weight_format_of
 from jaxllm.quant import dequantize
-from training.checkpoints import read_best
 from training.corpus import Corpus
 from training.digests import model_digest
 from training.elastic import joint_job
 from training.encoders import ModelEncoder
+from training.fitting import fit
 from training.importance import Importance, calibration_batches, magnitudes, measure, random_order
-from training.log import Log
-from training.loop import Trainer, train
+from training.loop import Trainer
 from training.lora import FittedAdapter, FrozenModel, LoraRecipe, fit_adapter, lora_job
 from training.packing import Splits
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import PACKAGED, load
-from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.run_files import claimed, write_json
 from training.self_labels import ElasticModel
 from training.settings import require_float, require_int
 from training.tlm import train_tlm
@@ -145,12 +144,8 @@ def elasticize(
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
-    resuming = make_run_folder(run_dir)
-    if resuming:
-        check_identity(run_dir, recipe, **identity)
-    splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
-    if not resuming:
-        write_identity(run_dir, recipe, **identity)
+    with claimed(run_dir, recipe, **identity):
+        splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
 
     importance = _importance(frozen, splits, recipe, run_dir / "importance.npz", console)
     ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
@@ -254,14 +249,10 @@ def _train_together(
     console: Console,
 ) -> dict[str, np.ndarray]:
     """The whole model's weights after all levels were trained together."""
-    folder.mkdir(exist_ok=True)
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
     trainer = Trainer(joint_job(frozen.cfg, ordered, ladder, recipe), recipe, mesh)
-    names = [source.name for source in splits.train.mixture]
-    with Log(folder, recipe.steps, console, names) as log:
-        train(trainer, splits.train.batch_at, splits.held_out_batches, folder / CHECKPOINTS, log)
-    best, _, _ = read_best(folder / CHECKPOINTS, trainer.abstract())
-    return _on_host(gathered(best.params))
+    best = fit(trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names)
+    return gathered(best.params)
 
 
 def _recover(
@@ -284,9 +275,7 @@ def _recover(
     if level == WHOLE or recipe.recovery != "lora":
         loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
         return _Level(None, {"share": share, "held_out": loss})
-    folder = run_dir / "levels" / str(level)
-    folder.mkdir(parents=True, exist_ok=True)
-    fitted = fit_adapter(trainer, splits, folder, console)
+    fitted = fit_adapter(trainer, splits, run_dir / "levels" / str(level), console)
     facts = {
         "share": share,
         "held_out": fitted.without,

@@ -27,13 +27,13 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.models import tlm
 from jaxllm.tasks.shortened import Question
-from training.checkpoints import Params, read_best
+from training.checkpoints import Params
 from training.documents import documents_digest, text_document
+from training.fitting import fit
 from training.keep_labels import KeptWords, align, read_compressions, split_rows, well_aligned
-from training.log import Log
-from training.loop import Batch, Job, Trainer, train
+from training.loop import Batch, Job, Trainer
 from training.parallel import MeshShape, gathered, make_mesh
-from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.run_files import claimed, write_json
 from training.self_labels import Answers, ElasticModel, answer, lightest
 from training.settings import TrainSettings
 from training.tlm_batches import (
@@ -121,10 +121,8 @@ def train_tlm(
         "texts": _texts_digest(sources),
         "questions": questions_digest(questions),
     }
-    if make_run_folder(run_dir):
-        check_identity(run_dir, recipe, **identity)
-    else:
-        write_identity(run_dir, recipe, **identity)
+    with claimed(run_dir, recipe, **identity):
+        splits = [split_rows(source, recipe.held_out_share) for source in sources]
     run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
     console.print(
         f"{sum(value.size for value in start.params.values()):,} parameters; "
@@ -132,7 +130,6 @@ def train_tlm(
         soft_wrap=True,
     )
 
-    splits = [split_rows(source, recipe.held_out_share) for source in sources]
     reader = start.reader(model.tokenizer, recipe.score.row_tokens)
     sets = [
         ScoreRows(
@@ -222,15 +219,14 @@ class _Run:
         sources: Sequence[str],
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Trains a head, or goes on: its best parameters, and where they were found."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
         mesh: Mesh = make_mesh(self.mesh_shape, settings.batch // settings.accumulate)
         trainer = Trainer(job, settings, mesh)
         self.console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
-        with Log(folder, settings.steps, self.console, sources, tensorboard=self.tensorboard) as log:
-            train(trainer, batch_at, held_out, folder / CHECKPOINTS, log)
-        best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
-        return gathered(best.params), {"best_step": step, "held_out_loss": loss}
+        best = fit(
+            trainer, batch_at, held_out, self.folder / name, self.console, sources,
+            tensorboard=self.tensorboard,
+        )  # fmt: skip
+        return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
 
     def answered(self, level: int, done: int, total: int) -> None:
         if done == total:
