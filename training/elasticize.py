@@ -1,98 +1,48 @@
 """From a Hugging Face folder to an elastic bundle: importance, order, levels, recovery (ELMS, section 3).
 
-A run's folder holds `recipe.json`, `tokens/`, `importance.npz`, and `levels/{level}/` or `joint/` with the
-recovery's checkpoints and metrics, and at the end `summary.json`. Every step that is done is read there and
-not done again.
+A run's folder holds `recipe.json`, `tokens/`, `importance.npz`, `levels/{level}/` or `joint/` with the
+recovery's checkpoints and metrics, `tlm-{digest}/` with the tiny LM's run, and at the end `summary.json`.
+Every step that is done is read there and not done again.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxllm.atomic import atomic_file
 from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
-from jaxllm.elastic.ladder import LEVELS, WHOLE, Ladder, layer_parameters, sub_config
+from jaxllm.elastic.ladder import WHOLE, Ladder, layer_parameters, sub_config
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.prepare import weight_format_of
 from jaxllm.quant import dequantize
-from training.checkpoints import read_best
 from training.corpus import Corpus
+from training.digests import model_digest
 from training.elastic import joint_job
+from training.elastic_recipe import ElasticRecipe
 from training.encoders import ModelEncoder
+from training.fitting import fit
 from training.importance import Importance, calibration_batches, magnitudes, measure, random_order
-from training.log import Log
-from training.loop import Trainer, train
-from training.lora import FittedAdapter, FrozenModel, LoraRecipe, fit_adapter, lora_job
+from training.loop import Trainer
+from training.lora import FittedAdapter, FrozenModel, fit_adapter, lora_job
 from training.packing import Splits
 from training.parallel import MeshShape, gathered, make_mesh
-from training.recipe import PACKAGED, load
-from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.run_files import claimed, write_json
 from training.self_labels import ElasticModel
-from training.settings import require_float, require_int
 from training.tlm import train_tlm
 from training.tlm_recipe import TlmRecipe
-
-RecoveryKind = Literal["lora", "joint", "none"]
-_RECIPES = PACKAGED / "elastic"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticRecipe(LoraRecipe):
-    """How a model becomes elastic; `steps` are of each level's adapter, or of all levels together.
-
-    Attributes:
-      levels: in percent, ascending, the last one 100.
-      anchor_share: of the layers, the most important ones, stay whole as long as a level allows.
-      calibration_tokens: of the training split, on which importance is measured.
-      order: of units: by "importance", or to compare with, by "magnitude" or at "random".
-      recovery: "lora" for an adapter per level over frozen weights, "joint" to train all levels' weights
-        together, "none" for neither.
-    """
-
-    levels: tuple[int, ...] = LEVELS
-    anchor_share: float = 0.2
-    calibration_tokens: int = 1 << 16
-    order: Literal["importance", "magnitude", "random"] = "importance"
-    recovery: RecoveryKind = "lora"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "levels", tuple(self.levels))
-        Ladder(levels=self.levels)
-        require_float("anchor_share", self.anchor_share, least=0, most=1)
-        require_int("calibration_tokens", self.calibration_tokens, 1)
-        if self.order not in ("importance", "magnitude", "random"):
-            raise ConfigError(f"order must be importance, magnitude or random, got {self.order!r}")
-        if self.recovery not in ("lora", "joint", "none"):
-            raise ConfigError(f"recovery must be lora, joint or none, got {self.recovery!r}")
-
-
-def elastic_recipe_names() -> list[str]:
-    """The recipes of elastic models that come with the package."""
-    return sorted(path.stem for path in _RECIPES.glob("*.toml"))
-
-
-def load_elastic_recipe(name: str) -> ElasticRecipe:
-    """The recipe called `name`, or the one in the TOML file at path `name`.
-
-    Raises:
-      ConfigError: there is no such recipe, or it is malformed.
-    """
-    return load(name, ElasticRecipe.from_json, _RECIPES, elastic_recipe_names())
+from training.tlm_sources import TlmSources
 
 
 def elasticize(
@@ -128,8 +78,8 @@ def elasticize(
       The summary: anchors, and of each level its share of parameters and losses held out, in nats per token.
 
     Raises:
-      ConfigError: the recipe or its sources do not fit the model, or `run_dir` belongs to another run.
-      CheckpointError: the model cannot be read.
+      ConfigError: a recipe or its sources do not fit the model, or `run_dir` belongs to another run.
+      CheckpointError: the model or the encoder cannot be read.
     """
     console, run_dir, out = console or Console(stderr=True), Path(run_dir), Path(out)
     if not out.parent.is_dir():
@@ -139,21 +89,18 @@ def elasticize(
     if tlm is not None and data is None:
         raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")
     frozen = FrozenModel.read(model)
-    if recipe.row_tokens > frozen.cfg.window_tokens:
-        raise ConfigError(
-            f"row_tokens ({recipe.row_tokens}) must be at most the model's window "
-            f"({frozen.cfg.window_tokens})"
-        )
+    recipe.require_window(frozen.cfg.window_tokens)
+    # It is trained last: what it would then miss is said before the hours of work.
+    tlm_sources = None
+    if tlm is not None and data is not None:
+        tlm = dataclasses.replace(tlm, levels=recipe.levels)
+        tlm_sources = TlmSources.read(tlm, data, frozen.tokenizer, frozen.cfg.window_tokens, encoder)
     weights = weights or weight_format_of(model, frozen.cfg)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
-    resuming = make_run_folder(run_dir)
-    if resuming:
-        check_identity(run_dir, recipe, **identity)
-    splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
-    if not resuming:
-        write_identity(run_dir, recipe, **identity)
+    with claimed(run_dir, recipe, **identity):
+        splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
 
     importance = _importance(frozen, splits, recipe, run_dir / "importance.npz", console)
     ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
@@ -183,7 +130,7 @@ def elasticize(
             recoveries[level] = found.recovery
     told = {"recovery": recipe.recovery, "order": recipe.order, **facts}
     parts = elastic_parts(ladder, recoveries, order=order, facts=told)
-    if tlm is not None and data is not None:
+    if tlm_sources is not None:
         elastic = ElasticModel(
             cfg=frozen.cfg,
             params={each: jnp.asarray(value) for each, value in served.items()},
@@ -192,11 +139,14 @@ def elasticize(
             recoveries=recoveries,
         )
         # The levels' weights and adapters make the labels.
-        trained = train_tlm(
-            dataclasses.replace(tlm, levels=ladder.levels), elastic, run_dir / "tlm", data=data,
-            name=_digest_of(served, recoveries, ladder), encoder=encoder, mesh_shape=mesh_shape,
-            console=console,
-        )  # fmt: skip
+        digest = model_digest(
+            {"model": frozen.cfg, "ladder": ladder, "recovered": sorted(recoveries)},
+            served,
+            *(recoveries[level].adapter for level in sorted(recoveries)),
+        )
+        # A folder of its own for each model, as the recovery may go on to other adapters.
+        folder = run_dir / f"tlm-{digest[:12]}"
+        trained = train_tlm(tlm_sources, elastic, folder, name=digest, mesh_shape=mesh_shape, console=console)
         parts |= tiny_lm_parts(trained)
     write_bundle(
         out,
@@ -223,18 +173,8 @@ def _importance(
     frozen: FrozenModel, splits: Splits, recipe: ElasticRecipe, path: Path, console: Console
 ) -> Importance:
     """Importances of the model's units and layers, from `path` if they were measured before."""
-    layers = range(frozen.cfg.layers)
     if path.exists():
-        try:
-            with np.load(path) as saved:
-                return Importance(
-                    groups=tuple(saved[f"groups.{layer}"] for layer in layers),
-                    neurons=tuple(saved[f"neurons.{layer}"] for layer in layers),
-                    layers=saved["layers"],
-                    loss=float(saved["loss"]),
-                )
-        except Exception as error:  # NumPy raises many kinds for a damaged file.
-            raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
+        return Importance.read(path, frozen.cfg.layers)
     # Of one epoch: the same text again would tell nothing new.
     steps = -(-len(splits.train.epoch(0)) // recipe.batch)
     batches = (splits.train.batch_at(step) for step in range(steps))
@@ -248,11 +188,7 @@ def _importance(
             remat=recipe.remat,
             report=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    arrays: dict[str, np.ndarray] = {"layers": found.layers, "loss": np.float64(found.loss)}  # pyright: ignore
-    for layer in layers:
-        arrays[f"groups.{layer}"], arrays[f"neurons.{layer}"] = found.groups[layer], found.neurons[layer]
-    with atomic_file(path) as file:
-        np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+    found.write(path)
     return found
 
 
@@ -267,14 +203,10 @@ def _train_together(
     console: Console,
 ) -> dict[str, np.ndarray]:
     """The whole model's weights after all levels were trained together."""
-    folder.mkdir(exist_ok=True)
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
     trainer = Trainer(joint_job(frozen.cfg, ordered, ladder, recipe), recipe, mesh)
-    names = [source.name for source in splits.train.mixture]
-    with Log(folder, recipe.steps, console, names) as log:
-        train(trainer, splits.train.batch_at, splits.held_out_batches, folder / CHECKPOINTS, log)
-    best, _, _ = read_best(folder / CHECKPOINTS, trainer.abstract())
-    return _on_host(gathered(best.params))
+    best = fit(trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names)
+    return gathered(best.params)
 
 
 def _recover(
@@ -297,9 +229,7 @@ def _recover(
     if level == WHOLE or recipe.recovery != "lora":
         loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
         return _Level(None, {"share": share, "held_out": loss})
-    folder = run_dir / "levels" / str(level)
-    folder.mkdir(parents=True, exist_ok=True)
-    fitted = fit_adapter(trainer, splits, folder, console)
+    fitted = fit_adapter(trainer, splits, run_dir / "levels" / str(level), console)
     facts = {
         "share": share,
         "held_out": fitted.without,
@@ -328,14 +258,3 @@ def _as_stored(
 
 def _on_host(params: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in params.items()}
-
-
-def _digest_of(served: Mapping[str, np.ndarray], recoveries: Mapping[int, Recovery], ladder: Ladder) -> str:
-    """Names an elastic model by all that its answers depend on."""
-    digest = xxhash.xxh3_128(repr(ladder).encode())
-    arrays = [served, *(recoveries[level].adapter for level in sorted(recoveries))]
-    for each in arrays:
-        for name in sorted(each):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(each[name]).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()

@@ -69,7 +69,8 @@ def elasticize_command(
     with the loss of each level.
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
-    from training.elasticize import elasticize, load_elastic_recipe
+    from training.elastic_recipe import load_elastic_recipe
+    from training.elasticize import elasticize
     from training.parallel import MeshShape
     from training.tlm_recipe import load_tlm_recipe
 

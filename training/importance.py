@@ -8,16 +8,18 @@ by how much the loss grows when it is left out.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.atomic import atomic_file
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
-from jaxllm.elastic.units import UnitOrder, order_units
-from jaxllm.errors import ConfigError
+from jaxllm.elastic.units import UnitOrder, order_units, unit_arrays, units_of_arrays
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import Params
 from training.losses import next_token_logits, next_token_losses
 from training.packing import Batch
@@ -57,6 +59,30 @@ class Importance:
             raise ConfigError(f"the share of anchor layers must be in [0, 1], got {share}")
         count = round(share * len(self.layers))
         return tuple(sorted(np.argsort(-self.layers, kind="stable")[:count].tolist()))
+
+    def write(self, path: Path) -> None:
+        """Writes a file that `read` reads, whole or not at all."""
+        arrays = {
+            **unit_arrays(self.groups, self.neurons),
+            "layers": self.layers,
+            "loss": np.array(self.loss),
+        }
+        with atomic_file(path) as file:
+            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+
+    @classmethod
+    def read(cls, path: Path, layers: int) -> "Importance":
+        """Reads the importances of a model of so many layers.
+
+        Raises:
+          CheckpointError: the file is damaged, or of a model of fewer layers.
+        """
+        try:
+            with np.load(path) as saved:
+                units = units_of_arrays(saved, layers)
+                return cls(*units, layers=saved["layers"], loss=float(saved["loss"]))
+        except Exception as error:  # NumPy raises many kinds for a damaged file.
+            raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
 
 
 def measure(

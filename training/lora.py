@@ -15,7 +15,6 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 from rich.console import Console
 
 from jaxllm.bundle import Bundle, WeightFormat
@@ -27,16 +26,16 @@ from jaxllm.lora import LoraConfig, adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
 from jaxllm.tokenizer import Tokenizer
-from training.checkpoints import read_best
 from training.corpus import Corpus
+from training.digests import model_digest
 from training.encoders import ModelEncoder
-from training.log import Log
-from training.loop import Job, Trainer, train
+from training.fitting import fit
+from training.loop import Job, Trainer
 from training.losses import next_token_logits, next_token_losses
 from training.packing import Batch, Splits
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import PACKAGED, Source, check_keys, load, read_sources
-from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.run_files import claimed, write_json
 from training.settings import TrainSettings, require_float
 
 _RECIPES = PACKAGED / "lora"
@@ -132,11 +131,7 @@ class FrozenModel:
 
     def fingerprint(self) -> str:
         """Names the model: its config and all of its weights."""
-        digest = xxhash.xxh3_128(repr(self.cfg).encode())
-        for name in sorted(self.params):
-            for part in jax.tree.leaves(self.params[name]):
-                digest.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
-        return digest.hexdigest()
+        return model_digest(self.cfg, self.params)
 
     @classmethod
     def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
@@ -199,22 +194,14 @@ def train_lora(
     """
     console, run_dir = console or Console(stderr=True), Path(run_dir)
     frozen = FrozenModel.read(model, weights)
-    if recipe.row_tokens > frozen.cfg.window_tokens:
-        raise ConfigError(
-            f"row_tokens ({recipe.row_tokens}) must be at most the model's window "
-            f"({frozen.cfg.window_tokens})"
-        )
+    recipe.require_window(frozen.cfg.window_tokens)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     job = lora_job(frozen.cfg, frozen.params, recipe)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
     encoder = ModelEncoder(frozen.tokenizer)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
-    resuming = make_run_folder(run_dir)
-    if resuming:
-        check_identity(run_dir, recipe, **identity)
-    splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
-    if not resuming:
-        write_identity(run_dir, recipe, **identity)
+    with claimed(run_dir, recipe, **identity):
+        splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
     trainer = Trainer(job, recipe, mesh)
     training = splits.train.documents
     console.print(
@@ -253,17 +240,17 @@ def fit_adapter(
     Args:
       trainer: of a `lora_job`.
       splits: what it learns from.
-      folder: of `checkpoints/` and `metrics.jsonl`; it must exist.
+      folder: of `checkpoints/` and `metrics.jsonl`, made if missing.
       console: where progress goes.
       tensorboard: also write TensorBoard's events.
     """
     # Before the first step an adapter changes nothing: what the model alone loses.
     without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
-    names = [source.name for source in splits.train.mixture]
-    with Log(folder, trainer.settings.steps, console, names, tensorboard=tensorboard) as log:
-        train(trainer, splits.train.batch_at, splits.held_out_batches, folder / CHECKPOINTS, log)
-    best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
-    return FittedAdapter(gathered(best.params), step, loss, without)
+    best = fit(
+        trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names,
+        tensorboard=tensorboard,
+    )  # fmt: skip
+    return FittedAdapter(gathered(best.params), best.step, best.loss, without)
 
 
 def _size(trainer: Trainer) -> int:

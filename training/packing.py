@@ -118,6 +118,11 @@ class Splits:
         shape = settings.row_tokens, settings.batch
         return cls(PackedBatches(train, corpus.sources, *shape, settings.seed), held_out)
 
+    @property
+    def source_names(self) -> list[str]:
+        """What the sources are called in metrics, by number."""
+        return [source.name for source in self.train.mixture]
+
     def held_out_batches(self) -> Iterator[Batch]:
         """All of what is held out, weighted as in training."""
         shape = self.train.row_tokens, self.train.batch

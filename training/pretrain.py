@@ -28,21 +28,13 @@ from training.checkpoints import Params, read_best
 from training.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.documents import read_texts, text_document
 from training.encoders import PieceEncoder
-from training.log import Log
-from training.loop import Job, Trainer, train
+from training.fitting import fit
+from training.loop import Job, Trainer
 from training.losses import distillation_losses, next_token_logits, next_token_losses, router_penalty
 from training.packing import Batch, Splits, evaluation_batches
 from training.parallel import MeshShape, gathered, make_mesh
 from training.recipe import Recipe, Source
-from training.run_files import (
-    CHECKPOINTS,
-    check_identity,
-    make_run_folder,
-    read_identity,
-    write_identity,
-    write_json,
-    write_text,
-)
+from training.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
 from training.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -101,12 +93,11 @@ def pretrain(
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     job = pretrain_job(recipe, _read_teacher(recipe, teacher))
     corpus = Corpus.open(_sources(recipe, text_paths), data, recipe.held_out_share)
-    if first:
-        _prepare_run(recipe, corpus, run_dir, tokenizer)
+    splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
     _wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
     encoder = PieceEncoder(vocabulary)
-    splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
     batches, training = splits.train, splits.train.documents
     trainer = Trainer(job, recipe, mesh)
     tokens_per_step = recipe.batch * recipe.row_tokens
@@ -117,23 +108,20 @@ def pretrain(
         f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
         soft_wrap=True,
     )
-    names = [source.name for source in corpus.sources]
-    folder = run_dir if first else None
-    with Log(folder, recipe.steps, console, names, tensorboard=tensorboard) as log:
-        train(trainer, batches.batch_at, splits.held_out_batches, run_dir / CHECKPOINTS, log)
-
-    best, best_step, held_out_loss = read_best(run_dir / CHECKPOINTS, trainer.abstract())
-    params = best.params
-    whole = gathered(params)
+    best = fit(
+        trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
+        tensorboard=tensorboard,
+    )  # fmt: skip
+    params, whole = best.params, gathered(best.params)
     if first:
         write_model(run_dir / "hf", recipe, vocabulary, whole)
     summary: dict[str, Any] = {
         "parameters": parameters.parameter_count(recipe.model),
-        "best_step": best_step,
-        "tokens_seen": best_step * tokens_per_step,
-        "epochs": round(batches.epochs_at(best_step), 3),
+        "best_step": best.step,
+        "tokens_seen": best.step * tokens_per_step,
+        "epochs": round(batches.epochs_at(best.step), 3),
         "training": _size(training),
-        "held_out": {"weighted_loss": held_out_loss, **_losses(trainer, params, splits.held_out)},
+        "held_out": {"weighted_loss": best.loss, **_losses(trainer, params, splits.held_out)},
     }
     if valid_paths:
         if first:
@@ -245,22 +233,19 @@ def _read_teacher(recipe: Recipe, folder: Path | None) -> Teacher | None:
     return teacher
 
 
-def _prepare_run(recipe: Recipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None) -> None:
-    """Writes the run's identity, tokenizer and tokens, or checks that they are there and the same."""
-    documents = corpus.digest()
-    resuming = make_run_folder(run_dir)
-    if resuming:
-        check_identity(run_dir, recipe, documents=documents)
-        tokenizer = _read_tokenizer(run_dir)
-    elif tokenizer_file is not None:
-        tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
-    else:
-        tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
-    Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens")
-    # Last, when sources and recipe have shown that they fit: a folder is claimed only by a run that starts.
-    write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
-    if not resuming:
-        write_identity(run_dir, recipe, documents=documents)
+def _prepare_run(recipe: Recipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None) -> Splits:
+    """Writes the run's tokenizer, tokens and identity, or reads them where it goes on."""
+    with claimed(run_dir, recipe, documents=corpus.digest()) as resuming:
+        if resuming:
+            tokenizer = _read_tokenizer(run_dir)
+        elif tokenizer_file is not None:
+            tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
+        else:
+            tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
+        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens")
+        # Last, when sources and recipe have shown that they fit.
+        write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    return splits
 
 
 def _read_tokenizer(run_dir: Path) -> Tokenizer:

@@ -83,11 +83,7 @@ class Recipe(TrainSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.row_tokens > self.model.window_tokens:
-            raise ConfigError(
-                f"row_tokens ({self.row_tokens}) must be at most the model's window "
-                f"({self.model.window_tokens})"
-            )
+        self.require_window(self.model.window_tokens)
         require_float("held_out_share", self.held_out_share, above=0, below=1)
         require_float("teacher_share", self.teacher_share, least=0, most=1)
         require_float("balance_weight", self.balance_weight, least=0)

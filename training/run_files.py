@@ -1,6 +1,8 @@
 """Small files of a run's folder, each whole or absent; `recipe.json` says whose the folder is."""
 
+import contextlib
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -38,34 +40,50 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def make_run_folder(run_dir: Path) -> bool:
-    """Makes a run's folder.
+@contextlib.contextmanager
+def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bool]:
+    """A run's folder, made if it is missing, in which a run gets ready to start or to go on.
 
-    Returns:
-      Whether it holds a run already.
+    A folder is claimed, by its `recipe.json`, only when the block ends well: by a run that starts.
+
+    Args:
+      run_dir: the folder.
+      recipe: of the run. Where it goes on, only how long it trains and what it logs may differ.
+      learns_from: names or digests of what it learns from.
+
+    Yields:
+      Whether the run goes on.
 
     Raises:
-      ConfigError: it cannot be made.
+      ConfigError: the folder cannot be made, or is another run's; the message names what differs.
+      CheckpointError: its `recipe.json` cannot be read.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        return (run_dir / RECIPE_FILE).exists()
+        resuming = (run_dir / RECIPE_FILE).exists()
     except OSError as error:
         raise ConfigError(f"cannot make the run's folder {run_dir}: {error.strerror}") from error
+    if resuming:
+        _check_identity(run_dir, recipe, learns_from)
+    yield resuming
+    if not resuming:
+        write_json(run_dir / RECIPE_FILE, {"recipe": recipe.to_json(), **learns_from})
 
 
-def write_identity(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> None:
-    """Claims a folder for a run: its recipe, and names or digests of what it learns from."""
-    write_json(run_dir / RECIPE_FILE, {"recipe": recipe.to_json(), **learns_from})
-
-
-def check_identity(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> None:
-    """Checks that a folder's run is this one, so that it can be resumed.
+def read_identity(run_dir: Path) -> dict[str, Any]:
+    """What is in a run's `recipe.json`.
 
     Raises:
-      ConfigError: it is another; the message names what differs.
-      CheckpointError: its file cannot be read.
+      CheckpointError: `run_dir` holds no run, or its file is damaged.
     """
+    try:
+        identity = json.loads((Path(run_dir) / RECIPE_FILE).read_text(encoding="utf-8"))
+        return {**identity, "recipe": {**identity["recipe"]}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{run_dir} is not the folder of a training run: {error}") from error
+
+
+def _check_identity(run_dir: Path, recipe: RunRecipe, learns_from: Mapping[str, str]) -> None:
     earlier = read_identity(run_dir)
     # Read by the recipe's class, so that settings younger than the run have their defaults.
     before, now = type(recipe).from_json(earlier.pop("recipe")).to_json(), recipe.to_json()
@@ -76,16 +94,3 @@ def check_identity(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> None
             f"{run_dir} holds another run, it differs in {', '.join(differing)}; give another --run "
             "folder, or the same recipe and sources to resume"
         )
-
-
-def read_identity(run_dir: Path) -> dict[str, Any]:
-    """What `write_identity` wrote.
-
-    Raises:
-      CheckpointError: `run_dir` holds no run, or its file is damaged.
-    """
-    try:
-        identity = json.loads((Path(run_dir) / RECIPE_FILE).read_text(encoding="utf-8"))
-        return {**identity, "recipe": {**identity["recipe"]}}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{run_dir} is not the folder of a training run: {error}") from error

@@ -74,6 +74,13 @@ class TrainSettings:
         if not isinstance(self.remat, bool):
             raise ConfigError(f"remat must be true or false, got {self.remat!r}")
 
+    def require_window(self, window_tokens: int) -> None:
+        """Raises ConfigError unless a row fits the window of the model that is to see it."""
+        if self.row_tokens > window_tokens:
+            raise ConfigError(
+                f"row_tokens ({self.row_tokens}) must be at most the model's window ({window_tokens})"
+            )
+
 
 def require_int(name: str, value: Any, low: int) -> None:
     """Raises ConfigError unless `value` is a whole number of at least `low`."""

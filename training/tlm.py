@@ -27,13 +27,11 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.models import tlm
 from jaxllm.tasks.shortened import Question
-from training.checkpoints import Params, read_best
-from training.documents import documents_digest, text_document
-from training.keep_labels import KeptWords, align, read_compressions, split_rows, well_aligned
-from training.log import Log
-from training.loop import Batch, Job, Trainer, train
+from training.checkpoints import Params
+from training.fitting import fit
+from training.loop import Batch, Job, Trainer
 from training.parallel import MeshShape, gathered, make_mesh
-from training.run_files import CHECKPOINTS, check_identity, make_run_folder, write_identity, write_json
+from training.run_files import claimed, write_json
 from training.self_labels import Answers, ElasticModel, answer, lightest
 from training.settings import TrainSettings
 from training.tlm_batches import (
@@ -46,9 +44,10 @@ from training.tlm_batches import (
     question_rows,
     score_rows,
 )
-from training.tlm_questions import kept_answers, questions_digest, read_questions
+from training.tlm_questions import kept_answers
 from training.tlm_recipe import TlmRecipe
 from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics, keep_scores
+from training.tlm_sources import TlmSources
 from training.tlm_start import Start
 
 
@@ -78,13 +77,11 @@ def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings
 
 
 def train_tlm(
-    recipe: TlmRecipe,
+    sources: TlmSources,
     model: ElasticModel,
     run_dir: Path,
     *,
-    data: Path,
     name: str,
-    encoder: Path | None = None,
     mesh_shape: MeshShape | None = None,
     tensorboard: bool = False,
     console: Console | None = None,
@@ -92,12 +89,10 @@ def train_tlm(
     """Trains a tiny LM for an elastic model, or goes on with the run in `run_dir`.
 
     Args:
-      recipe: the run.
+      sources: the recipe with all that it names.
       model: the elastic model, with all of the recipe's levels.
       run_dir: the run's folder, made if missing.
-      data: the folder that the recipe's files are in.
       name: of the model; a run cannot be resumed with another.
-      encoder: a MobileBERT folder to start from; None trains the recipe's encoder from nothing.
       mesh_shape: devices; all of them along `data` by default.
       tensorboard: also write TensorBoard's events.
       console: where progress goes; the terminal's error stream by default.
@@ -106,41 +101,31 @@ def train_tlm(
       The tiny LM of both heads' best checkpoints.
 
     Raises:
-      ConfigError: data or recipe are unusable, the model lacks a level, or `run_dir` belongs to another run.
-      CheckpointError: the encoder cannot be read.
+      ConfigError: the model lacks a level, or `run_dir` belongs to another run.
     """
-    console, run_dir, data = console or Console(stderr=True), Path(run_dir), Path(data)
+    console, run_dir = console or Console(stderr=True), Path(run_dir)
+    recipe, start, questions, sides = sources.recipe, sources.start, sources.questions, sources.held_out
     if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
         raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
-    start = Start.of(recipe, model.tokenizer, encoder)
-    sources = [_aligned(data / path) for path in recipe.compressions]
-    questions, sides = read_questions(recipe, data, model.tokenizer, model.cfg.window_tokens)
-    identity = {
-        "model": name,
-        "encoder": "" if encoder is None else Path(encoder).resolve().name,
-        "texts": _texts_digest(sources),
-        "questions": questions_digest(questions),
-    }
-    if make_run_folder(run_dir):
-        check_identity(run_dir, recipe, **identity)
-    else:
-        write_identity(run_dir, recipe, **identity)
+    reader = start.reader(model.tokenizer, recipe.score.row_tokens)
+    with claimed(run_dir, recipe, model=name, **sources.identity):
+        sets = [
+            ScoreRows(
+                score_rows(
+                    [split[side] for split in sources.texts], reader, recipe.instructions, recipe.score.seed
+                ),
+                start.mark_ids, recipe.score.batch, recipe.score.seed,
+            )
+            for side in (0, 1)
+        ]  # fmt: skip
     run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
     console.print(
         f"{sum(value.size for value in start.params.values()):,} parameters; "
-        f"{sum(map(len, sources)):,} shortened texts, {len(questions):,} questions of {name}",
+        f"{sum(len(rows) for split in sources.texts for rows in split):,} shortened texts, "
+        f"{len(questions):,} questions of {name}",
         soft_wrap=True,
     )
 
-    splits = [split_rows(source, recipe.held_out_share) for source in sources]
-    reader = start.reader(model.tokenizer, recipe.score.row_tokens)
-    sets = [
-        ScoreRows(
-            score_rows([split[side] for split in splits], reader, recipe.instructions, recipe.score.seed),
-            start.mark_ids, recipe.score.batch, recipe.score.seed,
-        )
-        for side in (0, 1)
-    ]  # fmt: skip
     names = [Path(path).stem for path in recipe.compressions]
     job = score_job(start, recipe.score)
     trained, summary = run.head("score", job, recipe.score, sets[0].batch_at, sets[1].held_out, names)
@@ -222,33 +207,18 @@ class _Run:
         sources: Sequence[str],
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Trains a head, or goes on: its best parameters, and where they were found."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
         mesh: Mesh = make_mesh(self.mesh_shape, settings.batch // settings.accumulate)
         trainer = Trainer(job, settings, mesh)
         self.console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
-        with Log(folder, settings.steps, self.console, sources, tensorboard=self.tensorboard) as log:
-            train(trainer, batch_at, held_out, folder / CHECKPOINTS, log)
-        best, step, loss = read_best(folder / CHECKPOINTS, trainer.abstract())
-        return gathered(best.params), {"best_step": step, "held_out_loss": loss}
+        best = fit(
+            trainer, batch_at, held_out, self.folder / name, self.console, sources,
+            tensorboard=self.tensorboard,
+        )  # fmt: skip
+        return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
 
     def answered(self, level: int, done: int, total: int) -> None:
         if done == total:
             self.console.print(f"level {level} has answered", highlight=False)
-
-
-def _aligned(path: Path) -> list[KeptWords]:
-    rows = well_aligned([align(pair) for pair in read_compressions(path)])
-    if not rows:
-        raise ConfigError(f"{path} holds no text with a shorter version")
-    return rows
-
-
-def _texts_digest(sources: Sequence[Sequence[KeptWords]]) -> str:
-    digests = [
-        text_document(f"{row.text}\0{row.kept.tobytes().hex()}").digest() for rows in sources for row in rows
-    ]
-    return documents_digest(digests)
 
 
 def _without(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:

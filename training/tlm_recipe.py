@@ -4,7 +4,7 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxllm.elastic.ladder import LEVELS
+from jaxllm.elastic.ladder import LEVELS, WHOLE
 from jaxllm.elastic.slo import PROMPT_RATIOS
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.errors import ConfigError
@@ -48,6 +48,12 @@ class TlmRecipe:
         require_int("shared_layers", self.shared_layers, 0)
         require_int("questions", self.questions, 2)
         require_float("held_out_share", self.held_out_share, above=0, below=1)
+        for name, most in (("levels", WHOLE), ("prompt_ratios", 1)):
+            values = getattr(self, name)
+            numbers = isinstance(values, tuple) and all(isinstance(each, int | float) for each in values)
+            rising = numbers and list(values) == sorted(set(values))
+            if not rising or not values or values[0] <= 0 or values[-1] > most:
+                raise ConfigError(f"{name} must be ascending numbers in (0, {most}], got {values!r:.80}")
         for name, least in (("compressions", 1), ("instructions", 0), ("tasks", 1)):
             values = getattr(self, name)
             if not all(isinstance(each, str) for each in values) or len(values) < least:

@@ -10,7 +10,7 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.units import UnitOrder, check_order
+from jaxllm.elastic.units import UnitOrder, check_order, unit_arrays, units_of_arrays
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.lora import TARGETS, adapter_shapes, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
@@ -43,7 +43,7 @@ def elastic_parts(
         they were not moved.
       facts: further facts, for people.
     """
-    arrays = {} if order is None else _order_arrays(order)
+    arrays = {} if order is None else unit_arrays(order.groups, order.neurons)
     parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
         parts[_recovery(level)] = Part({"scaling": each.scaling}, each.adapter)
@@ -76,12 +76,8 @@ def read_order(bundle: Bundle) -> UnitOrder | None:
     part = bundle.load_part(_LADDER)
     if part is None or not part.arrays:
         return None
-    layers = range(bundle.cfg.layers)
     try:
-        order = UnitOrder(
-            tuple(part.arrays[f"groups.{layer}"] for layer in layers),
-            tuple(part.arrays[f"neurons.{layer}"] for layer in layers),
-        )
+        order = UnitOrder(*units_of_arrays(part.arrays, bundle.cfg.layers))
         check_order(bundle.cfg, order)
     except (KeyError, ConfigError) as error:
         raise BundleError(f"{bundle.path}: its order of units is malformed ({error})") from error
@@ -141,11 +137,6 @@ def _check_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> None:
             )
         if not all(part.dtype.kind == "f" and np.isfinite(part).all() for part in (left, right)):
             raise ConfigError(f"its change to {name} is not made of finite floats")
-
-
-def _order_arrays(order: UnitOrder) -> dict[str, np.ndarray]:
-    groups = {f"groups.{layer}": each for layer, each in enumerate(order.groups)}
-    return groups | {f"neurons.{layer}": each for layer, each in enumerate(order.neurons)}
 
 
 def _recovery(level: int) -> str:

@@ -4,22 +4,21 @@ Only data is read, never a folder's Python files or pickles, and one parameter a
 larger than memory can be converted. Tokenizer files are none of this module's business.
 """
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.atomic import atomic_file
 from jaxllm.checkpoints.safetensors_folder import (
     WEIGHTS_FILE,
     SafetensorsFolder,
+    Tensors,
     check_parameters,
     read_json,
     some,
-    write_safetensors,
+    write_checkpoint,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
@@ -113,7 +112,7 @@ def write_folder(
         raise ConfigError(f"extra_config {extra_config!r} changes the model; pass inert keys alone")
     check_parameters({name: spec.shape for name, spec in specs.items()}, params)
     config["torch_dtype"] = np.dtype(params["embed.tokens"].dtype).name
-    tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]] = {}
+    tensors: Tensors = {}
     for tensor in family.tensors(cfg):
         # Taking the one from 1 + w again keeps all bits of w in float32 alone.
         types = [np.float32] if tensor.plus_one else [params[name].dtype for name in tensor.params]
@@ -122,14 +121,7 @@ def write_folder(
             tensor.shape(specs),
             lambda t=tensor: t.write(params, specs),
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    # The inner file takes its name first; the config, already written, follows at once.
-    with (
-        atomic_file(folder / CONFIG_FILE) as config_file,
-        atomic_file(folder / WEIGHTS_FILE) as weights_file,
-    ):
-        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
-        write_safetensors(weights_file, tensors)
+    write_checkpoint(folder / CONFIG_FILE, config, folder / WEIGHTS_FILE, tensors)
 
 
 def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) -> dict[str, Tensor]:

@@ -4,23 +4,22 @@ What stands on the encoder (pooler, language-model and classifier heads) is left
 never pickles. Tokenizer files are none of this module's business.
 """
 
-import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.atomic import atomic_file
 from jaxllm.checkpoints.huggingface import CONFIG_FILE
 from jaxllm.checkpoints.safetensors_folder import (
     WEIGHTS_FILE,
     SafetensorsFolder,
+    Tensors,
     check_parameters,
     read_json,
     some,
-    write_safetensors,
+    write_checkpoint,
 )
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.encoder.parameters import encoder_shapes
@@ -122,7 +121,7 @@ def write_encoder(
         raise ConfigError(f"extra_config {extra_config!r} changes the encoder; pass inert keys alone")
     check_parameters(shapes, params)
     config["torch_dtype"] = np.dtype(params["embed.tokens"].dtype).name
-    tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]] = {
+    tensors: Tensors = {
         stored_name(cfg, name): (np.dtype(params[name].dtype), shape, lambda n=name: np.asarray(params[n]))
         for name, shape in shapes.items()
     }
@@ -132,14 +131,7 @@ def write_encoder(
         dtype = np.dtype(params["embed.tokens"].dtype)
         tensors[f"{stored}.weight"] = dtype, (size, size), lambda: np.eye(size, dtype=dtype)
         tensors[f"{stored}.bias"] = dtype, (size,), lambda: np.zeros(size, dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    # The inner file takes its name first; the config, already written, follows at once.
-    with (
-        atomic_file(folder / CONFIG_FILE) as config_file,
-        atomic_file(folder / WEIGHTS_FILE) as weights_file,
-    ):
-        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
-        write_safetensors(weights_file, tensors)
+    write_checkpoint(folder / CONFIG_FILE, config, folder / WEIGHTS_FILE, tensors)
 
 
 def config_from_hf(config: Mapping[str, Any], *, ignore_keys: Collection[str] = ()) -> EncoderConfig:

@@ -7,7 +7,6 @@ with the sum of their ranks.
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.atomic import atomic_file
-from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, read_json, some, write_safetensors
+from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, read_json, some, write_checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import MAX_RANK, TARGETS, Adapter, LoraConfig, adapter_shapes, parameters_of, target_of
@@ -115,13 +113,7 @@ def write_adapter(
         "alpha_pattern": {name: alpha for name, (_, alpha) in patterns.items()},
     }
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with (
-        atomic_file(folder / CONFIG_FILE) as config_file,
-        atomic_file(folder / WEIGHTS_FILE) as weights_file,
-    ):
-        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
-        write_safetensors(weights_file, tensors)
+    write_checkpoint(folder / CONFIG_FILE, config, folder / WEIGHTS_FILE, tensors)
 
 
 def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, np.ndarray]]:

@@ -15,7 +15,11 @@ import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError
+
+# By stored name: the type (one of `FLOAT_TYPES`), the shape, and what makes the values.
+Tensors = dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -126,16 +130,28 @@ class SafetensorsFolder:
         return file_of
 
 
-def write_safetensors(
-    file: BinaryIO, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
+def write_checkpoint(
+    config_path: Path, config: Mapping[str, Any], weights_path: Path, tensors: Tensors
 ) -> None:
+    """Writes a config and its weights, each of the files whole or not at all.
+
+    Args:
+      config_path: of the config; its folder is made if it is missing.
+      config: a JSON object.
+      weights_path: of the safetensors file, in the same folder.
+      tensors: what goes there, made one at a time.
+    """
+    config_path.parent.mkdir(parents=True, exist_ok=True)
+    # The inner file takes its name first; the config, already written, follows at once.
+    with atomic_file(config_path) as config_file, atomic_file(weights_path) as weights_file:
+        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
+        _write_safetensors(weights_file, tensors)
+
+
+def _write_safetensors(file: BinaryIO, tensors: Tensors) -> None:
     """Writes one safetensors file with one tensor in memory at a time, which the library cannot do.
 
     The format: the header's length (8 bytes, little-endian), the header (JSON, padded to 8 bytes), data.
-
-    Args:
-      file: to write into, from its current position.
-      tensors: by stored name, the type (one of `FLOAT_TYPES`), the shape, and what makes the values.
     """
     # The metadata is what transformers asks for before it loads a file.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -3,6 +3,9 @@
 A level is a share, in percent, of the parameters of all layers. Anchor layers, on which the others depend
 most, stay whole as long as the share allows it; the others shrink evenly, by whole units. What is kept of
 a layer is always a prefix of its units, so that every level reads the same buffers from the start.
+
+Levels are parts of the whole model, not always of one another: where a larger one has a kv-group more in a
+layer, it may have a few neurons less there than the level below it.
 """
 
 import dataclasses
@@ -59,10 +62,13 @@ class Ladder:
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(data, dict) or data.keys() != names:
+            raise ConfigError(f"malformed levels: expected {' and '.join(sorted(names))}, got {data!r:.80}")
         try:
-            return cls(levels=tuple(data["levels"]), anchors=tuple(data["anchors"]))
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"malformed levels: {error!r}") from error
+            return cls(**{name: tuple(value) for name, value in data.items()})
+        except TypeError as error:
+            raise ConfigError(f"malformed levels: {error}") from error
 
 
 def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:

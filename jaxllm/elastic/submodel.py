@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
+from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Weight, first_units, narrow, sliced, take_units
 
@@ -18,9 +19,13 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     outside of graphs.
 
     Args:
-      params: of the whole model, with its units in order, or of a larger sub-model, or what
-        `shared_sub_model` made of them.
+      params: of the whole model, with its units in order, or of a larger sub-model that has all of these
+        units (not every larger level has, see `jaxllm.elastic.ladder`), or what `shared_sub_model` made of
+        them.
       cfg: the sub-model.
+
+    Raises:
+      ConfigError: the parameters are of a sub-model that lacks some of the units.
     """
     specs = param_specs(cfg)
     return {name: _cut(sliced(params[name]), name, spec.shape, take_units) for name, spec in specs.items()}
@@ -55,4 +60,8 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:
     if tuple(weight.shape) == shape or not is_unit_parameter(name):
         return weight
-    return narrow(weight, shape[1]) if ".experts." in name else take(weight, shape[0])
+    stacked = ".experts." in name
+    has, wanted = weight.shape[int(stacked)], shape[int(stacked)]
+    if has < wanted:
+        raise ConfigError(f"{name} has {has} units, the sub-model {wanted}: cut it from the whole model")
+    return narrow(weight, wanted) if stacked else take(weight, wanted)

@@ -7,7 +7,7 @@ order, up to the order in which floats are added.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -28,6 +28,26 @@ class UnitOrder:
 
     groups: tuple[np.ndarray, ...]
     neurons: tuple[np.ndarray, ...]
+
+
+def unit_arrays(groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """What is told of all units, by layer: as arrays with names, for a file."""
+    named = {f"groups.{layer}": each for layer, each in enumerate(groups)}
+    return named | {f"neurons.{layer}": each for layer, each in enumerate(neurons)}
+
+
+def units_of_arrays(
+    arrays: Mapping[str, np.ndarray], layers: int
+) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
+    """The groups' and the neurons' arrays out of what `unit_arrays` named.
+
+    Raises:
+      KeyError: a layer's are missing.
+    """
+    groups, neurons = (
+        tuple(arrays[f"{kind}.{layer}"] for layer in range(layers)) for kind in ("groups", "neurons")
+    )
+    return groups, neurons
 
 
 def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> UnitOrder:

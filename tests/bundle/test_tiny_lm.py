@@ -3,37 +3,19 @@
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, Part
 from jaxllm.bundle.elastic import elastic_parts
-from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm, tiny_lm_parts
+from jaxllm.bundle.tiny_lm import read_tiny_lm, tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.elastic.slo import marks
-from jaxllm.encoder.config import EncoderConfig
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.models.tlm import TlmConfig, init_tlm
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer, write_tiny_bundle
+from tests.tiny_tlm import random_tlm, tiny_lm
 
 LADDER = Ladder(levels=(50, 100))
-CFG = TlmConfig(
-    encoder=EncoderConfig(
-        vocab_size=VOCAB_SIZE, embedding_size=4, hidden_size=8, layers=2, heads=2, ffn_size=6,
-        window_tokens=16, trigram_input=True,
-    ),
-    shared_layers=1,
-    levels=2,
-    prompt_levels=3,
-)  # fmt: skip
-TINY_LM = TinyLm(
-    cfg=CFG,
-    params=jax.device_get(init_tlm(CFG, jax.random.key(0))),
-    levels=(50, 100),
-    prompt_ratios=(0.2, 0.5, 1),
-    mark_ids=tuple(range(len(marks()))),
-)
+TINY_LM = tiny_lm((50, 100), (0.2, 0.5, 1))
 
 
 def written(path, parts, *, ladder=LADDER):
@@ -69,7 +51,7 @@ def test_none(tmp_path):
         ({"mark_ids": tuple(range(VOCAB_SIZE - 17, VOCAB_SIZE + 1))}, "18 different tokens"),
         ({"params": {}}, "disagree on"),
         ({"params": {**TINY_LM.params, "embed.types": np.zeros((2, 9), np.float32)}}, "embed.types must be"),
-        ({"params": {**TINY_LM.params, "score.keep": np.zeros((1, 8), np.int8)}}, "got int8"),
+        ({"params": {**TINY_LM.params, "score.keep": np.zeros((1, 16), np.int8)}}, "got int8"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -108,9 +90,9 @@ def test_forged_parts_are_refused(tmp_path, facts, arrays, message):
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    encoder = dataclasses.replace(CFG.encoder, vocab_size=VOCAB_SIZE - 1)
-    cfg = dataclasses.replace(CFG, encoder=encoder)
-    small = dataclasses.replace(TINY_LM, cfg=cfg, params=jax.device_get(init_tlm(cfg, jax.random.key(0))))
+    encoder = dataclasses.replace(TINY_LM.cfg.encoder, vocab_size=VOCAB_SIZE - 1)
+    cfg = dataclasses.replace(TINY_LM.cfg, encoder=encoder)
+    small = dataclasses.replace(TINY_LM, cfg=cfg, params=random_tlm(cfg))
     with pytest.raises(BundleError, match="it is of another model"):
         read_tiny_lm(written(tmp_path, tiny_lm_parts(small)))
 

@@ -114,8 +114,15 @@ def test_levels_and_anchors_must_be_the_models():
 def test_a_ladder_survives_json():
     ladder = Ladder(levels=(20, 100), anchors=(0, 2))
     assert Ladder.from_json(ladder.to_json()) == ladder
+
+
+@pytest.mark.parametrize(
+    "data",
+    [{"levels": [100]}, {"levels": [100], "anchors": [], "rungs": []}, {"levels": 3, "anchors": []}, [100]],
+)
+def test_a_malformed_ladder_is_refused(data):
     with pytest.raises(ConfigError, match="malformed levels"):
-        Ladder.from_json({"levels": [100]})
+        Ladder.from_json(data)
 
 
 def test_a_sub_models_config_survives_json_and_names_its_whole():

@@ -1,18 +1,21 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import LayerUnits, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import shared_sub_model, sub_model
+from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
 from jaxllm.lora import LoraConfig, adapt, init_adapter
 from jaxllm.models.decoder import forward, forward_documents
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Bfloat16Bits, dequantize
-from tests.elastic.models import LLAMA, MODELS, TOKENS, in_blocks, scaled_params
+from tests.elastic.models import LLAMA, MIXTRAL, MODELS, TOKENS, in_blocks, scaled_params
 
 LADDER = Ladder(anchors=(1,))
 
@@ -132,3 +135,23 @@ def test_a_level_of_a_level():
     twice, once = sub_model(sub_model(params, large), small), sub_model(params, small)
     for name in once:
         np.testing.assert_array_equal(np.asarray(twice[name]), np.asarray(once[name]))
+
+
+def test_a_level_is_not_cut_from_one_that_lacks_its_units():
+    """A larger level may have a kv-group in place of some neurons."""
+    params = jax.tree.map(jnp.asarray, scaled_params(MODELS["qwen2"]))
+    large, small = (sub_config(MODELS["qwen2"], Ladder(), level) for level in (40, 30))
+    assert large.units(0).kv_heads > small.units(0).kv_heads
+    for cut in (sub_model, shared_sub_model):
+        with pytest.raises(ConfigError, match=r"layers\.0\.ffn\.gate has 30 units, the sub-model 32"):
+            cut(sub_model(params, large), small)
+
+
+def test_nor_are_its_experts():
+    params = jax.tree.map(jnp.asarray, scaled_params(MIXTRAL))
+    large, small = (
+        dataclasses.replace(MIXTRAL, layer_units=(LayerUnits(kv_heads=1, neurons=count),) * 3)
+        for count in (8, 12)
+    )
+    with pytest.raises(ConfigError, match=r"experts\.gate has 8 units, the sub-model 12"):
+        sub_model(sub_model(params, large), small)

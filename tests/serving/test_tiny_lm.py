@@ -2,53 +2,34 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
-from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.reading import marked, reading_rows
-from jaxllm.elastic.slo import SLOS, Slo, marks
-from jaxllm.encoder.config import EncoderConfig
+from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
-from jaxllm.models.tlm import TlmConfig, forward_both, init_tlm
+from jaxllm.models.tlm import forward_both
 from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tokenizer import Tokenizer
 from serving.options import EngineOptions
 from serving.service import LLMService
 from serving.tiny_lm import TinyPlanner
-from tests.tiny import VOCAB_SIZE, tiny_tokenizer, write_tiny_bundle
+from tests.tiny import tiny_tokenizer, write_tiny_bundle
+from tests.tiny_tlm import tiny_lm
 
 LEVELS, RATIOS = (40, 70, 100), (0.25, 0.5, 1.0)
-CFG = TlmConfig(
-    encoder=EncoderConfig(
-        vocab_size=VOCAB_SIZE, embedding_size=8, hidden_size=16, layers=2, heads=2, ffn_size=16,
-        window_tokens=64, trigram_input=True,
-    ),
-    shared_layers=1,
-    levels=3,
-    prompt_levels=3,
-)  # fmt: skip
+TINY_LM = tiny_lm(LEVELS, RATIOS)
 QUESTION = TaskExample(user="the quick brown fox jumps over the lazy dog", answer="", system="say it")
 ALL = np.ones((3, 3), bool)
 
 
-def tiny_lm(**changes):
-    # Wide enough that choices differ.
-    params = {name: 4 * value for name, value in jax.device_get(init_tlm(CFG, jax.random.key(0))).items()}
-    facts = {
-        "cfg": CFG, "params": params, "levels": LEVELS, "prompt_ratios": RATIOS,
-        "mark_ids": tuple(range(len(marks()))),
-    }  # fmt: skip
-    return TinyLm(**{**facts, **changes})
-
-
 @pytest.fixture(scope="module")
 def planner():
-    return TinyPlanner(tiny_lm(), LEVELS)
+    return TinyPlanner(TINY_LM, LEVELS)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +39,7 @@ def prompt():
 
 def read_by_hand(prompt, slo, length=64):
     rows, mask = reading_rows(prompt.ids, length)
-    return forward_both(tiny_lm().params, marked(rows, slo, tiny_lm().mark_ids), mask, cfg=CFG)
+    return forward_both(TINY_LM.params, marked(rows, slo, TINY_LM.mark_ids), mask, cfg=TINY_LM.cfg)
 
 
 def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
@@ -88,15 +69,15 @@ def test_only_what_is_allowed_is_proposed(planner, prompt):
 
 
 def test_levels_that_it_does_not_know_are_never_proposed(prompt):
-    planner = TinyPlanner(tiny_lm(), (20, 40, 100))
+    planner = TinyPlanner(TINY_LM, (20, 40, 100))
     found = {planner.propose(prompt, slo, ALL).level for slo in SLOS}
     assert found <= {40, 100}
     with pytest.raises(ConfigError, match="of which none is served"):
-        TinyPlanner(tiny_lm(), (20, 50))
+        TinyPlanner(TINY_LM, (20, 50))
 
 
 def test_a_tokenizer_of_its_own_scores_the_same_words(prompt):
-    own = TinyPlanner(tiny_lm(tokenizer=tiny_tokenizer(chat=False)), LEVELS)
+    own = TinyPlanner(tiny_lm(LEVELS, RATIOS, tokenizer=tiny_tokenizer(chat=False)), LEVELS)
     found = own.propose(prompt, SLOS[1], ALL)
     assert found.scores.shape == prompt.ids.shape
     for word in set(prompt.words.tolist()):
@@ -117,7 +98,7 @@ def test_long_prompts_take_several_passes(planner):
 
 def test_a_service_plans_with_the_bundles_tiny_lm(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    parts = {**elastic_parts(Ladder(levels=LEVELS)), **tiny_lm_parts(tiny_lm())}
+    parts = {**elastic_parts(Ladder(levels=LEVELS)), **tiny_lm_parts(TINY_LM)}
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", parts=parts)
     options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), executables_bytes=1 << 28)
     service = LLMService.open(path, options=options)

@@ -5,44 +5,32 @@ import json
 
 import numpy as np
 import pytest
-from rich.console import Console
+from click.testing import CliRunner
 
+import training.tlm
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
+from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import LoraConfig
 from jaxllm.models.decoder import forward_documents
+from jaxllm.models.tlm import forward_both
 from jaxllm.quant import dequantize
 from tests.tiny import TINY, tiny_params, write_tiny_folder
+from tests.training.tiny_runs import ENCODER, ONE, QUIET, TLM_RECIPE
 from training import elasticize as module
-from training import importance
-from training.elasticize import ElasticRecipe, elastic_recipe_names, elasticize, load_elastic_recipe
-from training.parallel import MeshShape
+from training import elasticize_cli, importance
+from training.elastic_recipe import ElasticRecipe, elastic_recipe_names, load_elastic_recipe
+from training.elasticize import elasticize
 from training.recipe import Source
 
-QUIET = Console(quiet=True)
-ONE = MeshShape(data=1)
 TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
 
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch):
     monkeypatch.setattr(importance, "LEAST_TOKENS", 64)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "tasks" / "sst2").mkdir(parents=True)
-    records = [{"text": f"film {i}", "label": ("positive", "negative")[i % 2]} for i in range(80)]
-    (folder / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    return folder
 
 
 RECIPE = ElasticRecipe(
@@ -137,6 +125,95 @@ def test_levels_can_be_trained_together(model, data, tmp_path):
     assert all("recovered" not in each for each in facts["levels"].values())
 
 
+def stop(*_, **__):
+    raise AssertionError("this was done before")
+
+
+@pytest.mark.slow
+def test_a_tiny_lm_goes_with_the_adapters_that_it_was_trained_beside(model, data, tmp_path, monkeypatch):
+    folder, shorter = tmp_path / "run", dataclasses.replace(RECIPE, steps=6)
+    run(shorter, model, data, tmp_path, tlm=TLM_RECIPE)
+    path = tmp_path / "out.jaxllm"
+    with Bundle.open(path) as bundle:
+        ladder, tiny = read_ladder(bundle), read_tiny_lm(bundle)
+        assert ladder is not None
+        assert tiny is not None
+        assert tiny.levels == ladder.levels == (50, 100)
+        assert tiny.prompt_ratios == TLM_RECIPE.prompt_ratios
+        tokens = np.array([[*tiny.mark_ids[:2], 5, 6, 7]], np.int32)
+        # It is stored in float32 beside a model of any width.
+        params = {name: np.array(value) for name, value in tiny.params.items()}
+        keep, (level, prompt) = forward_both(params, tokens, np.ones((1, 5), bool), cfg=tiny.cfg)
+        assert (keep.shape, level.shape, prompt.shape) == ((1, 5), (1, 2), (1, 3))
+        bundle.verify()
+
+    # The same again: read, not done.
+    written = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "measure", stop)
+        patch.setattr(training.tlm, "answer", stop)
+        run(shorter, model, data, tmp_path, tlm=TLM_RECIPE)
+    assert path.read_bytes() == written
+
+    # More steps: importance is known, the adapters go on, and to others belongs another tiny LM.
+    monkeypatch.setattr(module, "measure", stop)
+    (before,) = folder.glob("tlm-*")
+    run(RECIPE, model, data, tmp_path, tlm=TLM_RECIPE)
+    metrics = (folder / "levels" / "50" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [6, 12]
+    assert len(list(folder.glob("tlm-*"))) == 2
+    assert path.read_bytes() != written
+    assert before.exists()
+
+
+def test_what_the_tiny_lm_lacks_is_said_before_the_work(model, data, tmp_path):
+    few = dataclasses.replace(ENCODER, vocab_size=100)
+    for change, how, message in (
+        ({"compressions": ("none.jsonl",)}, {}, r"cannot read .*none\.jsonl"),
+        ({"tasks": ("news",)}, {}, "cannot read .*agnews"),
+        ({"encoder": few}, {}, "the encoder only 100"),
+        ({"encoder": None}, {}, "no encoder"),
+        ({}, {"encoder": tmp_path / "nowhere"}, "nowhere"),
+    ):
+        with pytest.raises((ConfigError, CheckpointError), match=message):
+            run(RECIPE, model, data, tmp_path, tlm=dataclasses.replace(TLM_RECIPE, **change), **how)
+    with pytest.raises(ConfigError, match="say with --data"):
+        run(RECIPE, model, None, tmp_path, tlm=TLM_RECIPE)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command(model, data, tmp_path, monkeypatch):
+    # Devices are made once in a process.
+    monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
+    recipe = tmp_path / "tiny.toml"
+    recipe.write_text(
+        "steps = 9\nbatch = 2\nrow_tokens = 128\npeak_learning_rate = 1e-2\ncalibration_tokens = 512\n"
+        "held_out_share = 0.1\n[[sources]]\ntask = 'sentiment'\n"
+    )
+    out = tmp_path / "out.jaxllm"
+    plain = [str(model), "-o", str(out), "--recipe", str(recipe), "--data", str(data), "--tlm", "none"]
+    plain += ["--run", str(tmp_path / "run"), "--mesh", "data=1", "--recovery", "none"]
+    chosen = ["--levels", "30,100", "--anchors", "0.5", "--order", "magnitude", "--weights", "int8"]
+    result = CliRunner().invoke(
+        elasticize_cli.elasticize_command, [*plain, *chosen, "--steps", "3", "--name", "mini"]
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout.splitlines()[-1])
+    assert told["bundle"] == str(out)
+    assert list(told["levels"]) == ["30", "100"]
+    assert len(told["anchors"]) == 1
+    with Bundle.open(out) as bundle:
+        assert (bundle.layout.name, bundle.layout.weights) == ("mini", "int8")
+        assert bundle.layout.parts.keys() == {"elastic"}
+        assert bundle.layout.parts["elastic"].facts["order"] == "magnitude"
+    recipe_of_run = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
+    assert (recipe_of_run["steps"], recipe_of_run["recovery"]) == (3, "none")
+    for levels, message in (("30,x", "no list of whole percentages"), ("30", "end with 100")):
+        result = CliRunner().invoke(elasticize_cli.elasticize_command, [*plain, "--levels", levels])
+        assert result.exit_code != 0
+        assert message in result.output + str(result.exception)
+
+
 def test_a_folder_of_another_run_is_refused(model, data, tmp_path):
     quick = dataclasses.replace(RECIPE, recovery="none")
     run(quick, model, data, tmp_path)
@@ -175,6 +252,7 @@ def test_recipes():
     assert ElasticRecipe.from_json(recipe.to_json()) == recipe
     for change, message in [
         ({"levels": [50]}, "end with 100"),
+        ({"levels": 3}, "levels must be a list of percentages, got 3"),
         ({"anchor_share": 2}, "anchor_share"),
         ({"recovery": "magic"}, "recovery must be"),
         ({"order": "alphabet"}, "order must be"),

@@ -6,53 +6,38 @@ import json
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxllm.checkpoints.peft_folder import read_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import LoraConfig
-from tests.tiny import TINY, write_tiny_bundle, write_tiny_folder
+from tests.tiny import TINY, write_tiny_bundle
+from tests.training.tiny_runs import ONE, QUIET
 from training.loop import Trainer
 from training.lora import FrozenModel, LoraRecipe, load_lora_recipe, lora_job, lora_recipe_names, train_lora
-from training.parallel import MeshShape, make_mesh
+from training.parallel import make_mesh
 from training.recipe import Source
 
-QUIET = Console(quiet=True)
-ONE = MeshShape(data=1)
+RECIPE = LoraRecipe(
+    steps=40,
+    batch=2,
+    row_tokens=128,
+    peak_learning_rate=2e-2,
+    warmup_steps=2,
+    checkpoint_steps=20,
+    log_steps=20,
+    lora=LoraConfig(rank=4, alpha=8),
+    sources=(Source(task="sentiment", prompt_weight=0.0),),
+    held_out_share=0.1,
+)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "tasks" / "sst2").mkdir(parents=True)
-    records = [{"text": f"film {i}", "label": ("positive", "negative")[i % 2]} for i in range(80)]
-    (folder / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    source = Source(task="sentiment", prompt_weight=0.0)
-    return folder, LoraRecipe(
-        steps=40,
-        batch=2,
-        row_tokens=128,
-        peak_learning_rate=2e-2,
-        warmup_steps=2,
-        checkpoint_steps=20,
-        log_steps=20,
-        lora=LoraConfig(rank=4, alpha=8),
-        sources=(source,),
-        held_out_share=0.1,
-    )
+def run(recipe, model, data, folder, **options):
+    return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, console=QUIET, **options)
 
 
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
-def test_an_adapter_learns_over_every_width(model, recipe, tmp_path, weights):
-    data, recipe = recipe
-    folder = train_lora(
-        recipe, model, tmp_path / "run", data=data, weights=weights, mesh_shape=ONE, console=QUIET
-    )
+def test_an_adapter_learns_over_every_width(model, data, tmp_path, weights):
+    folder = run(RECIPE, model, data, tmp_path / "run", weights=weights)
     losses = json.loads((tmp_path / "run" / "summary.json").read_text())["held_out"]
     assert losses["with"] < 0.8 * losses["without"]
     lora, adapter = read_adapter(folder, TINY)
@@ -60,35 +45,50 @@ def test_an_adapter_learns_over_every_width(model, recipe, tmp_path, weights):
     assert all(np.abs(value).max() > 0 for value in adapter.values())
     # The run is over: nothing is trained again, and the same is written.
     before = (folder / "adapter_model.safetensors").read_bytes()
-    train_lora(recipe, model, tmp_path / "run", data=data, weights=weights, mesh_shape=ONE, console=QUIET)
+    run(RECIPE, model, data, tmp_path / "run", weights=weights)
     assert (folder / "adapter_model.safetensors").read_bytes() == before
-    other = dataclasses.replace(recipe, lora=LoraConfig(rank=2))
+    other = dataclasses.replace(RECIPE, lora=LoraConfig(rank=2))
     with pytest.raises(ConfigError, match="another run"):
-        train_lora(other, model, tmp_path / "run", data=data, mesh_shape=ONE, console=QUIET)
+        run(other, model, data, tmp_path / "run")
 
 
-def test_only_the_adapter_is_trained(model, recipe):
-    _, recipe = recipe
+def test_a_run_goes_on_to_more_steps(model, data, tmp_path):
+    """And is then the longer run, where learning rates still warm up and do not depend on its length."""
+    longer = dataclasses.replace(RECIPE, steps=4, warmup_steps=4, checkpoint_steps=2, log_steps=2)
+    half = dataclasses.replace(longer, steps=2)
+    run(half, model, data, tmp_path / "run")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    before = metrics.read_text()
+    run(longer, model, data, tmp_path / "run")
+    assert metrics.read_text().startswith(before)
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps == [2, 4]
+    again = run(longer, model, data, tmp_path / "whole")
+    written = (tmp_path / "run" / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert (again / "adapter_model.safetensors").read_bytes() == written
+    # The folder stays the shorter run's, which then has nothing left to do.
+    run(half, model, data, tmp_path / "run")
+    assert len(metrics.read_text().splitlines()) == 2
+
+
+def test_only_the_adapter_is_trained(model):
     frozen = FrozenModel.read(model)
-    trainer = Trainer(lora_job(frozen.cfg, frozen.params, recipe), recipe, make_mesh(ONE, 2))
+    trainer = Trainer(lora_job(frozen.cfg, frozen.params, RECIPE), RECIPE, make_mesh(ONE, 2))
     state = trainer.initial()
     assert {name.rpartition(".")[2] for name in state.params} == {"left", "right"}
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * sum(leaf.size for leaf in state.params.values())
 
 
-def test_a_bundle_is_trained_on_as_it_is(recipe, tmp_path):
+def test_a_bundle_is_trained_on_as_it_is(data, tmp_path):
     bundle = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8")
     assert FrozenModel.read(bundle).name == "tiny"
     with pytest.raises(ConfigError, match="has int8 weights"):
         FrozenModel.read(bundle, "int4")
     with pytest.raises(CheckpointError):
         FrozenModel.read(tmp_path / "none.jaxllm")
-    data, recipe = recipe
     with pytest.raises(ConfigError, match="at most the model's window"):
-        train_lora(
-            dataclasses.replace(recipe, row_tokens=129), bundle, tmp_path / "run", data=data, console=QUIET
-        )
+        run(dataclasses.replace(RECIPE, row_tokens=129), bundle, data, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", lora_recipe_names())

@@ -15,6 +15,7 @@ from jaxllm.tokenizer import Tokenizer
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
 from training.checkpoints import read_best
 from training.cli import pretrain_command
+from training.corpus import TokenizedDocuments
 from training.loop import Trainer
 from training.pretrain import export_best, pretrain, pretrain_job
 from training.recipe import Source
@@ -22,11 +23,16 @@ from training.recipe import Source
 QUIET = Console(quiet=True)
 
 
-def test_pretrain_ends_with_a_hugging_face_folder(tmp_path):
+def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
+    read, opened = TokenizedDocuments.read, []
+    monkeypatch.setattr(
+        TokenizedDocuments, "read", lambda folder: (opened.append(folder.name.split("-")[0]), read(folder))[1]
+    )
     run, valid = tmp_path / "run", tmp_path / "valid.txt"
     valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
     folder = pretrain(SMOKE, run, valid_paths=[valid], console=QUIET)
     assert folder == run / "hf"
+    assert opened == ["train", "held_out", "valid"]
     trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
     best, step, _ = read_best(run / "checkpoints", trainer.abstract())
     params = best.params

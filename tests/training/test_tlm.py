@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 import training.tlm
 from jaxllm.bundle import Bundle
@@ -18,45 +17,24 @@ from jaxllm.checkpoints.mobilebert_folder import write_encoder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, marks, marks_of
-from jaxllm.encoder.config import EncoderConfig
 from jaxllm.encoder.parameters import init_encoder
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tokenizer import Tokenizer
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
+from tests.training.tiny_runs import ENCODER, HEAD, ONE, QUIET, TLM_RECIPE, syllables, write_data
 from training.keep_labels import Compression, align
 from training.loop import Trainer, train
-from training.parallel import MeshShape, make_mesh
+from training.parallel import make_mesh
 from training.self_labels import Answers, ElasticModel, Question
-from training.settings import TrainSettings
 from training.tlm import decide_job, score_job, train_tlm
 from training.tlm_batches import TOLD_SLOS, DecisionRows, ScoreRows, score_rows
 from training.tlm_recipe import TlmRecipe, load_tlm_recipe, tlm_recipe_names
 from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics, keep_scores
+from training.tlm_sources import TlmSources
 from training.tlm_start import Start
 
 TOKENIZER = Tokenizer(tiny_tokenizer())
-ONE, QUIET = MeshShape(data=1), Console(quiet=True)
-SETTINGS = TrainSettings(
-    steps=6, batch=4, row_tokens=48, peak_learning_rate=1e-2, warmup_steps=5, checkpoint_steps=3, log_steps=3
-)
-ENCODER = EncoderConfig(
-    vocab_size=VOCAB_SIZE, embedding_size=18, hidden_size=24, layers=2, heads=2, ffn_size=24,
-    window_tokens=48, trigram_input=True, norm="layer",
-)  # fmt: skip
-RECIPE = TlmRecipe(
-    score=SETTINGS,
-    decide=SETTINGS,
-    encoder=ENCODER,
-    shared_layers=1,
-    levels=(50, 100),
-    prompt_ratios=(0.5, 0.7, 1.0),
-    compressions=("short.jsonl",),
-    instructions=("", "Hm?"),
-    tasks=("sentiment",),
-    questions=24,
-    held_out_share=0.2,
-)
 
 
 def learn(job, settings, rows, folder):
@@ -64,18 +42,9 @@ def learn(job, settings, rows, folder):
     return train(trainer, rows.batch_at, rows.held_out, folder, lambda progress: None).params
 
 
-@functools.cache
-def syllables(count):
-    """Texts of syllables, of which the shorter version has those that begin with k."""
-    draw = np.random.default_rng(0)
-    letters = [[a + b for a in "kbmk" for b in "aeiou"][each] for each in range(20)]
-    texts = [" ".join(draw.choice(letters, draw.integers(4, 10))) for _ in range(count)]
-    return [align(Compression(text, " ".join(w for w in text.split() if w[0] == "k"))) for text in texts]
-
-
 def test_the_score_head_learns_which_words_stay(tmp_path):
-    settings = dataclasses.replace(SETTINGS, steps=120, batch=16, checkpoint_steps=120)
-    start = Start.of(dataclasses.replace(RECIPE, score=settings), TOKENIZER)
+    settings = dataclasses.replace(HEAD, steps=120, batch=16, checkpoint_steps=120)
+    start = Start.of(dataclasses.replace(TLM_RECIPE, score=settings), TOKENIZER)
     reader = start.reader(TOKENIZER, settings.row_tokens)
     texts = syllables(120)
     rows, held_out = (
@@ -92,8 +61,8 @@ def test_the_score_head_learns_which_words_stay(tmp_path):
 
 
 def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path):
-    settings = dataclasses.replace(SETTINGS, steps=200, batch=32, row_tokens=8, checkpoint_steps=200)
-    recipe = dataclasses.replace(RECIPE, decide=settings)
+    settings = dataclasses.replace(HEAD, steps=200, batch=32, row_tokens=8, checkpoint_steps=200)
+    recipe = dataclasses.replace(TLM_RECIPE, decide=settings)
     start = Start.of(recipe, TOKENIZER)
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, 200, (40, 8)).astype(np.int32)
@@ -140,7 +109,7 @@ def test_what_decisions_are_worth_by_hand():
 
 
 def test_rows_label_the_texts_words_and_nothing_else():
-    start = Start.of(RECIPE, TOKENIZER)
+    start = Start.of(TLM_RECIPE, TOKENIZER)
     reader = start.reader(TOKENIZER, 24)
     (text,) = [align(Compression("ab kc d ke kf gh ki", "kc ke kf ki"))]
     rows = score_rows([[], [text]], reader, ("Hm?",), 0)
@@ -160,7 +129,7 @@ def test_rows_label_the_texts_words_and_nothing_else():
 
 
 def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
-    start = Start.of(RECIPE, TOKENIZER)
+    start = Start.of(TLM_RECIPE, TOKENIZER)
     rows = score_rows([syllables(120)[:30]], start.reader(TOKENIZER, 48), ("",), 0)
     count = len(rows.tokens)
     batches = ScoreRows(rows, start.mark_ids, count, 0)
@@ -177,23 +146,12 @@ def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
 
 def test_versions_of_a_text_never_share_a_row():
     texts = [align(Compression("ka ba ma", "ka")), align(Compression("ka ba ma", "ka ba"))] * 3
-    reader = Start.of(RECIPE, TOKENIZER).reader(TOKENIZER, 48)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 48)
     rows = score_rows([texts], reader, (), 0)
     assert len(rows.tokens) == 6
 
 
 # A whole run
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "tasks" / "sst2").mkdir(parents=True)
-    records = [{"text": f"he {i} well", "label": ("positive", "negative")[i % 2]} for i in range(60)]
-    (folder / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
-    short = [{"text": row.text, "summaries": [row.text[:9]]} for row in syllables(120)[:30]]
-    (folder / "short.jsonl").write_text("\n".join(map(json.dumps, short)))
-    return folder
 
 
 @functools.cache
@@ -203,8 +161,9 @@ def elastic():
     return ElasticModel(cfg=cfg, params=params, ladder=Ladder(levels=(50, 100)), tokenizer=TOKENIZER)
 
 
-def run(folder, data, recipe=RECIPE, **how):
-    return train_tlm(recipe, elastic(), folder, data=data, name="tiny", mesh_shape=ONE, console=QUIET, **how)
+def run(folder, data, recipe=TLM_RECIPE):
+    sources = TlmSources.read(recipe, data, TOKENIZER, TINY.window_tokens)
+    return train_tlm(sources, elastic(), folder, name="tiny", mesh_shape=ONE, console=QUIET)
 
 
 @pytest.mark.slow
@@ -229,7 +188,7 @@ def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, mon
     for name, value in whole.params.items():
         np.testing.assert_array_equal(again.params[name], value)
     with pytest.raises(ConfigError, match="another run"):
-        run(tmp_path / "killed", data, dataclasses.replace(RECIPE, questions=20))
+        run(tmp_path / "killed", data, dataclasses.replace(TLM_RECIPE, questions=20))
 
     parts = elastic_parts(elastic().ladder) | tiny_lm_parts(whole)
     path = write_tiny_bundle(
@@ -246,9 +205,28 @@ def stop(*_, **__):
     raise KeyboardInterrupt
 
 
+def test_sources_that_are_refused(tmp_path):
+    """Whatever a run takes and lacks is said before it begins."""
+    data = write_data(tmp_path)
+    (data / "long.jsonl").write_text('{"text": "ka ma", "summaries": []}\n')
+    (data / "one.jsonl").write_text('{"text": "ka ma", "summaries": ["ka"]}\n')
+    for change, message in (
+        ({"compressions": ("none.jsonl",)}, r"cannot read .*none\.jsonl"),
+        ({"compressions": ("long.jsonl",)}, "no text with a shorter version"),
+        ({"compressions": ("one.jsonl",)}, "two distinct documents"),
+        ({"tasks": ("news",)}, "cannot read .*agnews"),
+        ({"questions": 2, "held_out_share": 1e-9}, "there must be some on either side"),
+        ({"encoder": None}, "no encoder"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TlmSources.read(dataclasses.replace(TLM_RECIPE, **change), data, TOKENIZER, 128)
+    with pytest.raises(CheckpointError, match="nowhere"):
+        TlmSources.read(TLM_RECIPE, data, TOKENIZER, 128, data / "nowhere")
+
+
 def test_a_run_needs_its_levels(data, tmp_path):
     with pytest.raises(ConfigError, match=r"lacks \[30\]"):
-        run(tmp_path, data, dataclasses.replace(RECIPE, levels=(30, 100)))
+        run(tmp_path, data, dataclasses.replace(TLM_RECIPE, levels=(30, 100)))
 
 
 # What it starts from
@@ -261,7 +239,7 @@ def test_a_trained_encoder_is_under_both_heads(tmp_path):
     trained = init_encoder(cfg, jax.random.key(3))
     write_encoder(tmp_path, cfg, trained)
     write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
-    start = Start.of(RECIPE, TOKENIZER, tmp_path)
+    start = Start.of(TLM_RECIPE, TOKENIZER, tmp_path)
     assert start.own == tiny_tokenizer(chat=False)
     # No token is reserved for marks: they stand behind the vocabulary.
     assert start.mark_ids == tuple(range(VOCAB_SIZE, VOCAB_SIZE + len(marks())))
@@ -284,7 +262,7 @@ def test_a_trained_encoder_is_under_both_heads(tmp_path):
 
 
 def test_a_text_that_also_stands_in_a_marker():
-    reader = Start.of(RECIPE, TOKENIZER).reader(TOKENIZER, 48)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 48)
     for text in ("t", "a", "user"):
         rows = score_rows([[align(Compression(text, text))]], reader, (f"{text} is", ""), 0)
         assert TOKENIZER.decode(rows.tokens[rows.weights > 0].tolist()) == text
@@ -294,10 +272,10 @@ def test_starts_that_are_refused():
     for change, message in (
         ({"encoder": None}, "no encoder"),
         ({"encoder": dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1)}, "the encoder only"),
-        ({"score": dataclasses.replace(SETTINGS, row_tokens=49)}, r"row_tokens \(49\)"),
+        ({"score": dataclasses.replace(HEAD, row_tokens=49)}, r"row_tokens \(49\)"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Start.of(dataclasses.replace(RECIPE, **change), TOKENIZER)
+            Start.of(dataclasses.replace(TLM_RECIPE, **change), TOKENIZER)
 
 
 # Recipes
@@ -319,6 +297,8 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"decide": {"steps": 3}}, "lacks batch"),
         ({"encoder": {"layers": 3}}, "malformed encoder"),
         ({"speed": 3}, "unknown recipe key speed"),
+        ({"levels": 3}, r"levels must be ascending numbers in \(0, 100\], got 3"),
+        ({"prompt_ratios": [1.0, 0.5]}, r"prompt_ratios must be ascending numbers in \(0, 1\]"),
     ],
 )
 def test_a_malformed_recipe_names_the_key(change, message):

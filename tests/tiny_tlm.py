@@ -1,0 +1,37 @@
+"""A tiny LM that reads the tiny model's tokens: untrained, and so wide that its choices differ."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.bundle.tiny_lm import TinyLm
+from jaxllm.elastic.slo import marks
+from jaxllm.encoder.config import EncoderConfig
+from jaxllm.models.tlm import TlmConfig, init_tlm
+from tests.tiny import VOCAB_SIZE
+
+ENCODER = EncoderConfig(
+    vocab_size=VOCAB_SIZE, embedding_size=8, hidden_size=16, layers=2, heads=2, ffn_size=16,
+    window_tokens=64, trigram_input=True,
+)  # fmt: skip
+
+
+def tiny_lm(levels: tuple[int, ...], prompt_ratios: tuple[float, ...], **changes: Any) -> TinyLm:
+    """Chooses between these; `changes` are other fields of it."""
+    cfg = TlmConfig(encoder=ENCODER, shared_layers=1, levels=len(levels), prompt_levels=len(prompt_ratios))
+    fields = {
+        "cfg": cfg,
+        "params": random_tlm(cfg),
+        "levels": levels,
+        "prompt_ratios": prompt_ratios,
+        "mark_ids": tuple(range(len(marks()))),
+    }
+    return TinyLm(**{**fields, **changes})
+
+
+@functools.cache
+def random_tlm(cfg: TlmConfig) -> dict[str, np.ndarray]:
+    """Its parameters, at four times what training begins with."""
+    return {name: 4 * value for name, value in jax.device_get(init_tlm(cfg, jax.random.key(0))).items()}

@@ -1,0 +1,89 @@
+"""What a tiny LM is trained on and from, read whole before anything is trained: a mistake shows at once."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.shortened import Question
+from jaxllm.tokenizer import Tokenizer
+from training.documents import documents_digest, text_document
+from training.keep_labels import KeptWords, align, read_compressions, split_rows, well_aligned
+from training.tlm_questions import questions_digest, read_questions
+from training.tlm_recipe import TlmRecipe
+from training.tlm_start import Start
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class TlmSources:
+    """What a recipe names, read for one large model.
+
+    Attributes:
+      recipe: the run.
+      start: the tiny LM before its training.
+      texts: of each file of shorter versions, the rows to train on and those held out.
+      questions: of all tasks.
+      held_out: which questions are, `[N]` bool.
+      identity: names and digests of all of it, by which a run's folder knows it.
+    """
+
+    recipe: TlmRecipe
+    start: Start
+    texts: tuple[tuple[list[KeptWords], list[KeptWords]], ...]
+    questions: list[Question]
+    held_out: np.ndarray
+    identity: dict[str, str]
+
+    @classmethod
+    def read(
+        cls,
+        recipe: TlmRecipe,
+        data: Path,
+        tokenizer: Tokenizer,
+        window_tokens: int,
+        encoder: Path | None = None,
+    ) -> "TlmSources":
+        """Reads all that a run takes.
+
+        Args:
+          recipe: the run.
+          data: the folder that the recipe's files are in.
+          tokenizer: the large model's.
+          window_tokens: the large model's; longer questions are left out.
+          encoder: a MobileBERT folder to start from; None trains the recipe's encoder from nothing.
+
+        Raises:
+          ConfigError: a file is missing, malformed or holds too little, or the encoder is too small.
+          CheckpointError: the encoder cannot be read.
+        """
+        rows = [_aligned(data / path) for path in recipe.compressions]
+        texts = tuple(split_rows(each, recipe.held_out_share) for each in rows)
+        questions, held_out = read_questions(recipe, data, tokenizer, window_tokens)
+        return cls(
+            recipe=recipe,
+            start=Start.of(recipe, tokenizer, encoder),
+            texts=texts,
+            questions=questions,
+            held_out=held_out,
+            identity={
+                "encoder": "" if encoder is None else Path(encoder).resolve().name,
+                "texts": _texts_digest(rows),
+                "questions": questions_digest(questions),
+            },
+        )
+
+
+def _aligned(path: Path) -> list[KeptWords]:
+    rows = well_aligned([align(pair) for pair in read_compressions(path)])
+    if not rows:
+        raise ConfigError(f"{path} holds no text with a shorter version")
+    return rows
+
+
+def _texts_digest(sources: Sequence[Sequence[KeptWords]]) -> str:
+    digests = [
+        text_document(f"{row.text}\0{row.kept.tobytes().hex()}").digest() for rows in sources for row in rows
+    ]
+    return documents_digest(digests)
