@@ -17,10 +17,14 @@ from benchmarks.elastic.systems import (
 )
 from benchmarks.elastic.tables import ways
 from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.slo import Slo
 from jaxllm.tasks.shortened import Question
 from serving.objectives import meets
-from serving.planner import MARGIN, Planner
+from serving.planner import MARGIN, Planner, Proposer
 from serving.trace import ANSWER_TOKENS, TraceRequest
+
+# One that the whole model cannot meet, so that there is something to plan.
+_TIGHT = Slo(ttft=0.5, tpot=0.5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +60,18 @@ def with_whole(ratios: Sequence[float]) -> tuple[float, ...]:
     return tuple(sorted({*map(float, ratios), 1.0}))
 
 
+def plan_times(
+    planner: Planner, proposer: Proposer, questions: Sequence[Question]
+) -> tuple[np.ndarray, np.ndarray]:
+    """What deciding takes for each question: `[N]` milliseconds of the tiny LM's pass, and of all of it.
+
+    What the planner does besides is taken to be the same for all, the median of what it took for each.
+    """
+    passes = np.array([proposer.planning_ms(len(each.prompt.ids)) for each in questions])
+    spent = [planner.plan(each.prompt, _TIGHT, answer_tokens=ANSWER_TOKENS).planning_ms for each in questions]
+    return passes, passes + max(0.0, float(np.median(spent - passes)))
+
+
 def planned(
     planner: Planner, ours: Variants, asked: Asked, levels: Sequence[int], ratios: Sequence[float]
 ) -> Choices:
@@ -77,10 +93,14 @@ def ablations(
     levels: Sequence[int],
     ratios: Sequence[float],
     proposed: Sequence[float],
+    pass_ms: np.ndarray,
     planning_ms: np.ndarray,
     seed: int,
 ) -> dict[str, Choices]:
     """Ours with other decisions, and with half of its means; and the baseline that shortens prompts alone.
+
+    All of ours take the planner's time, without the tiny LM's pass where prompts stay whole; the baseline
+    takes that pass alone.
 
     Args:
       ours: see `tables.our_variants`.
@@ -88,7 +108,7 @@ def ablations(
       levels: of ours.
       ratios: of ours, the whole prompt among them.
       proposed: those ratios that ours may propose.
-      planning_ms: `[N]`, what is taken off for who needs no tiny LM.
+      pass_ms, planning_ms: see `plan_times`; the latter is in the times of ours.
       seed: of random decisions.
     """
     all_ways = ways(levels, ratios)
@@ -98,12 +118,14 @@ def ablations(
 
     open_ways = [way for way in all_ways if way[1] in proposed or way == (WHOLE, 1.0)]
     free = ours.only(some(*open_ways))
-    models = ours.only(some(*((level, 1.0) for level in levels)), less_ms=planning_ms)
-    prompts = ours.only(some(*((WHOLE, ratio) for ratio in ratios)))
+    models = ours.only(some(*((level, 1.0) for level in levels)), less_ms=pass_ms)
+    shorter = some(*((WHOLE, ratio) for ratio in ratios))
+    prompts = ours.only(shorter)
+    scored = ours.only(shorter, less_ms=planning_ms - pass_ms)
     return {
         f"{OURS}-random": asked.run(free, at_random(seed)),
         f"{OURS}-oracle": asked.run(free, best(free.right[np.asarray(asked.places)])),
         f"{OURS}-model-only": asked.run(models),
         f"{OURS}-prompt-only": asked.run(prompts),
-        "LG2+CS": asked.run(prompts, ignore_tpot=True),
+        "LG2+CS": asked.run(scored, ignore_tpot=True),
     }

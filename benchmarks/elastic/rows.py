@@ -55,7 +55,7 @@ def replay_rows(outcomes: Sequence[Outcome]) -> list[Row]:
     rows = []
     for slo, each in totals_by_slo(outcomes).items():
         note = (
-            f"{each.requests} requests really answered, {each.failed} of them failed; level {each.level:.0f} "
+            f"{each.requests} requests really asked, {each.failed} of them failed; level {each.level:.0f} "
             f"and {each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
         )
         for metric, value in (("slo_met", each.held), ("right_and_held", each.right_and_held)):

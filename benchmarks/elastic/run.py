@@ -17,7 +17,7 @@ from benchmarks.elastic.baselines import (
     open_elastic,
     widths,
 )
-from benchmarks.elastic.decisions import Asked, ablations, planned, with_whole
+from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
 from benchmarks.elastic.rows import level_rows, planning_rows, replay_rows, trace_rows
 from benchmarks.elastic.systems import OURS
 from benchmarks.elastic.tables import our_variants, right_answers, size_variants
@@ -123,12 +123,12 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
         ),
     )
     levels, ratios = engine.table.levels, with_whole(proposer.prompt_ratios)
-    passes = np.array([proposer.planning_ms(each) for each in lengths])
     planner = Planner(profile, levels, proposer)
-    ours = our_variants(engine, profile, questions, proposer, ratios, progress)
+    passes, plans = plan_times(planner, proposer, questions)
+    ours = our_variants(engine, profile, questions, proposer, ratios, plans, progress)
     found = {
         OURS: planned(planner, ours, asked, levels, ratios),
-        **ablations(ours, asked, levels, ratios, proposer.prompt_ratios, passes, plan.seed),
+        **ablations(ours, asked, levels, ratios, proposer.prompt_ratios, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
         variants = size_variants(sizes, profiles, questions, progress)
@@ -160,7 +160,7 @@ def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
         PRUNED: widths(engine, others[PRUNED]),
     }
     if SWAP in others:
-        changes = ", ".join(f"{each.name} {each.change_ms:.0f}" for each in others[SWAP])
+        changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in others[SWAP])
         remarks[RESIDENT] = widths(engine, others[SWAP])
         remarks[SWAP] = f"{remarks[RESIDENT]}; a change taken to be reading the file alone, ms: {changes}"
     return remarks

@@ -56,11 +56,10 @@ def our_variants(
     questions: Sequence[Question],
     proposer: Proposer,
     ratios: Sequence[float],
+    planning_ms: np.ndarray,
     progress: Progress | None = None,
 ) -> Variants:
-    """Ours: every level with the prompt at every ratio, in the order of `ways`.
-
-    A pass of the tiny LM is in the times, but not what else the planner does (see the bench's `planning`).
+    """Ours: every level with the prompt at every ratio, in the order of `ways`; planning is in the times.
 
     Args:
       engine: serves the levels.
@@ -68,13 +67,13 @@ def our_variants(
       questions: N.
       proposer: whose scores shorten prompts.
       ratios: ascending, the last one 1.
+      planning_ms: `[N]`, what a plan for each question takes.
       progress: of scoring.
     """
     levels = engine.table.levels
     made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
     lengths = np.array([len(each.prompt.ids) for each in questions])
     tokens = lengths[:, None] * np.array([shares for _, shares in made])
-    planning = np.array([proposer.planning_ms(len(each.prompt.ids)) for each in questions])
     ttft, tpot, right = [], [], []
     for level, ratio in ways(levels, ratios):
         place = ratios.index(ratio)
@@ -83,7 +82,7 @@ def our_variants(
         )
         counts = np.maximum(1, np.rint(tokens[:, place])).astype(int)
         # The whole model with the whole prompt needs no plan.
-        plan_ms = 0.0 if (level, ratio) == (WHOLE, 1) else planning
+        plan_ms = 0.0 if (level, ratio) == (WHOLE, 1) else planning_ms
         times = np.array([profile.ttft(level, count) for count in counts]) + plan_ms
         right.append(answers)
         ttft.append(np.where(fits, times, np.inf))

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from benchmarks.elastic import tables
 from benchmarks.elastic.baselines import Size, plain_models
-from benchmarks.elastic.decisions import Asked, ablations, planned, with_whole
+from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
 from benchmarks.elastic.levels import move
 from benchmarks.elastic.resampling import interval, lead
 from benchmarks.elastic.rows import planning_rows, trace_rows
@@ -217,7 +217,7 @@ def test_a_proposer_that_knows_no_whole_prompts():
     )
     done = planned(Planner(profile, levels, Half()), ours, asked, levels, ratios)
     assert (done.right.tolist(), done.held.tolist()) == ([True, True], [True, True])
-    others = ablations(ours, asked, levels, ratios, Half.prompt_ratios, np.zeros(1), seed=0)
+    others = ablations(ours, asked, levels, ratios, Half.prompt_ratios, np.zeros(1), np.zeros(1), seed=0)
     assert others["jaxllm-oracle"].right.all()
     # Without shorter prompts half the model must do, which is wrong with the whole prompt.
     assert others["jaxllm-model-only"].right.tolist() == [True, False]
@@ -225,6 +225,27 @@ def test_a_proposer_that_knows_no_whole_prompts():
     # The whole model is too slow per token with any prompt.
     assert others["jaxllm-prompt-only"].held.tolist() == [True, False]
     assert others["LG2+CS"].held.all()
+
+
+def test_planning_is_the_pass_and_what_else_there_is_to_do():
+    passes = {3: 1.0, 5: 2.0, 9: 4.0}
+    spent = {3: 1.2, 5: 2.5, 9: 4.9}
+
+    class Plans:
+        def planning_ms(self, tokens):
+            return passes[tokens]
+
+        def plan(self, prompt, slo, *, answer_tokens):
+            return dataclasses.make_dataclass("Made", ["planning_ms"])(spent[len(prompt.ids)])
+
+    def question(tokens):
+        ids = np.arange(tokens)
+        prompt = PromptTokens("", np.zeros((0, 2)), ids, np.zeros((tokens, 2)), ids, ids < 1)
+        return Question(request_of(Slo(ttft=0.5, tpot=0.5)).example, prompt)
+
+    alone, whole = plan_times(Plans(), Plans(), [question(each) for each in passes])
+    assert alone.tolist() == [1.0, 2.0, 4.0]
+    assert whole.tolist() == [1.5, 2.5, 4.5]
 
 
 def test_planning_is_measured_in_the_service():
