@@ -79,7 +79,8 @@ class Engine:
             )
         self.table = BucketTable(bundle.cfg, params, self.options, store)
         for level in self.options.levels:
-            self.table.add_level(level, require_level(bundle, level), self._level_params(level, params))
+            cfg = require_level(bundle, level)
+            self.table.add_level(level, cfg, self._level_params(level, cfg, params))
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     @classmethod
@@ -162,14 +163,15 @@ class Engine:
     def _put(self, adapter: Adapter, scaling: float) -> None:
         params = self._adapted(adapter, scaling)
         # All are made before the first is changed: an adapter that does not fit changes nothing.
-        levels = {level: self._level_params(level, params) for level in self.table.levels if level != WHOLE}
+        tables = [self.table.at(level) for level in self.table.levels if level != WHOLE]
+        levels = [self._level_params(table.level, table.cfg, params) for table in tables]
         self.table.at(WHOLE).swap(params)
-        for level, each in levels.items():
-            self.table.at(level).swap(each)
+        for table, each in zip(tables, levels, strict=True):
+            table.swap(each)
 
-    def _level_params(self, level: int, params: Params) -> Params:
+    def _level_params(self, level: int, cfg: ModelConfig, params: Params) -> Params:
         """The parameters of a level: views of the whole model's, with its recovery adapter beside them."""
-        views = shared_sub_model(params, require_level(self.bundle, level))
+        views = shared_sub_model(params, cfg)
         recovery = read_recovery(self.bundle, level)
         return views if recovery is None else adapt(views, recovery.adapter, recovery.scaling)
 

@@ -94,8 +94,13 @@ def graph_key(
       params: see `params_signature`.
       environment: digest of the kernels' name and of `environment_facts`.
     """
-    shapes = {k: v for k, v in dataclasses.asdict(options).items() if k not in _OUTSIDE_GRAPHS}
+    shapes = graph_options(options)
     return _digest([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
+
+
+def graph_options(options: EngineOptions) -> dict[str, Any]:
+    """Those of an engine's resolved options that its graphs depend on, by name."""
+    return {name: value for name, value in dataclasses.asdict(options).items() if name not in _OUTSIDE_GRAPHS}
 
 
 def params_signature(params: Any) -> str:

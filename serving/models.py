@@ -15,6 +15,8 @@ from pathlib import Path
 import platformdirs
 
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
+from jaxllm.bundle.elastic import read_ladder
+from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import BundleError, CheckpointError
 
 Progress = Callable[[str, int, int], None]
@@ -52,6 +54,20 @@ def open_model(
             f"again with --weights {weights}"
         )
     return bundle
+
+
+def levels_of(model: str | Path | None) -> tuple[int, ...]:
+    """All levels of `model` besides the whole, ascending, as `EngineOptions.levels` has them.
+
+    A model that is not elastic has none.
+
+    Raises:
+      CheckpointError: see `open_model`.
+      BundleError: its levels are malformed.
+    """
+    with open_model(model) as bundle:
+        ladder = read_ladder(bundle)
+    return () if ladder is None else tuple(level for level in ladder.levels if level != WHOLE)
 
 
 def find_model(model: str | Path | None) -> Path:

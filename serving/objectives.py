@@ -140,9 +140,7 @@ def overrun(objective: Objective, cost: Cost, whole: Cost) -> float:
             )
         return cost.joules / objective.joules
     if isinstance(objective, Slo):
-        # All of the whole model's time is no demand.
-        most_ttft = math.inf if objective.ttft == 1 else objective.ttft * whole.ttft_ms
-        most_tpot = math.inf if objective.tpot == 1 else objective.tpot * whole.tpot_ms
+        most_ttft, most_tpot = objective.limits(whole.ttft_ms, whole.tpot_ms)
     else:
         most_ttft, most_tpot = objective.ttft_ms, objective.tpot_ms
     first = cost.ttft_ms / most_ttft

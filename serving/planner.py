@@ -141,7 +141,8 @@ class Planner:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         proposer = self._proposer
         planning_ms = 0.0 if proposer is None else proposer.planning_ms(len(prompt.ids))
-        excess = self._table(prompt, objective, whole, planning_ms)
+        counts = self._counts(prompt)
+        excess = self._table(counts, objective, whole, planning_ms)
         allowed = excess <= 1
         if not allowed.any():
             if strict:
@@ -153,7 +154,7 @@ class Planner:
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
         # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
         spent_ms = 1000 * (time.perf_counter() - began)
-        allowed = self._table(prompt, objective, whole, spent_ms) <= 1
+        allowed = self._table(counts, objective, whole, spent_ms) <= 1
         if not allowed.any():
             return made(*self._shortened(prompt, *self._smallest(excess), found.scores), "nearest")
         if allowed[place]:
@@ -163,13 +164,15 @@ class Planner:
     def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> float:
         return overrun(objective, cost, whole) / self._margin
 
+    def _counts(self, prompt: PromptTokens) -> list[int]:
+        """How many tokens are kept at each ratio at most, whatever their scores."""
+        must = stays_anyway(prompt.words, prompt.forced)
+        return [max(must, int(ratio * len(prompt.ids) + 1e-6)) for ratio in self._ratios]
+
     def _table(
-        self, prompt: PromptTokens, objective: Objective, whole: Cost, planning_ms: float
+        self, counts: Sequence[int], objective: Objective, whole: Cost, planning_ms: float
     ) -> np.ndarray:
         """What share of the time that it may take each choice `[levels, prompt_ratios]` takes."""
-        must = stays_anyway(prompt.words, prompt.forced)
-        # What is kept at a ratio is at most this, whatever the scores.
-        counts = [max(must, int(ratio * len(prompt.ids) + 1e-6)) for ratio in self._ratios]
         return np.array(
             [
                 [

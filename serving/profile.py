@@ -11,31 +11,28 @@ import hashlib
 import json
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxllm.atomic import atomic_file
 from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
+from serving.buckets import Progress
 from serving.chunks import chunk_cost, plan_chunks
 from serving.engine import Engine
 from serving.generation import GenerationConfig
-from serving.graph_store import environment_facts
-from serving.machine import cpu_features, usable_cores
+from serving.graph_store import environment_facts, graph_options
 from serving.models import cache_folder
 from serving.options import EngineOptions
 
-Progress = Callable[[str, int, int], None]
 # Prompt lengths that are measured, as far as the context holds them; between them time is interpolated.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
 _ANSWER_TOKENS = 17
 _MAX_FILE_BYTES = 1 << 20
-_VERSION = 2
+_VERSION = 3
 _LARGEST = 1e12
 
 
@@ -164,67 +161,75 @@ def check_energy(energy: Energy, levels: int) -> None:
 def measure(
     engine: Engine, *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> DeviceProfile:
-    """Times every level that the engine serves.
+    """Times every level that the engine serves (see `measure_together`)."""
+    return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
 
-    Levels and lengths take turns in a random order, so that what else the device does falls on all alike;
-    medians count.
+
+def measure_together(
+    engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
+) -> list[DeviceProfile]:
+    """Times every level of several engines, which are then compared.
+
+    Engines, levels and lengths take turns in a random order, so that what else the device does falls on all
+    alike; medians count.
 
     Args:
-      engine: warmed up, the whole model's.
-      repeats: runs of each level and length.
+      engines: warmed up, each a whole model's.
+      repeats: runs of each engine, level and length.
       seed: of prompts and order.
       progress: called with ("profile", runs done, runs in all).
     """
     draw = random.Random(seed)
-    room = engine.options.context_tokens - _ANSWER_TOKENS
-    lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
-    if room > lengths[-1]:
-        lengths.append(room)
     config = GenerationConfig(max_tokens=_ANSWER_TOKENS, ignore_eos=True)
-    cases = [(level, length) for level in engine.table.levels for length in lengths]
-    ttft: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-    tpot: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
+    lengths = [_lengths(engine.options) for engine in engines]
+    cases = [
+        (place, level, length)
+        for place, engine in enumerate(engines)
+        for level in engine.table.levels
+        for length in lengths[place]
+    ]
+    ttft: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
+    tpot: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
     done = 0
     # The first round warms caches and is not counted.
     for counted in range(-1, repeats):
         draw.shuffle(cases)
-        for level, length in cases:
+        for place, level, length in cases:
+            engine = engines[place]
             prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
             answer = engine.stream(prompt, config, level=level).result()
             if counted >= 0:
-                ttft[level, length].append(answer.timings.ttft_ms)
-                tpot[level, length].append(answer.timings.tpot_ms(len(answer.tokens)))
+                ttft[place, level, length].append(answer.timings.ttft_ms)
+                tpot[place, level, length].append(answer.timings.tpot_ms(len(answer.tokens)))
             done += 1
             if progress is not None:
                 progress("profile", done, (repeats + 1) * len(cases))
 
-    def medians(times: dict[tuple[int, int], list[float]]) -> tuple[tuple[float, ...], ...]:
-        levels = engine.table.levels
-        return tuple(tuple(statistics.median(times[level, each]) for each in lengths) for level in levels)
+    def medians(times: dict[tuple[int, int, int], list[float]], place: int) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(statistics.median(times[place, level, length]) for length in lengths[place])
+            for level in engines[place].table.levels
+        )
 
-    return DeviceProfile(
-        levels=engine.table.levels,
-        tokens=tuple(lengths),
-        chunk_tokens=engine.options.chunk_tokens,
-        ttft_ms=medians(ttft),
-        tpot_ms=medians(tpot),
-    )
+    return [
+        DeviceProfile(
+            levels=engine.table.levels,
+            tokens=lengths[place],
+            chunk_tokens=engine.options.chunk_tokens,
+            ttft_ms=medians(ttft, place),
+            tpot_ms=medians(tpot, place),
+        )
+        for place, engine in enumerate(engines)
+    ]
 
 
 def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
     """Where the profile of a bundle on this device, with these resolved options, is kept."""
     facts = {
         "version": _VERSION,
-        "device": [jax.devices()[0].platform, jax.devices()[0].device_kind],
-        "cpu": cpu_features(),
-        "cores": usable_cores(),
         "kernels": [native.kernels().name, native.threads()],
         "environment": environment_facts(),
-        "chunks": options.chunk_tokens,
-        "block": options.decode_block,
-        "caches": options.cache_tokens,
-        "dtypes": [options.activation_dtype, options.cache_dtype],
-        "adapters": [options.adapter_rank, options.adapter_targets],
+        "options": graph_options(options),
     }
     key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / "profiles" / f"{key}.json"
@@ -264,6 +269,13 @@ def load_profile(path: Path) -> DeviceProfile | None:
         raise ConfigError(f"{path}: {error!s:.200}; measure it again with `jaxllm profile`") from error
 
 
+def _lengths(options: EngineOptions) -> tuple[int, ...]:
+    """The prompt lengths that are measured with resolved options."""
+    room = options.context_tokens - _ANSWER_TOKENS
+    lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
+    return tuple(lengths if room <= lengths[-1] else [*lengths, room])
+
+
 @functools.lru_cache(maxsize=8192)
 def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int, ...]:
     """What prompts of these lengths cost in chunks; cached, because a plan asks for it many times."""
@@ -272,14 +284,12 @@ def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int
 
 def _between(wanted: float, known: Sequence[float], times: Sequence[float]) -> float:
     """The time at a place among those that are known; beyond the last, straight on from the last two."""
-    if wanted > known[-1] and len(known) > 1:
-        slope = (times[-1] - times[-2]) / max(1, known[-1] - known[-2])
-        return times[-1] + slope * (wanted - known[-1])
-    place = max(1, min(len(known) - 1, bisect.bisect_left(known, wanted)))
     if wanted <= known[0] or len(known) == 1:
         return float(times[0])
-    share = (wanted - known[place - 1]) / (known[place] - known[place - 1])
-    return float(times[place - 1] + share * (times[place] - times[place - 1]))
+    place = max(1, min(len(known) - 1, bisect.bisect_left(known, wanted)))
+    # Two lengths may cost the same chunks.
+    slope = (times[place] - times[place - 1]) / max(1, known[place] - known[place - 1])
+    return float(times[place] + slope * (wanted - known[place]))
 
 
 def _require_times(name: str, rows: Sequence[Sequence[Any]], shape: tuple[int, int]) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.slo import Slo
@@ -25,13 +24,14 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
+from serving.buckets import Progress
 from serving.engine import Engine
 from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig
-from serving.models import open_model
+from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
 from serving.planner import Plan, Planner, Proposer
-from serving.profile import DeviceProfile, Progress, load_profile, measure, profile_path, save_profile
+from serving.profile import DeviceProfile, load_profile, measure, profile_path, save_profile
 from serving.tiny_lm import TinyPlanner
 
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
@@ -144,11 +144,8 @@ class LLMService:
           JaxllmError: the model cannot be opened, or lacks a level.
         """
         options = options or EngineOptions()
-        with open_model(model) as bundle:
-            ladder = read_ladder(bundle)
-        if levels is None:
-            levels = () if ladder is None else ladder.levels
-        options = dataclasses.replace(options, levels=tuple(sorted({*levels} - {WHOLE})))
+        levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
+        options = dataclasses.replace(options, levels=levels)
         engine = Engine.open(model, options=options, progress=progress)
         path = profile_path(engine.bundle, engine.options)
         profile = load_profile(path)

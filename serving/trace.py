@@ -13,13 +13,13 @@ from typing import Any
 
 from jaxllm.atomic import atomic_file
 from jaxllm.elastic.slo import SLOS, Slo
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.tasks.example import TaskExample
+from serving.buckets import Progress
 from serving.evaluation.tasks import is_right
 from serving.objectives import Cost
 from serving.service import Answer, LLMService
 
-Progress = Callable[[str, int, int], None]
 # The tasks with options that a trace is made of by default.
 TRACE_TASKS = ("sentiment", "news", "emotion", "ui-step", "api-choice")
 ANSWER_TOKENS = 32
@@ -170,8 +170,9 @@ class Outcome:
       cost: what it took.
       level: that answered.
       kept_share: of the prompt's tokens, those that were read.
-      source: who decided (see `Plan`).
+      source: who decided (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
       planning_ms: what deciding took.
+      failure: why there is no answer; None where there is one.
     """
 
     request: TraceRequest
@@ -182,6 +183,7 @@ class Outcome:
     kept_share: float
     source: str
     planning_ms: float
+    failure: str | None = None
 
 
 def replay(
@@ -194,6 +196,8 @@ def replay(
     """Makes a trace's calls one after another, each as soon as the one before is done: what is measured is
     the service, not a queue.
 
+    A request that does not fit the context has failed, was neither right nor in time, and the next one comes.
+
     Args:
       service: it answers.
       trace: the requests.
@@ -202,8 +206,11 @@ def replay(
     """
     outcomes = []
     for done, request in enumerate(trace, start=1):
-        answer = service.call(request.example, slo=request.slo, max_tokens=answer_tokens).result()
-        outcomes.append(outcome_of(request, answer))
+        try:
+            answer = service.call(request.example, slo=request.slo, max_tokens=answer_tokens).result()
+            outcomes.append(outcome_of(request, answer))
+        except ContextOverflow as error:
+            outcomes.append(failed(request, str(error)))
         if progress is not None:
             progress("replay", done, len(trace))
     return outcomes
@@ -224,20 +231,32 @@ def outcome_of(request: TraceRequest, answer: Answer) -> Outcome:
     )
 
 
+def failed(request: TraceRequest, failure: str) -> Outcome:
+    """What became of a request that has no answer."""
+    return Outcome(
+        request=request, right=False, held=False, cost=Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0), level=0,
+        kept_share=0.0, source="failed", planning_ms=0.0, failure=failure,
+    )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Totals:
     """Means over the requests of one objective, or of all.
 
     Attributes:
       requests: how many.
-      accuracy: share of right answers.
-      held: share that met the objective.
-      level, kept_share, ttft_ms, tpot_ms, planning_ms: means.
+      failed: how many of them have no answer.
+      accuracy: share of right answers, in time or not.
+      held: share that met the objective, right or not.
+      right_and_held: share that did both.
+      level, kept_share, ttft_ms, tpot_ms, planning_ms: means over those that were answered; 0 if none was.
     """
 
     requests: int
+    failed: int
     accuracy: float
     held: float
+    right_and_held: float
     level: float
     kept_share: float
     ttft_ms: float
@@ -247,15 +266,20 @@ class Totals:
 
 def totals(outcomes: Sequence[Outcome]) -> Totals:
     """Means over outcomes, of which there is at least one."""
-    count = len(outcomes)
+    answered = [each for each in outcomes if each.failure is None]
+
+    def share(value: Callable[[Outcome], bool]) -> float:
+        return sum(map(value, outcomes)) / len(outcomes)
 
     def mean(value: Callable[[Outcome], float]) -> float:
-        return sum(map(value, outcomes)) / count
+        return sum(map(value, answered)) / max(1, len(answered))
 
     return Totals(
-        requests=count,
-        accuracy=mean(lambda each: each.right),
-        held=mean(lambda each: each.held),
+        requests=len(outcomes),
+        failed=len(outcomes) - len(answered),
+        accuracy=share(lambda each: each.right),
+        held=share(lambda each: each.held),
+        right_and_held=share(lambda each: each.right and each.held),
         level=mean(lambda each: each.level),
         kept_share=mean(lambda each: each.kept_share),
         ttft_ms=mean(lambda each: each.cost.ttft_ms),

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.run import ALL
+from benchmarks.elastic.rows import ALL, METRICS
 from benchmarks.report import Row, check_plot
 
 _LEVEL = re.compile(r"level (\d+)(?:, prompt (\d+))?$")
@@ -30,12 +30,15 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             _lines(axes, curves, label)
             axes.set_yscale("log")
             saved(metric, figure)
-    trace = {
-        (row.case.removeprefix("trace "), row.system): row.value
-        for row in rows
-        if row.metric == "accuracy" and row.case.startswith("trace ")
-    }
-    if trace:
+    labels = ("accuracy (share of right answers)", "share of answers right and in time")
+    for metric, label in zip(METRICS, labels, strict=True):
+        trace = {
+            (row.case.removeprefix("trace "), row.system): row.value
+            for row in rows
+            if row.metric == metric and row.case.startswith("trace ")
+        }
+        if not trace:
+            continue
         cases, systems = (list(dict.fromkeys(each[place] for each in trace)) for place in (0, 1))
         figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
         width = 0.9 / len(systems)
@@ -43,9 +46,9 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             at = [x + (place + 0.5) * width - 0.45 for x in range(len(cases))]
             axes.bar(at, [trace[case, system] for case in cases], width, label=system)
         axes.set_xticks(range(len(cases)), [case if case != ALL else "all" for case in cases])
-        axes.set_ylabel("accuracy (share of right answers)")
+        axes.set_ylabel(label)
         axes.legend(fontsize="small", ncols=2)
-        saved("trace_accuracy", figure)
+        saved(f"trace_{metric}", figure)
 
 
 def _curves(rows: Sequence[Row], metric: str) -> dict[str, dict[int, float]]:

@@ -6,27 +6,27 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks.elastic.systems import OURS
 from benchmarks.memory import peak_resident_bytes
 from benchmarks.report import Row
 from jaxllm.elastic.ladder import WHOLE, is_unit_parameter
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import param_specs
+from serving.buckets import Progress
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.options import EngineOptions
 from serving.profile import DeviceProfile
 
-OURS = "jaxllm"
 # Prompt of the runs that change levels.
 _PROMPT_TOKENS = 64
-Progress = Callable[[str, int, int], None]
 
 
 def time_rows(profile: DeviceProfile) -> list[Row]:
@@ -122,11 +122,12 @@ def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
 def move(engine: Engine, level: int) -> tuple[float, int]:
     """Milliseconds and bytes of making the units of a level anew, from the whole model's in memory."""
     whole, part = engine.cfg.whole, engine.table.at(level).cfg
-    sizes = {name: math.prod(spec.shape) for name, spec in param_specs(whole).items()}
-    shares = {name: math.prod(spec.shape) / sizes[name] for name, spec in param_specs(part).items()}
+    sizes, kept = (
+        {name: math.prod(spec.shape) for name, spec in param_specs(cfg).items()} for cfg in (whole, part)
+    )
     parts = [
         # As many bytes as the level has, wherever in the buffer they are.
-        np.asarray(leaf).reshape(-1)[: math.ceil(shares[name] * leaf.size)]
+        np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
         for name, weight in engine.table.at(WHOLE).params.items()
         if is_unit_parameter(name)
         for leaf in jax.tree.leaves(getattr(weight, "base", weight))

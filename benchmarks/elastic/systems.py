@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxllm.elastic.slo import Slo
 
+OURS = "jaxllm"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Variants:
@@ -19,7 +21,8 @@ class Variants:
 
     Attributes:
       names: of the ways `[V]`, the largest last.
-      ttft_ms: `[N, V]` float64, to the first token; without what changing to it takes.
+      ttft_ms: `[N, V]` float64, to the first token; without what changing to it takes. Infinite where the
+        context does not hold the question, which is then answered wrong and late.
       tpot_ms: `[N, V]` float64, per further token.
       right: `[N, V]` bool.
       change_ms: `[V]` float64, what changing to it takes when another was used before.
@@ -49,12 +52,19 @@ class Choices:
     """What a system did with a trace of M requests.
 
     Attributes:
-      right: `[M]` bool.
+      questions: `[M]` int, which question each request asked.
+      right: `[M]` bool, whether the answer was right, in time or not.
       held: `[M]` bool, whether the objective was met, by the times that the tables say.
     """
 
+    questions: np.ndarray
     right: np.ndarray
     held: np.ndarray
+
+    @property
+    def right_and_held(self) -> np.ndarray:
+        """`[M]` bool, whether the answer was right and in time."""
+        return self.right & self.held
 
 
 # Which of the variants that are in time is used: from those `[V]` bool and the request's number.
@@ -118,24 +128,11 @@ def run_trace(
     for request, (question, slo) in enumerate(zip(questions, slos, strict=True)):
         changes = np.where(np.arange(len(variants.names)) == last, 0.0, variants.change_ms)
         ttft = variants.ttft_ms[question] + changes
-        excess = ttft / _limit(slo.ttft, whole_ms[0][question])
+        most_ttft, most_tpot = slo.limits(whole_ms[0][question], whole_ms[1][question])
+        excess = np.divide(ttft, most_ttft, out=np.full(len(ttft), np.inf), where=np.isfinite(ttft))
         if not ignore_tpot:
-            per_token = variants.tpot_ms[question] / _limit(slo.tpot, whole_ms[1][question])
-            excess = np.maximum(excess, per_token)
+            excess = np.maximum(excess, variants.tpot_ms[question] / most_tpot)
         allowed = excess <= margin + 1e-9
         last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
         right[request], held[request] = variants.right[question, last], excess[last] <= 1 + 1e-9
-    return Choices(right, held)
-
-
-def _limit(ratio: float, whole_ms: float) -> float:
-    # All of the whole model's time asks for nothing.
-    return np.inf if ratio == 1 else ratio * whole_ms
-
-
-def interval(right: np.ndarray, *, seed: int = 0, draws: int = 2000) -> tuple[float, float]:
-    """The middle 95 % of means of samples drawn with replacement: a confidence interval of the mean."""
-    draw = np.random.default_rng(seed)
-    means = draw.choice(np.asarray(right, np.float64), (draws, len(right))).mean(1)
-    low, high = np.percentile(means, (2.5, 97.5))
-    return float(low), float(high)
+    return Choices(np.asarray(questions), right, held)

@@ -1,97 +1,128 @@
-"""The tables of each system: its models asked every question, and timed."""
+"""The tables of each system: its models asked every question, and their times."""
 
-import contextlib
-import copy
-import dataclasses
-import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import itertools
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.elastic.levels import move
+from benchmarks.elastic.baselines import Size
 from benchmarks.elastic.systems import Variants
-from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.elastic.ladder import WHOLE, layer_parameters
-from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import Params
+from jaxllm.branching import Branching
+from jaxllm.elastic.ladder import WHOLE
 from jaxllm.tasks.branching import branching
+from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.shortened import Question, shorten
-from serving.buckets import BucketTable
+from jaxllm.tokenizer import Tokenizer
+from serving.buckets import Progress
 from serving.engine import Engine
 from serving.evaluation.scoring import score_options
-from serving.options import EngineOptions
+from serving.planner import Proposer
 from serving.profile import DeviceProfile
-from serving.tiny_lm import TinyPlanner
 
-Progress = Callable[[str, int, int], None]
-Timed = Callable[[Engine], DeviceProfile]
-_READ_BYTES = 1 << 22
+
+def right_answers(
+    engine: Engine,
+    questions: Sequence[Question],
+    prompts: Sequence[Branching],
+    progress: Progress | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which questions a model answers right, by the likeliest of the options.
+
+    Args:
+      engine: the model.
+      questions: N, what is right.
+      prompts: the questions as this model reads them.
+      progress: of scoring.
+
+    Returns:
+      `[N]` bool, whether it is right; `[N]` bool, whether the context holds it. What it does not hold is not
+      right.
+    """
+    fits = np.array([each.longest_tokens <= engine.options.context_tokens for each in prompts])
+    asked = [each for each, fit in zip(prompts, fits, strict=True) if fit]
+    scores = iter(score_options(engine, asked, progress=progress) if asked else ())
+    right = [fit and each.is_right(next(scores)) for each, fit in zip(questions, fits, strict=True)]
+    return np.array(right, bool), fits
+
+
+def ways(levels: Sequence[int], ratios: Sequence[float]) -> list[tuple[int, float]]:
+    """Our variants in their order: by level, then by ratio; the whole model with the whole prompt is last."""
+    return list(itertools.product(levels, ratios))
 
 
 def our_variants(
     engine: Engine,
     profile: DeviceProfile,
     questions: Sequence[Question],
-    planner: TinyPlanner,
+    proposer: Proposer,
+    ratios: Sequence[float],
+    planning_ms: np.ndarray,
     progress: Progress | None = None,
 ) -> Variants:
-    """Ours: every level with the prompt at every ratio; what planning takes is in the time.
+    """Ours: every level with the prompt at every ratio, in the order of `ways`; planning is in the times.
 
-    The variants are ordered by level, then by ratio.
+    Args:
+      engine: serves the levels.
+      profile: their times.
+      questions: N.
+      proposer: whose scores shorten prompts.
+      ratios: ascending, the last one 1.
+      planning_ms: `[N]`, what a plan for each question takes.
+      progress: of scoring.
     """
-    levels, ratios = engine.table.levels, tuple(planner.prompt_ratios)
-    made = [shorten(engine.tokenizer, each, planner.scores(each.prompt), ratios) for each in questions]
+    levels = engine.table.levels
+    made = [shorten(engine.tokenizer, each, proposer.scores(each.prompt), ratios) for each in questions]
     lengths = np.array([len(each.prompt.ids) for each in questions])
     tokens = lengths[:, None] * np.array([shares for _, shares in made])
-    planning = np.array([planner.planning_ms(len(each.prompt.ids)) for each in questions])
     ttft, tpot, right = [], [], []
-    for level in levels:
-        at = engine.at(level)
-        for place in range(len(ratios)):
-            scores = score_options(at, [prompts[place] for prompts, _ in made], progress=progress)
-            right.append([each.is_right(likely) for each, likely in zip(questions, scores, strict=True)])
-            counts = np.maximum(1, np.rint(tokens[:, place])).astype(int)
-            # The whole model with the whole prompt needs no plan.
-            plan_ms = 0.0 if (level, ratios[place]) == (WHOLE, 1.0) else planning
-            ttft.append(np.array([profile.ttft(level, count) for count in counts]) + plan_ms)
-            tpot.append([profile.tpot(level, count) for count in counts])
-    names = tuple(
-        f"{level} % of the model, {ratio:.0%} of the prompt" for level in levels for ratio in ratios
-    )
+    for level, ratio in ways(levels, ratios):
+        place = ratios.index(ratio)
+        answers, fits = right_answers(
+            engine.at(level), questions, [prompts[place] for prompts, _ in made], progress
+        )
+        counts = np.maximum(1, np.rint(tokens[:, place])).astype(int)
+        # The whole model with the whole prompt needs no plan.
+        plan_ms = 0.0 if (level, ratio) == (WHOLE, 1) else planning_ms
+        times = np.array([profile.ttft(level, count) for count in counts]) + plan_ms
+        right.append(answers)
+        ttft.append(np.where(fits, times, np.inf))
+        tpot.append([profile.tpot(level, count) for count in counts])
     return Variants(
-        names=names,
+        names=tuple(
+            f"{level} % of the model, {ratio:.0%} of the prompt" for level, ratio in ways(levels, ratios)
+        ),
         ttft_ms=np.array(ttft).T,
         tpot_ms=np.array(tpot).T,
         right=np.array(right).T,
-        change_ms=np.zeros(len(names)),
+        change_ms=np.zeros(len(right)),
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """One model of several: how it answers, where its times are, what changing to it takes."""
-
-    name: str
-    engine: Engine
-    profile: DeviceProfile
-    level: int
-    change_ms: float = 0.0
-
-
 def size_variants(
-    sizes: Sequence[Size], questions: Sequence[Question], progress: Progress | None = None
+    sizes: Sequence[Size],
+    profiles: Mapping[int, DeviceProfile],
+    questions: Sequence[Question],
+    progress: Progress | None = None,
 ) -> Variants:
-    """Models of several sizes, ascending, with the whole prompt."""
+    """Models of several sizes, ascending, with the whole prompt, of as many tokens as their tokenizer makes.
+
+    Args:
+      sizes: the models.
+      profiles: of their engines, by `id`.
+      questions: N.
+      progress: of scoring.
+    """
+    read: dict[int, tuple[list[Branching], list[int]]] = {}
     ttft, tpot, right = [], [], []
     for size in sizes:
-        asked = [branching(size.engine.tokenizer, each.example) for each in questions]
-        scores = score_options(size.engine, asked, progress=progress)
-        right.append([each.is_right(likely) for each, likely in zip(questions, scores, strict=True)])
-        ttft.append([size.profile.ttft(size.level, len(each.prompt.ids)) for each in questions])
-        tpot.append([size.profile.tpot(size.level, len(each.prompt.ids)) for each in questions])
+        tokenizer, profile = size.engine.tokenizer, profiles[id(size.engine)]
+        if id(tokenizer) not in read:
+            read[id(tokenizer)] = _read(tokenizer, questions)
+        prompts, lengths = read[id(tokenizer)]
+        answers, fits = right_answers(size.engine.at(size.level), questions, prompts, progress)
+        right.append(answers)
+        ttft.append(np.where(fits, [profile.ttft(size.level, each) for each in lengths], np.inf))
+        tpot.append([profile.tpot(size.level, each) for each in lengths])
     return Variants(
         names=tuple(size.name for size in sizes),
         ttft_ms=np.array(ttft).T,
@@ -101,82 +132,7 @@ def size_variants(
     )
 
 
-def layer_wise(engine: Engine, importance: Sequence[float], timed: Timed) -> list[Size]:
-    """LE: sub-models of the most important layers alone, over the same weights.
-
-    Raises:
-      ConfigError: there is not one importance per layer.
-    """
-    whole, cfg = engine.at(WHOLE).table, engine.cfg.whole
-    if len(importance) != cfg.layers:
-        raise ConfigError(f"{len(importance)} importances of layers for a model of {cfg.layers}")
-    # A table of its own: numbers of layers are no levels.
-    table = BucketTable(cfg, whole.params, engine.options, whole.store)
-    for count in range(1, min(cfg.layers, WHOLE)):
-        kept = sorted(np.argsort(-np.asarray(importance), kind="stable")[:count].tolist())
-        part = dataclasses.replace(
-            cfg,
-            layers=count,
-            attention_windows=tuple(cfg.attention_windows[each] for each in kept),
-            sparse_layers=tuple(cfg.sparse_layers[each] for each in kept) if cfg.sparse_layers else (),
-        )
-        table.add_level(count, part, _of_layers(whole.params, kept))
-    other = copy.copy(engine)
-    other.table = table
-    other.warm_up()
-    profile = timed(other)
-    return [Size(f"{each} layers", other.at(each), profile, each) for each in table.levels]
-
-
-def swap_ms(bundle: Bundle) -> float:
-    """Milliseconds to read a bundle's weights from storage, the page cache left aside where it can be."""
-    times = []
-    for _ in range(3):
-        with bundle.path.open("rb", buffering=0) as file:
-            if hasattr(os, "posix_fadvise"):
-                with contextlib.suppress(OSError):
-                    os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            began = time.perf_counter()
-            while file.read(_READ_BYTES):
-                pass
-            times.append(1000 * (time.perf_counter() - began))
-    return statistics.median(times)
-
-
-def plain_models(
-    paths: Sequence[Path], *, weights: WeightFormat, options: EngineOptions, timed: Timed
-) -> list[Size]:
-    """PFS: plain models at the same width, ascending by size, each with what reading it takes."""
-    options = dataclasses.replace(options, levels=())
-    engines = [
-        Engine.open(path, weights=weights if path.is_dir() else None, options=options) for path in paths
-    ]
-    return [
-        Size(path.resolve().name, engine, timed(engine), WHOLE, swap_ms(engine.bundle))
-        for path, engine in sorted(
-            zip(paths, engines, strict=True), key=lambda pair: layer_parameters(pair[1].cfg)
-        )
-    ]
-
-
-def pruned_models(engine: Engine, profile: DeviceProfile) -> list[Size]:
-    """LLM-Pruner: the levels of a bundle, each moved when it is changed to."""
-    return [
-        Size(f"{level} %", engine.at(level), profile, level, move(engine, level)[0])
-        for level in engine.table.levels
-    ]
-
-
-def _of_layers(params: Params, kept: Sequence[int]) -> Params:
-    """The parameters of a model with these layers alone."""
-    places = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
-    chosen = {}
-    for name, value in params.items():
-        if not name.startswith("layers."):
-            chosen[name] = value
-            continue
-        prefix = ".".join(name.split(".")[:2]) + "."
-        if prefix in places:
-            chosen[places[prefix] + name.removeprefix(prefix)] = value
-    return chosen
+def _read(tokenizer: Tokenizer, questions: Sequence[Question]) -> tuple[list[Branching], list[int]]:
+    """Questions as a tokenizer's model reads them, and the tokens of their prompts."""
+    prompts = [branching(tokenizer, each.example) for each in questions]
+    return prompts, [len(prompt_tokens(tokenizer, each.example).ids) for each in questions]

@@ -79,14 +79,15 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
         its tokens.
       words: `[T]` int, see `words_of`; tokens of no word stay.
       forced: `[T]` bool, what must stay.
-      ratio: of the tokens to keep, in (0, 1]; 1 keeps all. More are kept where more are forced.
+      ratio: of the tokens to keep, in (0, 1]; 1 keeps all. More are kept where more are forced; where nothing
+        must stay, the best word does, because a model must read something.
 
     Returns:
       `[T]` bool, True = stays.
 
     Raises:
-      ConfigError: the shapes differ, the ratio is out of its domain, a score is not finite, or nothing would
-        be left.
+      ConfigError: the shapes differ, the ratio is out of its domain, a score is not finite, or there is no
+        token.
     """
     scores, words, forced = np.asarray(scores, np.float64), np.asarray(words), np.asarray(forced, bool)
     if not scores.shape == words.shape == forced.shape or scores.ndim != 1:
@@ -94,25 +95,22 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
             f"scores, words and forced must be one per token, got {scores.shape}, {words.shape} and "
             f"{forced.shape}"
         )
+    if not len(scores):
+        raise ConfigError("a prompt without a token cannot be made shorter; give it at least one")
     number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
     if not number or not 0 < ratio <= 1:
         raise ConfigError(f"a prompt's ratio must be in (0, 1], got {ratio!r:.80}")
     if not np.isfinite(scores).all():
         raise ConfigError("a token's score is not finite; the tiny LM is broken")
-    keep = np.ones(len(scores), bool) if ratio == 1 else _best_words(scores, words, forced, ratio)
-    if not keep.any():
-        raise ConfigError(
-            f"nothing would be left of a prompt of {len(keep)} tokens at the ratio {ratio:g}; use a larger "
-            "ratio, or the whole prompt"
-        )
-    return keep
+    return np.ones(len(scores), bool) if ratio == 1 else _best_words(scores, words, forced, ratio)
 
 
 def stays_anyway(words: np.ndarray, forced: np.ndarray) -> int:
     """How many tokens `keep_tokens` keeps whatever the ratio: the forced ones with the rest of their words,
-    and those of no word."""
+    and those of no word; where there are none, as many as the longest word has, which may be the best."""
     words, forced = np.asarray(words), np.asarray(forced, bool)
-    return int(np.sum((words == NO_WORD) | np.isin(words, words[forced])))
+    must = int(np.sum((words == NO_WORD) | np.isin(words, words[forced])))
+    return must or int(np.bincount(words, minlength=1).max())
 
 
 def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: float = 1.0) -> np.ndarray:
@@ -151,16 +149,18 @@ def spread(scores_per_word: np.ndarray, words: np.ndarray, *, missing: float = 1
 
 
 def _best_words(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio: float) -> np.ndarray:
-    """`[T]` bool: the forced words, and the best of the others that there is room for."""
+    """`[T]` bool: the forced words, and the best of the others that there is room for; never nothing."""
     count = int(words.max(initial=NO_WORD)) + 1
     stays = np.append(np.bincount(words[forced & (words != NO_WORD)], minlength=count) > 0, True)
     sizes = np.append(np.bincount(words[words != NO_WORD], minlength=count), np.sum(words == NO_WORD))
-    open_words = np.flatnonzero(~stays)
+    open_words = np.flatnonzero(~stays & (sizes > 0))
     means = word_scores(scores, words, count)
     best = open_words[np.argsort(-means[open_words], kind="stable")]
     # A rounding must not cost a token: 0.3 of 10 tokens are 3.
     room = int(ratio * len(scores) + 1e-6) - int(sizes[stays].sum())
     stays[best[np.cumsum(sizes[best]) <= room]] = True
+    if not stays[words].any():
+        stays[best[0]] = True
     return stays[words]
 
 

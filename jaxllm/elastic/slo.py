@@ -59,6 +59,16 @@ class Slo:
             )
         return cls(ttft=float(found[1]) / 100, tpot=float(found[2]) / 100)
 
+    def limits(self, ttft: float, tpot: float) -> tuple[float, float]:
+        """The most that times to the first and per further token may be, where the whole model's are these.
+
+        All of a time is no demand: infinity.
+        """
+        return (
+            math.inf if self.ttft == 1 else self.ttft * ttft,
+            math.inf if self.tpot == 1 else self.tpot * tpot,
+        )
+
     def __str__(self) -> str:
         return f"<{100 * self.ttft:.6g},{100 * self.tpot:.6g}>"
 

@@ -36,7 +36,8 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
     A slice outside of a graph is a copy, and on a CPU a slice in a graph is one, too. So on a CPU an array's
     beginning becomes an array of its own over the same memory; on other devices it is marked, for `sub_model`
-    to slice in the graph.
+    to slice in the graph. Rows of a mixture's experts are no beginning: their stack stays whole, and a graph
+    cuts an expert where it takes it out, which for floats on a CPU is a copy, as it is at the whole model.
     """
     shapes = {name: spec.shape for name, spec in param_specs(cfg).items()}
     if jax.default_backend() != "cpu":

@@ -8,11 +8,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from jaxllm.bundle.elastic import read_ladder
 from jaxllm.errors import ConfigError
 from serving.console import print_json, progress_bars, read_text
 from serving.engine import Engine
-from serving.models import open_model
+from serving.models import levels_of
 from serving.options import EngineOptions
 from serving.profile import (
     REPEATS,
@@ -46,15 +45,14 @@ def profile_command(
     as_json: bool,
 ) -> None:
     """Measure every level of BUNDLE (default: the packaged model), and keep the times for the service."""
-    opened = open_model(bundle)
-    ladder = read_ladder(opened)
-    levels = () if ladder is None else ladder.levels
+    levels = levels_of(bundle)
     costs = None if energy is None else _read_energy(energy)
     if costs is not None:
-        check_energy(costs, max(1, len(levels)))
+        # The whole model has a number, too.
+        check_energy(costs, len(levels) + 1)
     with progress_bars() as progress:
         engine = Engine.open(
-            opened.path,
+            bundle,
             options=EngineOptions(context_tokens=context_tokens, levels=levels),
             progress=progress,
         )

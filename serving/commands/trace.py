@@ -23,7 +23,7 @@ from serving.trace import (
 )
 
 _COLUMNS = (
-    "objective", "calls", "right", "in time", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
+    "objective", "calls", "right", "in time", "both", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
 )  # fmt: skip
 
 
@@ -76,12 +76,14 @@ def replay_command(
             }
         )
         return
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
     for name, each in [*by_slo.items(), ("all", whole)]:
         table.add_row(name, *_cells(each))
     Console().print(table)
+    if whole.failed:
+        click.echo(f"{whole.failed} calls failed: {next(each.failure for each in outcomes if each.failure)}")
 
 
 def _cells(each: Totals) -> list[str]:
@@ -89,6 +91,7 @@ def _cells(each: Totals) -> list[str]:
         str(each.requests),
         f"{each.accuracy:.1%}",
         f"{each.held:.1%}",
+        f"{each.right_and_held:.1%}",
         f"{each.level:.0f} %",
         f"{each.kept_share:.0%}",
         f"{each.ttft_ms:.2f}",

@@ -10,6 +10,7 @@ from jaxllm.elastic.compression import (
     forced_tokens,
     keep_tokens,
     spread,
+    stays_anyway,
     word_count,
     word_scores,
     words_of,
@@ -80,6 +81,26 @@ def test_kept_tokens_by_hand():
     assert kept(0.01) == [0, 2, 3, 6]
 
 
+def test_where_nothing_must_stay_the_best_word_does():
+    words = np.array([0, 0, 1, 1, 1, 2])
+    scores = np.array([0.1, 0.1, 0.8, 0.9, 0.7, 0.2])
+    forced = np.zeros(6, bool)
+
+    def kept(ratio):
+        return np.flatnonzero(keep_tokens(scores, words, forced, ratio)).tolist()
+
+    # It has more tokens than there would be room for.
+    assert kept(0.01) == kept(0.4) == kept(0.5) == [2, 3, 4]
+    assert kept(4 / 6) == [2, 3, 4, 5]
+    assert stays_anyway(words, forced) == 3
+    # Whatever its scores: of words without a best, the first.
+    np.testing.assert_array_equal(keep_tokens(np.zeros(6), words, forced, 0.1), words == 0)
+    # Numbers of words may have gaps, where a token is of several words.
+    np.testing.assert_array_equal(keep_tokens(np.ones(2), np.array([1, 3]), forced[:2], 0.1), [True, False])
+    forced[5] = True
+    assert (kept(0.01), stays_anyway(words, forced)) == ([5], 1)
+
+
 prompts = st.integers(1, 40).flatmap(
     lambda count: st.tuples(
         st.lists(st.floats(-5, 5), min_size=count, max_size=count),
@@ -92,14 +113,18 @@ prompts = st.integers(1, 40).flatmap(
 @given(prompts, st.floats(0.01, 1), st.floats(0.01, 1))
 def test_laws(prompt, ratio, other):
     scores, words, forced = (np.array(each) for each in prompt)
-    words, forced = np.sort(words), forced | (np.arange(len(forced)) == 0)
+    words = np.sort(words)
     keep = keep_tokens(scores, words, forced, ratio)
+    assert keep.any()
+    assert keep.sum() <= max(stays_anyway(words, forced), ratio * len(scores) + 1e-6)
     assert keep[forced].all()
     assert keep[words == NO_WORD].all()
     for word in set(words[words != NO_WORD]):
         assert len(set(keep[words == word])) == 1
     must = np.isin(words, words[forced & (words != NO_WORD)]) | (words == NO_WORD)
-    assert keep.sum() <= max(must.sum(), ratio * len(scores) + 1e-6)
+    if must.any():
+        assert stays_anyway(words, forced) == must.sum()
+        assert keep.sum() <= max(must.sum(), ratio * len(scores) + 1e-6)
     if not keep.all():
         gone = words[~keep]
         best = max(set(gone), key=lambda word: (scores[words == word].mean(), -word))
@@ -115,9 +140,7 @@ def test_refused():
     for ratio in (0, 1.5, -1, True, "1", float("nan")):
         with pytest.raises(ConfigError, match="ratio must be in"):
             keep_tokens(*good, ratio)
-    with pytest.raises(ConfigError, match="nothing would be left of a prompt of 2 tokens"):
-        keep_tokens(*good, 0.4)
-    with pytest.raises(ConfigError, match="prompt of 0 tokens"):
+    with pytest.raises(ConfigError, match="a prompt without a token cannot be made shorter"):
         keep_tokens(*(each[:0] for each in good), 1)
     with pytest.raises(ConfigError, match="one per token"):
         keep_tokens(good[0][:1], *good[1:], 0.5)

@@ -71,6 +71,12 @@ def test_no_mark_promises_more_time_than_there_is(ttft, tpot):
         assert 100 * ratio < percent + 10 + 0.01
 
 
+def test_limits_are_shares_and_all_of_a_time_is_none():
+    assert Slo(ttft=0.4, tpot=0.5).limits(10.0, 2.0) == (4.0, 1.0)
+    assert Slo(ttft=1.0, tpot=0.5).limits(10.0, 2.0) == (np.inf, 1.0)
+    assert Slo(ttft=0.4, tpot=1).limits(10.0, 2.0) == (4.0, np.inf)
+
+
 def test_nominal_cost_and_feasibility_by_hand():
     ttft, tpot = nominal_cost((20, 50, 100), (0.2, 1.0))
     np.testing.assert_allclose(ttft, [[0.04, 0.2], [0.1, 0.5], [0.2, 1.0]])

@@ -86,10 +86,12 @@ def test_an_engine_at_a_level_is_that_level(engine):
     assert half.at(100).cfg == CFG
 
 
-def test_nothing_is_compiled_when_levels_change(engine):
+def test_nothing_is_compiled_when_levels_change(engine, compiles):
     before = set(engine.table.bucket_ms)
-    for level in (100, 40, 70, 40, 100):
-        ask(engine, level)
+    with compiles() as count:
+        for level in (100, 40, 70, 40, 100):
+            ask(engine, level)
+    assert count() == 0
     assert set(engine.table.bucket_ms) == before
     assert engine.table.at(40).bucket_ms is engine.table.bucket_ms
     assert {bucket.level for bucket in before if bucket.kind == "prefill"} == {40, 70, 100}
@@ -123,6 +125,13 @@ def test_a_session_that_changes_its_level_is_fed_anew(engine):
     assert other.reused_tokens == 0
     assert other.tokens == greedy(40, longer, 12)
     assert ask(engine, 40, session, longer).reused_tokens > 0
+
+
+def test_nothing_is_compiled_for_a_level_that_was_warmed_up_alone(path, compiles):
+    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
+    with compiles() as count:
+        ask(engine, 40)
+    assert count() == 0
 
 
 def test_an_adapter_is_cut_to_every_level(path, tmp_path):

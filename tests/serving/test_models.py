@@ -12,9 +12,11 @@ import pytest
 import jaxllm
 import serving.models
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.prepare import prepare
-from serving.models import cache_folder, default_bundle, open_model, packaged_models
+from serving.models import cache_folder, default_bundle, levels_of, open_model, packaged_models
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 
@@ -66,6 +68,12 @@ def test_packaged_models_go_by_their_names(tmp_path: Path, monkeypatch: pytest.M
     assert open_model("draft").layout.name == "mine"
     with pytest.raises(CheckpointError, match="one of the packaged models: default, draft"):
         open_model("drafts")
+
+
+def test_levels_besides_the_whole_model(tmp_path: Path) -> None:
+    assert levels_of(write_tiny_bundle(tmp_path / "plain.jaxllm")) == ()
+    parts = elastic_parts(Ladder(levels=(40, 70, 100)))
+    assert levels_of(write_tiny_bundle(tmp_path / "elastic.jaxllm", parts=parts)) == (40, 70)
 
 
 def test_none_is_the_model_in_the_package() -> None:

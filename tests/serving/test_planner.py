@@ -112,6 +112,12 @@ def test_forced_tokens_count():
     assert (plan.level, len(plan.kept), plan.source) == (25, 100, "fallback")
 
 
+def test_a_short_prompt_that_may_go_altogether_keeps_a_word():
+    # A quarter of three tokens is less than one.
+    plan = planner(Fixed(50, 0.25)).plan(prompt(3, forced=0), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    assert (plan.level, plan.kept.tolist(), plan.source) == (50, [2], "proposed")
+
+
 def test_an_objective_with_room_for_all_asks_nobody():
     proposer = Fixed(25, 0.25)
     plan = planner(proposer).plan(prompt(), Slo(ttft=1.0, tpot=1.0), answer_tokens=8)

@@ -108,6 +108,27 @@ def test_a_replay_asks_every_question(tmp_path, monkeypatch):
         assert 0 < each.cost.tokens <= 3
 
 
+def test_a_request_that_does_not_fit_has_failed_and_the_replay_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), executables_bytes=0)
+    service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
+    trace = make_trace(QUESTIONS, requests=3)
+    too_long = dataclasses.replace(trace[1].example, user="how? " * 100)
+    trace[1] = dataclasses.replace(trace[1], example=too_long)
+    outcomes = replay(service, trace, answer_tokens=3)
+    assert [each.request for each in outcomes] == trace
+    assert [each.failure is None for each in outcomes] == [True, False, True]
+    assert "the context holds 64" in outcomes[1].failure
+    assert not outcomes[1].right
+    assert not outcomes[1].held
+    whole = totals(outcomes)
+    assert (whole.requests, whole.failed, whole.level, whole.kept_share) == (3, 1, 100, 1.0)
+    assert whole.held <= 2 / 3
+    assert whole.ttft_ms == pytest.approx((outcomes[0].cost.ttft_ms + outcomes[2].cost.ttft_ms) / 2)
+    nothing = totals(outcomes[1:2])
+    assert (nothing.failed, nothing.accuracy, nothing.level) == (1, 0.0, 0.0)
+
+
 def outcome(slo, right, held, level=50):
     request = TraceRequest(
         time_s=0.0, app=f"app-{slo}", slo=SLOS[slo], task="news", example=QUESTIONS["news"][0]
@@ -132,4 +153,6 @@ def test_totals():
     assert by_slo["<100,100>"].level == 75
     whole = totals(outcomes)
     assert (whole.accuracy, whole.held) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    # One was right and late, one wrong in time.
+    assert whole.right_and_held == pytest.approx(1 / 3)
     assert whole.ttft_ms == pytest.approx(8 / 3)

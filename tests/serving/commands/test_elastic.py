@@ -70,6 +70,10 @@ def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_p
     assert sum(each["requests"] for each in facts["by_slo"].values()) == 4
     assert "in time" in succeeded(run("trace", "replay", path, "-m", elastic, "--limit", 2, "-n", 2))
     failed(run("trace", "replay", tmp_path / "nothing", "-m", elastic), "cannot be read")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0].replace("film", "film " * 2000), lines[1]]))
+    told = succeeded(run("trace", "replay", path, "-m", elastic, "-n", 2))
+    assert "1 calls failed: the prompt has" in told
 
 
 def test_info_tells_levels(run: Run, elastic: Path) -> None:

@@ -1,0 +1,117 @@
+"""The rows of the trace: how right and how much in time every system is, and what the service really took."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from benchmarks.elastic.decisions import Asked
+from benchmarks.elastic.resampling import lead, said
+from benchmarks.elastic.systems import OURS, Choices
+from benchmarks.report import Row, compared
+from serving.trace import Outcome, totals_by_slo
+
+ALL = "all six"
+# Of right answers alone, and of those that were in time, too.
+METRICS = ("accuracy", "right_and_held")
+
+
+def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str, str]) -> list[Row]:
+    """Every system, by objective and in all, ours against each other on the same requests.
+
+    Args:
+      found: what each did, ours among them.
+      asked: the trace.
+      remarks: by system, how it ran.
+    """
+    names = [str(request.slo) for request in asked.trace]
+    rows = []
+    for case in (*dict.fromkeys(names), ALL):
+        chosen = np.array([case in (name, ALL) for name in names])
+        questions = np.asarray(asked.places)[chosen]
+        held = {
+            system: f"in time by the tables {each.held[chosen].mean():.1%}" for system, each in found.items()
+        }
+        for metric in METRICS:
+            values = {
+                system: (each.right if metric == "accuracy" else each.right_and_held)[chosen]
+                for system, each in found.items()
+            }
+            notes = {}
+            for system, each in values.items():
+                parts = [said(each, questions)]
+                if system != OURS:
+                    parts.append(lead(values[OURS], each, questions))
+                parts.append(held[system])
+                notes[system] = "; ".join([*parts, *filter(None, [remarks.get(system)])])
+            shares = {system: float(each.mean()) for system, each in values.items()}
+            rows += compared(
+                shares, ours=OURS, case=f"trace {case}", metric=metric, unit="share", notes=notes
+            )
+    return rows
+
+
+def replay_rows(outcomes: Sequence[Outcome]) -> list[Row]:
+    """What the service really did, by objective: its answers written out, its times by the clock."""
+    rows = []
+    for slo, each in totals_by_slo(outcomes).items():
+        note = (
+            f"{each.requests} requests really asked, {each.failed} of them failed; level {each.level:.0f} "
+            f"and {each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
+        )
+        for metric, value in (("slo_met", each.held), ("right_and_held", each.right_and_held)):
+            rows.append(
+                Row(case=f"replay {slo}", system=OURS, metric=metric, value=value, unit="share", note=note)
+            )
+    return rows
+
+
+def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray) -> list[Row]:
+    """What planning took of the whole model's time to the first token, in the service; none if no request of
+    the replay had to be planned.
+
+    Args:
+      outcomes: of the trace's first requests.
+      asked: the trace.
+      pass_ms: `[N]`, what a pass of the tiny LM over each question takes alone.
+    """
+    whole_ms = asked.whole_ms[0]
+    # An objective with room for everything asks nobody.
+    places = [
+        (outcome, place)
+        for outcome, place in zip(outcomes, asked.places, strict=False)
+        if outcome.failure is None and outcome.source != "whole"
+    ]
+    if not places:
+        return []
+    share = np.median([outcome.planning_ms / whole_ms[place] for outcome, place in places])
+    alone = np.median([pass_ms[place] / whole_ms[place] for _, place in places])
+    note = (
+        f"of the whole model's TTFT, median over {len(places)} requests of the replay that were planned; the "
+        f"tiny LM's pass alone {alone:.1%}"
+    )
+    return [
+        Row(case="planning", system=OURS, metric="ttft_share", value=float(share), unit="share", note=note)
+    ]
+
+
+def level_rows(accuracies: Mapping[str, Mapping[int, np.ndarray]]) -> list[Row]:
+    """Accuracy of every level of several bundles that were asked the same questions, the first one ours.
+
+    Args:
+      accuracies: by bundle and level, `[N]` bool, whether each question was answered right.
+    """
+    rows = []
+    ours = next(iter(accuracies.values()))
+    for name, levels in accuracies.items():
+        for level, right in levels.items():
+            questions = np.arange(len(right))
+            note = said(right, questions)
+            if levels is not ours and level in ours:
+                note += f"; {lead(ours[level], right, questions)}"
+            rows.append(
+                Row(
+                    case=f"level {level}", system=name, metric="level_accuracy", value=float(right.mean()),
+                    unit="share", note=note,
+                )
+            )  # fmt: skip
+    return rows
