@@ -348,10 +348,10 @@ def _attend_cache(
     table = None if rope is None else rotary_tables(at.positions, rope)
     mask = causal_mask(at.positions, past[0].shape[2], window)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
-    out, *kept = cached_attention(
+    out, keys, values, mass = cached_attention(
         q, k, v, table, past, mask, at, mass, scale=scale, softcap=softcap, window=window
     )
-    return out, (kept[0], kept[1], kept[2])
+    return out, (keys, values, mass)
 
 
 def _attend_documents(
