@@ -25,6 +25,10 @@ class ContextGone(JaxllmError):
     """What a context held is no longer of use: its model changed, or its data is lost."""
 
 
+class BudgetExceeded(JaxllmError):
+    """What was asked for does not fit the memory or storage that there is for it."""
+
+
 class BucketMissing(JaxllmError):
     """A graph was asked for that the bucket table does not hold (nothing compiles after warm-up)."""
 

@@ -1,0 +1,1 @@
+"""App contexts that outlive calls: their chunks in memory and on storage (LLMS)."""

@@ -1,0 +1,388 @@
+"""Contexts on storage: a folder per app, a folder per context in it, a record and segments in that.
+
+    ROOT/store.json            version
+    ROOT/lock                  held by the one process that uses the store
+    ROOT/APP/CONTEXT/record    whose, which tokens, which segments count (`record.Record`)
+    ROOT/APP/CONTEXT/N.kv      chunks (`segment.Segment`)
+
+A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill at
+any moment leaves the older record with all that it names; what no record names is removed when the store is
+opened. Folders are for their owner's eyes only (0700).
+"""
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import secrets
+import shutil
+import urllib.parse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.atomic import atomic_file
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
+from serving.contexts.record import LOST, Origin, Record
+from serving.contexts.segment import Segment, write_segment
+from serving.direct_io import Storage
+
+VERSION = 1
+_RECORD = "record"
+_SUFFIX = ".kv"
+_APP = "app-"
+_LONGEST_APP = 200
+# A context in more files than this is written anew as one.
+_MOST_SEGMENTS = 8
+
+Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Damage:
+    """What is wrong with a stored context.
+
+    Attributes:
+      app, name: whose and which.
+      chunks: that must be computed again.
+      reason: of a record that cannot be read: the context is lost.
+    """
+
+    app: str
+    name: str
+    chunks: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class ContextStore:
+    """The contexts of all apps of a device. One process at a time; threads of it may read together.
+
+    Args:
+      root: the store's folder, made if missing.
+      storage: how segments are read.
+      quota_bytes: of all files together; 0 for no limit.
+      app_quota_bytes: of each app's.
+
+    Raises:
+      ConfigError: another process uses the store, it is of a newer version, or cannot be made.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        storage: Storage | None = None,
+        quota_bytes: int = 0,
+        app_quota_bytes: int = 0,
+    ) -> None:
+        self.root, self._storage = Path(root), storage or Storage()
+        self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
+        try:
+            self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = _locked(self.root / "lock")
+        except OSError as error:
+            raise ConfigError(f"{root}: cannot be a store of contexts ({error.strerror})") from error
+        try:
+            self._check_version()
+            self._records = dict(self._read_all())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Lets another process have the store."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> "ContextStore":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def records(self, app: str | None = None) -> list[Record]:
+        """All contexts, or an app's, by name."""
+        found = [each for each in self._records.values() if app in (None, each.app)]
+        return sorted(found, key=lambda each: (each.app, each.name))
+
+    def record(self, name: str) -> Record:
+        """A context by name.
+
+        Raises:
+          ContextGone: there is none.
+        """
+        if name not in self._records:
+            raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
+        return self._records[name]
+
+    def create(self, app: str, origin: Origin, *, pinned: bool = False) -> Record:
+        """A new, empty context.
+
+        Raises:
+          ConfigError: the app has no name, or too long a one.
+          BudgetExceeded: there is no room.
+        """
+        if not app or len(_folder_name(app)) > _LONGEST_APP:
+            raise ConfigError(f"an app needs a name of at most {_LONGEST_APP} bytes, got {app!r:.80}")
+        name = secrets.token_hex(8)
+        record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._next_use())
+        folder = self._folder(record)
+        with self._written(folder):
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700)
+            record.write(folder / _RECORD)
+        self._records[name] = record
+        return record
+
+    def commit(self, record: Record, chunks: Chunks | None = None) -> Record:
+        """Keeps a context's new state: first its new chunks, then the record that names them.
+
+        Args:
+          record: with the tokens, bits and density that hold from now on; in which files its chunks are is
+            this store's business.
+          chunks: those that are new or of another width, of each its bits and each layer's blob.
+
+        Returns:
+          The record as it is kept.
+
+        Raises:
+          ContextGone: the context was deleted.
+          BudgetExceeded: a quota or the device has no room; what was kept before is as it was.
+        """
+        before = self.record(record.name)
+        chunks = dict(chunks or {})
+        self._require_room(record, sum(blob.nbytes for _, blobs in chunks.values() for blob in blobs))
+        folder = self._folder(record)
+        fresh = f"{self._next_segment(before.segments)}{_SUFFIX}"
+        files = [
+            fresh if chunk in chunks else before.files[chunk] if chunk < len(before.files) else ""
+            for chunk in range(len(record.bits))
+        ]
+        record = dataclasses.replace(record, files=tuple(files), used=self._next_use())
+        record = record.lose({chunk for chunk, file in enumerate(files) if not file})
+        with self._written(folder):
+            if chunks:
+                write_segment(folder / fresh, chunks)
+            record.write(folder / _RECORD)
+        self._records[record.name] = record
+        for each in {*before.segments, fresh} - set(record.segments):
+            (folder / each).unlink(missing_ok=True)
+        return record
+
+    def compact(self, name: str) -> Record:
+        """Writes a context's chunks anew as one segment, if they are spread over many."""
+        record = self.record(name)
+        if len(record.segments) <= _MOST_SEGMENTS:
+            return record
+        with self.open(name) as opened:
+            chunks = {
+                chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
+                for chunk, bits in enumerate(record.bits)
+                if bits != LOST
+            }
+        return self.commit(record, chunks)
+
+    def open(self, name: str) -> "StoredContext":
+        """A context's segments, to read from.
+
+        Raises:
+          ContextGone: there is no such context.
+          CheckpointError: a segment cannot be opened.
+        """
+        record = self.record(name)
+        return StoredContext(self._folder(record), record, self._storage)
+
+    def delete(self, name: str) -> None:
+        """Removes a context and its files.
+
+        Raises:
+          ContextGone: there is none.
+        """
+        record = self.record(name)
+        folder = self._folder(record)
+        # Without its record it is no context any more, whatever happens next.
+        (folder / _RECORD).unlink(missing_ok=True)
+        del self._records[name]
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+
+    def used_bytes(self, app: str | None = None) -> int:
+        """Of all files, or of an app's."""
+        folders = {self._folder(each) for each in self.records(app)}
+        return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+
+    def verify(self, *, repair: bool = False) -> list[Damage]:
+        """Reads all that is stored.
+
+        Args:
+          repair: have what is damaged computed again from the tokens when it is next used; contexts whose
+            records cannot be read are removed.
+        """
+        found = []
+        for folder in self._context_folders():
+            try:
+                record = Record.read(folder / _RECORD)
+            except CheckpointError as error:
+                app = urllib.parse.unquote(folder.parent.name.removeprefix(_APP))
+                found.append(Damage(app=app, name=folder.name, reason=str(error)))
+                if repair:
+                    shutil.rmtree(folder, ignore_errors=True)
+                continue
+            lost = self._corrupt_chunks(folder, record)
+            if lost:
+                found.append(Damage(app=record.app, name=record.name, chunks=tuple(sorted(lost))))
+            if lost and repair:
+                self._records[record.name] = record.lose(lost)
+                self.commit(self._records[record.name])
+        return found
+
+    def _corrupt_chunks(self, folder: Path, record: Record) -> set[int]:
+        corrupt: set[int] = set()
+        for name in record.segments:
+            own = {chunk for chunk, file in enumerate(record.files) if file == name}
+            try:
+                with Segment(folder / name, self._storage) as segment:
+                    kept = {stored.chunk for stored in segment.chunks} - set(segment.verify())
+                corrupt |= own - kept
+            except CheckpointError:
+                corrupt |= own
+        return corrupt
+
+    def _require_room(self, record: Record, size: int) -> None:
+        for quota, used, whose in (
+            (self._app_quota_bytes, lambda: self.used_bytes(record.app), f"the contexts of {record.app}"),
+            (self._quota_bytes, self.used_bytes, "all contexts"),
+        ):
+            if quota and (there := used()) + size > quota:
+                raise BudgetExceeded(
+                    f"{whose} may take {quota:,} bytes on storage and take {there:,}; {size:,} more do not "
+                    "fit: delete contexts, or raise the quota"
+                )
+
+    @contextlib.contextmanager
+    def _written(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            kind = BudgetExceeded if full else CheckpointError
+            raise kind(f"{folder}: the context cannot be written ({error.strerror})") from error
+
+    def _check_version(self) -> None:
+        path = self.root / "store.json"
+        try:
+            version = json.loads(path.read_bytes())["version"]
+        except FileNotFoundError:
+            with atomic_file(path) as file:
+                file.write(json.dumps({"version": VERSION}).encode())
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is no store of contexts ({error!r:.80})") from error
+        if version != VERSION:
+            raise ConfigError(
+                f"{self.root} is a store of version {version!s:.20}, this jaxllm uses {VERSION}; use the "
+                "jaxllm that made it, or another folder"
+            )
+
+    def _read_all(self) -> Iterator[tuple[str, Record]]:
+        """All records, with what no record names removed."""
+        for folder in self._context_folders():
+            if not (folder / _RECORD).exists():
+                # Half made or half deleted.
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            try:
+                record = Record.read(folder / _RECORD)
+            except CheckpointError:
+                # `verify` says why; nothing of it is touched before.
+                continue
+            for file in folder.iterdir():
+                if file.name not in (_RECORD, *record.segments):
+                    file.unlink(missing_ok=True)
+            yield record.name, record
+
+    def _context_folders(self) -> list[Path]:
+        apps = [each for each in sorted(self.root.iterdir()) if each.is_dir()]
+        return [each for app in apps for each in sorted(app.iterdir()) if each.is_dir()]
+
+    def _folder(self, record: Record) -> Path:
+        return self.root / _folder_name(record.app) / record.name
+
+    def _next_use(self) -> int:
+        return 1 + max((each.used for each in self._records.values()), default=0)
+
+    @staticmethod
+    def _next_segment(segments: Sequence[str]) -> int:
+        return 1 + max((int(each.removesuffix(_SUFFIX)) for each in segments), default=-1)
+
+
+class StoredContext:
+    """A context's chunks, open to be read. Threads may read together.
+
+    Attributes:
+      record: of the context.
+      layers: of its chunks; 0 where there are none.
+    """
+
+    def __init__(self, folder: Path, record: Record, storage: Storage) -> None:
+        self.record = record
+        with contextlib.ExitStack() as stack:
+            self._segments = {
+                name: stack.enter_context(Segment(folder / name, storage)) for name in record.segments
+            }
+            self._stack = stack.pop_all()
+        self.layers = next((each.layers for each in self._segments.values()), 0)
+
+    def has(self, chunk: int) -> bool:
+        """Whether a chunk is stored."""
+        return bool(self.record.files[chunk])
+
+    def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
+        """The blobs of some chunks in one layer, uint8, in few reads.
+
+        Raises:
+          CheckpointError: one is corrupt.
+        """
+        found: dict[int, np.ndarray] = {}
+        for name in {self.record.files[chunk] for chunk in chunks}:
+            own = [chunk for chunk in chunks if self.record.files[chunk] == name]
+            found |= zip(own, self._segments[name].read(layer, own), strict=True)
+        return [found[chunk] for chunk in chunks]
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._stack.close()
+
+    def __enter__(self) -> "StoredContext":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _folder_name(app: str) -> str:
+    """A file name for an app's, whatever is in it; never one of the store's own, nor `.` or `..`."""
+    return _APP + urllib.parse.quote(app, safe="")
+
+
+def _locked(path: Path) -> int:
+    """An open file that this process alone holds.
+
+    Raises:
+      ConfigError: another one does.
+    """
+    import fcntl
+
+    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise ConfigError(
+            f"{path.parent} is in use by another process; close that one, or use another folder"
+        ) from error
+    return file

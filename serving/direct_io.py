@@ -1,0 +1,152 @@
+"""Reading files by large pieces, past the page cache where the file system allows it.
+
+What is read once and kept by us needs no second copy in the kernel's cache, which on a device is memory that
+others want. `Storage` says how; `PieceReader` reads one file.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxllm.errors import CheckpointError, ConfigError
+
+PAGE = 4096
+Caching = Literal["direct", "buffered"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How files are read.
+
+    Attributes:
+      caching: "direct" passes the page cache by, where the file system can; "buffered" goes through it.
+      bytes_per_s: reads take at least as long as at this speed, to stand for a slower device; 0 for none.
+      latency_ms: and each read at least this much more.
+    """
+
+    caching: Caching = "direct"
+    bytes_per_s: float = 0.0
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.caching not in ("direct", "buffered"):
+            raise ConfigError(f"caching must be direct or buffered, got {self.caching!r:.80}")
+        if not 0 <= self.bytes_per_s < float("inf") or not 0 <= self.latency_ms < float("inf"):
+            raise ConfigError("an emulated device's speed and latency must be finite and not negative")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether reads are slowed down."""
+        return bool(self.bytes_per_s or self.latency_ms)
+
+
+class PieceReader:
+    """One open file, read by pieces. Threads may share it.
+
+    Attributes:
+      size_bytes: of the file when it was opened.
+      caching: what is done; "buffered" also where direct reads were asked for and the file system has none.
+      bytes_read: from the file, pages that were only partly asked for included.
+    """
+
+    def __init__(self, path: Path, storage: Storage | None = None) -> None:
+        self._path, self._storage = path, storage or Storage()
+        self._lock, self._free_at = threading.Lock(), 0.0
+        self.bytes_read = 0
+        self.caching: Caching = "buffered"
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+        self._file = -1
+        try:
+            if self._storage.caching == "direct" and hasattr(os, "O_DIRECT"):
+                with contextlib.suppress(OSError):
+                    self._file = os.open(path, flags | os.O_DIRECT)
+                    self.caching = "direct"
+            if self._file < 0:
+                self._file = os.open(path, flags)
+            self.size_bytes = os.fstat(self._file).st_size
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+
+    def read(self, offset: int, size: int) -> np.ndarray:
+        """`size` bytes from `offset`, uint8, in memory of their own.
+
+        Raises:
+          CheckpointError: the file ends before, or cannot be read.
+        """
+        if offset < 0 or size < 0 or offset + size > self.size_bytes:
+            raise CheckpointError(
+                f"{self._path} ends at byte {self.size_bytes}, before {offset + size}: it is truncated"
+            )
+        began = time.perf_counter()
+        first = offset // PAGE * PAGE
+        count = -(-(offset + size - first) // PAGE) * PAGE
+        pages = aligned(count)
+        done = self._fill(memoryview(pages), first, offset + size - first)
+        self._slow_down(began, done)
+        return pages[offset - first : offset - first + size]
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> "PieceReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fill(self, pages: memoryview, first: int, wanted: int) -> int:
+        """Reads at least `wanted` bytes into `pages`, from `first` on."""
+        done = 0
+        while done < wanted:
+            try:
+                count = os.preadv(self._file, [pages[done:]], first + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.caching == "direct":
+                    # Some file systems open for direct reads and then refuse them.
+                    self._buffered()
+                    continue
+                raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from error
+            if count == 0:
+                raise CheckpointError(f"{self._path} has become shorter while it was read")
+            done += count
+            if done < wanted and done % PAGE and self.caching == "direct":
+                # A direct read goes on at whole pages only.
+                done = done // PAGE * PAGE
+        with self._lock:
+            self.bytes_read += done
+        return done
+
+    def _buffered(self) -> None:
+        with self._lock:
+            if self.caching == "direct":
+                file = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+                os.dup2(file, self._file)
+                os.close(file)
+                self.caching = "buffered"
+
+    def _slow_down(self, began: float, count: int) -> None:
+        if not self._storage.emulated:
+            return
+        takes = self._storage.latency_ms / 1000
+        takes += count / self._storage.bytes_per_s if self._storage.bytes_per_s else 0.0
+        with self._lock:
+            # One device: reads that overlap wait for one another.
+            self._free_at = max(self._free_at, began) + takes
+            until = self._free_at
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
+def aligned(size: int) -> np.ndarray:
+    """Uninitialised memory of `size` bytes, uint8, that begins at a page."""
+    return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]

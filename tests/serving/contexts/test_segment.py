@@ -1,0 +1,130 @@
+"""Segments: what was written is read, in few reads; what is damaged is told, whatever the damage."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import CheckpointError, ConfigError
+from serving.contexts import segment
+from serving.contexts.segment import Segment, StoredChunk, write_segment
+from serving.direct_io import PAGE, PieceReader, Storage
+
+LAYERS = 3
+SIZES = {8: (5000, 3000, 100), 2: (700, 20, 30)}
+
+
+def drawn(chunks):
+    """Random blobs of some chunks at some widths."""
+    draw = np.random.default_rng(0)
+    return {
+        chunk: (bits, [draw.integers(0, 256, size, dtype=np.uint8) for size in SIZES[bits]])
+        for chunk, bits in chunks.items()
+    }
+
+
+@pytest.fixture
+def written(tmp_path):
+    chunks = drawn({7: 8, 2: 2, 3: 8, 40: 2})
+    path = tmp_path / "0.kv"
+    write_segment(path, chunks)
+    return path, chunks
+
+
+@pytest.mark.parametrize("caching", ["direct", "buffered"])
+def test_what_was_written_is_read(written, caching):
+    path, chunks = written
+    with Segment(path, Storage(caching=caching)) as opened:
+        assert opened.chunks == (StoredChunk(2, 2), StoredChunk(3, 8), StoredChunk(7, 8), StoredChunk(40, 2))
+        assert opened.layers == LAYERS
+        assert opened.verify() == []
+        for layer in range(LAYERS):
+            # In any order, some of them twice.
+            for asked in ([2, 3, 7, 40], [40, 2], [3], [7, 7], []):
+                got = opened.read(layer, asked)
+                for blob, chunk in zip(got, asked, strict=True):
+                    np.testing.assert_array_equal(blob, chunks[chunk][1][layer])
+
+
+def test_one_layer_of_many_chunks_is_one_read(tmp_path, monkeypatch):
+    """Also over small gaps; a large one is left out."""
+    monkeypatch.setattr(segment, "_GAP_BYTES", 6000)
+    path = tmp_path / "0.kv"
+    write_segment(path, drawn(dict.fromkeys(range(20), 8)))
+    asked = []
+    real = PieceReader.read
+    with Segment(path) as opened:
+        monkeypatch.setattr(
+            PieceReader, "read", lambda self, *place: asked.append(place) or real(self, *place)
+        )
+        opened.read(0, [0, 1, 3, 4, 18, 19])
+    assert [size for _, size in asked] == [5 * 5000, 2 * 5000]
+
+
+def test_no_damage_goes_unseen(written):
+    """Any byte that is changed, and any end that is cut, is either told or of no use."""
+    path, _ = written
+    content = path.read_bytes()
+    draw = np.random.default_rng(1)
+    told = 0
+    for place in draw.integers(0, len(content), 300):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+        try:
+            with Segment(path) as opened:
+                corrupt = opened.verify()
+        except CheckpointError:
+            told += 1
+            continue
+        told += bool(corrupt)
+        if not corrupt:
+            # Padding up to a page.
+            assert content[place] == 0
+    assert told > 100
+    for end in (*draw.integers(0, len(content), 50), len(content) - 1, 0, 10):
+        path.write_bytes(content[:end])
+        with pytest.raises(CheckpointError):
+            Segment(path)
+
+
+def test_a_corrupt_chunk_is_named_and_others_are_read(written):
+    path, chunks = written
+    with Segment(path) as opened:
+        (place,) = [i for i, each in enumerate(opened.chunks) if each.chunk == 7]
+        at = opened._offsets[1] + opened._starts[1][place]
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with Segment(path) as opened:
+        assert opened.verify() == [7]
+        np.testing.assert_array_equal(opened.read(1, [3])[0], chunks[3][1][1])
+        with pytest.raises(CheckpointError, match="chunk 7 of layer 1 is corrupt"):
+            opened.read(1, [3, 7])
+        with pytest.raises(CheckpointError, match="lacks chunk 5"):
+            opened.read(1, [5])
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        ((b"SOMEELSE", 1, 10), "is no segment"),
+        ((b"JXLKVSEG", 2, 10), "of version 2, this jaxllm reads 1"),
+        ((b"JXLKVSEG", 1, 1 << 60), "does not fit the file"),
+        ((b"JXLKVSEG", 1, 10), "table is corrupt"),
+    ],
+)
+def test_a_header_is_not_believed(tmp_path, head, part):
+    path = tmp_path / "0.kv"
+    path.write_bytes(struct.pack("<8sIQ16s", *head, b"").ljust(PAGE, b"x"))
+    with pytest.raises(CheckpointError, match=part):
+        Segment(path)
+
+
+def test_blobs_must_agree(tmp_path):
+    blobs = [np.zeros(4, np.uint8)] * 2
+    with pytest.raises(ConfigError, match="at least one chunk"):
+        write_segment(tmp_path / "0.kv", {})
+    with pytest.raises(ConfigError, match="other sizes"):
+        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (8, [blobs[0], blobs[0][:3]])})
+    with pytest.raises(ConfigError, match="has 1 layers, others 2"):
+        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (4, blobs[:1])})
+    assert list(tmp_path.iterdir()) == []
