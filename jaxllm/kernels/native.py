@@ -233,6 +233,38 @@ def attention(
     return out, keys, values, None if mass is None else seen
 
 
+def load_chunks(
+    keys: jax.Array,
+    values: jax.Array,
+    addresses: jax.Array,
+    bits: jax.Array,
+    *,
+    tokens: int,
+    keys_by_token: bool,
+    values_by_token: bool,
+    rotated: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Decodes chunks of `tokens` tokens into one layer's cache `[1, K, S, H]`, in place.
+
+    Chunk i is read from this process's memory at `addresses[i]` (uint32 `[N, 2]`, the lower half first), a
+    blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are, negative for no
+    chunk). Whoever calls the graph sees to it that the blobs are there, and whole, until it has run.
+    """
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (keys, values)]
+    call = jax.ffi.ffi_call(_target("load_chunks"), results, input_output_aliases={0: 0, 1: 1})
+    keys, values = call(
+        keys,
+        values,
+        addresses,
+        bits,
+        tokens=np.int64(tokens),
+        keys_by_token=keys_by_token,
+        values_by_token=values_by_token,
+        rotated=rotated,
+    )
+    return keys, values
+
+
 def document_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -88,6 +88,18 @@ struct Document {
   float scale;
 };
 
+// Keys or values of one kv head of a chunk, as bytes, and where its rows go.
+struct Chunk {
+  const uint8_t* data;         // [tokens][width * bits / 8] levels of 8, 4 or 2 bits
+  const uint8_t *low, *scale;  // halves, not aligned: [width], or by token [tokens]
+  int bits;
+  bool by_token;
+  size_t block;  // of channels that are transformed together; 1 for none
+  size_t tokens, width;
+  bool half;  // out is of halves, else of floats
+  void* out;  // [tokens][width]
+};
+
 enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
 
 struct Backend {
@@ -121,6 +133,7 @@ struct Backend {
   // The first index of the largest number, or of the first NaN.
   int32_t (*largest)(const float* x, size_t count);
   int64_t (*read)(const void* data, size_t bytes);
+  void (*load_chunk)(const Chunk&, float* scratch);
   // Causal attention: out like q, and what the backward pass needs besides. Scratch: document_scratch.
   void (*attend_document)(const Document&, float* out, float* lse, float* scratch);
   // From what reaches `out`, like q, what reaches q, k and v. Scratch: document_gradients_scratch.
@@ -133,6 +146,8 @@ constexpr size_t kTaskScratchBytes =
     kTaskPanels * (kSpanBlocks * kBlock * kPanel + kSpanBlocks * kPanel * 4) + 64;
 
 inline size_t padded_width(size_t width) { return (width + kPanel - 1) / kPanel * kPanel; }
+// Floats that `load_chunk` works in.
+inline size_t chunk_scratch(size_t width) { return 4 * padded_width(width); }
 constexpr size_t kKeyBlock = 64;
 constexpr size_t kAttentionRows = 256;  // of queries (tokens x group) in a tile, unless one token has more
 inline size_t attention_scratch(size_t rows, size_t width) {

@@ -24,6 +24,7 @@ constexpr float kTiny = 1e-30f;
 #include "attention.inl"
 #include "document_attention.inl"
 #include "tokens.inl"
+#include "chunks.inl"
 
 int64_t read_words(const void* data, size_t bytes) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
@@ -39,9 +40,23 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{
-      name,   quantize, rms_norm,  row_panels, row_span, tile,       tile_int32,      activate,
-      attend, add_mass, store_row, unit_row,   largest,  read_words, attend_document, attend_document_back};
+  return Backend{name,
+                 quantize,
+                 rms_norm,
+                 row_panels,
+                 row_span,
+                 tile,
+                 tile_int32,
+                 activate,
+                 attend,
+                 add_mass,
+                 store_row,
+                 unit_row,
+                 largest,
+                 read_words,
+                 load_chunk,
+                 attend_document,
+                 attend_document_back};
 }
 
 }  // namespace

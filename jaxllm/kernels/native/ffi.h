@@ -9,7 +9,8 @@ struct Target {
   void* handler;
 };
 // One list for each file of handlers; each ends with a null name.
-extern const Target kProductTargets[], kAttentionTargets[], kDocumentTargets[], kTokenTargets[];
+extern const Target kProductTargets[], kAttentionTargets[], kDocumentTargets[], kTokenTargets[],
+    kChunkTargets[];
 // All lists; ends with null.
 extern const Target* const kTargets[];
 

@@ -63,6 +63,9 @@ inline F pow2(I n) {
 inline I izero() { return _mm512_setzero_si512(); }
 inline I iset(int32_t x) { return _mm512_set1_epi32(x); }
 inline I iload(const void* p) { return _mm512_loadu_si512(p); }
+inline I iload_bytes(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void istore(void* p, I a) { _mm512_storeu_si512(p, a); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I iand(I a, I b) { return _mm512_and_si512(a, b); }

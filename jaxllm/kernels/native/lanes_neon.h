@@ -73,6 +73,16 @@ inline F pow2(I n) {
 
 inline I iset(int32_t x) { return EACH(vdupq_n_s32(x)); }
 inline I izero() { return iset(0); }
+inline I iload_bytes(const uint8_t* p) {
+  const uint8x16_t bytes = vld1q_u8(p);
+  const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_u8(vget_high_u8(bytes));
+  I out;
+  out.v[0] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(low)));
+  out.v[1] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(low)));
+  out.v[2] = vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(high)));
+  out.v[3] = vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(high)));
+  return out;
+}
 inline I iload(const void* p) { return EACH(vld1q_s32(static_cast<const int32_t*>(p) + 4 * j)); }
 inline void istore(void* p, I a) {
   for (int j = 0; j < 4; j++) vst1q_s32(static_cast<int32_t*>(p) + 4 * j, a.v[j]);

@@ -99,6 +99,7 @@ inline F pow2(I n) {
 
 inline I iset(int32_t x) { EACH(I, x); }
 inline I izero() { return iset(0); }
+inline I iload_bytes(const uint8_t* p) { EACH(I, p[j]); }
 inline I iload(const void* p) {
   I out;
   memcpy(out.v, p, sizeof out.v);

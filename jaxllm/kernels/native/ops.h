@@ -68,6 +68,18 @@ struct AttentionShape {
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 
+// Chunks of one layer as bytes, and the cache that they go to, [kv_heads][capacity][width].
+struct ChunksShape {
+  size_t kv_heads, tokens, width, capacity;
+  bool half;  // the cache is of halves, else of floats
+  bool keys_by_token, values_by_token, rotated;
+};
+// Chunk i goes to positions [i * tokens, (i + 1) * tokens), cut at the capacity, from the blob at blobs[i]
+// with levels of bits[i]: 8, 4, 2, or 0 for rows as the cache holds them. A negative width leaves its place
+// alone.
+Failure load_chunks(const uint8_t* const* blobs, const int32_t* bits, size_t count, const ChunksShape& shape,
+                    void* keys, void* values);
+
 struct DocumentShape {
   size_t batch, tokens, kv_heads, group, width;
   float scale;

@@ -1,0 +1,93 @@
+// Chunks of a cache, from the bytes that they are kept as (jaxllm/kv/codecs.py): part of compute.inl.
+
+// A row of `width` at `bits` per level, each `low + scale * level` of its own channel. The lowest bits of all
+// bytes are the first levels, the next the following ones. Scales are divided by 2^shift, for levels are
+// taken where they stand in their bytes.
+template <int Bits>
+ALWAYS_INLINE void levels_of(const uint8_t* data, size_t width, const float* low, const float* scale,
+                             float* out) {
+  constexpr int kPlanes = 8 / Bits;
+  const size_t bytes = width / kPlanes;
+  size_t i = 0;
+  for (; i + 16 <= bytes; i += 16) {
+    const I packed = iload_bytes(data + i);
+    UNROLL for (int plane = 0; plane < kPlanes; plane++) {
+      const size_t at = plane * bytes + i;
+      const F level = to_float(iand(packed, iset(((1 << Bits) - 1) << plane * Bits)));
+      fstore(out + at, fma(fload(scale + at), level, fload(low + at)));
+    }
+  }
+  for (; i < bytes; i++) {
+    for (int plane = 0; plane < kPlanes; plane++) {
+      const size_t at = plane * bytes + i;
+      out[at] = low[at] + scale[at] * static_cast<float>(data[i] & ((1 << Bits) - 1) << plane * Bits);
+    }
+  }
+}
+
+// The Walsh-Hadamard transform of blocks of a row, orthonormal.
+void spread(float* x, size_t width, size_t block) {
+  for (size_t half = 1; half < block; half *= 2) {
+    for (size_t at = 0; at < width; at += 2 * half) {
+      for (size_t i = at; i < at + half; i++) {
+        const float a = x[i], b = x[i + half];
+        x[i] = a + b, x[i + half] = a - b;
+      }
+    }
+  }
+  const float factor = 1.0f / __builtin_sqrtf(static_cast<float>(block));
+  for (size_t i = 0; i < width; i++) x[i] *= factor;
+}
+
+// One float of a half.
+ALWAYS_INLINE float half_at(const uint8_t* p) {
+  uint16_t bits[16] = {};
+  float out[16];
+  memcpy(bits, p, 2);
+  fstore(out, fload_half(bits));
+  return out[0];
+}
+
+// Halves as floats.
+void halves(const uint8_t* from, size_t count, float* out) {
+  size_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    uint16_t bits[16];
+    memcpy(bits, from + 2 * i, sizeof bits);
+    fstore(out + i, fload_half(bits));
+  }
+  for (; i < count; i++) out[i] = half_at(from + 2 * i);
+}
+
+// What a scale is divided by where a level stands at a byte's bit `shift`.
+ALWAYS_INLINE float settled(int shift) { return 1.0f / static_cast<float>(1 << shift); }
+
+void load_chunk(const Chunk& c, float* scratch) {
+  const size_t wide = padded_width(c.width), row_bytes = c.width * static_cast<size_t>(c.bits) / 8;
+  float *row = scratch, *low = row + wide, *scale = low + wide, *rest = scale + wide;
+  if (!c.by_token) {
+    halves(c.low, c.width, low);
+    halves(c.scale, c.width, scale);
+    for (int shift = c.bits; shift < 8; shift += c.bits) {
+      float* plane = scale + row_bytes * static_cast<size_t>(shift / c.bits);
+      for (size_t i = 0; i < row_bytes; i++) plane[i] *= settled(shift);
+    }
+  }
+  for (size_t t = 0; t < c.tokens; t++) {
+    const uint8_t* data = c.data + t * row_bytes;
+    if (c.by_token) {
+      const float base = half_at(c.low + 2 * t), step = half_at(c.scale + 2 * t);
+      for (size_t i = 0; i < c.width; i++) low[i] = base;
+      for (int shift = 0; shift < 8; shift += c.bits) {
+        float* plane = scale + row_bytes * static_cast<size_t>(shift / c.bits);
+        for (size_t i = 0; i < row_bytes; i++) plane[i] = step * settled(shift);
+      }
+    }
+    if (c.bits == 8) levels_of<8>(data, c.width, low, scale, row);
+    if (c.bits == 4) levels_of<4>(data, c.width, low, scale, row);
+    if (c.bits == 2) levels_of<2>(data, c.width, low, scale, row);
+    if (c.block > 1) spread(row, c.width, c.block);
+    char* out = static_cast<char*>(c.out) + t * c.width * (c.half ? 2 : 4);
+    store_row(row, c.width, nullptr, nullptr, 0, c.half, out, rest);
+  }
+}
