@@ -1,0 +1,149 @@
+"""Chunks in memory, within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, section 3.4).
+
+    claim     a context is about to run: its chunks are locked; those that are missing are its faults
+    load      a missing chunk has been read or computed: room is made, and it is resident
+    reclaim   room is made: what the policy names leaves, unless it is locked
+    release   the context has run: its chunks may leave again
+
+What leaves is gone from memory alone: it was written to storage when its call ended.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.errors import BudgetExceeded, ConfigError
+from serving.contexts.eviction import Policy, Resident, lctru
+
+
+class ChunkMemory:
+    """The chunks that are in memory. Not thread-safe.
+
+    Args:
+      budget_bytes: of all chunks together.
+      policy: orders what leaves.
+
+    Attributes:
+      resident_bytes: of all chunks now.
+      evicted: chunks that have left to make room, so far.
+    """
+
+    def __init__(self, budget_bytes: int, policy: Policy = lctru) -> None:
+        if budget_bytes < 1:
+            raise ConfigError(f"a budget for chunks must be at least one byte, got {budget_bytes!r:.80}")
+        self.budget_bytes, self._policy = budget_bytes, policy
+        self.resident_bytes = 0
+        self.evicted = 0
+        self._chunks: dict[str, dict[int, Resident]] = {}
+        self._locked: set[str] = set()
+        self._pinned: set[str] = set()
+        # Uses of contexts, and chunks that came.
+        self._uses = self._arrivals = 0
+
+    def chunks(self, context: str) -> dict[int, Resident]:
+        """The resident chunks of a context, by number."""
+        return dict(self._chunks.get(context, {}))
+
+    def claim(self, context: str, count: int, *, pinned: bool = False) -> list[int]:
+        """Locks a context that is about to run.
+
+        Args:
+          context: its name.
+          count: of its chunks.
+          pinned: its chunks never leave to make room for another's, whether it runs or not.
+
+        Returns:
+          The numbers of those that are not in memory, ascending.
+        """
+        self._locked.add(context)
+        if pinned:
+            self._pinned.add(context)
+        else:
+            self._pinned.discard(context)
+        self._uses += 1
+        there = self._chunks.get(context, {})
+        for chunk, each in there.items():
+            there[chunk] = dataclasses.replace(each, used=self._uses)
+        return [chunk for chunk in range(count) if chunk not in there]
+
+    def load(
+        self, context: str, chunk: int, bits: int, blobs: Sequence[np.ndarray], *, restore_ms: float = 0.0
+    ) -> Resident:
+        """Takes a chunk, in place of the one that was there.
+
+        Raises:
+          BudgetExceeded: it does not fit beside what is locked or pinned; memory is as it was, but for chunks
+            that left.
+        """
+        before = self._drop(context, chunk)
+        size = sum(blob.nbytes for blob in blobs)
+        try:
+            self.reclaim(size)
+        except BudgetExceeded:
+            if before is not None:
+                self._put(before)
+            raise
+        self._arrivals += 1
+        resident = Resident(
+            context=context, chunk=chunk, bits=bits, blobs=tuple(blobs), size_bytes=size,
+            came=self._arrivals, used=self._uses, restore_ms=restore_ms,
+        )  # fmt: skip
+        self._put(resident)
+        return resident
+
+    def reclaim(self, room_bytes: int) -> list[Resident]:
+        """Makes room.
+
+        Args:
+          room_bytes: that must be free afterwards.
+
+        Returns:
+          What left, in order.
+
+        Raises:
+          BudgetExceeded: what is locked or pinned leaves less.
+        """
+        if self.resident_bytes + room_bytes <= self.budget_bytes:
+            return []
+        kept = self._locked | self._pinned
+        free = [each for name, own in self._chunks.items() if name not in kept for each in own.values()]
+        needed = self.resident_bytes + room_bytes - self.budget_bytes
+        if sum(each.size_bytes for each in free) < needed:
+            raise BudgetExceeded(
+                f"chunks may take {self.budget_bytes:,} bytes of memory; {room_bytes:,} more do not fit "
+                "beside the contexts that run or are pinned: raise the budget, or unpin some"
+            )
+        left = []
+        for each in self._policy(free):
+            if needed <= 0:
+                break
+            self._drop(each.context, each.chunk)
+            needed -= each.size_bytes
+            left.append(each)
+        self.evicted += len(left)
+        return left
+
+    def release(self, context: str) -> None:
+        """Lets the chunks of a context leave again when room is needed."""
+        self._locked.discard(context)
+
+    def forget(self, context: str) -> None:
+        """Drops all of a context."""
+        for chunk in list(self._chunks.get(context, {})):
+            self._drop(context, chunk)
+        self._locked.discard(context)
+        self._pinned.discard(context)
+
+    def _put(self, resident: Resident) -> None:
+        self._chunks.setdefault(resident.context, {})[resident.chunk] = resident
+        self.resident_bytes += resident.size_bytes
+
+    def _drop(self, context: str, chunk: int) -> Resident | None:
+        found = self._chunks.get(context, {}).pop(chunk, None)
+        if found is None:
+            return None
+        self.resident_bytes -= found.size_bytes
+        if not self._chunks[context]:
+            del self._chunks[context]
+        return found
