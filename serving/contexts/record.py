@@ -11,11 +11,10 @@ import xxhash
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, ContextGone
 from jaxllm.kv.codecs import RAW, WIDTHS
+from jaxllm.kv.recompute import LOST
 from jaxllm.tokenizer import MAX_TOKEN_ID
 
 VERSION = 1
-# A chunk that must be computed again from its tokens.
-LOST = -1
 _MOST_BYTES = 1 << 28
 
 

@@ -25,7 +25,8 @@ import numpy as np
 
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
-from serving.contexts.record import LOST, Origin, Record
+from jaxllm.kv.recompute import LOST
+from serving.contexts.record import Origin, Record
 from serving.contexts.segment import Segment, write_segment
 from serving.direct_io import Storage
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
+from jaxllm.kv.recompute import LOST
 from serving.contexts import store as store_module
-from serving.contexts.record import LOST, Origin, Record
+from serving.contexts.record import Origin, Record
 from serving.contexts.store import ContextStore
 
 ORIGIN = Origin(model="m", level=100, adapter="", codec="channel", chunk_tokens=2, dtype="float16")
