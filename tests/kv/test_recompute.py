@@ -57,7 +57,8 @@ def test_without_graphs_all_is_read():
 @given(
     missing=st.dictionaries(st.integers(0, 20), st.sampled_from([8, 4, 2, LOST]), max_size=6),
     read_fixed=st.floats(0, 2), read_each=st.floats(0, 0.01), compute_fixed=st.floats(0, 2),
-    compute_each=st.floats(0, 2), layers=st.integers(1, 6), buckets=st.sampled_from([(8,), (1, 2, 8), (3, 6)]),
+    compute_each=st.floats(0, 2), layers=st.integers(1, 6),
+    buckets=st.sampled_from([(8,), (1, 2, 8), (3, 6)]),
 )  # fmt: skip
 def test_no_other_division_is_sooner(
     missing, read_fixed, read_each, compute_fixed, compute_each, layers, buckets
