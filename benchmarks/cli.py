@@ -7,10 +7,11 @@ import click
 from benchmarks import engine as engine_bench
 from benchmarks.elastic import run as elastic_bench
 from benchmarks.elastic.figures import draw
+from benchmarks.elastic.shape import elastic_shape
 from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
 from benchmarks.shapes import SHAPES
-from jaxllm.bundle import WEIGHT_FORMATS
+from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from serving.console import progress_bars
 from serving.options import EngineOptions
 
@@ -113,7 +114,15 @@ def engine_command(
 
 
 @bench_command.command("elastic")
-@click.option("-m", "--model", required=True, type=click.Path(path_type=Path), help="An elastic bundle.")
+@click.option("-m", "--model", type=click.Path(path_type=Path), help="An elastic bundle.")
+@click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of a model: random weights of this size, for what levels cost alone.",
+)
+@click.option(
+    "--weights", type=click.Choice(WEIGHT_FORMATS), default="int8", show_default=True, help="Of a shape."
+)
 @click.option("--data", type=click.Path(path_type=Path), help="Run the trace, of the tasks' files in here.")
 @click.option(
     "--pfs",
@@ -137,7 +146,9 @@ def engine_command(
 @click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def elastic_command(
-    model: Path,
+    model: Path | None,
+    shape: str | None,
+    weights: WeightFormat,
     data: Path | None,
     plain: tuple[Path, ...],
     pruned: Path | None,
@@ -149,9 +160,16 @@ def elastic_command(
     """What the levels of an elastic model cost, what changing them costs, and how right answers are in time,
     beside other ways to be elastic."""
     check_plot(plot)
-    subject = elastic_bench.Subject(model=model, data=data, plain=plain, pruned=pruned, beside=beside)
+    if (model is None) == (shape is None):
+        raise click.UsageError("give either --model or --shape")
+    if shape is not None and data is not None:
+        raise click.UsageError("random weights have no right answers: --data takes a --model")
     chosen = elastic_bench.Plan.quick() if quick else elastic_bench.Plan()
     with progress_bars() as progress:
+        if shape is not None:
+            model = elastic_shape(shape, weights, progress)
+        assert model is not None
+        subject = elastic_bench.Subject(model=model, data=data, plain=plain, pruned=pruned, beside=beside)
         rows = elastic_bench.run(subject, chosen, progress)
     emit("elastic", rows, as_json=as_json, plot=None)
     if plot is not None:

@@ -5,7 +5,6 @@ import json
 import math
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -16,16 +15,17 @@ from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, 
 from benchmarks.elastic.levels import move
 from benchmarks.elastic.resampling import interval, lead
 from benchmarks.elastic.rows import planning_rows, trace_rows
+from benchmarks.elastic.shape import elastic_shape
 from benchmarks.elastic.systems import OURS, Choices, Variants, at_random, best, largest, run_trace
 from benchmarks.elastic.tables import right_answers, size_variants, ways
 from benchmarks.report import Row
-from jaxllm.bundle.elastic import elastic_parts
-from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
+from benchmarks.shapes import SHAPES, Shape
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import elastic_parts, read_ladder, read_recovery
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter
-from jaxllm.elastic.slo import Slo, marks
-from jaxllm.encoder.config import EncoderConfig
+from jaxllm.elastic.slo import Slo
 from jaxllm.models.parameters import param_specs
-from jaxllm.models.tlm import TlmConfig, init_tlm
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
@@ -39,7 +39,8 @@ from serving.options import EngineOptions
 from serving.planner import Planner, Proposal
 from serving.profile import DeviceProfile
 from serving.trace import Outcome, TraceRequest
-from tests.tiny import TINY, VOCAB_SIZE, tiny_tokenizer, write_tiny_bundle
+from tests.tiny import TINY, tiny_tokenizer, write_tiny_bundle
+from tests.tiny_tlm import tiny_lm
 
 # Two questions, three sizes; the whole model takes 10 and 20 ms to the first token, 2 ms per further one.
 VARIANTS = Variants(
@@ -301,22 +302,24 @@ def test_some_of_the_ways():
 
 @pytest.fixture(scope="module")
 def elastic(tmp_path_factory):
-    cfg = TlmConfig(
-        encoder=EncoderConfig(
-            vocab_size=VOCAB_SIZE, embedding_size=4, hidden_size=8, layers=1, heads=2, ffn_size=8,
-            window_tokens=64,
-        ),
-        shared_layers=0,
-        levels=2,
-        prompt_levels=2,
-    )  # fmt: skip
-    tiny = TinyLm(
-        cfg=cfg, params=jax.device_get(init_tlm(cfg, jax.random.key(0))), levels=(50, 100),
-        prompt_ratios=(0.5, 0.8), mark_ids=tuple(range(len(marks()))),
-    )  # fmt: skip
+    tiny = tiny_lm((50, 100), (0.5, 0.8))
     facts = {"layer_importance": [0.5, 0.1]}
     parts = {**elastic_parts(Ladder(levels=(50, 100)), facts=facts), **tiny_lm_parts(tiny)}
     return write_tiny_bundle(tmp_path_factory.mktemp("elastic") / "e.jaxllm", cfg=TINY, parts=parts)
+
+
+def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=40, window_tokens=64)
+    monkeypatch.setitem(SHAPES, "small", small)
+    path = elastic_shape("small", "int8", lambda *_: None)
+    written = path.stat().st_mtime_ns
+    assert elastic_shape("small", "int8", lambda *_: None).stat().st_mtime_ns == written
+    with Bundle.open(path) as bundle:
+        ladder = read_ladder(bundle)
+        assert ladder == Ladder(anchors=(5,))
+        for level in ladder.levels:
+            assert (read_recovery(bundle, level) is None) == (level == 100)
 
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), executables_bytes=0)
