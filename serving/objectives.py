@@ -6,7 +6,10 @@ Ratios are of what the whole model takes with the whole prompt on this device (E
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.slo import Slo
@@ -75,7 +78,7 @@ Objective = Slo | Latency | EndToEnd | EnergyBudget
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What an answer takes, expected or measured.
+    """What an answer takes, expected or measured; or what many would, in arrays of one shape.
 
     Attributes:
       ttft_ms: until its first token, planning included.
@@ -84,13 +87,13 @@ class Cost:
       joules: None where they are not known.
     """
 
-    ttft_ms: float
-    tpot_ms: float
+    ttft_ms: Any
+    tpot_ms: Any
     tokens: int
-    joules: float | None = None
+    joules: Any = None
 
     @property
-    def total_ms(self) -> float:
+    def total_ms(self) -> Any:
         """From the request to the last token."""
         return self.ttft_ms + self.tpot_ms * max(0, self.tokens - 1)
 
@@ -99,12 +102,30 @@ def expected_cost(
     profile: DeviceProfile, level: int, prompt_tokens: int, answer_tokens: int, *, planning_ms: float = 0.0
 ) -> Cost:
     """What an answer of `answer_tokens` should take at a level, behind a prompt of so many tokens."""
+    costs = expected_costs(profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms)
+    return Cost(
+        ttft_ms=float(costs.ttft_ms[0, 0]),
+        tpot_ms=float(costs.tpot_ms[0, 0]),
+        tokens=answer_tokens,
+        joules=None if costs.joules is None else float(costs.joules[0, 0]),
+    )
+
+
+def expected_costs(
+    profile: DeviceProfile,
+    levels: Sequence[int],
+    prompt_tokens: Sequence[int],
+    answer_tokens: int,
+    *,
+    planning_ms: float = 0.0,
+) -> Cost:
+    """`expected_cost` of levels and prompt lengths: arrays `[levels, lengths]`."""
     joules = None
     if profile.energy is not None:
-        joules = profile.joules(level, prompt_tokens, answer_tokens)
+        joules = profile.all_joules(levels, prompt_tokens, answer_tokens)
     return Cost(
-        ttft_ms=planning_ms + profile.ttft(level, prompt_tokens),
-        tpot_ms=profile.tpot(level, prompt_tokens),
+        ttft_ms=planning_ms + profile.ttfts(levels, prompt_tokens),
+        tpot_ms=profile.tpots(levels, prompt_tokens),
         tokens=answer_tokens,
         joules=joules,
     )
@@ -121,11 +142,12 @@ def meets(objective: Objective, cost: Cost, whole: Cost) -> bool:
     Raises:
       ConfigError: the objective is about energy, which the cost does not know.
     """
-    return overrun(objective, cost, whole) <= _SLACK
+    return bool(overrun(objective, cost, whole) <= _SLACK)
 
 
-def overrun(objective: Objective, cost: Cost, whole: Cost) -> float:
-    """What share of its objective a cost takes, of all that it asks the worst: above 1 it is missed.
+def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
+    """What share of its objective a cost takes, of all that it asks the worst: above 1 it is missed. Of a
+    cost of arrays it is one.
 
     Raises:
       ConfigError: see `meets`.
@@ -145,7 +167,7 @@ def overrun(objective: Objective, cost: Cost, whole: Cost) -> float:
         most_ttft, most_tpot = objective.ttft_ms, objective.tpot_ms
     first = cost.ttft_ms / most_ttft
     # An answer of one token has no further ones.
-    return max(first, cost.tpot_ms / most_tpot) if cost.tokens > 1 else first
+    return np.maximum(first, cost.tpot_ms / most_tpot) if cost.tokens > 1 else first
 
 
 def as_ratios(objective: Objective, whole: Cost) -> Slo:

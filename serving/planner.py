@@ -8,7 +8,7 @@ itself included, is replaced by the largest choice that meets it.
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -17,7 +17,15 @@ from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ObjectiveMissed
 from jaxllm.tasks.droppable import PromptTokens
-from serving.objectives import Cost, Objective, as_ratios, expected_cost, overrun, whole_cost
+from serving.objectives import (
+    Cost,
+    Objective,
+    as_ratios,
+    expected_cost,
+    expected_costs,
+    overrun,
+    whole_cost,
+)
 from serving.profile import DeviceProfile
 
 # Of an objective, so much is left for what a profile cannot foresee.
@@ -161,7 +169,7 @@ class Planner:
             return made(*self._shortened(prompt, *place, found.scores), "proposed")
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
 
-    def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> float:
+    def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> Any:
         return overrun(objective, cost, whole) / self._margin
 
     def _counts(self, prompt: PromptTokens) -> list[int]:
@@ -173,19 +181,8 @@ class Planner:
         self, counts: Sequence[int], objective: Objective, whole: Cost, planning_ms: float
     ) -> np.ndarray:
         """What share of the time that it may take each choice `[levels, prompt_ratios]` takes."""
-        return np.array(
-            [
-                [
-                    self._excess(
-                        objective,
-                        expected_cost(self._profile, level, count, whole.tokens, planning_ms=planning_ms),
-                        whole,
-                    )
-                    for count in counts
-                ]
-                for level in self._levels
-            ]
-        )
+        costs = expected_costs(self._profile, self._levels, counts, whole.tokens, planning_ms=planning_ms)
+        return self._excess(objective, costs, whole)
 
     def _shortened(
         self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None

@@ -4,7 +4,6 @@ A profile belongs to a bundle, a device and an engine's options; another of any 
 kept in the user's cache directory, because a bundle is one file for all devices and never changes.
 """
 
-import bisect
 import dataclasses
 import functools
 import hashlib
@@ -14,6 +13,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxllm.atomic import atomic_file
 from jaxllm.bundle import Bundle
@@ -83,13 +84,11 @@ class DeviceProfile:
 
     def ttft(self, level: int, tokens: int) -> float:
         """Milliseconds to the first token of a prompt of `tokens` at a level of the profile."""
-        known = _costs(self.tokens, self.chunk_tokens)
-        (wanted,) = _costs((tokens,), self.chunk_tokens)
-        return _between(wanted, known, self.ttft_ms[self._place(level)])
+        return float(self.ttfts((level,), (tokens,))[0, 0])
 
     def tpot(self, level: int, tokens: int) -> float:
         """Milliseconds per further token behind a prompt of `tokens` at a level of the profile."""
-        return _between(tokens, self.tokens, self.tpot_ms[self._place(level)])
+        return float(self.tpots((level,), (tokens,))[0, 0])
 
     def joules(self, level: int, tokens: int, answer_tokens: int) -> float:
         """What an answer costs.
@@ -97,11 +96,26 @@ class DeviceProfile:
         Raises:
           ConfigError: the profile does not know.
         """
+        return float(self.all_joules((level,), (tokens,), answer_tokens)[0, 0])
+
+    def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """`ttft` of levels and prompt lengths, `[levels, tokens]` float64."""
+        known = np.array(_costs(self.tokens, self.chunk_tokens))
+        wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
+        return _between(wanted, known, self._tables[0][self._places(levels)])
+
+    def tpots(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """`tpot` of levels and prompt lengths, `[levels, tokens]` float64."""
+        return _between(np.array(tokens), np.array(self.tokens), self._tables[1][self._places(levels)])
+
+    def all_joules(self, levels: Sequence[int], tokens: Sequence[int], answer_tokens: int) -> np.ndarray:
+        """`joules` of levels and prompt lengths, `[levels, tokens]` float64."""
         if self.energy is None:
             raise ConfigError("this device's profile has no energy; add it with `jaxllm profile --energy`")
-        place = self._place(level)
-        prefill, decode = self.energy.prefill_joules[place], self.energy.decode_joules[place]
-        return tokens * prefill + answer_tokens * decode
+        places = self._places(levels)
+        prefill = np.array(self.energy.prefill_joules)[places, None]
+        decode = np.array(self.energy.decode_joules)[places, None]
+        return np.array(tokens) * prefill + answer_tokens * decode
 
     def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
         """This profile with what an earlier one of the same engine knows besides: levels that were not
@@ -122,10 +136,16 @@ class DeviceProfile:
             self, levels=levels, ttft_ms=rows("ttft_ms"), tpot_ms=rows("tpot_ms"), energy=energy
         )
 
-    def _place(self, level: int) -> int:
-        if level not in self.levels:
-            raise ConfigError(f"level {level} was not profiled; there are {', '.join(map(str, self.levels))}")
-        return self.levels.index(level)
+    @functools.cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.ttft_ms), np.array(self.tpot_ms)
+
+    def _places(self, levels: Sequence[int]) -> list[int]:
+        for level in levels:
+            if level not in self.levels:
+                known = ", ".join(map(str, self.levels))
+                raise ConfigError(f"level {level} was not profiled; there are {known}")
+        return [self.levels.index(level) for level in levels]
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
@@ -282,14 +302,16 @@ def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int
     return tuple(chunk_cost(plan_chunks(each, chunk_tokens)) for each in lengths)
 
 
-def _between(wanted: float, known: Sequence[float], times: Sequence[float]) -> float:
-    """The time at a place among those that are known; beyond the last, straight on from the last two."""
-    if wanted <= known[0] or len(known) == 1:
-        return float(times[0])
-    place = max(1, min(len(known) - 1, bisect.bisect_left(known, wanted)))
+def _between(wanted: np.ndarray, known: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Times `[levels, W]` at places `[W]` among those `[K]` that are known, from `[levels, K]`; beyond the
+    last, straight on from the last two."""
+    if len(known) == 1:
+        return np.repeat(times, len(wanted), axis=1)
+    place = np.clip(np.searchsorted(known, wanted), 1, len(known) - 1)
     # Two lengths may cost the same chunks.
-    slope = (times[place] - times[place - 1]) / max(1, known[place] - known[place - 1])
-    return float(times[place] + slope * (wanted - known[place]))
+    slope = (times[:, place] - times[:, place - 1]) / np.maximum(1, known[place] - known[place - 1])
+    found = times[:, place] + slope * (wanted - known[place])
+    return np.where(wanted <= known[0], times[:, :1], found)
 
 
 def _require_times(name: str, rows: Sequence[Sequence[Any]], shape: tuple[int, int]) -> None:
