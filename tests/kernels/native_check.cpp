@@ -73,6 +73,7 @@ void must(Failure failure) {
 }
 
 #include "native_check_attention.inl"
+#include "native_check_chunks.inl"
 #include "native_check_documents.inl"
 #include "native_check_products.inl"
 
@@ -199,6 +200,7 @@ int main(int argc, char** argv) {
     check::check_activations(random);
     check::check_integers(random);
     check::check_attention(random);
+    check::check_chunks(random);
     check::check_documents(random);
     check::check_tokens(random);
     check::check_ranges(random);
