@@ -1,6 +1,4 @@
 // Attention as XLA calls it.
-#include <string.h>
-
 #include <algorithm>
 
 #include "ffi_checks.h"
@@ -55,17 +53,9 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
         new_mass->size_bytes() != mass.size_bytes()) {
       return wrong("the mass must be float32 [B, S]");
     }
-    seen = new_mass->reinterpret_data<float>();
-    if (new_mass->untyped_data() != mass.untyped_data())
-      memcpy(new_mass->untyped_data(), mass.untyped_data(), mass.size_bytes());
+    seen = static_cast<float*>(in_place(mass, new_mass));
   }
   if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
-  // XLA gives a result the memory of the cache it replaces; should it not, the cache is copied.
-  if (new_keys->untyped_data() != keys.untyped_data())
-    memcpy(new_keys->untyped_data(), keys.untyped_data(), keys.size_bytes());
-  if (new_values->untyped_data() != values.untyped_data()) {
-    memcpy(new_values->untyped_data(), values.untyped_data(), values.size_bytes());
-  }
   const AttentionShape shape{batch,
                              tokens,
                              kv_heads,
@@ -81,8 +71,8 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                              type == ffi::DataType::F16};
   return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
-                          sin.reinterpret_data<float>(), new_keys->untyped_data(), new_values->untyped_data(),
-                          shape, y->reinterpret_data<float>(), seen));
+                          sin.reinterpret_data<float>(), in_place(keys, new_keys),
+                          in_place(values, new_values), shape, y->reinterpret_data<float>(), seen));
 }
 
 }  // namespace

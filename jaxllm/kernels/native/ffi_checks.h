@@ -3,6 +3,8 @@
 // Every check guards memory: a graph whose shapes disagree must end in an error, not in a read beyond a
 // buffer.
 #pragma once
+#include <string.h>
+
 #include <chrono>
 #include <string>
 
@@ -34,6 +36,14 @@ inline Error result(Failure failure) {
 
 inline size_t dim(const AnyBuffer& buffer, size_t i) { return static_cast<size_t>(buffer.dimensions()[i]); }
 inline size_t rank(const AnyBuffer& buffer) { return buffer.dimensions().size(); }
+
+// What is changed in place: XLA gives a result the memory of the argument that it replaces; should it not,
+// the argument is copied.
+inline void* in_place(const AnyBuffer& argument, ffi::Result<AnyBuffer>& replaced) {
+  if (replaced->untyped_data() != argument.untyped_data())
+    memcpy(replaced->untyped_data(), argument.untyped_data(), argument.size_bytes());
+  return replaced->untyped_data();
+}
 
 // An optional float vector or matrix: an empty buffer stands for none.
 inline bool read_floats(const AnyBuffer& buffer, size_t count, const float*& out) {

@@ -1,6 +1,4 @@
 // Chunks of a cache as XLA calls for them.
-#include <string.h>
-
 #include <vector>
 
 #include "ffi_checks.h"
@@ -37,10 +35,6 @@ Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, An
       return wrong("chunks have levels of 8, 4 or 2 bits, or none");
     if (width >= 0 && !address) return wrong("a chunk has no address");
   }
-  if (new_keys->untyped_data() != keys.untyped_data())
-    memcpy(new_keys->untyped_data(), keys.untyped_data(), keys.size_bytes());
-  if (new_values->untyped_data() != values.untyped_data())
-    memcpy(new_values->untyped_data(), values.untyped_data(), values.size_bytes());
   const ChunksShape shape{dim(keys, 1),
                           static_cast<size_t>(tokens),
                           dim(keys, 3),
@@ -49,8 +43,8 @@ Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, An
                           keys_by_token,
                           values_by_token,
                           rotated};
-  return result(
-      load_chunks(blobs.data(), widths, count, shape, new_keys->untyped_data(), new_values->untyped_data()));
+  return result(load_chunks(blobs.data(), widths, count, shape, in_place(keys, new_keys),
+                            in_place(values, new_values)));
 }
 
 }  // namespace
