@@ -14,6 +14,7 @@ import numpy as np
 from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native
 from jaxllm.kv.cache import Places
+from jaxllm.used_units import UsedUnits
 
 # Large and finite: a fully masked row must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -193,6 +194,7 @@ def cached_attention(
     scale: float,
     softcap: float,
     window: int,
+    used: UsedUnits | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into a layer's cache, and attends over it.
 
@@ -209,6 +211,8 @@ def cached_attention(
       mass: `[B, S]` float32, what each position was attended to so far, summed over queries; or None.
       scale, softcap: see `attention`.
       window: see `causal_mask`.
+      used: how many of the K heads are used; None for all. What comes out for the others is anything, and
+        they add nothing to the mass.
 
     Returns:
       `[B, T, K, G, H]` in q's dtype, the cache's keys and values, and the mass with these tokens' share.
@@ -229,6 +233,7 @@ def cached_attention(
             scale=scale,
             softcap=softcap,
             window=window,
+            used=used,
         )
         return out.astype(q.dtype), keys, values, mass
 
@@ -240,7 +245,8 @@ def cached_attention(
         weights = _weights(q, keys, mask, scale=scale, softcap=softcap)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
-            mass = mass + jnp.where(real[None, None, :, None, None], weights, 0.0).sum((1, 2, 3))
+            seen = jnp.where(real[None, None, :, None, None], weights, 0.0)
+            mass = mass + (seen if used is None else used.only(seen, 1)).sum((1, 2, 3))
         return _weighted(values, weights, q), keys, values, mass
 
     if not native.kernels().native or cache[0].dtype not in (jnp.float32, jnp.float16):

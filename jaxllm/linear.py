@@ -10,10 +10,12 @@ Hence two orientations:
 and two blocks of products that a kernel may run in one go: `normed_to_units` (a norm, then several
 products of the same activations) and `feed_forward`.
 
+Where units are used in part (`used`), results for the others are anything, and nothing of them is summed.
+
 Models call these and never know whether a weight is dense, quantized or adapted, nor which kernel runs:
-native kernels for weights in blocks on a CPU (`kernels/native.py`), loops over converted blocks for other
-converted weights on a CPU (`kernels/converted.py`), plain products elsewhere. All are differentiable in their
-activations, and in weights that are floats.
+native kernels for weights in blocks on a CPU, with their adapters (`kernels/native.py`), loops over converted
+blocks for other converted weights on a CPU (`kernels/converted.py`), plain products elsewhere. All are
+differentiable in their activations, and in weights that are floats.
 """
 
 import dataclasses
@@ -29,6 +31,7 @@ from jaxllm.config import Activation
 from jaxllm.kernels import converted, native
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.quant import Adapted, BlockedArray, QArray, Weight, dequantize, embedding_rows
+from jaxllm.used_units import UsedUnits
 
 Out = TypeVar("Out")
 
@@ -56,28 +59,24 @@ class FeedForward:
         return any(bias is not None for bias in (self.up_bias, self.down_bias, self.gate_bias))
 
 
-def to_units(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
+def to_units(
+    x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, used: UsedUnits | None = None
+) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
-    if isinstance(weight, Adapted):
-        low = to_units(x, weight.right)
-        return to_units(x, weight.base, bias) + to_units(low, weight.left)
     units, width = weight.shape[:-1], weight.shape[-1]
     rows = x.reshape(-1, width)
 
-    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
-        dense = dequantize(weight, x.dtype).reshape(-1, width)
-        return jax.lax.dot_general(rows, dense, (((1,), (1,)), ((), ())))
+    def by_kernel(rows: jax.Array, weight: native.Adaptable, used: UsedUnits | None) -> jax.Array:
+        return native.to_units(rows, [weight], used=used)[0]
 
-    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
-        return converted.rows_product(rows, _flat(weight))
+    def by_xla(rows: jax.Array, weight: Weight, used: UsedUnits | None) -> jax.Array:
+        del used
+        return _to_units_by_xla(rows, weight)
 
-    def by_kernel(rows: jax.Array, weight: BlockedArray) -> jax.Array:
-        return native.to_units(rows, [weight])[0]
-
-    if isinstance(weight, BlockedArray):
-        out = _natively(by_kernel, whole, rows, weight)
+    if _in_blocks(weight):
+        out = _natively(by_kernel, by_xla, rows, weight, used)
     else:
-        out = _product(rows, weight, whole=whole, by_blocks=by_blocks)
+        out = by_xla(rows, weight, used)
     return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
 
 
@@ -86,81 +85,88 @@ def normed_to_units(
     norm: Norm,
     weights: Sequence[Weight],
     biases: Sequence[jax.Array | None],
+    *,
+    used: UsedUnits | None = None,
 ) -> list[jax.Array]:
     """`to_units` of `norm(x)` with each weight."""
 
-    def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight]) -> list[jax.Array]:
+    def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight], used: UsedUnits | None) -> list[jax.Array]:
         normed = normalize(x, norm)
-        return [to_units(normed, weight) for weight in weights]
+        return [to_units(normed, weight, used=used) for weight in weights]
 
-    def together(x: jax.Array, norm: Norm, weights: Sequence[BlockedArray]) -> list[jax.Array]:
+    def together(
+        x: jax.Array, norm: Norm, weights: Sequence[native.Adaptable], used: UsedUnits | None
+    ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        products = native.to_units(rows, weights, norm_scale=norm.scale, norm_eps=norm.eps)
+        products = native.to_units(rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used)
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
         ]
 
     if norm.bias is None and _one_format(weights):
-        outs = _natively(together, apart, x, norm, list(weights))
+        outs = _natively(together, apart, x, norm, list(weights), used)
     else:
-        outs = apart(x, norm, weights)
+        outs = apart(x, norm, weights, used)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
 
 
 def from_units(
-    h: jax.Array, weight: Weight, bias: jax.Array | None = None, residual: jax.Array | None = None
+    h: jax.Array,
+    weight: Weight,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    used: UsedUnits | None = None,
 ) -> jax.Array:
     """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
     `[..., D]` if there is one: `[..., D]`."""
-    if isinstance(weight, Adapted):
-        low = from_units(h, weight.left)
-        return from_units(h, weight.base, bias, residual) + from_units(low, weight.right)
     units, width = weight.shape[:-1], weight.shape[-1]
     batch = h.shape[: h.ndim - len(units)]
-    rows = h.reshape(-1, math.prod(units))
 
-    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
-        dense = dequantize(weight, h.dtype).reshape(-1, width)
-        return jax.lax.dot_general(rows, dense, (((1,), (0,)), ((), ())))
-
-    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
-        if isinstance(weight, QArray) and weight.ndim == 3:
-            return converted.stacked_reduction_product(rows.reshape(-1, *units), weight)
-        return converted.reduction_product(rows, _flat(weight))
-
-    def by_kernel(rows: jax.Array, weight: BlockedArray, residual: jax.Array | None) -> jax.Array:
+    def by_kernel(
+        h: jax.Array, weight: native.Adaptable, residual: jax.Array | None, used: UsedUnits | None
+    ) -> jax.Array:
+        rows = h.reshape(-1, math.prod(units))
         add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-        return native.from_units(rows, weight, residual=add)
+        return native.from_units(rows, weight, residual=add, used=used)
 
-    def by_xla(rows: jax.Array, weight: BlockedArray, residual: jax.Array | None) -> jax.Array:
-        out = whole(rows, weight)
+    def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, used: UsedUnits | None) -> jax.Array:
+        h = h if used is None else used.only(h, len(batch))
+        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight)
         return out if residual is None else residual.reshape(out.shape) + out
 
-    if isinstance(weight, BlockedArray):
-        out = _natively(by_kernel, by_xla, rows, weight, residual)
+    if _in_blocks(weight):
+        out = _natively(by_kernel, by_xla, h, weight, residual, used)
         return _with_bias(out.reshape(*batch, width), bias)
-    out = _product(rows, weight, whole=whole, by_blocks=by_blocks).reshape(*batch, width)
-    out = _with_bias(out, bias)
+    out = _with_bias(by_xla(h, weight, None, used).reshape(*batch, width), bias)
     return out if residual is None else residual + out
 
 
 def feed_forward(
-    x: jax.Array, norm: Norm, weights: FeedForward, activation: Activation, *, add_input: bool
+    x: jax.Array,
+    norm: Norm,
+    weights: FeedForward,
+    activation: Activation,
+    *,
+    add_input: bool,
+    used: UsedUnits | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`."""
 
-    def apart(x: jax.Array, norm: Norm, weights: FeedForward) -> jax.Array:
+    def apart(x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None) -> jax.Array:
         if weights.gate is None:
-            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,))
+            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), used=used)
             hidden = activate(up, activation)
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
-            gate, up = normed_to_units(x, norm, both, biases)
+            gate, up = normed_to_units(x, norm, both, biases, used=used)
             hidden = activate(gate, activation) * up
-        return from_units(hidden, weights.down, weights.down_bias, residual=x if add_input else None)
+        return from_units(
+            hidden, weights.down, weights.down_bias, residual=x if add_input else None, used=used
+        )
 
-    def together(x: jax.Array, norm: Norm, weights: FeedForward) -> jax.Array:
+    def together(x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None) -> jax.Array:
         fused = norm.bias is None
         rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
         out = native.feed_forward(
@@ -172,12 +178,13 @@ def feed_forward(
             norm_scale=norm.scale if fused else None,
             norm_eps=norm.eps,
             residual=add_input and fused,
+            used=used,
         ).reshape(x.shape)
         return x + out if add_input and not fused else out
 
     if weights.biased or not _one_format(weights.weights):
-        return apart(x, norm, weights)
-    return _natively(together, apart, x, norm, weights)
+        return apart(x, norm, weights, used)
+    return _natively(together, apart, x, norm, weights, used)
 
 
 def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -234,13 +241,59 @@ def _on_platform_backward(
 _on_platform.defvjp(_on_platform_forward, _on_platform_backward)
 
 
+def _in_blocks(weight: Weight) -> bool:
+    """Whether native kernels take the weight."""
+    if isinstance(weight, Adapted):
+        return isinstance(weight.base, BlockedArray) and not weight.stacked
+    return isinstance(weight, BlockedArray)
+
+
 def _one_format(weights: Sequence[Weight]) -> bool:
     """Whether all weights are in blocks of one width, which a fused kernel needs."""
-    first = weights[0]
-    return isinstance(first, BlockedArray) and all(
-        isinstance(each, BlockedArray) and (each.bits, each.group) == (first.bits, first.group)
-        for each in weights
-    )
+    stored = [weight.base if isinstance(weight, Adapted) else weight for weight in weights]
+    formats = {(each.bits, each.group) for each in stored if isinstance(each, BlockedArray)}
+    return all(_in_blocks(weight) for weight in weights) and len(formats) == 1
+
+
+def _to_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
+    """Rows `[M, D]` times a weight `[*U, D]`: `[M, prod(U)]`."""
+    width = weight.shape[-1]
+    if isinstance(weight, Adapted):
+        low = _to_units_by_xla(rows, weight.right)
+        left = weight.left.reshape(weight.left.shape[0], -1)
+        return _to_units_by_xla(rows, weight.base) + _from_units_by_xla(low, left)
+
+    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
+        dense = dequantize(weight, rows.dtype).reshape(-1, width)
+        return jax.lax.dot_general(rows, dense, (((1,), (1,)), ((), ())))
+
+    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
+        return converted.rows_product(rows, _flat(weight))
+
+    if isinstance(weight, BlockedArray):
+        return whole(rows, weight)
+    return _product(rows, weight, whole=whole, by_blocks=by_blocks)
+
+
+def _from_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
+    """Rows `[M, prod(U)]` times a weight `[*U, D]`: `[M, D]`."""
+    units, width = weight.shape[:-1], weight.shape[-1]
+    if isinstance(weight, Adapted):
+        low = _to_units_by_xla(rows, weight.left.reshape(weight.left.shape[0], -1))
+        return _from_units_by_xla(rows, weight.base) + _from_units_by_xla(low, weight.right)
+
+    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
+        dense = dequantize(weight, rows.dtype).reshape(-1, width)
+        return jax.lax.dot_general(rows, dense, (((1,), (0,)), ((), ())))
+
+    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
+        if isinstance(weight, QArray) and weight.ndim == 3:
+            return converted.stacked_reduction_product(rows.reshape(-1, *units), weight)
+        return converted.reduction_product(rows, _flat(weight))
+
+    if isinstance(weight, BlockedArray):
+        return whole(rows, weight)
+    return _product(rows, weight, whole=whole, by_blocks=by_blocks)
 
 
 def _product(

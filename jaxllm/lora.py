@@ -124,18 +124,33 @@ def adapt(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]
     for name in parameters_of(adapter):
         if name not in params:
             raise ConfigError(f"the adapter changes {name}, which this model does not have")
-        left, right = jnp.asarray(adapter[f"{name}.left"]), jnp.asarray(adapter[f"{name}.right"])
+        left, right = adapter[f"{name}.left"], adapter[f"{name}.right"]
         base = params[name]
-        fits = left.shape[:-1] == tuple(base.shape[:-1]) and right.shape[-1] == base.shape[-1]
+        fits = np.shape(left)[:-1] == tuple(base.shape[:-1]) and np.shape(right)[-1] == base.shape[-1]
         if not fits or left.shape[-1] != right.shape[-2]:
             raise ConfigError(
                 f"the adapter's change to {name} is {list(left.shape)} times {list(right.shape)}, the weight "
                 f"is {list(base.shape)}; it belongs to another model"
             )
-        if not right.shape[-2]:
-            continue
-        adapted[name] = Adapted(base, left * np.asarray(scaling, left.dtype), right)
+        if right.shape[-2]:
+            adapted[name] = _beside(base, left * np.asarray(scaling, left.dtype), right)
     return adapted
+
+
+def _beside(base: Weight, left: jax.Array | np.ndarray, right: jax.Array | np.ndarray) -> Adapted:
+    """A weight with a change `left` `[*U, r]` times `right`, besides one that it may have already."""
+    ranks = right.ndim - 2
+    if isinstance(left, np.ndarray):
+        # On the host: moving arrays there compiles nothing, which would take both time and memory.
+        turned = jax.device_put(np.ascontiguousarray(np.moveaxis(left, -1, ranks)))
+    else:
+        turned = jnp.moveaxis(left, -1, ranks)
+    other = jax.device_put(right) if isinstance(right, np.ndarray) else right
+    if not isinstance(base, Adapted):
+        return Adapted(base, turned, other)
+    # Two changes are one of both ranks.
+    both = (jnp.concatenate(pair, axis=ranks) for pair in ((base.left, turned), (base.right, other)))
+    return Adapted(base.base, *both)
 
 
 def merge(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]:

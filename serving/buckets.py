@@ -8,7 +8,6 @@ under a user's request.
 import concurrent.futures
 import copy
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,13 +16,14 @@ import jax
 import numpy as np
 
 from jaxllm.branching import Packed
-from jaxllm.config import Bucket, Kind, ModelConfig
+from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from serving.bucket_plan import BucketPlan
 from serving.chunks import plan_chunks
 from serving.graph_store import GraphStore, params_signature
 from serving.lowering import MAX_STOP_IDS, lower
@@ -34,7 +34,7 @@ _PROGRESS_S = 1.0
 Progress = Callable[[str, int, int], None]
 
 
-class BucketTable:
+class BucketTable(BucketPlan):
     """Compiled graphs of one model on one device, seen from one of its levels.
 
     The tables of a model's levels (`at`) share the graphs and the counts of them.
@@ -42,6 +42,7 @@ class BucketTable:
     Attributes:
       cfg: the model, or the sub-model of this level.
       level: in percent; 100 is the whole model.
+      graphs_level: the level whose graphs this one runs: itself, or 100 where all run the same.
       options: resolved options (see `EngineOptions.resolve`).
       bucket_ms: time to trace and compile each bucket, or to read it (several are built at a time).
       loaded: those buckets whose graph was read from disk.
@@ -53,7 +54,7 @@ class BucketTable:
     ) -> None:
         """Makes an empty table of the whole model; `store` keeps its graphs for later processes."""
         self.cfg = cfg
-        self.level = WHOLE
+        self.level = self.graphs_level = WHOLE
         self.options = options
         self.bucket_ms: dict[Bucket, float] = {}
         self.loaded: set[Bucket] = set()
@@ -101,17 +102,27 @@ class BucketTable:
             )
         return self._levels[level]
 
-    def add_level(self, level: int, cfg: ModelConfig, params: Params) -> "BucketTable":
+    def add_level(
+        self, level: int, cfg: ModelConfig, params: Params, *, same_graphs: bool = False
+    ) -> "BucketTable":
         """The table of one more level, whose graphs and counts are this one's.
 
         Args:
           level: in percent.
           cfg: the sub-model.
           params: its parameters; those of the whole model where slicing costs nothing in a graph.
+          same_graphs: whether the whole model's graphs take these parameters too, and no others are needed.
+
+        Raises:
+          ConfigError: they do not.
         """
         table = copy.copy(self)
         table.cfg, table.level, table.weights_version, table._params = cfg, level, (level, 0), params
-        table._store = None if self._store is None else self._store.of(cfg, params)
+        if same_graphs:
+            self._require_same_form(params)
+        else:
+            table.graphs_level = level
+            table._store = None if self._store is None else self._store.of(cfg, params)
         self._levels[level] = table
         return table
 
@@ -121,55 +132,15 @@ class BucketTable:
         Raises:
           ConfigError: their names, forms, shapes or dtypes differ.
         """
-        if params_signature(params) != params_signature(self._params):
-            raise ConfigError("the new parameters are of another form than those that graphs were made for")
+        self._require_same_form(params)
         self._params = params
         self.weights_version = (self.level, self.weights_version[1] + 1)
 
-    # -- which graphs ---------------------------------------------------------------------------
+    def _require_same_form(self, params: Params) -> None:
+        if params_signature(params) != params_signature(self._params):
+            raise ConfigError("the new parameters are of another form than those that graphs were made for")
 
-    def all_buckets(self) -> list[Bucket]:
-        """Every bucket that answering any request at this level can need."""
-        caches = self.options.cache_tokens
-        buckets = [Bucket(kind="sample")]
-        for cache in caches:
-            buckets.append(self._start_bucket(cache))
-            buckets.append(self._decode_bucket(cache))
-            buckets += [self._prefill_bucket(chunk, cache) for chunk in self.options.chunk_tokens]
-        buckets += [self._grow_bucket(*pair) for pair in itertools.pairwise(caches)]
-        return buckets
-
-    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """The fewest buckets that answer one request: one cache length, the chunks of its prompt.
-
-        They come in the order in which the request needs them, the slowest to build of a step first.
-        """
-        total = min(prompt_tokens + max_tokens, self.options.context_tokens)
-        cache = next(c for c in self.options.cache_tokens if c >= total)
-        chunks = dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens))
-        return [
-            *(self._prefill_bucket(chunk, cache) for chunk in chunks),
-            Bucket(kind="sample"),
-            self._start_bucket(cache),
-            *([] if max_tokens == 1 else [self._decode_bucket(cache)]),
-        ]
-
-    def score_buckets(self, window_tokens: int) -> list[Bucket]:
-        """The buckets that score text in windows of `window_tokens`."""
-        cache = next(c for c in self.options.cache_tokens if c >= window_tokens)
-        return [
-            self._start_bucket(cache),
-            self._score_bucket(cache),
-        ]
-
-    def branches_bucket(self, tokens: int) -> Bucket:
-        """The bucket that scores documents with many ends, in rows of `tokens`."""
-        rows = max(1, self.options.score_tokens // tokens)
-        return Bucket(kind="branches", tokens=tokens, rows=rows, level=self.level)
-
-    def routing_bucket(self, tokens: int, rows: int = 1) -> Bucket:
-        """The bucket that says which experts the tokens of rows of documents visit."""
-        return Bucket(kind="routing", tokens=tokens, rows=rows, level=self.level)
+    # -- getting them ---------------------------------------------------------------------------
 
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
@@ -206,7 +177,7 @@ class BucketTable:
         a service pays that before its first request.
         """
         for bucket in [*self._table, *self._pending]:
-            if bucket.kind not in ("prefill", "decode") or bucket.level != self.level:
+            if bucket.kind not in ("prefill", "decode") or bucket.level != self.graphs_level:
                 continue
             cache = self._get(self._start_bucket(bucket.cache_tokens))()
             if bucket.kind == "prefill":
@@ -301,7 +272,7 @@ class BucketTable:
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
         rows, length = packed.tokens.shape
-        graph = self._get(Bucket(kind="branches", tokens=length, rows=rows, level=self.level))
+        graph = self._get(Bucket(kind="branches", tokens=length, rows=rows, level=self.graphs_level))
         branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
         out = graph(
             self._params,
@@ -315,24 +286,6 @@ class BucketTable:
         return np.asarray(out)[: packed.count]
 
     # -- compiling them -------------------------------------------------------------------------
-
-    def _decode_bucket(self, cache: int) -> Bucket:
-        return self._bucket("decode", self.options.decode_block, cache)
-
-    def _prefill_bucket(self, chunk: int, cache: int) -> Bucket:
-        return self._bucket("prefill", chunk, cache)
-
-    def _score_bucket(self, cache: int) -> Bucket:
-        return self._bucket("score", self.options.chunk_tokens[-1], cache)
-
-    def _start_bucket(self, cache: int) -> Bucket:
-        return self._bucket("start", 0, cache)
-
-    def _grow_bucket(self, short: int, long: int) -> Bucket:
-        return self._bucket("grow", short, long)
-
-    def _bucket(self, kind: Kind, tokens: int, cache: int) -> Bucket:
-        return Bucket(kind=kind, tokens=tokens, cache_tokens=cache, level=self.level)
 
     def _cache_for(self, tokens: int) -> int:
         """The shortest cache length with a `start` graph and room for `tokens`."""

@@ -13,10 +13,9 @@ from pathlib import Path
 import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.bundle.elastic import read_order, read_recovery, require_level
+from jaxllm.bundle.elastic import read_order
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE
-from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
@@ -27,6 +26,7 @@ from serving.buckets import BucketTable, Progress
 from serving.executables import ExecutableFolder
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
+from serving.levels import Levels
 from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
 
@@ -68,6 +68,7 @@ class Engine:
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
         self._frozen = bundle.load(on_segment=on_segment)
+        self._levels = Levels(bundle, self.options.levels, self._frozen)
         params = self._adapted({}, 1.0)
         store = None
         if self.options.executables_bytes:
@@ -75,12 +76,15 @@ class Engine:
                 cache_folder() / "executables", limit_bytes=self.options.executables_bytes
             )
             store = GraphStore(
-                folder, cfg=bundle.cfg, options=self.options, params=params, kernels=repr(kernels())
+                folder,
+                cfg=bundle.cfg,
+                options=self.options,
+                params=params[WHOLE],
+                kernels=repr(kernels()),
             )
-        self.table = BucketTable(bundle.cfg, params, self.options, store)
-        for level in self.options.levels:
-            cfg = require_level(bundle, level)
-            self.table.add_level(level, cfg, self._level_params(level, cfg, params))
+        self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
+        for level, cfg in self._levels.cfgs.items():
+            self.table.add_level(level, cfg, params[level], same_graphs=self._levels.counted)
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     @classmethod
@@ -161,26 +165,20 @@ class Engine:
         self._put(adapter, lora.scaling)
 
     def _put(self, adapter: Adapter, scaling: float) -> None:
-        params = self._adapted(adapter, scaling)
         # All are made before the first is changed: an adapter that does not fit changes nothing.
-        tables = [self.table.at(level) for level in self.table.levels if level != WHOLE]
-        levels = [self._level_params(table.level, table.cfg, params) for table in tables]
-        self.table.at(WHOLE).swap(params)
-        for table, each in zip(tables, levels, strict=True):
-            table.swap(each)
+        for level, params in self._adapted(adapter, scaling).items():
+            self.table.at(level).swap(params)
 
-    def _level_params(self, level: int, cfg: ModelConfig, params: Params) -> Params:
-        """The parameters of a level: views of the whole model's, with its recovery adapter beside them."""
-        views = shared_sub_model(params, cfg)
-        recovery = read_recovery(self.bundle, level)
-        return views if recovery is None else adapt(views, recovery.adapter, recovery.scaling)
-
-    def _adapted(self, adapter: Adapter, scaling: float) -> Params:
-        """The model's parameters, with room for an adapter if the options ask for it, and this one in it."""
+    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params]:
+        """The parameters of all levels, with room for an adapter if the options ask for it, and this one in
+        it."""
         rank, targets = self.options.adapter_rank, self.options.adapter_targets
-        if not rank:
-            return self._frozen
-        return adapt(self._frozen, padded(self.cfg.whole, adapter, targets, rank), scaling)
+        whole = self._frozen
+        if rank:
+            whole = adapt(whole, padded(self.bundle.cfg, adapter, targets, rank), scaling)
+        return {
+            level: self._levels.params_of(level, whole, rank=rank) for level in (WHOLE, *self._levels.cfgs)
+        }
 
     def warm_up(
         self,
@@ -205,7 +203,7 @@ class Engine:
         tables = [self.table.at(each) for each in levels]
         if prompt_tokens is None:
             self.table.fill([bucket for table in tables for bucket in table.all_buckets()], progress)
-            for table in tables:
+            for table in {table.graphs_level: table for table in tables}.values():
                 table.rehearse()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             needed = self.table.request_buckets(prompt_tokens, max_tokens)

@@ -149,11 +149,11 @@ def test_gradients_pass_through_every_form_of_weight(cfg, width, stored):
 
 
 def test_a_prefix_of_units_takes_a_prefix_of_the_adapter():
-    weight = Adapted(jnp.ones((6, 4)), jnp.arange(12.0).reshape(6, 2), jnp.ones((2, 4)))
+    weight = Adapted(jnp.ones((6, 4)), jnp.arange(12.0).reshape(2, 6), jnp.ones((2, 4)))
     part = take_units(weight, 4)
     assert part.shape == (4, 4)
     np.testing.assert_array_equal(dequantize(part, jnp.float32), dequantize(weight, jnp.float32)[:4])
-    stack = Adapted(jnp.ones((3, 6, 4)), jnp.arange(36.0).reshape(3, 6, 2), jnp.arange(24.0).reshape(3, 2, 4))
+    stack = Adapted(jnp.ones((3, 6, 4)), jnp.arange(36.0).reshape(3, 2, 6), jnp.arange(24.0).reshape(3, 2, 4))
     np.testing.assert_array_equal(
         dequantize(unit_at(stack, jnp.int32(1)), jnp.float32), dequantize(stack, jnp.float32)[1]
     )

@@ -1,6 +1,10 @@
-"""Sub-models as views: the parameters of a level are the beginnings of the whole model's buffers."""
+"""Sub-models of a whole model's parameters in memory, of which no weight is copied.
 
-from collections.abc import Callable
+Either as views, the beginnings of the whole model's buffers, with graphs of their own (`shared_sub_model`),
+or as numbers of units beside the whole parameters, for graphs that serve all levels (`counted_sub_model`).
+"""
+
+from collections.abc import Callable, Mapping
 
 import jax
 import numpy as np
@@ -8,8 +12,10 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
+from jaxllm.kernels import native
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import Weight, first_units, narrow, sliced, take_units
+from jaxllm.quant import Adapted, BlockedArray, Weight, first_units, narrow, sliced, take_units
+from jaxllm.used_units import PARAMETER, counts_of
 
 
 def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
@@ -27,6 +33,9 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     Raises:
       ConfigError: the parameters are of a sub-model that lacks some of the units.
     """
+    if PARAMETER in params:
+        # Counts say what is used of the whole.
+        return dict(params)
     specs = param_specs(cfg)
     return {name: _cut(sliced(params[name]), name, spec.shape, take_units) for name, spec in specs.items()}
 
@@ -56,6 +65,55 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
         return jax.tree.unflatten(jax.tree.structure(cut), views)
 
     return {name: beginning(params[name], name) for name in shapes}
+
+
+def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
+    """Whether one graph can serve all levels of a model at each one's own cost: on a CPU with native kernels,
+    where all units are in blocks and none are in experts."""
+    if cfg.experts or jax.default_backend() != "cpu" or not native.kernels().native:
+        return False
+    matrices = (
+        params[name]
+        for name, spec in param_specs(cfg).items()
+        if is_unit_parameter(name) and spec.role != "vector"
+    )
+    stored = (weight.base if isinstance(weight, Adapted) else weight for weight in matrices)
+    return all(isinstance(weight, BlockedArray) for weight in stored)
+
+
+def counted_sub_model(params: Params, cfg: ModelConfig, *, rank: int) -> dict[str, Weight]:
+    """A sub-model as the whole model's parameters and the numbers of units that it has.
+
+    Args:
+      params: of the whole model (see `can_be_counted`).
+      cfg: the sub-model.
+      rank: how many ranks of the parameters' adapters are used; those beyond hold zeros.
+    """
+    units = [cfg.units(layer) for layer in range(cfg.layers)]
+    counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
+    return {**params, PARAMETER: jax.device_put(counts)}
+
+
+def whole_adapter(
+    cfg: ModelConfig, adapter: Mapping[str, np.ndarray], names: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """A sub-model's adapter in the shapes of the whole model's, with zeros for units and ranks it lacks.
+
+    Args:
+      cfg: the whole model.
+      adapter: see `jaxllm.lora`; empty for none.
+      names: of all parameters to have an adapter for, the rank.
+    """
+    specs, whole = param_specs(cfg), {}
+    for name, rank in names.items():
+        shape = specs[name].shape
+        left, right = np.zeros((*shape[:-1], rank), np.float32), np.zeros((rank, shape[-1]), np.float32)
+        if f"{name}.left" in adapter:
+            given = adapter[f"{name}.left"]
+            left[tuple(map(slice, given.shape))] = given
+            right[: given.shape[-1]] = adapter[f"{name}.right"]
+        whole |= {f"{name}.left": left, f"{name}.right": right}
+    return whole
 
 
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:

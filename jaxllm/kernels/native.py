@@ -20,8 +20,10 @@ import numpy as np
 
 from jaxllm.config import Activation
 from jaxllm.errors import ConfigError
-from jaxllm.quant import BlockedArray
+from jaxllm.quant import Adapted, BlockedArray
+from jaxllm.used_units import UsedUnits
 
+Adaptable = BlockedArray | Adapted
 # "xla" for none, or the name of an instruction set from `Kernels.choices`.
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
@@ -112,57 +114,75 @@ def read_all(data: np.ndarray) -> None:
 
 def to_units(
     x: jax.Array,
-    weights: Sequence[BlockedArray],
+    weights: Sequence[Adaptable],
     *,
     norm_scale: jax.Array | None = None,
     norm_eps: float = 0.0,
+    used: UsedUnits | None = None,
 ) -> list[jax.Array]:
     """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format
-    whose last axis is contracted: `[M, prod(U)]` float32 each."""
+    whose last axis is contracted: `[M, prod(U)]` float32 each. What belongs to units that are not used is
+    anything."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     call = jax.ffi.ffi_call(
         _target("to_units"),
         [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs],
     )
-    parts = [part for weight in weights for part in (weight.data, weight.scale)]
-    return list(call(x, _optional(norm_scale), *parts, **_format(weights[0]), eps=np.float32(norm_eps)))
+    counts, places = _counts(used)
+    parts = [part for weight in weights for part in _parts(weight)]
+    attributes = {**_format(weights[0]), **places, "eps": np.float32(norm_eps)}
+    # Weights that are used in part have the same units, of different widths.
+    units = np.int64(1 if used is None else weights[0].shape[0])
+    return list(call(x, _optional(norm_scale), counts, *parts, **attributes, units=units))
 
 
-def from_units(h: jax.Array, weight: BlockedArray, *, residual: jax.Array | None = None) -> jax.Array:
-    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, plus
-    `residual` `[M, D]` if given: `[M, D]` float32."""
+def from_units(
+    h: jax.Array,
+    weight: Adaptable,
+    *,
+    residual: jax.Array | None = None,
+    used: UsedUnits | None = None,
+) -> jax.Array:
+    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, as far as
+    they are used, plus `residual` `[M, D]` if given: `[M, D]` float32."""
     call = jax.ffi.ffi_call(
         _target("from_units"), jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
     )
-    segments = np.int64(weight.shape[0] if weight.ndim == 3 else 1)
-    return call(h, weight.data, weight.scale, _optional(residual), **_format(weight), segments=segments)
+    stacked = weight.ndim == 3
+    counts, places = _counts(used)
+    attributes = {**_format(weight), **places, "stacked": stacked}
+    segments = np.int64(weight.shape[0] if stacked else 1)
+    return call(h, *_parts(weight), _optional(residual), counts, **attributes, segments=segments)
 
 
 def feed_forward(
     x: jax.Array,
-    gate: BlockedArray | None,
-    up: BlockedArray,
-    down: BlockedArray,
+    gate: Adaptable | None,
+    up: Adaptable,
+    down: Adaptable,
     *,
     activation: Activation,
     norm_scale: jax.Array | None,
     norm_eps: float,
     residual: bool,
+    used: UsedUnits | None = None,
 ) -> jax.Array:
-    """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format;
-    x passes an RMS norm first if one is given, and is added to the result if `residual`."""
+    """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format, of
+    which as many of the F as are used; x passes an RMS norm first if one is given, and is added to the result
+    if `residual`."""
     call = jax.ffi.ffi_call(_target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
-    gate_parts = (nothing, nothing) if gate is None else (gate.data, gate.scale)
+    gate_parts = (nothing,) * 4 if gate is None else _parts(gate)
+    counts, places = _counts(used)
     return call(
         x,
         _optional(norm_scale),
+        counts,
         *gate_parts,
-        up.data,
-        up.scale,
-        down.data,
-        down.scale,
+        *_parts(up),
+        *_parts(down),
         **_format(up),
+        **places,
         units=np.int64(up.shape[0]),
         activation=np.int64(_ACTIVATIONS.index(activation)),
         residual=residual,
@@ -206,12 +226,15 @@ def attention(
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
+    used: UsedUnits | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Turns queries `[B, T, K, G, H]` and new keys `[B, T, K, H]` float32 by a rotary `table` (cos, sin
     `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or
     float16) at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the
-    cache, in place. To a `mass` `[B, S]` float32 what the valid queries attend to each position is added."""
+    cache, in place. To a `mass` `[B, S]` float32 what the valid queries attend to each position is added. Of
+    the K heads those that are used are written and attended to; the results of others are anything."""
     seen = _optional(mass)
+    counts, places = _counts(used)
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
     call = jax.ffi.ffi_call(_target("attention"), results, input_output_aliases={5: 1, 6: 2, 7: 3})
     cos, sin = (None, None) if table is None else table
@@ -226,9 +249,11 @@ def attention(
         seen,
         positions,
         valid,
+        counts,
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),
+        heads_at=places["units_at"],
     )
     return out, keys, values, None if mass is None else seen
 
@@ -302,8 +327,29 @@ def _target(name: str) -> str:
     return f"jaxllm_{name}"
 
 
-def _format(weight: BlockedArray) -> dict[str, np.int64]:
-    return {"bits": np.int64(weight.bits), "group": np.int64(weight.group)}
+def _format(weight: Adaptable) -> dict[str, np.int64]:
+    stored = weight.base if isinstance(weight, Adapted) else weight
+    assert isinstance(stored, BlockedArray)
+    return {"bits": np.int64(stored.bits), "group": np.int64(stored.group)}
+
+
+def _parts(weight: Adaptable) -> tuple[jax.Array, ...]:
+    """A weight's data and scales, and both sides of its adapter, or of none."""
+    if not isinstance(weight, Adapted):
+        nothing = jnp.zeros((0,), jnp.float32)
+        return weight.data, weight.scale, nothing, nothing
+    assert isinstance(weight.base, BlockedArray)
+    rank = weight.left.shape[0]
+    sides = (side.reshape(rank, -1).astype(jnp.float32) for side in (weight.left, weight.right))
+    return weight.base.data, weight.base.scale, *sides
+
+
+def _counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]:
+    """How many units and ranks are used, as operand and places in it; an empty one stands for all."""
+    if used is None:
+        return jnp.zeros((0,), jnp.int32), {"units_at": np.int64(-1), "rank_at": np.int64(-1)}
+    units_at, rank_at = used.places
+    return used.counts, {"units_at": np.int64(units_at), "rank_at": np.int64(rank_at)}
 
 
 def _optional(value: jax.Array | None) -> jax.Array:

@@ -19,7 +19,6 @@ from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.layers import (
-    Norm,
     cached_attention,
     causal_mask,
     normalize,
@@ -27,13 +26,15 @@ from jaxllm.layers import (
     rotate,
 )
 from jaxllm.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
+from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.quant import Weight
+from jaxllm.used_units import PARAMETER, UsedUnits, used_in_layer
 
 RotaryTable = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
-# Queries, keys and values of new tokens -> what they attend to, and what the layer keeps of it.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
+# Queries, keys and values of new tokens, and how many heads are used -> what they attend to, and what the
+# layer keeps of it.
+Attend = Callable[[jax.Array, jax.Array, jax.Array, UsedUnits | None], tuple[jax.Array, Kept]]
 
 
 @overload
@@ -95,7 +96,7 @@ def forward(
         past = (cache.keys[layer], cache.values[layer])
         x, past, mass = forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer, padded=padded)
         kept.append(past)
-    x = normalize(x, _LayerParams(params, "").norm("final_norm", cfg))
+    x = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
     keys, values = zip(*kept, strict=True)
     return x, KVCache(keys=keys, values=values, length=cache.length + at.valid, mass=mass)
 
@@ -149,7 +150,7 @@ def forward_layer(
     attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
     live = jnp.arange(x.shape[1], dtype=jnp.int32) < at.valid if padded else None
     x, (keys, values, mass), _ = _layer(
-        _LayerParams(params, f"layers.{layer}."), x, cfg, layer, attend, live=live
+        LayerParams(params, f"layers.{layer}."), x, cfg, layer, attend, live=live
     )
     return x, (keys, values), mass
 
@@ -238,10 +239,10 @@ def _forward_documents(
             _document_layer, cfg=cfg, layer=layer, attend=attend, differentiable=differentiable
         )
         # What is computed again must be told from what is kept: a layer takes its own parameters alone.
-        weights = {name: params[name] for name in params if name.startswith(prefix)}
+        weights = {name: params[name] for name in params if name.startswith(prefix) or name == PARAMETER}
         x, routing = (jax.checkpoint(run) if remat else run)(weights, x)
         routings += [] if routing is None else [routing]
-    return normalize(x, _LayerParams(params, "").norm("final_norm", cfg)), routings
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), routings
 
 
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
@@ -254,33 +255,13 @@ def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     return out
 
 
-class _LayerParams:
-    """The parameters under one prefix; `bias` returns None where the model has none."""
-
-    def __init__(self, params: Params, prefix: str) -> None:
-        self._params, self._prefix = params, prefix
-
-    def __getitem__(self, name: str) -> Weight:
-        return self._params[self._prefix + name]
-
-    def vector(self, name: str) -> jax.Array | None:
-        found = self._params.get(self._prefix + name)
-        assert found is None or isinstance(found, jax.Array | np.ndarray)
-        return found
-
-    def norm(self, name: str, cfg: ModelConfig) -> Norm:
-        scale = self.vector(f"{name}.scale")
-        assert scale is not None
-        return Norm(scale=scale, bias=self.vector(f"{name}.bias"), eps=cfg.norm_eps)
-
-
 def _rotary_tables(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | None, RotaryTable]:
     """The tables of every rotary embedding that some layer uses."""
     return {rope: rotary_tables(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
 
 
 def _layer(
-    weights: _LayerParams,
+    weights: LayerParams,
     x: jax.Array,
     cfg: ModelConfig,
     layer: int,
@@ -293,27 +274,29 @@ def _layer(
 
     `live` `[T]` bool: which tokens are real; experts need not see the others.
     """
+    groups, neurons = used_in_layer(weights.counts, layer)
     q, k, v = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
         [weights[f"attn.{name}"] for name in "qkv"],
         [weights.vector(f"attn.{name}_bias") for name in "qkv"],
+        used=groups,
     )
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     if cfg.qk_norm:
         q = normalize(q, weights.norm("attn.q_norm", cfg))
         k = normalize(k, weights.norm("attn.k_norm", cfg))
-    out, kept = attend(q, k, v)
+    out, kept = attend(q, k, v, groups)
     out = out.reshape(*out.shape[:3], -1)
     # A block adds its input to its output itself, unless a norm comes between.
     residual = None if cfg.post_norms else x
-    mixed = from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual)
+    mixed = from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual, used=groups)
     x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
     routing = None
     if cfg.is_sparse(layer):
         mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
     else:
-        mixed = _ffn(weights, x, cfg)
+        mixed = _ffn(weights, x, cfg, neurons)
     x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
     return x, kept, routing
 
@@ -327,7 +310,7 @@ def _document_layer(
     attend: Attend[None],
     differentiable: bool,
 ) -> tuple[jax.Array, Routing | None]:
-    prefixed = _LayerParams(weights, f"layers.{layer}.")
+    prefixed = LayerParams(weights, f"layers.{layer}.")
     x, _, routing = _layer(prefixed, x, cfg, layer, attend, differentiable=differentiable)
     return x, routing
 
@@ -336,6 +319,7 @@ def _attend_cache(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    used: UsedUnits | None,
     *,
     cfg: ModelConfig,
     layer: int,
@@ -349,7 +333,7 @@ def _attend_cache(
     mask = causal_mask(at.positions, past[0].shape[2], window)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
     out, keys, values, mass = cached_attention(
-        q, k, v, table, past, mask, at, mass, scale=scale, softcap=softcap, window=window
+        q, k, v, table, past, mask, at, mass, scale=scale, softcap=softcap, window=window, used=used
     )
     return out, (keys, values, mass)
 
@@ -358,6 +342,7 @@ def _attend_documents(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    used: UsedUnits | None,
     *,
     cfg: ModelConfig,
     table: RotaryTable | None,
@@ -365,6 +350,8 @@ def _attend_documents(
     branches: Branches | None,
     window: int,
 ) -> tuple[jax.Array, None]:
+    # Documents serve training and scoring: what unused heads attend to costs time, and is left out later.
+    del used
     if table is not None:
         q, k = rotate(q, *table), rotate(k, *table)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
@@ -372,7 +359,7 @@ def _attend_documents(
     return out, None
 
 
-def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
+def _ffn(weights: LayerParams, x: jax.Array, cfg: ModelConfig, used: UsedUnits | None) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain, with x added unless a norm comes first."""
     gated = cfg.gated_ffn
     block = FeedForward(
@@ -384,11 +371,11 @@ def _ffn(weights: _LayerParams, x: jax.Array, cfg: ModelConfig) -> jax.Array:
         gate_bias=weights.vector("ffn.gate_bias") if gated else None,
     )
     norm = weights.norm("ffn_norm", cfg)
-    return feed_forward(x, norm, block, cfg.activation, add_input=not cfg.post_norms)
+    return feed_forward(x, norm, block, cfg.activation, add_input=not cfg.post_norms, used=used)
 
 
 def _experts(
-    weights: _LayerParams, x: jax.Array, cfg: ModelConfig, *, live: jax.Array | None, differentiable: bool
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, live: jax.Array | None, differentiable: bool
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
     norm = weights.norm("ffn_norm", cfg)

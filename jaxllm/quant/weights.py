@@ -36,15 +36,15 @@ class Bfloat16Bits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A weight and a low-rank change to it: `base + left · right` (LoRA, arXiv 2106.09685, eq. 3).
+    """A weight and a low-rank change to it: `base + leftᵀ · right` (LoRA, arXiv 2106.09685, eq. 3).
 
-    The units lead in `left` as in the weight, so that a prefix of units takes a prefix of both. Adapters of
-    less rank are filled up with zeros.
+    Ranks lead on both sides, so that a product over units, or to them, runs along memory. Adapters of less
+    rank are filled up with zeros.
 
     Attributes:
       base: `[*U, D]`, in any form.
-      left: `[*U, r]` floats, the scaling included.
-      right: `[r, D]` floats, or `[E, r, D]` in a stack of E matrices.
+      left: `[r, *U]` floats, the scaling included, or `[E, r, R]` in a stack of E matrices `[E, R, D]`.
+      right: `[r, D]` floats, or `[E, r, D]` in a stack.
     """
 
     base: "Weight"
@@ -60,6 +60,18 @@ class Adapted:
     def ndim(self) -> int:
         """Rank of the weight."""
         return self.base.ndim
+
+    @property
+    def stacked(self) -> bool:
+        """Whether each of a stack of matrices is changed for itself."""
+        return self.right.ndim == 3
+
+    @property
+    def change(self) -> jax.Array:
+        """What is added to the weight, `[*U, D]`."""
+        if self.stacked:
+            return jnp.matrix_transpose(self.left) @ self.right
+        return jnp.moveaxis(self.left, 0, -1) @ self.right
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +124,7 @@ Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Narrowed |
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`."""
     if isinstance(weight, Adapted):
-        return dequantize(weight.base, dtype) + weight.left.astype(dtype) @ weight.right.astype(dtype)
+        return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, Narrowed):
         return dequantize(weight.stack, dtype)[:, : weight.rows]
     if isinstance(weight, FirstUnits):
@@ -142,7 +154,7 @@ def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Arr
     """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
     (any shape) in range."""
     if isinstance(weight, Adapted):
-        low = jnp.take(weight.left, rows, axis=0, mode="clip").astype(dtype)
+        low = jnp.moveaxis(jnp.take(weight.left, rows, axis=1, mode="clip"), 0, -1).astype(dtype)
         return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
     if isinstance(weight, BlockedArray):
         levels, scale = take_blocked_rows(weight, rows)
@@ -166,7 +178,7 @@ def take_units(weight: Weight, count: int) -> Weight:
     if not 1 <= count <= weight.shape[0]:
         raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
     if isinstance(weight, Adapted):
-        return Adapted(take_units(weight.base, count), weight.left[:count], weight.right)
+        return Adapted(take_units(weight.base, count), weight.left[:, :count], weight.right)
     if isinstance(weight, Narrowed):
         return Narrowed(take_units(weight.stack, count), weight.rows)
     if isinstance(weight, FirstUnits):
@@ -185,7 +197,7 @@ def take_units(weight: Weight, count: int) -> Weight:
 def first_units(weight: Weight, count: int) -> Weight:
     """`take_units` that leaves all slicing to the graph (see `FirstUnits` and `sliced`)."""
     if isinstance(weight, Adapted):
-        return Adapted(first_units(weight.base, count), weight.left[:count], weight.right)
+        return Adapted(first_units(weight.base, count), weight.left[:, :count], weight.right)
     if isinstance(weight, BlockedArray | FirstUnits):
         return take_units(weight, count)
     return FirstUnits(weight, count)
@@ -207,7 +219,7 @@ def narrow(weight: Weight, rows: int) -> Weight:
     if not 1 <= rows <= weight.shape[1]:
         raise ConfigError(f"matrices of {weight.shape[1]} rows have no first {rows}")
     if isinstance(weight, Adapted):
-        return Adapted(narrow(weight.base, rows), weight.left[:, :rows], weight.right)
+        return Adapted(narrow(weight.base, rows), weight.left[..., :rows], weight.right)
     return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
 
 

@@ -7,7 +7,13 @@ import pytest
 
 from jaxllm.config import LayerUnits, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.submodel import shared_sub_model, sub_model
+from jaxllm.elastic.submodel import (
+    can_be_counted,
+    counted_sub_model,
+    shared_sub_model,
+    sub_model,
+    whole_adapter,
+)
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
@@ -16,6 +22,7 @@ from jaxllm.models.decoder import forward, forward_documents
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Bfloat16Bits, dequantize
 from tests.elastic.models import LLAMA, MIXTRAL, MODELS, TOKENS, in_blocks, scaled_params
+from tests.kernels.switching import fall_back
 
 LADDER = Ladder(anchors=(1,))
 
@@ -57,6 +64,68 @@ def test_levels_of_quantized_weights(name, bits):
     out = np.asarray(forward_documents(parts, TOKENS, cfg=cfg, differentiable=False))
     # Native kernels round activations to 8 bits.
     assert np.linalg.norm(out - expected) < 0.06 * np.linalg.norm(expected)
+
+
+DENSE = [name for name, cfg in MODELS.items() if not cfg.experts]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "kernels"),
+    [*((name, 8, "native") for name in DENSE), ("llama", 4, "native"), ("llama", 8, "xla")],
+)
+def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
+    """Documents and caches, with an adapter of which only the first ranks are used."""
+    if kernels == "xla":
+        fall_back(monkeypatch)
+    elif not native.kernels().native:
+        pytest.skip("without native kernels")
+    whole = MODELS[name]
+    cfg = sub_config(whole, LADDER, 50)
+    params = in_blocks(whole, scaled_params(whole), bits)
+    assert can_be_counted(params, whole) == (kernels == "native")
+    lora = LoraConfig(rank=2, targets=("attn.k", "attn.o", "ffn.up", "ffn.down"))
+    adapter = {
+        key: np.full(value.shape, 0.05, np.float32)
+        for key, value in init_adapter(cfg, lora, jax.random.key(0)).items()
+    }
+    views = adapt(shared_sub_model(params, cfg), adapter, 1.0)
+    ranks = dict.fromkeys((key.removesuffix(".left") for key in adapter if key.endswith(".left")), 5)
+    filled = adapt(params, whole_adapter(whole, adapter, ranks), 1.0)
+    counted = counted_sub_model(filled, cfg, rank=2)
+    assert sub_model(counted, whole).keys() == counted.keys()
+
+    def run(params, cfg):
+        documents = forward_documents(params, TOKENS, cfg=cfg, differentiable=False)
+        cache = new_cache(cfg, batch=2, tokens=32, dtype=jnp.float32, mass=True)
+        first, cache = forward(params, TOKENS[:, :13], cache, cfg=cfg)
+        rest, cache = forward(params, TOKENS[:, 13:14], cache, cfg=cfg)
+        return documents, first, rest, cache.mass
+
+    expected = jax.jit(run, static_argnums=1)(views, cfg)
+    found = jax.jit(run, static_argnums=1)(counted, whole)
+    for one, other in zip(found, expected, strict=True):
+        # XLA adds in another order.
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
+    unadapted = jax.jit(run, static_argnums=1)(counted_sub_model(params, cfg, rank=0), whole)
+    assert np.abs(unadapted[0] - expected[0]).max() > 1e-3 * np.abs(expected[0]).max()
+
+
+@pytest.mark.skipif(not native.kernels().native, reason="XLA knows no ranks")
+def test_ranks_beyond_the_count_are_not_used():
+    cfg = sub_config(LLAMA, LADDER, 50)
+    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
+    names = {"layers.0.attn.q": 3, "layers.1.ffn.down": 3}
+    ones = {key: np.ones_like(value) for key, value in whole_adapter(LLAMA, {}, names).items()}
+    plain = forward_documents(counted_sub_model(params, cfg, rank=0), TOKENS, cfg=LLAMA, differentiable=False)
+    for rank, same in ((0, True), (1, False)):
+        counted = counted_sub_model(adapt(params, ones, 1.0), cfg, rank=rank)
+        out = forward_documents(counted, TOKENS, cfg=LLAMA, differentiable=False)
+        assert bool((np.asarray(out) == np.asarray(plain)).all()) == same
+
+
+def test_experts_and_floats_are_not_counted():
+    assert not can_be_counted(in_blocks(MIXTRAL, scaled_params(MIXTRAL), 8), MIXTRAL)
+    assert not can_be_counted(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), LLAMA)
 
 
 def test_a_cache_of_a_level_has_its_kv_groups_and_decodes_what_documents_say():

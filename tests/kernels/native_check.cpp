@@ -168,15 +168,16 @@ void check_concurrency(uint64_t seed) {
     callers.emplace_back([i, seed] {
       Random random(seed + i);
       const Weight w = Weight::of_outputs(random, 90, 300, 8, 0);
-      const Units units{w.data.data(), w.scale.data(), 8, 0, w.panels, 300};
       const size_t rows = i % 2 ? 1 : 20, outputs = 90;
       const std::vector<float> values = random.floats(rows * 300);
       std::vector<float> first(rows * outputs), y(rows * outputs);
-      float* const to = y.data();
+      const Outputs result{
+          {w.data.data(), w.scale.data(), 8, 0, w.panels, 300}, {}, outputs, outputs, y.data()};
       for (int round = 0; round < 200; round++) {
-        must(to_units(values.data(), rows, {nullptr, 0}, &units, &outputs, &to, 1));
+        must(to_units(values.data(), rows, {nullptr, 0}, &result, 1));
         if (round == 0) first = y;
-        if (memcmp(first.data(), to, y.size() * 4)) fail("another caller is in the way", i, round, 0, 0, 0);
+        if (memcmp(first.data(), y.data(), y.size() * 4))
+          fail("another caller is in the way", i, round, 0, 0, 0);
       }
     });
   }

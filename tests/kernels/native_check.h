@@ -198,6 +198,34 @@ struct Weight {
   }
 };
 
+// A random low-rank change to a weight, or none; its left side has some more units than are used.
+struct Change {
+  Change(Random& random, size_t units, size_t width)
+      : rank(random.below(2) ? random.in(1, 9) : 0),
+        stride(units + random.below(20)),
+        width(width),
+        left(random.floats(rank * stride)),
+        right(random.floats(rank * width)) {}
+  jaxllm::Adapter adapter() const { return {left.data(), right.data(), rank, stride}; }
+  // What it adds to the weight, at a unit and a place on the other side.
+  double at(size_t unit, size_t place) const {
+    double sum = 0;
+    for (size_t r = 0; r < rank; r++)
+      sum += static_cast<double>(left.data()[r * stride + unit]) * right.data()[r * width + place];
+    return sum;
+  }
+  // Of the sum at(): of magnitudes.
+  double size_at(size_t unit, size_t place) const {
+    double sum = 0;
+    for (size_t r = 0; r < rank; r++)
+      sum += fabs(static_cast<double>(left.data()[r * stride + unit]) * right.data()[r * width + place]);
+    return sum;
+  }
+
+  size_t rank, stride, width;
+  Buffer<float> left, right;
+};
+
 // Activations as the kernels see them: 8 bits, a scale for each 256 inputs of a segment.
 inline std::vector<double> rounded(const std::vector<float>& x, size_t rows, size_t segments, size_t length) {
   std::vector<double> out(x.size());
@@ -280,7 +308,9 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
   std::vector<double> out(s.batch * s.tokens * s.kv_heads * s.group * s.width), weights(s.capacity),
       row(s.width);
   for (size_t r = 0; r < s.batch * s.tokens * s.kv_heads * s.group; r++) {
-    const size_t kv = r / s.group % s.kv_heads, t = r / s.group / s.kv_heads % s.tokens;
+    const size_t kv = r / s.group % s.kv_heads;
+    if (kv >= s.used_heads) continue;
+    const size_t t = r / s.group / s.kv_heads % s.tokens;
     const size_t batch = r / s.group / s.kv_heads / s.tokens, head = batch * s.kv_heads + kv;
     const size_t position = static_cast<size_t>(s.positions[t]);
     const size_t from = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
@@ -305,14 +335,14 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
   return out;
 }
 
-// Exactly the valid new rows were written, each as it should be.
+// Exactly the valid new rows of used heads were written, each as it should be.
 inline void judge_rows(const jaxllm::AttentionShape& s, const float* rows, const float* cos, const float* sin,
                        const Rows& before, const Rows& after) {
   for (size_t head = 0; head < s.batch * s.kv_heads; head++) {
     for (size_t p = 0; p < s.capacity; p++) {
       const int32_t *end = s.positions + s.valid,
                     *found = std::find(s.positions, end, static_cast<int32_t>(p));
-      const bool fresh = found != end;
+      const bool fresh = found != end && head % s.kv_heads < s.used_heads;
       const size_t t = static_cast<size_t>(found - s.positions);
       const float* row =
           rows + ((head / s.kv_heads * s.tokens + t) * s.kv_heads + head % s.kv_heads) * s.width;

@@ -4,11 +4,28 @@
 // and with wider ones. Each row is the one or the other.
 class Expected {
  public:
-  Expected(const Weight& w, const std::vector<float>& x, size_t rows, const float* residual)
+  Expected(const Weight& w, const Change& change, bool units_are_outputs, const std::vector<float>& x,
+           size_t rows, const float* residual)
       : rows_(rows), outputs_(w.outputs) {
     const std::vector<double> seen = rounded(x, rows, w.segments, w.inputs);
     add(w.dense, seen, residual);
     if (!w.wider.empty()) add(w.wider, seen, residual);
+    const size_t inputs = w.segments * w.inputs;
+    if (!change.rank) return;
+    // Adapters see activations as they are.
+    for (size_t i = 0; i < inputs; i++) {
+      for (size_t o = 0; o < outputs_; o++) {
+        const size_t unit = units_are_outputs ? o : i, place = units_are_outputs ? i : o;
+        const double more = change.at(unit, place), size = change.size_at(unit, place);
+        for (size_t row = 0; row < rows; row++) {
+          const double value = x[row * inputs + i];
+          for (Sums& each : sums_) {
+            each.value[row * outputs_ + o] += value * more;
+            each.room[row * outputs_ + o] += 2e-6 * fabs(value) * size;
+          }
+        }
+      }
+    }
   }
 
   void judge(const float* y) const {
@@ -65,34 +82,47 @@ void check_to_units(Random& random) {
   shape = "to_units rows " + std::to_string(rows) + " inputs " + std::to_string(inputs) + " bits " +
           std::to_string(bits) + " group " + std::to_string(group);
   std::vector<Weight> weights;
-  std::vector<Units> units;
-  std::vector<size_t> outputs, starts{0};
-  for (size_t i = 0; i < count; i++) {
-    outputs.push_back(random.in(1, 150));
-    shape += " outputs " + std::to_string(outputs[i]);
-    weights.push_back(Weight::of_outputs(random, outputs[i], inputs, bits, group));
-    starts.push_back(starts[i] + rows * outputs[i]);
-  }
-  for (const Weight& w : weights)
-    units.push_back({w.data.data(), w.scale.data(), bits, group, w.panels, inputs});
+  std::vector<Change> changes;
+  std::vector<Outputs> results;
+  std::vector<size_t> starts{0};
+  std::vector<Buffer<float>> memory;
   const std::vector<float> values = random.floats(rows * inputs);
   const Buffer<float> x(values);
-  // One buffer for each result; compared as one.
   std::vector<Expected> expected;
-  for (const Weight& w : weights) expected.emplace_back(w, values, rows, nullptr);
-  std::vector<Buffer<float>> results;
-  std::vector<float*> pointers;
-  for (size_t i = 0; i < count; i++) results.emplace_back(rows * outputs[i]);
-  for (Buffer<float>& each : results) pointers.push_back(each.data());
+  for (size_t i = 0; i < count; i++) {
+    const size_t outputs = random.in(1, 150), stride = outputs + random.below(2) * random.below(40);
+    shape += " outputs " + std::to_string(outputs);
+    weights.push_back(Weight::of_outputs(random, outputs, inputs, bits, group));
+    changes.emplace_back(random, outputs, inputs);
+    shape += " rank " + std::to_string(changes[i].rank);
+    expected.emplace_back(weights[i], changes[i], true, values, rows, nullptr);
+    memory.emplace_back(rows * stride);
+    results.push_back({{}, {}, outputs, stride, nullptr});
+    starts.push_back(starts[i] + rows * outputs);
+  }
+  for (size_t i = 0; i < count; i++) {
+    const Weight& w = weights[i];
+    results[i].weight = {w.data.data(), w.scale.data(), bits, group, w.panels, inputs};
+    results[i].adapter = changes[i].adapter();
+    results[i].y = memory[i].data();
+  }
+  // One buffer for each result; what is used of them compared as one.
   Buffer<float> y(starts[count]);
   everywhere(
       y,
       [&] {
-        must(to_units(x.data(), rows, {nullptr, 0}, units.data(), outputs.data(), pointers.data(), count));
-        for (size_t i = 0; i < count; i++) memcpy(y.data() + starts[i], pointers[i], rows * outputs[i] * 4);
+        must(to_units(x.data(), rows, {nullptr, 0}, results.data(), count));
+        for (size_t i = 0; i < count; i++) {
+          const size_t outputs = results[i].outputs, stride = results[i].stride;
+          for (size_t row = 0; row < rows; row++) {
+            memcpy(y.data() + starts[i] + row * outputs, results[i].y + row * stride, outputs * 4);
+            for (size_t o = outputs; o < stride; o++)
+              if (!isnan(results[i].y[row * stride + o])) fail("a unit too many", row, o, 0, 0, 0);
+          }
+        }
       },
       [&] {
-        for (size_t i = 0; i < count; i++) expected[i].judge(pointers[i]);
+        for (size_t i = 0; i < count; i++) expected[i].judge(y.data() + starts[i]);
       });
 }
 
@@ -105,15 +135,24 @@ void check_from_units(Random& random) {
           std::to_string(length) + " outputs " + std::to_string(outputs) + " bits " + std::to_string(bits) +
           " group " + std::to_string(group);
   const Weight w = Weight::of_inputs(random, segments, length, outputs, bits, group);
-  const std::vector<float> values = random.floats(rows * segments * length),
-                           more = random.floats(rows * outputs);
-  const Buffer<float> h(values), residual(more);
+  const size_t inputs = segments * length, stride = inputs + random.below(2) * random.below(40);
+  const std::vector<float> values = random.floats(rows * inputs), more = random.floats(rows * outputs);
+  const Change change(random, inputs, outputs);
+  shape += " rank " + std::to_string(change.rank);
+  Buffer<float> h((rows - 1) * stride + inputs);  // NaN between rows
+  for (size_t row = 0; row < rows; row++)
+    memcpy(h.data() + row * stride, values.data() + row * inputs, inputs * sizeof(float));
+  const Buffer<float> residual(more);
   const float* add = random.below(2) ? residual.data() : nullptr;
   const Reduction reduction{w.data.data(), w.scale.data(), bits, group, segments, w.blocks, w.panels};
-  const Expected expected(w, values, rows, add);
+  const Expected expected(w, change, false, values, rows, add);
   Buffer<float> y(rows * outputs);
   everywhere(
-      y, [&] { must(from_units(h.data(), rows, reduction, segments, length, outputs, add, y.data())); },
+      y,
+      [&] {
+        must(from_units(h.data(), rows, stride, reduction, change.adapter(), segments, length, outputs, add,
+                        y.data()));
+      },
       [&] { expected.judge(y.data()); });
 }
 
@@ -128,28 +167,32 @@ void check_feed_forward(Random& random) {
   const Weight gate = Weight::of_outputs(random, units, width, bits, group);
   const Weight up = Weight::of_outputs(random, units, width, bits, group);
   const Weight down = Weight::of_inputs(random, 1, units, width, bits, group);
-  const Units both[2] = {{gate.data.data(), gate.scale.data(), bits, group, gate.panels, width},
-                         {up.data.data(), up.scale.data(), bits, group, up.panels, width}};
-  const Reduction reduction{down.data.data(), down.scale.data(), bits, group, 1, down.blocks, down.panels};
+  const Change changes[3] = {{random, units, width}, {random, units, width}, {random, units, width}};
+  Block block{{gate.data.data(), gate.scale.data(), bits, group, gate.panels, width},
+              {up.data.data(), up.scale.data(), bits, group, up.panels, width},
+              {down.data.data(), down.scale.data(), bits, group, 1, down.blocks, down.panels},
+              changes[0].adapter(),
+              changes[1].adapter(),
+              changes[2].adapter()};
+  if (!gated) block.gate.data = nullptr;
   const Buffer<float> x(random.floats(rows * width)), scale(random.floats(width));
   const Norm norm{random.below(2) ? scale.data() : nullptr, 1e-5f};
   Buffer<float> y(rows * width), expected(rows * width), hidden(rows * units), other(rows * units);
   everywhere(
-      y,
+      y, [&] { must(feed_forward(x.data(), rows, width, norm, block, units, activation, add, y.data())); },
       [&] {
-        must(feed_forward(x.data(), rows, width, norm, gated ? &both[0] : nullptr, both[1], reduction, units,
-                          activation, add, y.data()));
-      },
-      [&] {
-        const size_t outputs[2] = {units, units};
-        float* const results[2] = {hidden.data(), other.data()};
-        must(to_units(x.data(), rows, norm, gated ? both : both + 1, outputs, results, gated ? 2 : 1));
+        Outputs results[2] = {{block.up, block.up_adapter, units, units, hidden.data()}};
+        if (gated) {
+          results[1] = {block.up, block.up_adapter, units, units, other.data()};
+          results[0] = {block.gate, block.gate_adapter, units, units, hidden.data()};
+        }
+        must(to_units(x.data(), rows, norm, results, gated ? 2 : 1));
         for (size_t row = 0; row < rows; row++) {
           float* to = hidden.data() + row * units;
           backend().activate(to, gated ? other.data() + row * units : nullptr, units, activation);
         }
-        must(from_units(hidden.data(), rows, reduction, 1, units, width, add ? x.data() : nullptr,
-                        expected.data()));
+        must(from_units(hidden.data(), rows, units, block.down, block.down_adapter, 1, units, width,
+                        add ? x.data() : nullptr, expected.data()));
         for (size_t i = 0; i < rows * width; i++) {
           if (memcmp(&y.data()[i], &expected.data()[i], 4)) {
             fail("a block is not its parts", i / width, i % width, y.data()[i], expected.data()[i], 0);

@@ -45,6 +45,18 @@ def formats(bits: int = 8, group: int = 0) -> dict[str, Any]:
 DATA, SCALE = zeros(2, 3, 512, dtype=I8), zeros(32)
 NARROW, GROUPED = zeros(2, 3, 256, dtype=np.uint8), zeros(2, 3, 16, dtype=F16)
 X, Y = zeros(4, 70), zeros(4, 20)
+UP = [DATA, SCALE]
+
+# No counts: all units and ranks are used.
+COUNTS = zeros(0, dtype=I32)
+USED = dict(units_at=np.int64(-1), rank_at=np.int64(-1))
+
+
+def unadapted(operands: list[Any], at: int = 2) -> list[Any]:
+    """Operands with no counts from `at` on, and no adapter beside each weight's data and scales."""
+    weights = [operands[i : i + 2] for i in range(at, len(operands), 2)]
+    return [*operands[:at], COUNTS, *(part for weight in weights for part in (*weight, NOTHING, NOTHING))]
+
 
 FIT, ROW = "a weight's shape does not fit", "at least one row"
 TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
@@ -79,7 +91,6 @@ TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "short norm": ("norm's scale", [Y], [X, zeros(69), DATA, SCALE], formats()),
     "narrow norm": ("norm's scale", [Y], [X, zeros(70, dtype=F16), DATA, SCALE], formats()),
     "no weights": ("each weight needs", [Y], [X, NOTHING], formats()),
-    "no scales": ("each weight needs", [Y], [X, NOTHING, DATA], formats()),
     "a result too many": ("each weight needs", [Y, Y], [X, NOTHING, DATA, SCALE], formats()),
     "nine weights": ("each weight needs", [Y] * 9, [X, NOTHING, *[DATA, SCALE] * 9], formats()),
     "a wrong second weight": (FIT, [Y, Y], [X, NOTHING, DATA, SCALE, DATA[:, :2], SCALE], formats()),
@@ -89,7 +100,41 @@ TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "results", "operands", "form"), TO_UNITS.values(), ids=TO_UNITS)
 def test_to_units(part, results, operands, form):
-    refuse(part, "to_units", results, operands, **form, eps=F32(0))
+    options = dict(eps=F32(0), units=np.int64(1), **USED)
+    refuse(part, "to_units", results, unadapted(operands), **form, **options)
+
+
+LEFT, RIGHT = zeros(2, 20), zeros(2, 70)
+TWO = np.array([1, 2], I32)
+ADAPTERS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+    "a left side alone": ("adapter's shape", [COUNTS, LEFT, NOTHING], {}),
+    "a right side alone": ("adapter's shape", [COUNTS, NOTHING, RIGHT], {}),
+    "other ranks": ("adapter's shape", [COUNTS, zeros(3, 20), RIGHT], {}),
+    "fewer units": ("adapter's shape", [COUNTS, zeros(2, 19), RIGHT], {}),
+    "narrower": ("adapter's shape", [COUNTS, LEFT, zeros(2, 69)], {}),
+    "flat": ("adapter's shape", [COUNTS, LEFT.reshape(-1), RIGHT], {}),
+    "halves": ("adapter's shape", [COUNTS, LEFT.astype(F16), RIGHT], {}),
+    "more ranks than there are": ("adapter's shape", [np.array([1, 3], I32), LEFT, RIGHT], {}),
+    "a rank below zero": ("adapter's shape", [np.array([1, -1], I32), LEFT, RIGHT], {}),
+    "a rank from nowhere": ("adapter's shape", [TWO, LEFT, RIGHT], {"rank_at": 2}),
+    "more units than there are": ("a count is", [TWO, LEFT, RIGHT], {"units_at": 1}),
+    "no units": ("a count is", [TWO * np.int32(0), LEFT, RIGHT], {}),
+    "units from nowhere": ("a count is", [TWO, LEFT, RIGHT], {"units_at": -1}),
+    "float counts": ("a count is", [TWO.astype(F32), LEFT, RIGHT], {}),
+    "units of no outputs": ("do not divide", [COUNTS, LEFT, RIGHT], {"units": 3}),
+    "no number of units": ("a count is", [COUNTS, LEFT, RIGHT], {"units": 0}),
+    "a part missing": ("each weight needs", [COUNTS, LEFT], {}),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "operands", "change"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_and_counts(part, operands, change):
+    places = {
+        name: np.int64(value) for name, value in {"units": 1, "units_at": 0, "rank_at": 1, **change}.items()
+    }
+    counts, *sides = operands
+    refuse(part, "to_units", [Y], [X, NOTHING, counts, *UP, *sides], **formats(), eps=F32(0), **places)
 
 
 # 70 inputs × 20 outputs in one segment, or three segments of 40.
@@ -130,12 +175,14 @@ FROM_UNITS: dict[str, tuple[str, list[Any], dict[str, Any], int]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "operands", "form", "segments"), FROM_UNITS.values(), ids=FROM_UNITS)
 def test_from_units(part, operands, form, segments):
-    refuse(part, "from_units", Y, operands, **form, segments=np.int64(segments))
+    weight = operands[1:3]
+    operands = [operands[0], *weight, NOTHING, NOTHING, *operands[3:], COUNTS]
+    options = dict(segments=np.int64(segments), stacked=segments != 1, **USED)
+    refuse(part, "from_units", Y, operands, **form, **options)
 
 
 # A block of 20 neurons over 70: the units above, and their reduction.
 DOWN, DOWN_SCALE = zeros(1, 1, 5, 512, dtype=I8), zeros(1, 80)
-UP = [DATA, SCALE]
 BLOCK = [X, NOTHING, *UP, *UP, DOWN, DOWN_SCALE]
 
 
@@ -163,8 +210,8 @@ FEED_FORWARD: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "result", "operands", "change"), FEED_FORWARD.values(), ids=FEED_FORWARD)
 def test_feed_forward(part, result, operands, change):
-    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0))
-    refuse(part, "feed_forward", result, operands, **(formats() | attributes | change))
+    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
+    refuse(part, "feed_forward", result, unadapted(operands), **(formats() | attributes | change))
 
 
 INTEGERS = {
@@ -185,11 +232,11 @@ def test_integer_product(part, result, operands):
 Q, NEW, CACHE, PLACES = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(4, dtype=I32)
 FOUR = np.int32(4)
 MASS = zeros(1, 32)
-GOOD = [Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, PLACES, FOUR]
+GOOD = [Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, PLACES, FOUR, COUNTS]
 
 
 def but(**change: Any) -> list[Any]:
-    names = ("q", "k", "v", "cos", "sin", "keys", "values", "mass", "positions", "valid")
+    names = ("q", "k", "v", "cos", "sin", "keys", "values", "mass", "positions", "valid", "counts")
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
 
@@ -220,6 +267,9 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "two counts": ("positions must be", but(valid=zeros(2, dtype=I32))),
     "mass of two": ("mass must be", but(mass=zeros(2, 32))),
     "mass of fewer": ("mass must be", but(mass=zeros(1, 31))),
+    "more heads than there are": ("count is", but(counts=np.array([3], I32))),
+    "no heads": ("count is", but(counts=np.array([0], I32))),
+    "float heads": ("count is", but(counts=zeros(1))),
     "narrow mass": ("mass must be", but(mass=zeros(1, 32, dtype=F16))),
 }  # fmt: skip
 
@@ -228,13 +278,13 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
 @pytest.mark.parametrize(("part", "operands"), ATTENTION.values(), ids=ATTENTION)
 def test_attention(part, operands):
     results = [Q, *operands[5:8]]
-    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0))
+    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0), heads_at=np.int64(0))
     refuse(part, "attention", results, operands, **options)
 
 
 @needs_native
 def test_results_of_attention():
-    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0))
+    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0), heads_at=np.int64(0))
     refuse("another shape", "attention", [zeros(1, 4, 2, 3, 15), CACHE, CACHE, MASS], GOOD, **options)
     refuse("does not fit", "attention", [Q, CACHE[:, :, :31], CACHE, MASS], GOOD, **options)
     refuse("does not fit", "attention", [Q, CACHE, CACHE[:, :, :31], MASS], GOOD, **options)
@@ -251,14 +301,18 @@ def test_results_of_attention():
 @needs_native
 def test_what_fits_is_computed():
     """The shapes above are refused for what is said of them, not for something else."""
-    assert ask("to_units", [Y], [X, NOTHING, *UP], **formats(), eps=F32(0))[0].shape == (4, 20)
-    operands = [H, REDUCTION, REDUCTION_SCALE, Y]
-    assert ask("from_units", Y, operands, **formats(), segments=np.int64(1)).shape == (4, 20)
-    operands = [HEADS, STACK, STACK_SCALE, NOTHING]
-    assert ask("from_units", Y, operands, **formats(4, 32), segments=np.int64(3)).shape == (4, 20)
-    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0))
-    assert ask("feed_forward", X, BLOCK, **formats(), **attributes).shape == (4, 70)
-    options = dict(scale=F32(1), softcap=F32(0), window=np.int64(0))
+    attributes = dict(eps=F32(0), units=np.int64(20), units_at=np.int64(0), rank_at=np.int64(1))
+    operands = [X, NOTHING, TWO, *UP, LEFT, RIGHT]
+    assert ask("to_units", [Y], operands, **formats(), **attributes)[0].shape == (4, 20)
+    operands = [H, REDUCTION, REDUCTION_SCALE, RIGHT, LEFT, Y, TWO]
+    attributes = dict(segments=np.int64(1), stacked=False, units_at=np.int64(0), rank_at=np.int64(1))
+    assert ask("from_units", Y, operands, **formats(), **attributes).shape == (4, 20)
+    operands = [HEADS, STACK, STACK_SCALE, NOTHING, NOTHING, NOTHING, COUNTS]
+    attributes = dict(segments=np.int64(3), stacked=True, **USED)
+    assert ask("from_units", Y, operands, **formats(4, 32), **attributes).shape == (4, 20)
+    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
+    assert ask("feed_forward", X, unadapted(BLOCK), **formats(), **attributes).shape == (4, 70)
+    options = dict(scale=F32(1), softcap=F32(0), window=np.int64(0), heads_at=np.int64(0))
     assert ask("attention", [Q, CACHE, CACHE, MASS], GOOD, **options)[0].shape == Q.shape
     operands = [zeros(4, 70, dtype=I8), DATA]
     assert ask("integer_product", zeros(4, 20, dtype=I32), operands).shape == (4, 20)

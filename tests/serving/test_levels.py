@@ -14,10 +14,12 @@ from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.lora import LoraConfig, init_adapter, merge
 from jaxllm.models.decoder import forward_documents, logits
+from serving import levels
 from serving.engine import Engine
 from serving.generation import GenerationConfig, Session
 from serving.options import EngineOptions
 from tests.elastic.models import random_order
+from tests.kernels.switching import needs_native
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
@@ -112,7 +114,34 @@ def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
     def places(level):
         return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.table.at(level)._params)]
 
-    assert places(40) == places(70) == places(100)
+    if weights.startswith("int"):
+        # But for the few numbers that tell how many there are.
+        assert sum(map(len, (places(40), places(70)))) == 2 * len(places(100))
+        assert len({*places(40), *places(70), *places(100)}) == len(places(100)) + 2
+    else:
+        assert places(40) == places(70) == places(100)
+
+
+@needs_native
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_one_set_of_graphs_serves_all_levels_of_weights_in_blocks(tmp_path, monkeypatch, weights, compiles):
+    """To the bit as graphs that were compiled for each level's own units."""
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts)
+    engine = Engine.open(path, options=OPTIONS)
+    assert {bucket.level for bucket in engine.table.bucket_ms} == {100}
+    with compiles() as count:
+        answers = [ask(engine, level).tokens for level in (40, 70, 100)]
+    assert count() == 0
+    assert len(set(map(tuple, answers))) == 3
+    monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
+    apart = Engine.open(path, options=OPTIONS)
+    assert {bucket.level for bucket in apart.table.bucket_ms} == {40, 70, 100}
+    assert answers == [ask(apart, level).tokens for level in (40, 70, 100)]
+    for level in (40, 70, 100):
+        tables = [each.table.at(level) for each in (engine, apart)]
+        found, expected = (np.asarray(table.prefill(table.start(9), PROMPT, 0)[0]) for table in tables)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_session_that_changes_its_level_is_fed_anew(engine):

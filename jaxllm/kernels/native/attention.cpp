@@ -25,14 +25,19 @@ struct Buffers {
 };
 
 size_t row_bytes(const AttentionShape& s) { return s.width * (s.half ? 2 : 4); }
-size_t heads(const AttentionShape& s) { return s.batch * s.kv_heads; }
+// Heads that are used, one batch row's after the other's, and where each lies among all.
+size_t heads(const AttentionShape& s) { return s.batch * s.used_heads; }
+size_t place(const AttentionShape& s, size_t head) {
+  return head / s.used_heads * s.kv_heads + head % s.used_heads;
+}
 
 size_t position(const AttentionShape& s, size_t token) { return static_cast<size_t>(s.positions[token]); }
 // Positions that the last token, and so any, may see.
 size_t visible(const AttentionShape& s) { return std::min(s.capacity, position(s, s.tokens - 1) + 1); }
 
 // Turns the valid new keys of one kv head and stores them, and its new values; false without memory.
-bool write_head(const Buffers& b, const AttentionShape& s, size_t head) {
+bool write_head(const Buffers& b, const AttentionShape& s, size_t used) {
+  const size_t head = place(s, used);
   float* scratch = static_cast<float*>(thread_scratch(kTaskWork, padded_width(s.width) * sizeof(float)));
   if (!scratch) return false;
   const Backend& kernels = backend();
@@ -62,7 +67,8 @@ bool write_new_rows(const Buffers& b, const AttentionShape& s) {
 }
 
 // One kv head as kernels take it.
-Attention head_of(const Buffers& b, const AttentionShape& s, size_t head) {
+Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
+  const size_t head = place(s, used);
   const size_t row_stride = s.kv_heads * s.group * s.width, cache = head * s.capacity * row_bytes(s);
   const size_t at = head / s.kv_heads * s.tokens * row_stride + head % s.kv_heads * s.group * s.width;
   Attention a{};
@@ -163,7 +169,7 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
 void add_parts(const AttentionShape& s, const Division& d, const float* parts, size_t keys, float* mass) {
   for (size_t tile = 0; tile < d.tiles; tile++) {
     for (size_t head = 0; head < heads(s); head++, parts += keys) {
-      float* to = mass + head / s.kv_heads * s.capacity;
+      float* to = mass + head / s.used_heads * s.capacity;
       for (size_t key = 0; key < visible(s); key++) to[key] += parts[key];
     }
   }

@@ -119,6 +119,11 @@ struct Backend {
   // The same, in whole numbers: out int32, weights of 8 bits, scales and spans left aside.
   void (*tile_int32)(const Matrix&, const Activations&, size_t from, size_t to, size_t panel, size_t panels,
                      int32_t* out, void* scratch);
+  // sums[r] = x [width] times row r of a [rank][stride].
+  void (*low_sums)(const float* x, const float* a, size_t stride, size_t rank, size_t width, float* sums);
+  // Row i of y [rows][y_stride] += row i of low [rows][low_stride] times a [rank][stride], `width` columns.
+  void (*add_low)(const float* low, size_t low_stride, size_t rows, const float* a, size_t stride,
+                  size_t rank, size_t width, float* y, size_t y_stride);
   // gate = activation(gate) * up, or activation(gate) without up.
   void (*activate)(float* gate, const float* up, size_t count, int activation);
   void (*attend)(const Attention&, const AttentionTile&);

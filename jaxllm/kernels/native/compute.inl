@@ -20,6 +20,7 @@ constexpr float kTiny = 1e-30f;
 #include "quantize.inl"
 #include "row.inl"
 #include "tile.inl"
+#include "low_rank.inl"
 #include "activate.inl"
 #include "attention.inl"
 #include "document_attention.inl"
@@ -47,6 +48,8 @@ constexpr Backend table(const char* name) {
                  row_span,
                  tile,
                  tile_int32,
+                 low_sums,
+                 add_low,
                  activate,
                  attend,
                  add_mass,

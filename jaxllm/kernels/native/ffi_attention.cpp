@@ -7,12 +7,13 @@ namespace jaxllm {
 namespace {
 
 // q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or
-// nothing, positions [T] and valid [] -> y like q, and caches and mass, in place.
+// nothing, positions [T], valid [] and counts -> y like q, and caches and mass, in place. Of the K heads
+// counts[heads_at] are used.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
-                     AnyBuffer values, AnyBuffer mass, AnyBuffer positions, AnyBuffer valid,
+                     AnyBuffer values, AnyBuffer mass, AnyBuffer positions, AnyBuffer valid, AnyBuffer counts,
                      ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
                      ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass, float scale,
-                     float softcap, int64_t window) {
+                     float softcap, int64_t window, int64_t heads_at) {
   const Timer timer;
   const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
   if (rank(q) != 5 || rank(k) != 4 || rank(keys) != 4 || !is_float(q) || !is_float(k) || !is_float(v) ||
@@ -47,6 +48,8 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
       static_cast<size_t>(count) > tokens) {
     return wrong("a position is out of range, or positions do not ascend");
   }
+  size_t used_heads;
+  if (!read_count(counts, heads_at, 1, kv_heads, used_heads)) return wrong("a count is out of range");
   float* seen = nullptr;
   if (mass.element_count() != 0) {
     if (!is_float(mass) || mass.element_count() != batch * capacity ||
@@ -62,6 +65,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                              dim(q, 3),
                              width,
                              capacity,
+                             used_heads,
                              rotary,
                              places,
                              static_cast<size_t>(count),
@@ -89,13 +93,15 @@ XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Attr<float>("scale")
                            .Attr<float>("softcap")
-                           .Attr<int64_t>("window"));
+                           .Attr<int64_t>("window")
+                           .Attr<int64_t>("heads_at"));
 
 const Target kAttentionTargets[] = {
     {"jaxllm_attention", reinterpret_cast<void*>(+AttentionHandler)},

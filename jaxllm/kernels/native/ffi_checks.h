@@ -65,6 +65,18 @@ inline bool read_rows(const AnyBuffer& x, ffi::DataType type, size_t& rows, size
 
 inline size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
+// How many of something count at run time: a number in [least, all] of an int32 buffer; all where that is
+// empty.
+inline bool read_count(const AnyBuffer& counts, int64_t at, size_t least, size_t all, size_t& out) {
+  out = all;
+  if (counts.element_type() != ffi::DataType::S32) return false;
+  if (counts.element_count() == 0) return true;
+  if (at < 0 || static_cast<size_t>(at) >= counts.element_count()) return false;
+  const int32_t count = counts.reinterpret_data<int32_t>()[at];
+  out = static_cast<size_t>(count);
+  return count >= 0 && out >= least && out <= all;
+}
+
 // A weight [panels, blocks, bytes] whose units are outputs; false where its shapes disagree.
 bool read_units(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group, size_t inputs,
                 size_t outputs, Units& out);

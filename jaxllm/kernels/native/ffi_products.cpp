@@ -36,9 +36,29 @@ bool read_reduction(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits,
   return true;
 }
 
-// x, norm scale, then data and scale of each weight -> one result per weight.
-Error to_units_call(AnyBuffer x, AnyBuffer norm, ffi::RemainingArgs weights, ffi::RemainingRets results,
-                    int64_t bits, int64_t group, float eps) {
+// An adapter's left side [rank, stride] of at least `units`, and right side [rank, width]; both may be empty.
+bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, size_t units, size_t width,
+                  const AnyBuffer& counts, int64_t rank_at, Adapter& out) {
+  out = {nullptr, nullptr, 0, 0};
+  if (left.element_type() != ffi::DataType::F32 || right.element_type() != ffi::DataType::F32) return false;
+  if (left.element_count() == 0 && right.element_count() == 0) return true;
+  if (rank(left) != 2 || rank(right) != 2 || dim(left, 0) != dim(right, 0)) return false;
+  if (dim(left, 1) < units || dim(right, 1) != width) return false;
+  size_t used;
+  if (!read_count(counts, rank_at, 0, dim(left, 0), used)) return false;
+  out = {left.reinterpret_data<float>(), right.reinterpret_data<float>(), used, dim(left, 1)};
+  return true;
+}
+
+constexpr const char* kMisfit = "an adapter's shape does not fit";
+constexpr const char* kCount = "a count is out of range";
+
+// x, norm scale, counts, then data, scale and both sides of an adapter of each weight -> one result per
+// weight. Weights have `units` units each, of which counts[units_at] are computed; adapters have
+// counts[rank_at] ranks.
+Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
+                    ffi::RemainingRets results, int64_t bits, int64_t group, float eps, int64_t units,
+                    int64_t units_at, int64_t rank_at) {
   const Timer timer;
   constexpr size_t kMost = 8;
   size_t rows, width;
@@ -48,49 +68,62 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, ffi::RemainingArgs weights, ffi
   if (!read_floats(norm, width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
   const size_t count = results.size();
-  if (count == 0 || count > kMost || weights.size() != 2 * count)
-    return wrong("each weight needs data, scales and a result");
-  Units units[kMost];
-  size_t outputs[kMost];
-  float* y[kMost];
+  if (count == 0 || count > kMost || weights.size() != 4 * count)
+    return wrong("each weight needs data, scales, an adapter and a result");
+  size_t used;
+  if (units <= 0 || !read_count(counts, units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
+  Outputs to[kMost];
   for (size_t i = 0; i < count; i++) {
-    auto data = weights.get<AnyBuffer>(2 * i), scale = weights.get<AnyBuffer>(2 * i + 1);
+    auto data = weights.get<AnyBuffer>(4 * i), scale = weights.get<AnyBuffer>(4 * i + 1);
+    auto left = weights.get<AnyBuffer>(4 * i + 2), right = weights.get<AnyBuffer>(4 * i + 3);
     auto out = results.get<AnyBuffer>(i);
-    if (!data || !scale || !out) return wrong("a weight or a result is missing");
-    size_t out_rows;
-    if (!read_rows(**out, ffi::DataType::F32, out_rows, outputs[i]) || out_rows != rows)
+    if (!data || !scale || !left || !right || !out) return wrong("a weight or a result is missing");
+    size_t out_rows, outputs;
+    if (!read_rows(**out, ffi::DataType::F32, out_rows, outputs) || out_rows != rows)
       return wrong("a result has other rows");
-    if (!read_units(*data, *scale, bits, group, width, outputs[i], units[i]))
+    if (!read_units(*data, *scale, bits, group, width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
-    y[i] = (*out)->reinterpret_data<float>();
+    if (!read_adapter(*left, *right, outputs, width, counts, rank_at, to[i].adapter)) return wrong(kMisfit);
+    if (outputs % units) return wrong("the outputs do not divide into units");
+    to[i].outputs = outputs / units * used;
+    to[i].stride = outputs;
+    to[i].y = (*out)->reinterpret_data<float>();
   }
-  return result(to_units(x.reinterpret_data<float>(), rows, applied, units, outputs, y, count));
+  return result(to_units(x.reinterpret_data<float>(), rows, applied, to, count));
 }
 
-// h [rows, segments * length], data, scale, residual or nothing -> y [rows, outputs].
-Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer residual,
-                      ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, int64_t segments) {
+// h [rows, segments * length], data, scale, both sides of an adapter, residual or nothing, counts -> y
+// [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed.
+Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer left, AnyBuffer right,
+                      AnyBuffer residual, AnyBuffer counts, ffi::Result<AnyBuffer> y, int64_t bits,
+                      int64_t group, int64_t segments, bool stacked, int64_t units_at, int64_t rank_at) {
   const Timer timer;
   size_t rows, width, out_rows, outputs;
   if (!read_rows(h, ffi::DataType::F32, rows, width))
     return wrong("activations must be float32 with at least one row");
   if (!read_rows(*y, ffi::DataType::F32, out_rows, outputs) || out_rows != rows)
     return wrong("the result has other rows");
-  if (segments <= 0 || width % segments) return wrong("the activations do not divide into segments");
+  if (segments <= 0 || width % segments || (segments > 1 && !stacked))
+    return wrong("the activations do not divide into segments");
+  size_t count = static_cast<size_t>(segments), length = width / count;
   Reduction weight;
-  if (!read_reduction(data, scale, bits, group, segments, width / segments, outputs, weight))
+  if (!read_reduction(data, scale, bits, group, count, length, outputs, weight))
     return wrong("the weight's shape does not fit");
+  Adapter adapter;
+  if (!read_adapter(left, right, width, outputs, counts, rank_at, adapter)) return wrong(kMisfit);
+  size_t& units = stacked ? count : length;
+  if (!read_count(counts, units_at, 1, units, units)) return wrong(kCount);
   const float* add;
   if (!read_floats(residual, rows * outputs, add)) return wrong("the residual has another shape");
-  return result(from_units(h.reinterpret_data<float>(), rows, weight, segments, width / segments, outputs,
+  return result(from_units(h.reinterpret_data<float>(), rows, width, weight, adapter, count, length, outputs,
                            add, y->reinterpret_data<float>()));
 }
 
-// x [rows, width], norm scale, data and scale of gate (empty: none), up and down -> y [rows, width].
-Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer gate, AnyBuffer gate_scale, AnyBuffer up,
-                        AnyBuffer up_scale, AnyBuffer down, AnyBuffer down_scale, ffi::Result<AnyBuffer> y,
-                        int64_t bits, int64_t group, int64_t units, int64_t activation, bool residual,
-                        float eps) {
+// x [rows, width], norm scale, counts, then data, scale and both sides of an adapter of gate (empty: none),
+// up and down -> y [rows, width]. Of the `units` counts[units_at] are computed.
+Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
+                        ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, int64_t units,
+                        int64_t activation, bool residual, float eps, int64_t units_at, int64_t rank_at) {
   const Timer timer;
   size_t rows, width;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
@@ -101,17 +134,26 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer gate, AnyBuffer g
   if (!read_floats(norm, width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
   if (units <= 0) return wrong("a feed-forward block has at least one unit");
-  const bool gated = gate.element_count() != 0;
-  Units gate_units, up_units;
-  Reduction down_units;
-  if ((gated && !read_units(gate, gate_scale, bits, group, width, units, gate_units)) ||
-      !read_units(up, up_scale, bits, group, width, units, up_units) ||
-      !read_reduction(down, down_scale, bits, group, 1, units, width, down_units)) {
-    return wrong("a weight's shape does not fit");
+  const size_t all = static_cast<size_t>(units);
+  size_t used;
+  if (!read_count(counts, units_at, 1, all, used)) return wrong(kCount);
+  if (weights.size() != 12) return wrong("a block has three weights, each with scales and an adapter");
+  Block block{};
+  Adapter* const adapters[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
+  for (size_t i = 0; i < 3; i++) {
+    auto data = weights.get<AnyBuffer>(4 * i), scale = weights.get<AnyBuffer>(4 * i + 1);
+    auto left = weights.get<AnyBuffer>(4 * i + 2), right = weights.get<AnyBuffer>(4 * i + 3);
+    if (!data || !scale || !left || !right) return wrong("a weight is missing");
+    if (i == 0 && data->element_count() == 0) continue;
+    Units& outwards = i == 0 ? block.gate : block.up;
+    if (i == 2 ? !read_reduction(*data, *scale, bits, group, 1, all, width, block.down)
+               : !read_units(*data, *scale, bits, group, width, all, outwards)) {
+      return wrong("a weight's shape does not fit");
+    }
+    if (!read_adapter(*left, *right, all, width, counts, rank_at, *adapters[i])) return wrong(kMisfit);
   }
-  return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, gated ? &gate_units : nullptr,
-                             up_units, down_units, units, static_cast<int>(activation), residual,
-                             y->reinterpret_data<float>()));
+  return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, block, used,
+                             static_cast<int>(activation), residual, y->reinterpret_data<float>()));
 }
 
 // x [rows, inputs] int8, data [panels, blocks, 512] -> y [rows, outputs] int32.
@@ -155,38 +197,46 @@ XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                        ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
-                           .Attr<float>("eps"));
+                           .Attr<float>("eps")
+                           .Attr<int64_t>("units")
+                           .Attr<int64_t>("units_at")
+                           .Attr<int64_t>("rank_at"));
 XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                        ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
-                           .Attr<int64_t>("segments"));
+                           .Attr<int64_t>("segments")
+                           .Attr<bool>("stacked")
+                           .Attr<int64_t>("units_at")
+                           .Attr<int64_t>("rank_at"));
 XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                        ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                           .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("activation")
                            .Attr<bool>("residual")
-                           .Attr<float>("eps"));
+                           .Attr<float>("eps")
+                           .Attr<int64_t>("units_at")
+                           .Attr<int64_t>("rank_at"));
 XLA_FFI_DEFINE_HANDLER(IntegerProduct, integer_product_call,
                        ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 

@@ -46,25 +46,56 @@ Matrix matrix_of(const Reduction& w, size_t segments, size_t length, size_t outp
   return m;
 }
 
-// Quantizes rows of x, after a norm if there is one, into the caller's scratch.
-bool quantize_rows(const float* x, size_t rows, const Inputs& in, Norm norm, Activations& a) {
+// Rows as products take them: in 8 bits, and what adapters make of them as they were, [rows][low_stride].
+struct Prepared {
+  Activations a;
+  float* low;
+  size_t low_stride;
+};
+
+// One side of an adapter, [rank][stride], which rows are multiplied with before the product.
+struct Low {
+  const float* side;
+  size_t rank, stride;
+};
+
+// What is left to do for an adapter: low [rows][low_stride] times its other side is added to results.
+struct Change {
+  const float* low;
+  size_t low_stride;
+  const float* side;  // [rank][stride]
+  size_t rank, stride;
+
+  // To y [rows][y_stride], which are results of row `row`... and column `column`..., `width` of them.
+  void add(size_t row, size_t rows, size_t column, size_t width, float* y, size_t y_stride) const {
+    if (!rank) return;
+    backend().add_low(low + row * low_stride, low_stride, rows, side + column, stride, rank, width, y,
+                      y_stride);
+  }
+};
+
+// Quantizes rows of x, which begin `x_stride` apart, after a norm if there is one, into the caller's scratch.
+bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in, Norm norm, const Low* lows,
+                  size_t low_count, Prepared& prepared) {
   const size_t width = in.segments * in.length, used = in.all_blocks() * kBlock;
   const size_t stride = (used + 63) / 64 * 64, padded = (rows + 15) / 16 * 16;
   const size_t spans = in.all_spans(), blocks = in.all_blocks();
+  size_t low_stride = 0;
+  for (size_t i = 0; i < low_count; i++) low_stride += lows[i].rank;
   // 64 more bytes: a tile reads two blocks at a time, also from a row's last.
-  const size_t data_bytes = padded * stride + 64;
-  char* memory =
-      static_cast<char*>(thread_scratch(kActivations, data_bytes + rows * (2 * spans + blocks) * 4 + 64));
+  const size_t data_bytes = padded * stride + 64, row_words = 2 * spans + blocks + low_stride;
+  char* memory = static_cast<char*>(thread_scratch(kActivations, data_bytes + rows * row_words * 4 + 64));
   if (!memory) return false;
   int8_t* q = reinterpret_cast<int8_t*>(memory);
   float* scale = reinterpret_cast<float*>(memory + (data_bytes + 63) / 64 * 64);
   int32_t* span_sum = reinterpret_cast<int32_t*>(scale + rows * spans);
   int32_t* block_sum = span_sum + rows * spans;
-  a = {q, stride, scale, span_sum, block_sum};
+  float* low = reinterpret_cast<float*>(block_sum + rows * blocks);
+  prepared = {{q, stride, scale, span_sum, block_sum}, low, low_stride};
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
   auto one = [&](size_t row) {
-    const float* from = x + row * width;
+    const float* from = x + row * x_stride;
     if (norm.scale) {
       float* normed = static_cast<float*>(thread_scratch(kTaskOut, width * sizeof(float)));
       if (!normed) {
@@ -77,6 +108,11 @@ bool quantize_rows(const float* x, size_t rows, const Inputs& in, Norm norm, Act
     int8_t* to = q + row * stride;
     kernels.quantize(from, in, to, scale + row * spans, span_sum + row * spans, block_sum + row * blocks);
     memset(to + used, 0, stride - used);
+    float* sums = low + row * low_stride;
+    for (size_t i = 0; i < low_count; i++) {
+      kernels.low_sums(from, lows[i].side, lows[i].stride, lows[i].rank, width, sums);
+      sums += lows[i].rank;
+    }
   };
   memset(q + rows * stride, 0, data_bytes - rows * stride);
   if (rows * width < 16384) {
@@ -88,6 +124,16 @@ bool quantize_rows(const float* x, size_t rows, const Inputs& in, Norm norm, Act
     });
   }
   return !failed;
+}
+
+// An adapter of a weight whose units are outputs: rows meet its right side first. The other way for inputs.
+Low before_units(const Adapter& adapter, size_t width) { return {adapter.right, adapter.rank, width}; }
+Change after_units(const Prepared& p, size_t at, const Adapter& adapter) {
+  return {p.low + at, p.low_stride, adapter.left, adapter.rank, adapter.stride};
+}
+Low before_reduction(const Adapter& adapter) { return {adapter.left, adapter.rank, adapter.stride}; }
+Change after_reduction(const Prepared& p, const Adapter& adapter, size_t width) {
+  return {p.low, p.low_stride, adapter.right, adapter.rank, width};
 }
 
 // One task's tile of outputs in the thread's own scratch: [kTaskRows][kTaskWidth] floats, twice.
@@ -144,7 +190,7 @@ void row_to(const Matrix& m, const Activations& a, size_t from, size_t to, size_
 // Products of one row with weights whose units are inputs: spans in any order, summed in a fixed one. The
 // last spans are cut into ranges of panels, so that all threads end together.
 bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const float* residual, float* y,
-                const Upcoming& next) {
+                const Change& change, const Upcoming& next) {
   const size_t spans = m.inputs.all_spans(), padded = m.panels * kPanel;
   const size_t team = static_cast<size_t>(threads()), last = std::min(spans, team), whole = spans - last;
   const size_t cuts = std::max<size_t>(1, std::min((4 * team + last - 1) / last, m.panels / 8));
@@ -165,12 +211,13 @@ bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const flo
   for (size_t span = 1; span < spans; span++) {
     for (size_t i = 0; i < outputs; i++) y[i] += parts[span * padded + i];
   }
+  change.add(0, 1, 0, outputs, y, outputs);
   return true;
 }
 
-// Products of many rows; whichever side the units are on.
-bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
-                   float* y) {
+// Products of many rows, to rows of y that begin `stride` apart; whichever side the units are on.
+bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t outputs, size_t stride,
+                   const float* residual, float* y, const Change& change) {
   const Tiling tiling{rows, m.panels};
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
@@ -185,37 +232,47 @@ bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t ou
     const size_t column = t.panel * kPanel, width = std::min(outputs - column, t.panels * kPanel);
     for (size_t row = t.from; row < t.to; row++) {
       const float* from = memory.out + (row - t.from) * kTaskWidth;
-      float* to = y + row * outputs + column;
+      float* to = y + row * stride + column;
       if (residual) {
-        const float* add = residual + row * outputs + column;
+        const float* add = residual + row * stride + column;
         for (size_t i = 0; i < width; i++) to[i] = from[i] + add[i];
       } else {
         memcpy(to, from, width * sizeof(float));
       }
     }
+    change.add(t.from, t.to - t.from, column, width, y + t.from * stride + column, stride);
   });
   return !failed;
 }
 
-bool multiply(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
-              float* y, const Upcoming& next) {
-  if (rows == 1) return reduce_row(m, a, outputs, residual, y, next);
-  return multiply_rows(m, a, rows, outputs, residual, y);
+bool reduce(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
+            float* y, const Change& change, const Upcoming& next) {
+  if (rows == 1) return reduce_row(m, a, outputs, residual, y, change, next);
+  return multiply_rows(m, a, rows, outputs, outputs, residual, y, change);
 }
 
 }  // namespace
 
-Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, const size_t* outputs,
-                 float* const* y, size_t count) {
+Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results, size_t count) {
   constexpr size_t kMost = 8;
   if (count == 0 || count > kMost) return "a product takes 1 to 8 weights";
   Matrix m[kMost];
-  for (size_t i = 0; i < count; i++) m[i] = matrix_of(weights[i], outputs[i]);
-  Activations a;
-  if (!quantize_rows(x, rows, m[0].inputs, norm, a)) return kNoMemory;
+  Low lows[kMost];
+  for (size_t i = 0; i < count; i++) {
+    m[i] = matrix_of(results[i].weight, results[i].outputs);
+    lows[i] = before_units(results[i].adapter, results[i].weight.inputs);
+  }
+  const Inputs& in = m[0].inputs;
+  Prepared p;
+  if (!prepare_rows(x, in.length, rows, in, norm, lows, count, p)) return kNoMemory;
+  Change changes[kMost];
+  for (size_t i = 0, at = 0; i < count; at += results[i++].adapter.rank) {
+    changes[i] = after_units(p, at, results[i].adapter);
+  }
   if (rows > 1) {
     for (size_t i = 0; i < count; i++) {
-      if (!multiply_rows(m[i], a, rows, outputs[i], nullptr, y[i])) return kNoMemory;
+      const Outputs& to = results[i];
+      if (!multiply_rows(m[i], p.a, rows, to.outputs, to.stride, nullptr, to.y, changes[i])) return kNoMemory;
     }
     return nullptr;
   }
@@ -228,7 +285,12 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, c
       [&](size_t task) {
         auto [from, to] = ranges.at(task);
         for (size_t i = 0; from < to; i++) {
-          if (from < m[i].panels) row_to(m[i], a, from, std::min(to, m[i].panels), outputs[i], y[i]);
+          if (from < m[i].panels) {
+            const size_t end = std::min(to, m[i].panels), outputs = results[i].outputs;
+            row_to(m[i], p.a, from, end, outputs, results[i].y);
+            const size_t column = from * kPanel, width = std::min(outputs, end * kPanel) - column;
+            changes[i].add(0, 1, column, width, results[i].y + column, outputs);
+          }
           from -= std::min(from, m[i].panels);
           to -= std::min(to, m[i].panels);
         }
@@ -237,21 +299,30 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, c
   return nullptr;
 }
 
-Failure from_units(const float* h, size_t rows, const Reduction& weight, size_t segments, size_t length,
-                   size_t outputs, const float* residual, float* y) {
+Failure from_units(const float* h, size_t rows, size_t stride, const Reduction& weight,
+                   const Adapter& adapter, size_t segments, size_t length, size_t outputs,
+                   const float* residual, float* y) {
   const Matrix m = matrix_of(weight, segments, length, outputs);
-  Activations a;
-  if (!quantize_rows(h, rows, m.inputs, {nullptr, 0}, a)) return kNoMemory;
+  const Low low = before_reduction(adapter);
+  Prepared p;
+  if (!prepare_rows(h, stride, rows, m.inputs, {nullptr, 0}, &low, 1, p)) return kNoMemory;
   const Upcoming next = rows == 1 ? begin_reading(first_spans(m)) : Upcoming{};
-  return multiply(m, a, rows, outputs, residual, y, next) ? nullptr : kNoMemory;
+  const Change change = after_reduction(p, adapter, outputs);
+  return reduce(m, p.a, rows, outputs, residual, y, change, next) ? nullptr : kNoMemory;
 }
 
-Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Units* gate, const Units& up,
-                     const Reduction& down, size_t units, int activation, bool residual, float* y) {
-  const Matrix up_matrix = matrix_of(up, units), down_matrix = matrix_of(down, 1, units, width);
-  const Matrix gate_matrix = gate ? matrix_of(*gate, units) : up_matrix;
-  Activations a;
-  if (!quantize_rows(x, rows, up_matrix.inputs, norm, a)) return kNoMemory;
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Block& block, size_t units,
+                     int activation, bool residual, float* y) {
+  const bool gated = block.gate.data != nullptr;
+  const Matrix up_matrix = matrix_of(block.up, units), down_matrix = matrix_of(block.down, 1, units, width);
+  // Without a gate, the other is what is activated.
+  const Matrix gate_matrix = gated ? matrix_of(block.gate, units) : up_matrix;
+  const Adapter& first = gated ? block.gate_adapter : block.up_adapter;
+  const Low lows[2] = {before_units(first, width), before_units(block.up_adapter, width)};
+  Prepared p;
+  if (!prepare_rows(x, width, rows, up_matrix.inputs, norm, lows, gated ? 2 : 1, p)) return kNoMemory;
+  const Change gate_change = after_units(p, 0, first),
+               up_change = after_units(p, first.rank, block.up_adapter);
   const size_t padded = up_matrix.panels * kPanel;
   float* hidden = static_cast<float*>(thread_scratch(kHidden, (rows * units + padded) * sizeof(float)));
   if (!hidden) return kNoMemory;
@@ -270,11 +341,16 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
             failed = true;
             return;
           }
+          const size_t column = from * kPanel, count = std::min(units, to * kPanel) - column;
           // Past the last unit there is room for the rest of its panel.
-          float* out = hidden + from * kPanel;
-          kernels.row_panels(gate_matrix, a, from, to, out);
-          if (gate) kernels.row_panels(up_matrix, a, from, to, up_out);
-          kernels.activate(out, gate ? up_out : nullptr, (to - from) * kPanel, activation);
+          float* out = hidden + column;
+          kernels.row_panels(gate_matrix, p.a, from, to, out);
+          gate_change.add(0, 1, column, count, out, units);
+          if (gated) {
+            kernels.row_panels(up_matrix, p.a, from, to, up_out);
+            up_change.add(0, 1, column, count, up_out, units);
+          }
+          kernels.activate(out, gated ? up_out : nullptr, (to - from) * kPanel, activation);
         },
         first_spans(down_matrix));
   } else {
@@ -286,19 +362,27 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
         failed = true;
         return;
       }
-      kernels.tile(gate_matrix, a, t.from, t.to, t.panel, t.panels, memory.out, memory.work);
-      if (gate) kernels.tile(up_matrix, a, t.from, t.to, t.panel, t.panels, memory.other, memory.work);
       const size_t column = t.panel * kPanel, count = std::min(units - column, t.panels * kPanel);
+      const size_t tile_rows = t.to - t.from;
+      kernels.tile(gate_matrix, p.a, t.from, t.to, t.panel, t.panels, memory.out, memory.work);
+      gate_change.add(t.from, tile_rows, column, count, memory.out, kTaskWidth);
+      if (gated) {
+        kernels.tile(up_matrix, p.a, t.from, t.to, t.panel, t.panels, memory.other, memory.work);
+        up_change.add(t.from, tile_rows, column, count, memory.other, kTaskWidth);
+      }
       for (size_t row = t.from; row < t.to; row++) {
         float* out = memory.out + (row - t.from) * kTaskWidth;
-        kernels.activate(out, gate ? memory.other + (row - t.from) * kTaskWidth : nullptr, count, activation);
+        const float* other = gated ? memory.other + (row - t.from) * kTaskWidth : nullptr;
+        kernels.activate(out, other, count, activation);
         memcpy(hidden + row * units + column, out, count * sizeof(float));
       }
     });
   }
   if (failed) return kNoMemory;
-  if (!quantize_rows(hidden, rows, down_matrix.inputs, {nullptr, 0}, a)) return kNoMemory;
-  return multiply(down_matrix, a, rows, width, residual ? x : nullptr, y, next) ? nullptr : kNoMemory;
+  const Low low = before_reduction(block.down_adapter);
+  if (!prepare_rows(hidden, units, rows, down_matrix.inputs, {nullptr, 0}, &low, 1, p)) return kNoMemory;
+  const Change change = after_reduction(p, block.down_adapter, width);
+  return reduce(down_matrix, p.a, rows, width, residual ? x : nullptr, y, change, next) ? nullptr : kNoMemory;
 }
 
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y) {

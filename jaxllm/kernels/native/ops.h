@@ -24,6 +24,13 @@ struct Reduction {
   size_t segments, blocks, panels;  // as stored; blocks of a segment
 };
 
+// A low-rank change to a weight (LoRA): left * right is added to it, in floats. Rank 0 is none.
+struct Adapter {
+  const float* left;   // [rank][stride], along units
+  const float* right;  // [rank][width], along the weight's other side
+  size_t rank, stride;
+};
+
 // What is done to the rows of x before a product: nothing, or a root-mean-square norm.
 struct Norm {
   const float* scale;  // [width], or null
@@ -34,16 +41,30 @@ struct Norm {
 using Failure = const char*;
 constexpr Failure kNoMemory = "out of memory for a kernel's scratch";
 
-// y[i] [rows][outputs[i]] = norm(x) [rows][inputs] times the first outputs[i] rows of weight i.
-Failure to_units(const float* x, size_t rows, Norm norm, const Units* weights, const size_t* outputs,
-                 float* const* y, size_t count);
-// y [rows][outputs] = residual + h [rows][segments * length] times the first rows of each segment.
-Failure from_units(const float* h, size_t rows, const Reduction& weight, size_t segments, size_t length,
-                   size_t outputs, const float* residual, float* y);
-// y [rows][width] = (x if residual) + down(activation(gate(norm(x))) * up(norm(x))), `units` of them.
-// gate may be null: down(activation(up(norm(x)))).
-Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Units* gate, const Units& up,
-                     const Reduction& down, size_t units, int activation, bool residual, float* y);
+// Outputs of a weight: the first `outputs` of each row of y [rows][stride]; the others are left as they are.
+struct Outputs {
+  Units weight;
+  Adapter adapter;
+  size_t outputs, stride;
+  float* y;
+};
+// y = norm(x) [rows][inputs] times the first rows of each weight.
+Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results, size_t count);
+// y [rows][outputs] = residual + h times the first rows of each segment, where the rows of h begin `stride`
+// apart, with segments * length inputs.
+Failure from_units(const float* h, size_t rows, size_t stride, const Reduction& weight,
+                   const Adapter& adapter, size_t segments, size_t length, size_t outputs,
+                   const float* residual, float* y);
+// The three weights of a block and what is changed of each; without a gate, its `data` is null.
+struct Block {
+  Units gate, up;
+  Reduction down;
+  Adapter gate_adapter, up_adapter, down_adapter;
+};
+// y [rows][width] = (x if residual) + down(activation(gate(norm(x))) * up(norm(x))), `units` of them; without
+// a gate down(activation(up(norm(x)))).
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Block& block, size_t units,
+                     int activation, bool residual, float* y);
 // y [rows][outputs] int32 = x [rows][inputs] int8 times 8-bit rows, scales left aside. -128 counts as -127.
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y);
 
@@ -54,6 +75,7 @@ void largest(const float* x, size_t rows, size_t width, int32_t* y);
 
 struct AttentionShape {
   size_t batch, tokens, kv_heads, group, width, capacity;
+  size_t used_heads;         // of the kv_heads, the first that are written and attended to
   size_t rotary;             // half the dimensions that turn; 0 for none
   const int32_t* positions;  // [tokens] of the new tokens, ascending
   size_t valid;              // how many of them are written
@@ -63,8 +85,9 @@ struct AttentionShape {
 };
 // Turns new keys by cos and sin [tokens][rotary], writes them and new values into the cache, and attends.
 // q, y [batch][tokens][kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; caches
-// [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written. To `mass`
-// [batch][capacity], unless it is null, what the valid tokens' queries attend to each position is added.
+// [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written, nor is y for heads
+// that are not used. To `mass` [batch][capacity], unless it is null, what the valid tokens' queries attend to
+// each position is added.
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 

@@ -1,0 +1,80 @@
+"""Which graphs requests need: the buckets of one level, by kind and length."""
+
+import itertools
+
+from jaxllm.config import Bucket, Kind
+from serving.chunks import plan_chunks
+from serving.options import EngineOptions
+
+
+class BucketPlan:
+    """The buckets that answer requests.
+
+    Attributes:
+      options: resolved options.
+      graphs_level: the level whose graphs are run.
+    """
+
+    options: EngineOptions
+    graphs_level: int
+
+    def all_buckets(self) -> list[Bucket]:
+        """Every bucket that answering any request at this level can need."""
+        caches = self.options.cache_tokens
+        buckets = [Bucket(kind="sample")]
+        for cache in caches:
+            buckets.append(self._start_bucket(cache))
+            buckets.append(self._decode_bucket(cache))
+            buckets += [self._prefill_bucket(chunk, cache) for chunk in self.options.chunk_tokens]
+        buckets += [self._grow_bucket(*pair) for pair in itertools.pairwise(caches)]
+        return buckets
+
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """The fewest buckets that answer one request: one cache length, the chunks of its prompt.
+
+        They come in the order in which the request needs them, the slowest to build of a step first.
+        """
+        total = min(prompt_tokens + max_tokens, self.options.context_tokens)
+        cache = next(c for c in self.options.cache_tokens if c >= total)
+        chunks = dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens))
+        return [
+            *(self._prefill_bucket(chunk, cache) for chunk in chunks),
+            Bucket(kind="sample"),
+            self._start_bucket(cache),
+            *([] if max_tokens == 1 else [self._decode_bucket(cache)]),
+        ]
+
+    def score_buckets(self, window_tokens: int) -> list[Bucket]:
+        """The buckets that score text in windows of `window_tokens`."""
+        cache = next(c for c in self.options.cache_tokens if c >= window_tokens)
+        return [
+            self._start_bucket(cache),
+            self._score_bucket(cache),
+        ]
+
+    def branches_bucket(self, tokens: int) -> Bucket:
+        """The bucket that scores documents with many ends, in rows of `tokens`."""
+        rows = max(1, self.options.score_tokens // tokens)
+        return Bucket(kind="branches", tokens=tokens, rows=rows, level=self.graphs_level)
+
+    def routing_bucket(self, tokens: int, rows: int = 1) -> Bucket:
+        """The bucket that says which experts the tokens of rows of documents visit."""
+        return Bucket(kind="routing", tokens=tokens, rows=rows, level=self.graphs_level)
+
+    def _decode_bucket(self, cache: int) -> Bucket:
+        return self._bucket("decode", self.options.decode_block, cache)
+
+    def _prefill_bucket(self, chunk: int, cache: int) -> Bucket:
+        return self._bucket("prefill", chunk, cache)
+
+    def _score_bucket(self, cache: int) -> Bucket:
+        return self._bucket("score", self.options.chunk_tokens[-1], cache)
+
+    def _start_bucket(self, cache: int) -> Bucket:
+        return self._bucket("start", 0, cache)
+
+    def _grow_bucket(self, short: int, long: int) -> Bucket:
+        return self._bucket("grow", short, long)
+
+    def _bucket(self, kind: Kind, tokens: int, cache: int) -> Bucket:
+        return Bucket(kind=kind, tokens=tokens, cache_tokens=cache, level=self.graphs_level)
