@@ -29,6 +29,9 @@ _ROW_TOKENS = (32, 64, 128, 256, 512)
 _TIMED_RUNS = 7
 # Tables that rows are taken of, not products.
 _LOOKED_UP = ("embed.tokens", "embed.positions", "embed.types")
+# Entries of a matrix from which on a native product is faster: below, XLA's own costs less than rounding the
+# activations does.
+_LARGE = 1 << 16
 
 
 class TinyPlanner:
@@ -138,11 +141,12 @@ class TinyPlanner:
 
 
 def _served(tiny: TinyLm) -> dict[str, Weight]:
-    """The tiny LM's weights as they are read fastest: matrices at 8 bits where native kernels serve them."""
+    """The tiny LM's weights as they are read fastest: large matrices at 8 bits where native kernels serve
+    them."""
     native_here = jax.default_backend() == "cpu" and native.kernels().native
     served: dict[str, Weight] = {}
     for name, value in tiny.params.items():
-        if native_here and value.ndim == 2 and name not in _LOOKED_UP:
+        if native_here and value.ndim == 2 and value.size >= _LARGE and name not in _LOOKED_UP:
             wide = np.asarray(value, np.float32)
             served[name] = jax.tree.map(jax.device_put, to_blocks(quantize(wide, bits=8, axis=-1)))
         else:

@@ -1,6 +1,7 @@
 """Answers at several levels of one model, over one copy of its weights."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -52,6 +53,11 @@ def engine(path):
     return Engine.open(path, options=OPTIONS)
 
 
+@functools.partial(jax.jit, static_argnums=2)
+def all_logits(params, tokens, cfg):
+    return logits(params, forward_documents(params, tokens, cfg=cfg), cfg=cfg)
+
+
 def greedy(level, tokens, count):
     """The level's answer without caches, engines or views."""
     cfg = sub_config(CFG, LADDER, level)
@@ -60,8 +66,9 @@ def greedy(level, tokens, count):
         params = merge(params, RECOVERY, 0.5)
     tokens = list(tokens)
     for _ in range(count):
-        hidden = forward_documents(params, np.array([tokens], np.int32), cfg=cfg)
-        tokens.append(int(np.argmax(logits(params, hidden, cfg=cfg)[0, -1])))
+        row = np.zeros((1, 64), np.int32)
+        row[0, : len(tokens)] = tokens
+        tokens.append(int(np.argmax(all_logits(params, row, cfg)[0, len(tokens) - 1])))
     return tokens[-count:]
 
 

@@ -15,21 +15,26 @@ from jaxllm.models.tlm import forward_both
 from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tokenizer import Tokenizer
+from serving import tiny_lm
 from serving.options import EngineOptions
 from serving.service import LLMService
 from serving.tiny_lm import TinyPlanner
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
-from tests.tiny_tlm import tiny_lm
+from tests.tiny_tlm import tiny_lm as random_tiny_lm
 
 LEVELS, RATIOS = (40, 70, 100), (0.25, 0.5, 1.0)
-TINY_LM = tiny_lm(LEVELS, RATIOS)
+TINY_LM = random_tiny_lm(LEVELS, RATIOS)
 QUESTION = TaskExample(user="the quick brown fox jumps over the lazy dog", answer="", system="say it")
 ALL = np.ones((3, 3), bool)
 
 
-@pytest.fixture(scope="module")
-def planner():
-    return TinyPlanner(TINY_LM, LEVELS)
+@pytest.fixture(scope="module", params=["floats", "8 bits"])
+def planner(request):
+    """One whose matrices are small, and one that takes them for large."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "8 bits":
+            patch.setattr(tiny_lm, "_LARGE", 1)
+        return TinyPlanner(TINY_LM, LEVELS)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +51,7 @@ def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
     keep, _ = read_by_hand(prompt, SLOS[2])
     expected = 1 / (1 + np.exp(-np.asarray(keep)[0, 2 : 2 + len(prompt.ids)]))
     found = planner.propose(prompt, SLOS[2], ALL)
-    # Its weights are at 8 bits where native kernels serve them.
+    # Large weights are at 8 bits where native kernels serve them.
     np.testing.assert_allclose(found.scores, expected, atol=0.05)
     assert planner.scores(prompt).shape == prompt.ids.shape
 
@@ -77,7 +82,7 @@ def test_levels_that_it_does_not_know_are_never_proposed(prompt):
 
 
 def test_a_tokenizer_of_its_own_scores_the_same_words(prompt):
-    own = TinyPlanner(tiny_lm(LEVELS, RATIOS, tokenizer=tiny_tokenizer(chat=False)), LEVELS)
+    own = TinyPlanner(random_tiny_lm(LEVELS, RATIOS, tokenizer=tiny_tokenizer(chat=False)), LEVELS)
     found = own.propose(prompt, SLOS[1], ALL)
     assert found.scores.shape == prompt.ids.shape
     for word in set(prompt.words.tolist()):
