@@ -5,13 +5,11 @@ requests each app makes. A trace holds its questions, so that it can be replayed
 """
 
 import dataclasses
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.atomic import atomic_file
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.tasks.example import TaskExample
@@ -19,12 +17,11 @@ from serving.buckets import Progress
 from serving.evaluation.tasks import is_right
 from serving.objectives import Cost
 from serving.service import Answer, LLMService
+from serving.trace_files import MAX_ENTRIES, read_lines, write_lines
 
 # The tasks with options that a trace is made of by default.
 TRACE_TASKS = ("sentiment", "news", "emotion", "ui-step", "api-choice")
 ANSWER_TOKENS = 32
-MAX_REQUESTS = 1_000_000
-_MAX_LINE_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +97,8 @@ def make_trace(
     """
     if not questions or not all(questions.values()):
         raise ConfigError("a trace needs questions of at least one task")
-    if not 1 <= requests <= MAX_REQUESTS:
-        raise ConfigError(f"a trace has 1 to {MAX_REQUESTS} requests, got {requests}")
+    if not 1 <= requests <= MAX_ENTRIES:
+        raise ConfigError(f"a trace has 1 to {MAX_ENTRIES} requests, got {requests}")
     if not 0 < rate_per_s < float("inf") or not -100 <= alpha <= 100:
         raise ConfigError(f"rate {rate_per_s} must be above 0, and alpha {alpha} in [-100, 100]")
     draw = random.Random(seed)
@@ -129,12 +126,7 @@ def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
     Raises:
       ConfigError: it cannot be written.
     """
-    try:
-        with atomic_file(path) as file:
-            for each in trace:
-                file.write(json.dumps(each.to_json(), ensure_ascii=False).encode() + b"\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: the trace cannot be written ({error.strerror})") from error
+    write_lines(path, (each.to_json() for each in trace))
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
@@ -143,20 +135,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
     Raises:
       ConfigError: it cannot be read, is malformed, or too long.
     """
-    trace: list[TraceRequest] = []
-    try:
-        with Path(path).open("rb") as file:
-            while line := file.readline(_MAX_LINE_BYTES + 1):
-                if len(line) > _MAX_LINE_BYTES or len(trace) == MAX_REQUESTS:
-                    raise ConfigError("the line is too long, or there are too many")
-                trace.append(TraceRequest.from_json(json.loads(line)))
-    except OSError as error:
-        raise ConfigError(f"{path}: the trace cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}, line {len(trace) + 1}: {error!s:.200}") from error
-    if not trace:
-        raise ConfigError(f"{path}: the trace has no request")
-    return trace
+    return read_lines(path, TraceRequest.from_json)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from jaxllm.tasks.prompts import prompt_ids
+from jaxllm.tokenizer import Tokenizer
 from serving.console import print_json, progress_bars
-from serving.evaluation.tasks import read_questions
+from serving.contexts.switching import (
+    HOURS,
+    MAX_CONTEXTS,
+    PATTERNS,
+    Lengths,
+    make_switching,
+    read_azure_lengths,
+    read_mooncake,
+    write_switching,
+)
+from serving.evaluation.tasks import ALL, read_questions
+from serving.models import open_model
 from serving.service import LLMService
 from serving.trace import (
     ANSWER_TOKENS,
@@ -50,6 +63,70 @@ def make_command(
     trace = make_trace(questions.examples, requests=requests, alpha=alpha, rate_per_s=rate_per_s, seed=seed)
     write_trace(out, trace)
     click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {out}")
+
+
+@trace_command.command("switching")
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The trace, a .jsonl file.")
+@click.option(
+    "--pattern", type=click.Choice(list(PATTERNS)), default="markov", show_default=True,
+    help="In which contexts follow each other.",
+)  # fmt: skip
+@click.option("--contexts", type=click.IntRange(1, MAX_CONTEXTS), default=8, show_default=True)
+@click.option("-n", "--calls", type=click.IntRange(min=1), default=600, show_default=True)
+@click.option("--hours", type=float, default=HOURS, show_default=True)
+@click.option(
+    "--data", type=click.Path(path_type=Path), metavar="DIR",
+    help="The tasks' files: prompts and answers are as long as those of their validation questions.",
+)  # fmt: skip
+@click.option(
+    "--azure", type=click.Path(path_type=Path), metavar="CSV",
+    help="A trace of Azure's LLM inference service instead: as long as its requests.",
+)  # fmt: skip
+@click.option(
+    "--mooncake", type=click.Path(path_type=Path), metavar="JSONL",
+    help="Mooncake's conversation trace instead: its own calls, contexts and lengths.",
+)  # fmt: skip
+@click.option("--slower", type=float, default=1.0, show_default=True, help="Times of --mooncake times this.")
+@click.option("--token-scale", type=float, default=1.0, show_default=True, help="Its lengths times this.")
+@click.option("-m", "--model", type=click.Path(path_type=Path), help="Whose tokens --data is counted in.")
+@click.option("--seed", type=int, default=0, show_default=True)
+def switching_command(
+    out: Path,
+    pattern: str,
+    contexts: int,
+    calls: int,
+    hours: float,
+    data: Path | None,
+    azure: Path | None,
+    mooncake: Path | None,
+    slower: float,
+    token_scale: float,
+    model: Path | None,
+    seed: int,
+) -> None:
+    """Draw a trace of apps that switch between contexts, or take a real one."""
+    if sum(each is not None for each in (data, azure, mooncake)) != 1:
+        raise click.UsageError("say where calls come from: one of --data, --azure and --mooncake")
+    if mooncake is not None:
+        trace = read_mooncake(mooncake, slower=slower, token_scale=token_scale)[:calls]
+    else:
+        lengths = read_azure_lengths(azure) if azure is not None else _task_lengths(data, model)
+        trace = make_switching(pattern, lengths, contexts=contexts, calls=calls, hours=hours, seed=seed)
+    write_switching(out, trace)
+    active = len({each.context for each in trace})
+    click.echo(f"{len(trace)} calls of {active} contexts over {trace[-1].time_s / 3600:.1f} hours in {out}")
+
+
+def _task_lengths(data: Path | None, model: Path | None) -> list[Lengths]:
+    """(prompt, answer) tokens of all tasks' validation questions."""
+    assert data is not None
+    tokenizer = Tokenizer(open_model(model).tokenizer_files())
+    questions = read_questions([ALL], data)
+    return [
+        (len(prompt_ids(tokenizer, each)), len(tokenizer.encode(each.answer, add_special_tokens=False)) + 1)
+        for examples in questions.examples.values()
+        for each in examples
+    ]
 
 
 @trace_command.command("replay")

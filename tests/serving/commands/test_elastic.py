@@ -7,6 +7,7 @@ import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
+from serving.contexts.switching import read_switching
 from serving.trace import read_trace
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, failed, succeeded
 from tests.tiny import write_tiny_bundle
@@ -81,3 +82,24 @@ def test_info_tells_levels(run: Run, elastic: Path) -> None:
     assert facts["levels"] == [50, 100]
     assert facts["anchors"] == [1]
     assert facts["tiny_lm"] is False
+
+
+def test_switching_traces(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
+    out, azure, mooncake = (tmp_path / name for name in ("trace.jsonl", "azure.csv", "mooncake.jsonl"))
+    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,48,10\n")
+    request = {"timestamp": 7000, "input_length": 30, "output_length": 4, "hash_ids": [0, 1]}
+    mooncake.write_text("\n".join(json.dumps({**request, "hash_ids": [0, i]}) for i in (1, 2, 1)))
+    options = ("-o", out, "-n", 40, "--contexts", 3, "--hours", 2, "--pattern", "gaussian")
+    told = succeeded(run("trace", "switching", *options, "--data", data, "-m", bundle))
+    assert "40 calls of 3 contexts over" in told
+    trace = read_switching(out)
+    assert all(each.prompt_tokens > len("film 1") and each.answer_tokens > 1 for each in trace)
+    assert trace[-1].time_s <= 7200
+    succeeded(run("trace", "switching", *options, "--azure", azure))
+    assert {(each.prompt_tokens, each.answer_tokens) for each in read_switching(out)} == {(48, 10)}
+    told = succeeded(run("trace", "switching", "-o", out, "--mooncake", mooncake, "--slower", 3600))
+    assert "3 calls of 2 contexts over 7.0 hours" in told
+    usage = run("trace", "switching", "-o", out)
+    assert usage.code == 2
+    assert "one of --data, --azure and --mooncake" in usage.err
+    failed(run("trace", "switching", "-o", out, "--azure", tmp_path / "none"), "cannot be read")
