@@ -1,0 +1,86 @@
+"""The order in which branches grow, and when growing ends."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.errors import ConfigError
+from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
+from jaxllm.speculative.pacer import best_confidence, grow, next_tips
+from jaxllm.speculative.tree import new_tree
+from tests.speculative.test_tree import tree_of
+
+
+def fed(*nodes, room=12):
+    return np.isin(np.arange(room), nodes)
+
+
+def test_the_most_confident_tips_are_next():
+    tree = tree_of([0, 0, 1, 1, 2], confidences=[0.6, 0.4, 0.1, 0.8, 0.9])
+    # Along their paths: 1, .6, .4, .06, .48, .36.
+    tips, count = next_tips(tree, fed(0, 1, 2), 2)
+    assert (tips.tolist(), int(count)) == ([4, 5], 2)
+    tips, count = next_tips(tree, fed(0, 1, 2, 4, 5), 2)
+    assert (tips.tolist(), int(count)) == ([3, 11], 1)
+    assert float(best_confidence(tree, fed(0, 1, 2))) == pytest.approx(0.48)
+    assert float(best_confidence(tree, fed(0, 1, 2, 3, 4, 5))) == 0
+    assert int(next_tips(tree, fed(0, 1, 2, 3, 4, 5), 3)[1]) == 0
+
+
+def test_a_branch_divides_where_the_draft_is_torn():
+    tree = tree_of([0, 0])
+    probabilities = np.array([[0.05, 0.45, 0.1, 0.4], [0.1, 0.1, 0.6, 0.2]], np.float32)
+    grown = grow(tree, jnp.array([1, 2]), jnp.int32(2), probabilities, branches=3)
+    # Node 1 goes on with tokens 1 and 3, node 2 with 2 alone; the best paths first.
+    assert int(grown.count) == 6
+    assert grown.parents[3:6].tolist() == [2, 1, 1]
+    assert grown.tokens[3:6].tolist() == [2, 1, 3]
+    np.testing.assert_allclose(grown.confidences[3:6], [0.3, 0.225, 0.2], rtol=1e-6)
+    only = grow(tree, jnp.array([1, 2]), jnp.int32(1), probabilities, branches=3)
+    assert only.parents[3:5].tolist() == [1, 1]
+    assert int(only.count) == 5
+
+
+def test_where_the_room_ends_the_least_likely_are_left_out():
+    tree = new_tree(jnp.int32(5), 3)
+    probabilities = np.array([[0.3, 0.36, 0.34]], np.float32)
+    grown = grow(tree, jnp.array([0]), jnp.int32(1), probabilities, branches=3, threshold=0.1)
+    assert grown.tokens.tolist() == [5, 1, 2]
+
+
+def test_the_threshold_by_hand():
+    start = Fallback()
+    assert start.alpha == START
+    assert start.should_verify(0.009)
+    assert not start.should_verify(0.01)
+    assert start.after(drafted=4, correct=4, confidence=0.008).alpha == pytest.approx(0.005)
+    # alpha / Tc^((N - correct) / N)
+    assert start.after(drafted=4, correct=3, confidence=0.0081).alpha == pytest.approx(0.01 / 0.0081**0.25)
+    assert start.after(drafted=2, correct=0, confidence=1e-30).alpha == MOST
+    assert Fallback(LEAST).after(drafted=0, correct=0, confidence=1.0).alpha == LEAST
+
+
+@given(
+    alpha=st.floats(LEAST, MOST),
+    drafted=st.integers(0, 64),
+    wrong=st.integers(0, 64),
+    confidence=st.floats(0, 1),
+)
+def test_the_threshold_stays_in_range_and_moves_the_right_way(alpha, drafted, wrong, confidence):
+    correct = max(0, drafted - wrong)
+    after = Fallback(alpha).after(drafted=drafted, correct=correct, confidence=confidence)
+    assert LEAST <= after.alpha <= MOST
+    if correct == drafted:
+        assert after.alpha <= alpha
+    else:
+        assert after.alpha >= alpha * (1 - 1e-9)
+
+
+def test_impossible_numbers_are_refused():
+    for change in ({"correct": 5}, {"correct": -1}, {"confidence": 1.5}, {"confidence": float("nan")}):
+        with pytest.raises(ConfigError, match="tokens right"):
+            Fallback().after(**{"drafted": 4, "correct": 2, "confidence": 0.5, **change})
+    with pytest.raises(ConfigError, match="alpha must be"):
+        Fallback(0.0)
