@@ -206,7 +206,7 @@ def cached_attention(
       k, v: new keys and values `[B, T, K, H]`.
       table: cos and sin `[T, R]` of `rotary_tables`, or None.
       cache: keys and values `[B, K, S, H]`.
-      mask: `[T, S]`, `causal_mask` of the same positions and window.
+      mask: `[T, S]`, what `at` sees in the same window.
       at: where the tokens are, and how many are real; the others are not written.
       mass: `[B, S]` float32, what each position was attended to so far, summed over queries; or None.
       scale, softcap: see `attention`.
@@ -230,6 +230,7 @@ def cached_attention(
             at.positions,
             at.valid,
             mass,
+            tree=None if at.tree is None else (at.tree.rows, at.tree.base, at.tree.seen),
             scale=scale,
             softcap=softcap,
             window=window,

@@ -227,14 +227,22 @@ def attention(
     softcap: float = 0.0,
     window: int = 0,
     used: UsedUnits | None = None,
+    tree: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Turns queries `[B, T, K, G, H]` and new keys `[B, T, K, H]` float32 by a rotary `table` (cos, sin
-    `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or
-    float16) at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the
-    cache, in place. To a `mass` `[B, S]` float32 what the valid queries attend to each position is added. Of
-    the K heads those that are used are written and attended to; the results of others are anything."""
+    `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or float16)
+    at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the cache, in
+    place.
+
+    To a `mass` `[B, S]` float32 what the valid queries attend to each position is added. Of the K heads those
+    that are used are written and attended to; the results of others are anything. In a `tree` new tokens go
+    to other rows than their positions (`[T]` int32, ascending), and see all rows before a base (int32 scalar)
+    and of the N from there on what they are told (`[T, N]` bool).
+    """
     seen = _optional(mass)
     counts, places = _counts(used)
+    nothing = (positions, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.bool_))
+    rows, base, told = nothing if tree is None else tree
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
     call = jax.ffi.ffi_call(_target("attention"), results, input_output_aliases={5: 1, 6: 2, 7: 3})
     cos, sin = (None, None) if table is None else table
@@ -247,8 +255,11 @@ def attention(
         keys,
         values,
         seen,
+        rows,
         positions,
         valid,
+        base,
+        told,
         counts,
         scale=np.float32(scale),
         softcap=np.float32(softcap),

@@ -39,15 +39,37 @@ class KVCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
-    """Where new tokens stand in a cache.
+class TreeRows:
+    """Where the nodes of a tree lie in a cache: behind a sequence, whatever their depth.
 
-    Invariants: `positions` `[T]` int32 do not descend, the first `valid` (int32 scalar) of them are of real
-    tokens and differ; `run`: they follow one another.
+    Attributes:
+      base: int32 scalar, the row of the first node; every token sees all rows before it.
+      rows: `[T]` int32, of the new tokens, ascending.
+      seen: `[T, N]` bool, which of the N rows from `base` on each new token sees, its own among them.
+    """
+
+    base: jax.Array
+    rows: jax.Array
+    seen: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where new tokens stand in a sequence, and where they lie in its cache.
+
+    Invariants: `positions` `[T]` int32 do not descend unless there is a tree; the rows of real tokens differ.
+
+    Attributes:
+      positions: in the sequence.
+      valid: how many of the tokens, the first, are real: int32 scalar.
+      tree: where they lie and what they see, if not at their positions and all that is before them.
+      run: whether positions follow one another.
     """
 
     positions: jax.Array
     valid: jax.Array
+    tree: TreeRows | None = None
     run: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
@@ -55,14 +77,32 @@ class Places:
         """`count` positions behind `length` tokens."""
         return cls(length + jnp.arange(count, dtype=jnp.int32), valid, run=True)
 
+    @property
+    def rows(self) -> jax.Array:
+        """The rows `[T]` of the cache that new tokens are written to."""
+        return self.positions if self.tree is None else self.tree.rows
+
+    def visible(self, keys: int, window: int) -> jax.Array:
+        """What each new token sees of `keys` rows, `[T, keys]` bool: with a `window` above 0 only the last so
+        many positions, its own included (the nodes of a tree count as if they lay at their rows)."""
+        row = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        if self.tree is None:
+            before = row <= self.rows[:, None]
+        else:
+            node = row - self.tree.base
+            inside = (node >= 0) & (node < self.tree.seen.shape[1])
+            at = jnp.broadcast_to(jnp.clip(node, 0, self.tree.seen.shape[1] - 1), (len(self.rows), keys))
+            before = (node < 0) | (inside & jnp.take_along_axis(self.tree.seen, at, axis=1))
+        return before & (row > self.positions[:, None] - window) if window else before
+
     def write(self, rows: jax.Array, new: jax.Array) -> jax.Array:
-        """`rows` `[B, K, S, H]` with the valid ones of `new` `[B, K, T, H]` at their positions; those past S
-        are dropped."""
+        """`rows` `[B, K, S, H]` with the valid ones of `new` `[B, K, T, H]` where they lie; those past S are
+        dropped."""
         if self.run:
             return write_rows(rows, new, self.positions[0], self.valid)
         real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
         # What is dropped aims behind the last row.
-        at = jnp.where(real, self.positions, rows.shape[2])
+        at = jnp.where(real, self.rows, rows.shape[2])
         return rows.at[:, :, at].set(new.astype(rows.dtype), mode="drop")
 
 

@@ -20,7 +20,6 @@ from jaxllm.experts.routing import Routing, route
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.layers import (
     cached_attention,
-    causal_mask,
     normalize,
     rotary_tables,
     rotate,
@@ -330,7 +329,7 @@ def _attend_cache(
     window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
     # XLA makes tables and masks that layers share once.
     table = None if rope is None else rotary_tables(at.positions, rope)
-    mask = causal_mask(at.positions, past[0].shape[2], window)
+    mask = at.visible(past[0].shape[2], window)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap
     out, keys, values, mass = cached_attention(
         q, k, v, table, past, mask, at, mass, scale=scale, softcap=softcap, window=window, used=used

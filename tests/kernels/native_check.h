@@ -314,7 +314,9 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
     const size_t batch = r / s.group / s.kv_heads / s.tokens, head = batch * s.kv_heads + kv;
     const size_t position = static_cast<size_t>(s.positions[t]);
     const size_t from = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
-    const size_t to = std::min(s.capacity, position + 1);
+    const size_t row_end = s.seen ? s.base + s.nodes : static_cast<size_t>(s.rows[t]) + 1;
+    const size_t to = std::min(s.capacity, row_end);
+    const auto hidden = [&](size_t p) { return s.seen && p >= s.base && !s.seen[t * s.nodes + p - s.base]; };
     for (size_t h = 0; h < s.width; h++)
       row[h] = turned(q + r * s.width, h, s.rotary ? cos : nullptr, sin, t, s.rotary);
     double top = -INFINITY, total = 0;
@@ -323,8 +325,8 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
       for (size_t h = 0; h < s.width; h++) score += row[h] * keys.at(head, p, h);
       score *= s.scale;
       if (s.softcap > 0) score = tanh(score / s.softcap) * s.softcap;
-      weights[p] = score;
-      top = std::max(top, score);
+      weights[p] = hidden(p) ? -INFINITY : score;
+      top = std::max(top, weights[p]);
     }
     for (size_t p = from; p < to; p++) total += weights[p] = exp(weights[p] - top);
     for (size_t p = from; p < to; p++) {
@@ -340,10 +342,9 @@ inline void judge_rows(const jaxllm::AttentionShape& s, const float* rows, const
                        const Rows& before, const Rows& after) {
   for (size_t head = 0; head < s.batch * s.kv_heads; head++) {
     for (size_t p = 0; p < s.capacity; p++) {
-      const int32_t *end = s.positions + s.valid,
-                    *found = std::find(s.positions, end, static_cast<int32_t>(p));
+      const int32_t *end = s.rows + s.valid, *found = std::find(s.rows, end, static_cast<int32_t>(p));
       const bool fresh = found != end && head % s.kv_heads < s.used_heads;
-      const size_t t = static_cast<size_t>(found - s.positions);
+      const size_t t = static_cast<size_t>(found - s.rows);
       const float* row =
           rows + ((head / s.kv_heads * s.tokens + t) * s.kv_heads + head % s.kv_heads) * s.width;
       for (size_t h = 0; h < s.width; h++) {

@@ -14,8 +14,26 @@ void check_attention(Random& random) {
   positions[0] = static_cast<int32_t>(random.below(s.capacity + 1));
   for (size_t t = 1; t < s.tokens; t++)
     positions[t] = positions[t - 1] + (run ? 1 : static_cast<int32_t>(random.in(1, 5)));
-  s.positions = positions.data();
-  const size_t stale = static_cast<size_t>(positions.back()) + 1;
+  s.rows = s.positions = positions.data();
+  size_t stale = static_cast<size_t>(positions.back()) + 1;
+  // The new tokens may be the last nodes of a tree, which stand anywhere behind the sequence and see some of
+  // each other.
+  const bool tree = random.below(3) == 0;
+  const size_t before = random.below(5);
+  std::vector<int32_t> rows(positions);
+  s.nodes = tree ? before + s.tokens : 0;
+  s.base = static_cast<size_t>(positions[0]);
+  Buffer<uint8_t> seen(s.tokens * s.nodes);
+  if (tree) {
+    for (size_t t = 0; t < s.tokens; t++) {
+      rows[t] = static_cast<int32_t>(s.base + before + t);
+      positions[t] = static_cast<int32_t>(s.base + random.below(before + t + 1));
+      for (size_t node = 0; node < s.nodes; node++)
+        seen.data()[t * s.nodes + node] = node == before + t || (node < before + t && random.below(2));
+    }
+    s.rows = rows.data(), s.seen = seen.data();
+    stale = s.base + s.nodes;
+  }
   s.valid = random.below(3) ? s.tokens : random.below(s.tokens + 1);
   s.rotary = random.below(2) ? random.below(s.width / 2 + 1) : 0;
   s.window = random.below(2) ? 0 : random.in(1, 100);

@@ -232,11 +232,17 @@ def test_integer_product(part, result, operands):
 Q, NEW, CACHE, PLACES = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(4, dtype=I32)
 FOUR = np.int32(4)
 MASS = zeros(1, 32)
-GOOD = [Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, PLACES, FOUR, COUNTS]
+BASE, TREE = np.array(3, I32), np.zeros((4, 5), np.bool_)
+GOOD = [
+    Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0], COUNTS,
+]  # fmt: skip
 
 
 def but(**change: Any) -> list[Any]:
-    names = ("q", "k", "v", "cos", "sin", "keys", "values", "mass", "positions", "valid", "counts")
+    names = (
+        "q", "k", "v", "cos", "sin", "keys", "values", "mass", "rows", "positions", "valid", "base", "seen",
+        "counts",
+    )  # fmt: skip
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
 
@@ -259,12 +265,19 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "cosines of three tokens": ("cosines and sines", but(cos=zeros(3, 7), sin=zeros(3, 7))),
     "narrow cosines": ("cosines and sines", but(cos=zeros(4, 8, dtype=F16), sin=zeros(4, 8, dtype=F16))),
     "negative positions": ("out of range", but(positions=PLACES - np.int32(1))),
-    "positions that descend": ("do not ascend", but(positions=np.array([0, 2, 1, 3], I32))),
+    "negative rows": ("out of range", but(rows=PLACES - np.int32(1))),
+    "rows that descend": ("do not ascend", but(rows=np.array([0, 2, 1, 3], I32))),
+    "two rows": ("rows and positions must be", but(rows=zeros(2, dtype=I32))),
+    "a tree of three tokens": ("seen of a tree", but(base=BASE, seen=TREE[:3])),
+    "a tree of bytes": ("seen of a tree", but(base=BASE, seen=TREE.astype(np.int8))),
+    "a tree without a base": ("seen of a tree", but(seen=TREE)),
+    "a tree from below zero": ("seen of a tree", but(base=np.array(-1, I32), seen=TREE)),
+    "a tree from a float": ("seen of a tree", but(base=zeros(1), seen=TREE)),
     "negative count": ("out of range", but(valid=np.int32(-1))),
     "more than there are": ("out of range", but(valid=np.int32(5))),
-    "two positions": ("positions must be", but(positions=zeros(2, dtype=I32))),
-    "float positions": ("positions must be", but(positions=zeros(4))),
-    "two counts": ("positions must be", but(valid=zeros(2, dtype=I32))),
+    "two positions": ("rows and positions must be", but(positions=zeros(2, dtype=I32))),
+    "float positions": ("rows and positions must be", but(positions=zeros(4))),
+    "two counts": ("rows and positions must be", but(valid=zeros(2, dtype=I32))),
     "mass of two": ("mass must be", but(mass=zeros(2, 32))),
     "mass of fewer": ("mass must be", but(mass=zeros(1, 31))),
     "more heads than there are": ("count is", but(counts=np.array([3], I32))),
@@ -290,7 +303,7 @@ def test_results_of_attention():
     refuse("does not fit", "attention", [Q, CACHE, CACHE[:, :, :31], MASS], GOOD, **options)
     refuse("mass must be", "attention", [Q, CACHE, CACHE, MASS[:, :31]], GOOD, **options)
     refuse(
-        "positions must be",
+        "rows and positions must be",
         "attention",
         [Q, CACHE, CACHE, MASS],
         GOOD,

@@ -31,9 +31,18 @@ size_t place(const AttentionShape& s, size_t head) {
   return head / s.used_heads * s.kv_heads + head % s.used_heads;
 }
 
-size_t position(const AttentionShape& s, size_t token) { return static_cast<size_t>(s.positions[token]); }
-// Positions that the last token, and so any, may see.
-size_t visible(const AttentionShape& s) { return std::min(s.capacity, position(s, s.tokens - 1) + 1); }
+size_t row(const AttentionShape& s, size_t token) { return static_cast<size_t>(s.rows[token]); }
+// Rows that tokens up to `last` may see: of a tree all, which need not lie before them.
+size_t end_of(const AttentionShape& s, size_t last) {
+  return std::min(s.capacity, std::max(row(s, last) + 1, s.seen ? s.base + s.nodes : 0));
+}
+size_t visible(const AttentionShape& s) { return end_of(s, s.tokens - 1); }
+// The first row that any of the tokens [first, last) may see.
+size_t oldest(const AttentionShape& s, size_t first, size_t last) {
+  if (!s.window) return 0;
+  const size_t least = static_cast<size_t>(*std::min_element(s.positions + first, s.positions + last));
+  return least + 1 > s.window ? least + 1 - s.window : 0;
+}
 
 // Turns the valid new keys of one kv head and stores them, and its new values; false without memory.
 bool write_head(const Buffers& b, const AttentionShape& s, size_t used) {
@@ -41,10 +50,10 @@ bool write_head(const Buffers& b, const AttentionShape& s, size_t used) {
   float* scratch = static_cast<float*>(thread_scratch(kTaskWork, padded_width(s.width) * sizeof(float)));
   if (!scratch) return false;
   const Backend& kernels = backend();
-  for (size_t t = 0; t < s.valid && position(s, t) < s.capacity; t++) {
+  for (size_t t = 0; t < s.valid && row(s, t) < s.capacity; t++) {
     const size_t token = head / s.kv_heads * s.tokens + t;
     const size_t from = (token * s.kv_heads + head % s.kv_heads) * s.width;
-    const size_t to = (head * s.capacity + position(s, t)) * row_bytes(s);
+    const size_t to = (head * s.capacity + row(s, t)) * row_bytes(s);
     const float *cos = s.rotary ? b.cos + t * s.rotary : nullptr,
                 *sin = s.rotary ? b.sin + t * s.rotary : nullptr;
     kernels.store_row(b.k + from, s.width, cos, sin, s.rotary, s.half, b.keys + to, scratch);
@@ -76,7 +85,8 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
   a.k = b.keys + cache, a.v = b.values + cache;
   a.cos = s.rotary ? b.cos : nullptr, a.sin = b.sin, a.rotary = s.rotary, a.half = s.half;
   a.tokens = s.tokens, a.group = s.group, a.width = s.width;
-  a.positions = s.positions, a.window = s.window;
+  a.rows = s.rows, a.positions = s.positions, a.window = s.window;
+  a.seen = s.seen, a.base = s.base, a.nodes = s.nodes;
   a.scale = s.scale, a.softcap = s.softcap;
   return a;
 }
@@ -97,10 +107,9 @@ struct Division {
     most_rows = std::min(s.tokens, tokens) * s.group;
     // One tile alone walks the whole cache: cut it, so that all threads have a part. The number of threads
     // plays no role, lest it change results.
-    const size_t end = visible(s), first = position(s, 0);
-    const size_t oldest = std::min(end, s.window && first + 1 > s.window ? first + 1 - s.window : 0);
+    const size_t end = visible(s), begin = std::min(end, oldest(s, 0, s.tokens));
     cuts = tiles > 1 ? 1 : std::min<size_t>(kMostCuts, end / kCutKeys + 1);
-    cut_keys = ((end - oldest) / cuts / kKeyBlock + 1) * kKeyBlock;
+    cut_keys = ((end - begin) / cuts / kKeyBlock + 1) * kKeyBlock;
     // A cut begins with a whole block, and the last one takes what is left.
     seen_keys = weights ? cut_keys + kKeyBlock : 0;
   }
@@ -120,10 +129,8 @@ struct Division {
     AttentionTile t{};
     t.first = tile * tokens;
     t.last = std::min(s.tokens, t.first + tokens);
-    const size_t first = position(s, t.first);
-    const size_t oldest = s.window && first + 1 > s.window ? first + 1 - s.window : 0;
-    const size_t begin = oldest / kKeyBlock * kKeyBlock;
-    const size_t end = std::min(s.capacity, position(s, t.last - 1) + 1);
+    const size_t begin = oldest(s, t.first, t.last) / kKeyBlock * kKeyBlock;
+    const size_t end = end_of(s, t.last - 1);
     t.from = std::min(end, begin + cut * cut_keys);
     t.to = cut + 1 == cuts ? end : std::min(end, begin + (cut + 1) * cut_keys);
     return t;

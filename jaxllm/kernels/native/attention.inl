@@ -166,17 +166,24 @@ void store_row(const float* x, size_t width, const float* cos, const float* sin,
   }
 }
 
+// One past the last row that a token may see.
+ALWAYS_INLINE size_t end_of_row(const Attention& a, size_t token) {
+  const size_t own = static_cast<size_t>(a.rows[token]) + 1, tree = a.base + a.nodes;
+  return a.seen && own < tree ? tree : own;
+}
+
 // Scores of one row's keys [from, to) of a block become their weights against the largest score so far, the
-// others zeros; what the row has summed up shrinks when that grows. Returns whether it sees any key.
+// others zeros; what the row has summed up shrinks when that grows. Returns whether it sees any key. Where
+// there is a tree, key i of the block is seen as its node i + node says.
 ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, float* sums, size_t wide,
-                         float* top, float* total) {
+                         float* top, float* total, const uint8_t* seen, ptrdiff_t node) {
   constexpr int kVectors = kKeyBlock / 16;
   F score[kVectors];
   if (from >= to) {
     UNROLL for (int i = 0; i < kVectors; i++) fstore(row + 16 * i, fzero());
     return false;
   }
-  const bool all = from == 0 && to == kKeyBlock;
+  const bool all = from == 0 && to == kKeyBlock && !seen;
   if (softcap > 0.0f) {
     const F cap = fset(softcap), inverse = fset(1.0f / softcap);
     UNROLL for (int i = 0; i < kVectors; i++) {
@@ -186,6 +193,21 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
   if (!all) {
     for (size_t s = 0; s < from; s++) row[s] = -1e30f;
     for (size_t s = to; s < kKeyBlock; s++) row[s] = -1e30f;
+    if (seen) {
+      bool any = from < to && node + static_cast<ptrdiff_t>(from) < 0;
+      for (size_t s = node < 0 ? static_cast<size_t>(-node) : 0; s < to; s++) {
+        if (s < from) continue;
+        if (seen[node + static_cast<ptrdiff_t>(s)]) {
+          any = true;
+        } else {
+          row[s] = -1e30f;
+        }
+      }
+      if (!any) {
+        UNROLL for (int i = 0; i < kVectors; i++) fstore(row + 16 * i, fzero());
+        return false;
+      }
+    }
   }
   F best = score[0] = fload(row);
   UNROLL for (int i = 1; i < kVectors; i++) {
@@ -207,6 +229,9 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
   if (!all) {
     for (size_t s = 0; s < from; s++) row[s] = 0.0f;
     for (size_t s = to; s < kKeyBlock; s++) row[s] = 0.0f;
+    for (size_t s = seen && node < 0 ? static_cast<size_t>(-node) : 0; seen && s < to; s++) {
+      if (!seen[node + static_cast<ptrdiff_t>(s)]) row[s] = 0.0f;
+    }
     UNROLL for (int i = 0; i < kVectors; i++) score[i] = fload(row + 16 * i);
   }
   F sum = score[0];
@@ -252,13 +277,16 @@ void attend(const Attention& a, const AttentionTile& t) {
     }
     bool any = false;
     for (size_t r = 0; r < rows; r++) {
-      const size_t position = static_cast<size_t>(a.positions[t.first + r / a.group]);
-      const size_t last = position + 1 < block ? 0 : position + 1 - block;
+      const size_t token = t.first + r / a.group, position = static_cast<size_t>(a.positions[token]);
+      const size_t end = end_of_row(a, token);
+      const size_t last = end < block ? 0 : end - block;
       const size_t to = last < count ? last : count;
       const size_t oldest = a.window && position + 1 > a.window ? position + 1 - a.window : 0;
       const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
-      any |=
-          weigh(scores + r * kKeyBlock, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r);
+      float* row = scores + r * kKeyBlock;
+      const uint8_t* seen = a.seen && block + to > a.base ? a.seen + token * a.nodes : nullptr;
+      any |= weigh(row, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r, seen,
+                   static_cast<ptrdiff_t>(block) - static_cast<ptrdiff_t>(a.base));
       if (t.weights) {
         const size_t at = block - t.from;
         memcpy(t.weights + r * t.keys + at, scores + r * kKeyBlock, kKeyBlock * sizeof(float));

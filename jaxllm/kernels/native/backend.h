@@ -63,8 +63,10 @@ struct Attention {
   size_t rotary;           // half the dimensions that turn
   bool half;               // k and v are IEEE half, else float
   size_t tokens, group, width;
-  const int32_t* positions;  // [tokens], ascending
-  size_t window;             // 0: all positions before
+  const int32_t *rows, *positions;  // [tokens]: where they lie, ascending, and where they stand
+  const uint8_t* seen;              // [tokens][nodes]: which rows from `base` on each sees, or null
+  size_t base, nodes;
+  size_t window;  // 0: all rows up to its own
   float scale, softcap;
 };
 

@@ -7,13 +7,14 @@ namespace jaxllm {
 namespace {
 
 // q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or
-// nothing, positions [T], valid [] and counts -> y like q, and caches and mass, in place. Of the K heads
-// counts[heads_at] are used.
+// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, and counts -> y like q, and
+// caches and mass, in place. Of the K heads counts[heads_at] are used.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
-                     AnyBuffer values, AnyBuffer mass, AnyBuffer positions, AnyBuffer valid, AnyBuffer counts,
-                     ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
-                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass, float scale,
-                     float softcap, int64_t window, int64_t heads_at) {
+                     AnyBuffer values, AnyBuffer mass, AnyBuffer rows, AnyBuffer positions, AnyBuffer valid,
+                     AnyBuffer base, AnyBuffer seen, AnyBuffer counts, ffi::Result<AnyBuffer> y,
+                     ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
+                     ffi::Result<AnyBuffer> new_mass, float scale, float softcap, int64_t window,
+                     int64_t heads_at) {
   const Timer timer;
   const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
   if (rank(q) != 5 || rank(k) != 4 || rank(keys) != 4 || !is_float(q) || !is_float(k) || !is_float(v) ||
@@ -39,24 +40,31 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
       sin.element_count() != cos.element_count() || 2 * rotary > width) {
     return wrong("cosines and sines must be float32 [T, rotary], at most half the head");
   }
-  if (positions.element_type() != ffi::DataType::S32 || positions.element_count() != tokens ||
-      valid.element_type() != ffi::DataType::S32 || valid.element_count() != 1 || window < 0) {
-    return wrong("positions must be int32 [T], and how many are valid one int32");
+  const auto is_int = [](const AnyBuffer& each, size_t count) {
+    return each.element_type() == ffi::DataType::S32 && each.element_count() == count;
+  };
+  if (!is_int(rows, tokens) || !is_int(positions, tokens) || !is_int(valid, 1) || window < 0)
+    return wrong("rows and positions must be int32 [T], and how many are valid one int32");
+  const int32_t *lie = rows.reinterpret_data<int32_t>(), *stand = positions.reinterpret_data<int32_t>();
+  const int32_t count = *valid.reinterpret_data<int32_t>();
+  if (lie[0] < 0 || !std::is_sorted(lie, lie + tokens) || *std::min_element(stand, stand + tokens) < 0 ||
+      count < 0 || static_cast<size_t>(count) > tokens) {
+    return wrong("a row or a position is out of range, or rows do not ascend");
   }
-  const int32_t *places = positions.reinterpret_data<int32_t>(), count = *valid.reinterpret_data<int32_t>();
-  if (places[0] < 0 || !std::is_sorted(places, places + tokens) || count < 0 ||
-      static_cast<size_t>(count) > tokens) {
-    return wrong("a position is out of range, or positions do not ascend");
+  const size_t nodes = seen.element_count() / tokens;
+  if (seen.element_type() != ffi::DataType::PRED || seen.element_count() != nodes * tokens ||
+      (nodes && (!is_int(base, 1) || *base.reinterpret_data<int32_t>() < 0))) {
+    return wrong("what is seen of a tree must be bool [T, N], and its first row one int32");
   }
   size_t used_heads;
   if (!read_count(counts, heads_at, 1, kv_heads, used_heads)) return wrong("a count is out of range");
-  float* seen = nullptr;
+  float* attended = nullptr;
   if (mass.element_count() != 0) {
     if (!is_float(mass) || mass.element_count() != batch * capacity ||
         new_mass->size_bytes() != mass.size_bytes()) {
       return wrong("the mass must be float32 [B, S]");
     }
-    seen = static_cast<float*>(in_place(mass, new_mass));
+    attended = static_cast<float*>(in_place(mass, new_mass));
   }
   if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
   const AttentionShape shape{batch,
@@ -67,8 +75,12 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                              capacity,
                              used_heads,
                              rotary,
-                             places,
+                             lie,
+                             stand,
                              static_cast<size_t>(count),
+                             nodes ? static_cast<const uint8_t*>(seen.untyped_data()) : nullptr,
+                             nodes ? static_cast<size_t>(*base.reinterpret_data<int32_t>()) : 0,
+                             nodes,
                              static_cast<size_t>(window),
                              scale,
                              softcap,
@@ -76,13 +88,16 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
                           sin.reinterpret_data<float>(), in_place(keys, new_keys),
-                          in_place(values, new_values), shape, y->reinterpret_data<float>(), seen));
+                          in_place(values, new_values), shape, y->reinterpret_data<float>(), attended));
 }
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                        ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()

@@ -77,8 +77,13 @@ struct AttentionShape {
   size_t batch, tokens, kv_heads, group, width, capacity;
   size_t used_heads;         // of the kv_heads, the first that are written and attended to
   size_t rotary;             // half the dimensions that turn; 0 for none
-  const int32_t* positions;  // [tokens] of the new tokens, ascending
+  const int32_t* rows;       // [tokens] of the cache where new tokens are written, ascending
+  const int32_t* positions;  // [tokens] in their sequence, which windows are of
   size_t valid;              // how many of them are written
+  // A token sees the rows up to its own. Of a tree it sees those before `base`, and of the `nodes` behind
+  // them what `seen` [tokens][nodes] says; null for none.
+  const uint8_t* seen;
+  size_t base, nodes;
   size_t window;
   float scale, softcap;
   bool half;
