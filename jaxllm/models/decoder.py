@@ -4,6 +4,7 @@ Architectures differ only in `ModelConfig`; each file beside this one translates
 into it. Parameters are those of `parameters.py`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TypeVar, overload
@@ -89,6 +90,27 @@ def forward(
     count = tokens.shape[1]
     padded = valid is not None
     at = Places.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
+    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded)
+    return x, dataclasses.replace(cache, length=cache.length + at.valid)
+
+
+def forward_at(
+    params: Params,
+    tokens: jax.Array,
+    cache: KVCache,
+    at: Places,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype = jnp.float32,
+    padded: bool = True,
+) -> tuple[jax.Array, KVCache]:
+    """`forward` of tokens that stand anywhere in a cache, whose length it leaves as it is.
+
+    Args:
+      params, tokens, cache, cfg, dtype: see `forward`.
+      at: where the tokens stand (see `forward_layer`).
+      padded: whether some tokens may not be real.
+    """
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
     kept, mass = [], cache.mass
     for layer in range(cfg.layers):
@@ -97,7 +119,7 @@ def forward(
         kept.append(past)
     x = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
     keys, values = zip(*kept, strict=True)
-    return x, KVCache(keys=keys, values=values, length=cache.length + at.valid, mass=mass)
+    return x, KVCache(keys=keys, values=values, length=cache.length, mass=mass)
 
 
 def embed_tokens(
