@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jaxllm.config import Activation
 from jaxllm.kernels import converted, native
 from jaxllm.layers import Norm, activate, normalize
-from jaxllm.quant import Adapted, BlockedArray, QArray, Weight, dequantize, embedding_rows
+from jaxllm.quant import Adapted, AdaptedFromBuffer, BlockedArray, QArray, Weight, dequantize, embedding_rows
 from jaxllm.used_units import UsedUnits
 
 Out = TypeVar("Out")
@@ -243,21 +243,27 @@ _on_platform.defvjp(_on_platform_forward, _on_platform_backward)
 
 def _in_blocks(weight: Weight) -> bool:
     """Whether native kernels take the weight."""
-    if isinstance(weight, Adapted):
-        return isinstance(weight.base, BlockedArray) and not weight.stacked
-    return isinstance(weight, BlockedArray)
+    stacked = isinstance(weight, Adapted) and weight.stacked
+    return isinstance(_stored(weight), BlockedArray) and not stacked
 
 
 def _one_format(weights: Sequence[Weight]) -> bool:
     """Whether all weights are in blocks of one width, which a fused kernel needs."""
-    stored = [weight.base if isinstance(weight, Adapted) else weight for weight in weights]
+    stored = map(_stored, weights)
     formats = {(each.bits, each.group) for each in stored if isinstance(each, BlockedArray)}
     return all(_in_blocks(weight) for weight in weights) and len(formats) == 1
+
+
+def _stored(weight: Weight) -> Weight:
+    """The weight without its adapter."""
+    return weight.base if isinstance(weight, Adapted | AdaptedFromBuffer) else weight
 
 
 def _to_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
     """Rows `[M, D]` times a weight `[*U, D]`: `[M, prod(U)]`."""
     width = weight.shape[-1]
+    if isinstance(weight, AdaptedFromBuffer):
+        return _to_units_by_xla(rows, weight.apart)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.right)
         left = weight.left.reshape(weight.left.shape[0], -1)
@@ -278,6 +284,8 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
 def _from_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
     """Rows `[M, prod(U)]` times a weight `[*U, D]`: `[M, D]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
+    if isinstance(weight, AdaptedFromBuffer):
+        return _from_units_by_xla(rows, weight.apart)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.left.reshape(weight.left.shape[0], -1))
         return _from_units_by_xla(rows, weight.base) + _from_units_by_xla(low, weight.right)

@@ -19,6 +19,7 @@ from jaxllm.branching import Packed
 from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
 from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
@@ -50,7 +51,11 @@ class BucketTable(BucketPlan):
     """
 
     def __init__(
-        self, cfg: ModelConfig, params: Params, options: EngineOptions, store: GraphStore | None = None
+        self,
+        cfg: ModelConfig,
+        params: Params | CountedSubModel,
+        options: EngineOptions,
+        store: GraphStore | None = None,
     ) -> None:
         """Makes an empty table of the whole model; `store` keeps its graphs for later processes."""
         self.cfg = cfg
@@ -75,7 +80,7 @@ class BucketTable(BucketPlan):
         return self._waited_ms[0]
 
     @property
-    def params(self) -> Params:
+    def params(self) -> Params | CountedSubModel:
         """This level's parameters."""
         return self._params
 
@@ -103,7 +108,7 @@ class BucketTable(BucketPlan):
         return self._levels[level]
 
     def add_level(
-        self, level: int, cfg: ModelConfig, params: Params, *, same_graphs: bool = False
+        self, level: int, cfg: ModelConfig, params: Params | CountedSubModel, *, same_graphs: bool = False
     ) -> "BucketTable":
         """The table of one more level, whose graphs and counts are this one's.
 
@@ -126,7 +131,7 @@ class BucketTable(BucketPlan):
         self._levels[level] = table
         return table
 
-    def swap(self, params: Params) -> None:
+    def swap(self, params: Params | CountedSubModel) -> None:
         """Takes other parameters for the same graphs.
 
         Raises:
@@ -136,7 +141,7 @@ class BucketTable(BucketPlan):
         self._params = params
         self.weights_version = (self.level, self.weights_version[1] + 1)
 
-    def _require_same_form(self, params: Params) -> None:
+    def _require_same_form(self, params: Params | CountedSubModel) -> None:
         if params_signature(params) != params_signature(self._params):
             raise ConfigError("the new parameters are of another form than those that graphs were made for")
 

@@ -16,10 +16,11 @@ from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_order
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
-from jaxllm.lora import Adapter, LoraConfig, adapt, padded
+from jaxllm.lora import Adapter, LoraConfig, padded
 from jaxllm.models.parameters import Params
 from jaxllm.tokenizer import Tokenizer
 from serving.buckets import BucketTable, Progress
@@ -169,16 +170,12 @@ class Engine:
         for level, params in self._adapted(adapter, scaling).items():
             self.table.at(level).swap(params)
 
-    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params]:
+    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
         """The parameters of all levels, with room for an adapter if the options ask for it, and this one in
         it."""
         rank, targets = self.options.adapter_rank, self.options.adapter_targets
-        whole = self._frozen
-        if rank:
-            whole = adapt(whole, padded(self.bundle.cfg, adapter, targets, rank), scaling)
-        return {
-            level: self._levels.params_of(level, whole, rank=rank) for level in (WHOLE, *self._levels.cfgs)
-        }
+        filled = padded(self.bundle.cfg, adapter, targets, rank) if rank else {}
+        return self._levels.params(self._frozen, filled, scaling)
 
     def warm_up(
         self,

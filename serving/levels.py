@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import Recovery, read_recovery, require_level
+from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
 from jaxllm.elastic.ladder import WHOLE
-from jaxllm.elastic.submodel import can_be_counted, counted_sub_model, shared_sub_model, whole_adapter
-from jaxllm.lora import adapt, parameters_of
+from jaxllm.elastic.submodel import CountedSubModel, can_be_counted, counted_sub_model, shared_sub_model
+from jaxllm.lora import Adapter, adapt, parameters_of
 from jaxllm.models.parameters import Params
 
 
@@ -32,7 +33,7 @@ class Levels:
           ConfigError: the bundle has not all of these levels.
           BundleError: a level or its adapter is malformed.
         """
-        self._whole = bundle.cfg
+        self._bundle, self._whole = bundle, bundle.cfg
         self.cfgs: Mapping[int, ModelConfig] = {level: require_level(bundle, level) for level in levels}
         self.counted = bool(levels) and can_be_counted(params, bundle.cfg)
         found = {level: read_recovery(bundle, level) for level in levels}
@@ -44,19 +45,39 @@ class Levels:
                 rank = each.adapter[f"{name}.right"].shape[-2]
                 self._ranks[name] = max(rank, self._ranks.get(name, 0))
 
-    def params_of(self, level: int, whole: Params, *, rank: int = 0) -> Params:
-        """The parameters of a level, 100 among them.
+    def params(self, whole: Params, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
+        """The parameters of all levels, 100 among them.
 
         Args:
-          level: in percent.
-          whole: the whole model's parameters, perhaps with an adapter beside them.
-          rank: of that adapter.
+          whole: the whole model's.
+          adapter: of the whole model, to go beside each level's own; empty for none.
+          scaling: what its change is multiplied by.
         """
-        cfg, recovery = self.cfgs.get(level, self._whole), self._recoveries.get(level)
-        if not self.counted:
-            views = whole if level == WHOLE else shared_sub_model(whole, cfg)
-            return views if recovery is None else adapt(views, recovery.adapter, recovery.scaling)
-        arrays, scaling = ({}, 1.0) if recovery is None else (recovery.adapter, recovery.scaling)
-        adapted = adapt(whole, whole_adapter(self._whole, arrays, self._ranks), scaling)
-        own = 0 if recovery is None else max(self._ranks.values())
-        return counted_sub_model(adapted, cfg, rank=rank + own)
+        cfgs = {WHOLE: self._whole, **self.cfgs}
+        if self.counted:
+            return self._counted(whole, cfgs, adapter, scaling)
+        adapted, found = adapt(whole, adapter, scaling), {}
+        for level, cfg in cfgs.items():
+            views = adapted if level == WHOLE else shared_sub_model(adapted, cfg)
+            own = self._recoveries.get(level)
+            found[level] = views if own is None else adapt(views, own.adapter, own.scaling)
+            release_recovery(self._bundle, level)
+        return found
+
+    def _counted(
+        self, whole: Params, cfgs: Mapping[int, ModelConfig], adapter: Adapter, scaling: float
+    ) -> dict[int, Params | CountedSubModel]:
+        ranks = dict(self._ranks)
+        for name in parameters_of(adapter):
+            ranks[name] = ranks.get(name, 0) + adapter[f"{name}.right"].shape[-2]
+        places, found = adapter_places(self._whole, ranks), {}
+        for level, cfg in cfgs.items():
+            adapters = [(adapter, scaling)] if adapter else []
+            if own := self._recoveries.get(level):
+                adapters.append((own.adapter, own.scaling))
+            buffer = fill_buffer(self._whole, places, adapters) if places else None
+            rank = max(ranks.values()) if adapters else 0
+            found[level] = counted_sub_model(whole, cfg, places=places, adapters=buffer, rank=rank)
+            # What was read of the file is in the buffer now.
+            release_recovery(self._bundle, level)
+        return found

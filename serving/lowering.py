@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.branching import target_room
 from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
-from jaxllm.elastic.submodel import sub_model
+from jaxllm.elastic.submodel import CountedSubModel, sub_model
 from jaxllm.kv.cache import grow, new_cache
 from jaxllm.models import tlm
 from jaxllm.models.parameters import Params
@@ -23,7 +23,9 @@ from serving.options import EngineOptions
 MAX_STOP_IDS = 16
 
 
-def lower(bucket: Bucket, cfg: ModelConfig, params: Params, options: EngineOptions) -> jax.stages.Lowered:
+def lower(
+    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions
+) -> jax.stages.Lowered:
     """Traces the graph of a bucket.
 
     Args:
@@ -47,7 +49,7 @@ def lower(bucket: Bucket, cfg: ModelConfig, params: Params, options: EngineOptio
         return jax.jit(sample, donate_argnums=(1,)).lower(logits, sampler)
 
     def jitted(step: Callable[..., Any], *donated: int) -> Any:
-        def run(params: Params, *rest: Any) -> Any:
+        def run(params: Params | CountedSubModel, *rest: Any) -> Any:
             return step(sub_model(params, cfg), *rest, cfg=cfg, dtype=dtype)
 
         return jax.jit(run, donate_argnums=donated)

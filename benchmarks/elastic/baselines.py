@@ -14,6 +14,7 @@ import numpy as np
 from benchmarks.elastic.levels import move
 from jaxllm.bundle import WeightFormat
 from jaxllm.elastic.ladder import WHOLE, layer_parameters
+from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from serving.buckets import BucketTable, Progress
@@ -139,7 +140,9 @@ def layer_wise(engine: Engine, importance: Sequence[float]) -> list[Size]:
     if len(importance) != cfg.layers:
         raise ConfigError(f"{len(importance)} importances of layers for a model of {cfg.layers}")
     # A table of its own: numbers of layers are no levels.
-    table = BucketTable(cfg, whole.params, engine.options, whole.store)
+    params = whole_params(whole.params)
+    store = None if whole.store is None else whole.store.of(cfg, params)
+    table = BucketTable(cfg, params, engine.options, store)
     for count in range(1, min(cfg.layers, WHOLE)):
         kept = sorted(np.argsort(-np.asarray(importance), kind="stable")[:count].tolist())
         part = dataclasses.replace(
@@ -148,7 +151,7 @@ def layer_wise(engine: Engine, importance: Sequence[float]) -> list[Size]:
             attention_windows=tuple(cfg.attention_windows[each] for each in kept),
             sparse_layers=tuple(cfg.sparse_layers[each] for each in kept) if cfg.sparse_layers else (),
         )
-        table.add_level(count, part, _of_layers(whole.params, kept))
+        table.add_level(count, part, _of_layers(params, kept))
     other = copy.copy(engine)
     other.table = table
     other.warm_up()

@@ -17,8 +17,9 @@ from benchmarks.elastic.systems import OURS
 from benchmarks.memory import peak_resident_bytes
 from benchmarks.report import Row
 from jaxllm.elastic.ladder import WHOLE, is_unit_parameter
+from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.errors import ConfigError, one_line
-from jaxllm.models.parameters import param_specs
+from jaxllm.models.parameters import Params, param_specs
 from serving.buckets import Progress
 from serving.engine import Engine
 from serving.generation import GenerationConfig
@@ -132,7 +133,7 @@ def move(engine: Engine, level: int) -> tuple[float, int]:
     parts = [
         # As many bytes as the level has, wherever in the buffer they are.
         np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
-        for name, weight in engine.table.at(WHOLE).params.items()
+        for name, weight in whole_params(engine.table.at(WHOLE).params).items()
         if is_unit_parameter(name)
         for leaf in jax.tree.leaves(getattr(weight, "base", weight))
     ]
@@ -145,8 +146,9 @@ def move(engine: Engine, level: int) -> tuple[float, int]:
     return statistics.median(times), sum(part.nbytes for part in parts)
 
 
-def _without_adapters(params: Any) -> list[Any]:
-    return [getattr(weight, "base", weight) for weight in params.values()]
+def _without_adapters(params: Params | CountedSubModel) -> list[Any]:
+    weights = [getattr(weight, "base", weight) for weight in whole_params(params).values()]
+    return [*weights, params.counts] if isinstance(params, CountedSubModel) else weights
 
 
 def _place(leaf: jax.Array) -> int:

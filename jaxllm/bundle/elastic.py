@@ -107,6 +107,11 @@ def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
     return Recovery(part.arrays, float(scaling))
 
 
+def release_recovery(bundle: Bundle, level: int) -> None:
+    """Gives back the memory of a level's adapter as it is in the file (see `Bundle.release_part`)."""
+    bundle.release_part(_recovery(level))
+
+
 def require_level(bundle: Bundle, level: int) -> ModelConfig:
     """The sub-model of a level.
 

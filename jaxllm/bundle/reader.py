@@ -159,6 +159,15 @@ class Bundle:
             self.verify_segment(part_segment(name))
         return Part(part.facts, {each: self._view(tensor.data) for each, tensor in part.tensors.items()})
 
+    def release_part(self, name: str) -> None:
+        """Gives back the memory that a part's pages take, where the system allows it. Views of them stay
+        valid: what is used again is read from the file again."""
+        segment = self.layout.segments.get(part_segment(name))
+        if self._data is None or segment is None or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start = segment.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._data.madvise(mmap.MADV_DONTNEED, start, segment.offset + segment.size_bytes - start)
+
     def verify(self, *, on_segment: Progress | None = None) -> None:
         """Reads the whole file and checks every segment.
 

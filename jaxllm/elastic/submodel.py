@@ -4,21 +4,55 @@ Either as views, the beginnings of the whole model's buffers, with graphs of the
 or as numbers of units beside the whole parameters, for graphs that serve all levels (`counted_sub_model`).
 """
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.adapter_buffer import AdapterPlace
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import Adapted, BlockedArray, Weight, first_units, narrow, sliced, take_units
+from jaxllm.quant import AdaptedFromBuffer, BlockedArray, Weight, first_units, narrow, sliced, take_units
 from jaxllm.used_units import PARAMETER, counts_of
 
 
-def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CountedSubModel:
+    """A sub-model as a graph takes it that serves all sub-models of a model.
+
+    Attributes:
+      whole: parameters of the whole model.
+      counts: `[L, 3]` int32, what of it is used (see `jaxllm.used_units`).
+      adapters: `[N]` float32, the sub-model's adapters in the shapes of the whole model's; None without any.
+      places: where in them each parameter's is.
+    """
+
+    whole: Params
+    counts: jax.Array
+    adapters: jax.Array | None
+    places: tuple[AdapterPlace, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def params(self) -> dict[str, Weight]:
+        """What the model's functions take."""
+        params = {**self.whole, PARAMETER: self.counts}
+        if self.adapters is not None:
+            for name, at, rank in self.places:
+                params[name] = AdaptedFromBuffer(self.whole[name], self.adapters, at, rank)
+        return params
+
+
+def whole_params(params: Params | CountedSubModel) -> Params:
+    """The parameters without counts and adapters, if these tell what is used of them."""
+    return params.whole if isinstance(params, CountedSubModel) else params
+
+
+def sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, Weight]:
     """The parameters of a sub-model: of each whole parameter its first units.
 
     In a graph these are slices, or nothing at all for weights in blocks. `shared_sub_model` makes them
@@ -26,16 +60,15 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
     Args:
       params: of the whole model, with its units in order, or of a larger sub-model that has all of these
-        units (not every larger level has, see `jaxllm.elastic.ladder`), or what `shared_sub_model` made of
-        them.
+        units (not every larger level has, see `jaxllm.elastic.ladder`), or what `shared_sub_model` or
+        `counted_sub_model` made of them.
       cfg: the sub-model.
 
     Raises:
       ConfigError: the parameters are of a sub-model that lacks some of the units.
     """
-    if PARAMETER in params:
-        # Counts say what is used of the whole.
-        return dict(params)
+    if isinstance(params, CountedSubModel):
+        return params.params
     specs = param_specs(cfg)
     return {name: _cut(sliced(params[name]), name, spec.shape, take_units) for name, spec in specs.items()}
 
@@ -72,48 +105,35 @@ def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
     where all units are in blocks and none are in experts."""
     if cfg.experts or jax.default_backend() != "cpu" or not native.kernels().native:
         return False
-    matrices = (
-        params[name]
+    return all(
+        isinstance(params[name], BlockedArray)
         for name, spec in param_specs(cfg).items()
         if is_unit_parameter(name) and spec.role != "vector"
     )
-    stored = (weight.base if isinstance(weight, Adapted) else weight for weight in matrices)
-    return all(isinstance(weight, BlockedArray) for weight in stored)
 
 
-def counted_sub_model(params: Params, cfg: ModelConfig, *, rank: int) -> dict[str, Weight]:
+def counted_sub_model(
+    params: Params,
+    cfg: ModelConfig,
+    *,
+    places: tuple[AdapterPlace, ...] = (),
+    adapters: np.ndarray | None = None,
+    rank: int = 0,
+) -> CountedSubModel:
     """A sub-model as the whole model's parameters and the numbers of units that it has.
 
     Args:
       params: of the whole model (see `can_be_counted`).
       cfg: the sub-model.
-      rank: how many ranks of the parameters' adapters are used; those beyond hold zeros.
+      places: of adapters, the same for all sub-models that share graphs.
+      adapters: in these places, if there are any (see `fill_buffer`).
+      rank: how many ranks of adapters are used; those beyond hold zeros.
     """
     units = [cfg.units(layer) for layer in range(cfg.layers)]
     counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
-    return {**params, PARAMETER: jax.device_put(counts)}
-
-
-def whole_adapter(
-    cfg: ModelConfig, adapter: Mapping[str, np.ndarray], names: Mapping[str, int]
-) -> dict[str, np.ndarray]:
-    """A sub-model's adapter in the shapes of the whole model's, with zeros for units and ranks it lacks.
-
-    Args:
-      cfg: the whole model.
-      adapter: see `jaxllm.lora`; empty for none.
-      names: of all parameters to have an adapter for, the rank.
-    """
-    specs, whole = param_specs(cfg), {}
-    for name, rank in names.items():
-        shape = specs[name].shape
-        left, right = np.zeros((*shape[:-1], rank), np.float32), np.zeros((rank, shape[-1]), np.float32)
-        if f"{name}.left" in adapter:
-            given = adapter[f"{name}.left"]
-            left[tuple(map(slice, given.shape))] = given
-            right[: given.shape[-1]] = adapter[f"{name}.right"]
-        whole |= {f"{name}.left": left, f"{name}.right": right}
-    return whole
+    device = jax.devices()[0]
+    buffer = None if adapters is None else jax.device_put(adapters, device, may_alias=True)
+    return CountedSubModel(params, jax.device_put(counts), buffer, places)
 
 
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:

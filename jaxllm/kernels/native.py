@@ -20,10 +20,10 @@ import numpy as np
 
 from jaxllm.config import Activation
 from jaxllm.errors import ConfigError
-from jaxllm.quant import Adapted, BlockedArray
+from jaxllm.quant import Adapted, AdaptedFromBuffer, BlockedArray
 from jaxllm.used_units import UsedUnits
 
-Adaptable = BlockedArray | Adapted
+Adaptable = BlockedArray | Adapted | AdaptedFromBuffer
 # "xla" for none, or the name of an instruction set from `Kernels.choices`.
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
@@ -130,7 +130,7 @@ def to_units(
     )
     counts, places = _counts(used)
     parts = [part for weight in weights for part in _parts(weight)]
-    attributes = {**_format(weights[0]), **places, "eps": np.float32(norm_eps)}
+    attributes = {**_format(weights[0]), **places, **_adapters(*weights), "eps": np.float32(norm_eps)}
     # Weights that are used in part have the same units, of different widths.
     units = np.int64(1 if used is None else weights[0].shape[0])
     return list(call(x, _optional(norm_scale), counts, *parts, **attributes, units=units))
@@ -150,7 +150,7 @@ def from_units(
     )
     stacked = weight.ndim == 3
     counts, places = _counts(used)
-    attributes = {**_format(weight), **places, "stacked": stacked}
+    attributes = {**_format(weight), **places, **_adapters(weight), "stacked": stacked}
     segments = np.int64(weight.shape[0] if stacked else 1)
     return call(h, *_parts(weight), _optional(residual), counts, **attributes, segments=segments)
 
@@ -183,6 +183,7 @@ def feed_forward(
         *_parts(down),
         **_format(up),
         **places,
+        **_adapters(gate, up, down),
         units=np.int64(up.shape[0]),
         activation=np.int64(_ACTIVATIONS.index(activation)),
         residual=residual,
@@ -339,20 +340,37 @@ def _target(name: str) -> str:
 
 
 def _format(weight: Adaptable) -> dict[str, np.int64]:
-    stored = weight.base if isinstance(weight, Adapted) else weight
-    assert isinstance(stored, BlockedArray)
+    stored = _stored(weight)
     return {"bits": np.int64(stored.bits), "group": np.int64(stored.group)}
 
 
+def _adapters(*weights: Adaptable | None) -> dict[str, np.ndarray]:
+    """Of each weight's adapter, where in their buffers the left and the right side begin, and the rank."""
+
+    def place(weight: Adaptable | None) -> tuple[int, int, int]:
+        if isinstance(weight, AdaptedFromBuffer):
+            return weight.at, weight.right_at, weight.rank
+        return 0, 0, weight.left.shape[0] if isinstance(weight, Adapted) else 0
+
+    return {"adapters": np.array([place(weight) for weight in weights], np.int64).reshape(-1)}
+
+
 def _parts(weight: Adaptable) -> tuple[jax.Array, ...]:
-    """A weight's data and scales, and both sides of its adapter, or of none."""
-    if not isinstance(weight, Adapted):
-        nothing = jnp.zeros((0,), jnp.float32)
-        return weight.data, weight.scale, nothing, nothing
-    assert isinstance(weight.base, BlockedArray)
-    rank = weight.left.shape[0]
-    sides = (side.reshape(rank, -1).astype(jnp.float32) for side in (weight.left, weight.right))
-    return weight.base.data, weight.base.scale, *sides
+    """A weight's data and scales, and the buffers of both sides of its adapter, or of none."""
+    stored, nothing = _stored(weight), jnp.zeros((0,), jnp.float32)
+    sides = (nothing, nothing)
+    if isinstance(weight, AdaptedFromBuffer):
+        sides = (weight.buffer, weight.buffer)
+    elif isinstance(weight, Adapted):
+        sides = (weight.left.astype(jnp.float32), weight.right.astype(jnp.float32))
+    return stored.data, stored.scale, *sides
+
+
+def _stored(weight: Adaptable) -> BlockedArray:
+    """A weight without its adapter."""
+    stored = weight if isinstance(weight, BlockedArray) else weight.base
+    assert isinstance(stored, BlockedArray)
+    return stored
 
 
 def _counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]:

@@ -5,6 +5,7 @@ from jaxllm.quant.blocks import BlockedArray, blocked_shapes, from_blocks, to_bl
 from jaxllm.quant.formats import GROUPS, INT4_GROUP, QArray, pack_int4, packed_columns, quantize
 from jaxllm.quant.weights import (
     Adapted,
+    AdaptedFromBuffer,
     Bfloat16Bits,
     FirstUnits,
     Narrowed,
@@ -23,6 +24,7 @@ __all__ = [
     "GROUPS",
     "INT4_GROUP",
     "Adapted",
+    "AdaptedFromBuffer",
     "Bfloat16Bits",
     "BlockedArray",
     "FirstUnits",

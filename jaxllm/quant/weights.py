@@ -1,6 +1,7 @@
 """A weight, however it is stored: read as floats, row by row, or in part."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,47 @@ class Adapted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class AdaptedFromBuffer:
+    """`Adapted` whose sides lie in a buffer with those of other weights, for products alone to read.
+
+    Attributes:
+      base: `[*U, D]`, in any form, no stack.
+      buffer: `[N]` float32; from `at` on the left side `[r, *U]`, right behind it the right side `[r, D]`.
+      at: where the left side begins.
+      rank: r.
+    """
+
+    base: "Weight"
+    buffer: jax.Array
+    at: int = dataclasses.field(metadata={"static": True})
+    rank: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return self.base.shape
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.base.ndim
+
+    @property
+    def right_at(self) -> int:
+        """Where the right side begins."""
+        return self.at + self.rank * math.prod(self.shape[:-1])
+
+    @property
+    def apart(self) -> Adapted:
+        """The weight with sides of its own, which XLA copies."""
+        units, width = self.shape[:-1], self.shape[-1]
+        left = self.buffer[self.at : self.right_at].reshape(self.rank, *units)
+        right = self.buffer[self.right_at : self.right_at + self.rank * width].reshape(self.rank, width)
+        return Adapted(self.base, left, right)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Narrowed:
     """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone: a sub-model's experts.
 
@@ -118,11 +160,15 @@ class FirstUnits:
         return self.base.ndim
 
 
-Weight = jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Narrowed | FirstUnits
+Weight = (
+    jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | AdaptedFromBuffer | Narrowed | FirstUnits
+)
 
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`."""
+    if isinstance(weight, AdaptedFromBuffer):
+        return dequantize(weight.apart, dtype)
     if isinstance(weight, Adapted):
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, Narrowed):

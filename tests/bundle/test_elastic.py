@@ -9,6 +9,7 @@ from jaxllm.bundle.elastic import (
     read_ladder,
     read_order,
     read_recovery,
+    release_recovery,
     require_level,
 )
 from jaxllm.config import ModelConfig
@@ -51,6 +52,18 @@ def test_levels_and_their_adapters_survive_the_file(elastic):
             for one, other in zip(mine, theirs, strict=True):
                 np.testing.assert_array_equal(one, other)
         bundle.verify()
+
+
+def test_memory_of_an_adapter_is_given_back_and_what_is_read_again_is_the_same(elastic):
+    with Bundle.open(elastic) as bundle:
+        recovery = read_recovery(bundle, 50)
+        assert recovery is not None
+        before = {name: value.copy() for name, value in recovery.adapter.items()}
+        release_recovery(bundle, 50)
+        for name, value in before.items():
+            np.testing.assert_array_equal(recovery.adapter[name], value)
+        release_recovery(bundle, 100)
+    release_recovery(bundle, 50)
 
 
 @pytest.mark.parametrize("change", ["groups.0", "neurons.1", None])

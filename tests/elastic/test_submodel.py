@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -6,18 +7,18 @@ import numpy as np
 import pytest
 
 from jaxllm.config import LayerUnits, ModelConfig
+from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import (
     can_be_counted,
     counted_sub_model,
     shared_sub_model,
     sub_model,
-    whole_adapter,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
-from jaxllm.lora import LoraConfig, adapt, init_adapter
+from jaxllm.lora import LoraConfig, adapt, init_adapter, parameters_of
 from jaxllm.models.decoder import forward, forward_documents
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Bfloat16Bits, dequantize
@@ -89,12 +90,12 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
         for key, value in init_adapter(cfg, lora, jax.random.key(0)).items()
     }
     views = adapt(shared_sub_model(params, cfg), adapter, 1.0)
-    ranks = dict.fromkeys((key.removesuffix(".left") for key in adapter if key.endswith(".left")), 5)
-    filled = adapt(params, whole_adapter(whole, adapter, ranks), 1.0)
-    counted = counted_sub_model(filled, cfg, rank=2)
-    assert sub_model(counted, whole).keys() == counted.keys()
+    places = adapter_places(whole, dict.fromkeys(parameters_of(adapter), 5))
+    buffer = fill_buffer(whole, places, [(adapter, 1.0)])
+    counted = counted_sub_model(params, cfg, places=places, adapters=buffer, rank=2)
 
     def run(params, cfg):
+        params = sub_model(params, cfg)
         documents = forward_documents(params, TOKENS, cfg=cfg, differentiable=False)
         cache = new_cache(cfg, batch=2, tokens=32, dtype=jnp.float32, mass=True)
         first, cache = forward(params, TOKENS[:, :13], cache, cfg=cfg)
@@ -106,7 +107,7 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
     for one, other in zip(found, expected, strict=True):
         # XLA adds in another order.
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
-    unadapted = jax.jit(run, static_argnums=1)(counted_sub_model(params, cfg, rank=0), whole)
+    unadapted = jax.jit(run, static_argnums=1)(counted_sub_model(params, cfg), whole)
     assert np.abs(unadapted[0] - expected[0]).max() > 1e-3 * np.abs(expected[0]).max()
 
 
@@ -114,13 +115,17 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
 def test_ranks_beyond_the_count_are_not_used():
     cfg = sub_config(LLAMA, LADDER, 50)
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
-    names = {"layers.0.attn.q": 3, "layers.1.ffn.down": 3}
-    ones = {key: np.ones_like(value) for key, value in whole_adapter(LLAMA, {}, names).items()}
-    plain = forward_documents(counted_sub_model(params, cfg, rank=0), TOKENS, cfg=LLAMA, differentiable=False)
-    for rank, same in ((0, True), (1, False)):
-        counted = counted_sub_model(adapt(params, ones, 1.0), cfg, rank=rank)
-        out = forward_documents(counted, TOKENS, cfg=LLAMA, differentiable=False)
-        assert bool((np.asarray(out) == np.asarray(plain)).all()) == same
+    # A matrix of fewer ranks than are used has all of them used.
+    places = adapter_places(LLAMA, {"layers.0.attn.q": 3, "layers.1.ffn.down": 1})
+    ones = np.ones_like(fill_buffer(LLAMA, places, []))
+
+    def run(**adapters):
+        params_of_level = sub_model(counted_sub_model(params, cfg, **adapters), LLAMA)
+        return np.asarray(forward_documents(params_of_level, TOKENS, cfg=LLAMA, differentiable=False))
+
+    outs = [run(), *(run(places=places, adapters=ones, rank=rank) for rank in (0, 1, 2, 3, 4))]
+    same = [(one == other).all() for one, other in itertools.pairwise(outs)]
+    assert same == [True, False, False, False, True]
 
 
 def test_experts_and_floats_are_not_counted():

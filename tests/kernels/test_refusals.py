@@ -52,6 +52,11 @@ COUNTS = zeros(0, dtype=I32)
 USED = dict(units_at=np.int64(-1), rank_at=np.int64(-1))
 
 
+def placed(*places: int) -> dict[str, Any]:
+    """Of each weight's adapter, where its left and its right side begin, and its rank."""
+    return {"adapters": np.array(places, np.int64)}
+
+
 def unadapted(operands: list[Any], at: int = 2) -> list[Any]:
     """Operands with no counts from `at` on, and no adapter beside each weight's data and scales."""
     weights = [operands[i : i + 2] for i in range(at, len(operands), 2)]
@@ -100,41 +105,75 @@ TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "results", "operands", "form"), TO_UNITS.values(), ids=TO_UNITS)
 def test_to_units(part, results, operands, form):
-    options = dict(eps=F32(0), units=np.int64(1), **USED)
+    options = dict(eps=F32(0), units=np.int64(1), **USED, **placed(*[0, 0, 0] * len(results)))
     refuse(part, "to_units", results, unadapted(operands), **form, **options)
 
 
 LEFT, RIGHT = zeros(2, 20), zeros(2, 70)
 TWO = np.array([1, 2], I32)
-ADAPTERS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
-    "a left side alone": ("adapter's shape", [COUNTS, LEFT, NOTHING], {}),
-    "a right side alone": ("adapter's shape", [COUNTS, NOTHING, RIGHT], {}),
-    "other ranks": ("adapter's shape", [COUNTS, zeros(3, 20), RIGHT], {}),
-    "fewer units": ("adapter's shape", [COUNTS, zeros(2, 19), RIGHT], {}),
-    "narrower": ("adapter's shape", [COUNTS, LEFT, zeros(2, 69)], {}),
-    "flat": ("adapter's shape", [COUNTS, LEFT.reshape(-1), RIGHT], {}),
-    "halves": ("adapter's shape", [COUNTS, LEFT.astype(F16), RIGHT], {}),
-    "more ranks than there are": ("adapter's shape", [np.array([1, 3], I32), LEFT, RIGHT], {}),
-    "a rank below zero": ("adapter's shape", [np.array([1, -1], I32), LEFT, RIGHT], {}),
-    "a rank from nowhere": ("adapter's shape", [TWO, LEFT, RIGHT], {"rank_at": 2}),
-    "more units than there are": ("a count is", [TWO, LEFT, RIGHT], {"units_at": 1}),
-    "no units": ("a count is", [TWO * np.int32(0), LEFT, RIGHT], {}),
-    "units from nowhere": ("a count is", [TWO, LEFT, RIGHT], {"units_at": -1}),
-    "float counts": ("a count is", [TWO.astype(F32), LEFT, RIGHT], {}),
-    "units of no outputs": ("do not divide", [COUNTS, LEFT, RIGHT], {"units": 3}),
-    "no number of units": ("a count is", [COUNTS, LEFT, RIGHT], {"units": 0}),
-    "a part missing": ("each weight needs", [COUNTS, LEFT], {}),
+# The same sides in one buffer, and where they begin.
+BUFFER, LEFT_AT, RIGHT_AT = zeros(7 + 40 + 140), 7, 47
+BOTH = [COUNTS, BUFFER, BUFFER]
+FAR = np.iinfo(np.int64).max
+MISPLACED = "an adapter does not fit"
+ADAPTERS: dict[str, tuple[str, list[Any], tuple[int, ...]]] = {
+    "a left side alone": (MISPLACED, [COUNTS, LEFT, NOTHING], (0, 0, 2)),
+    "a right side alone": (MISPLACED, [COUNTS, NOTHING, RIGHT], (0, 0, 2)),
+    "fewer units": (MISPLACED, [COUNTS, zeros(2, 19), RIGHT], (0, 0, 2)),
+    "narrower": (MISPLACED, [COUNTS, LEFT, zeros(2, 69)], (0, 0, 2)),
+    "halves on the left": (MISPLACED, [COUNTS, LEFT.astype(F16), RIGHT], (0, 0, 2)),
+    "halves on the right": (MISPLACED, [COUNTS, LEFT, RIGHT.astype(F16)], (0, 0, 2)),
+    "a rank more": (MISPLACED, [COUNTS, LEFT, RIGHT], (0, 0, 3)),
+    "a rank more on the right": (MISPLACED, [COUNTS, zeros(3, 20), RIGHT], (0, 0, 3)),
+    "ranks without end": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT, FAR)),
+    # Times 20 units it is 0 in 64 bits.
+    "ranks that overflow": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT, 1 << 62)),
+    "ranks below none": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT, -2)),
+    "a left side before the buffer": (MISPLACED, BOTH, (-1, RIGHT_AT, 2)),
+    "a right side before the buffer": (MISPLACED, BOTH, (LEFT_AT, -1, 2)),
+    "a left side that ends behind it": (MISPLACED, BOTH, (148, RIGHT_AT, 2)),
+    "a right side that ends behind it": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT + 1, 2)),
+    "a left side that begins at its end": (MISPLACED, BOTH, (len(BUFFER), RIGHT_AT, 2)),
+    "a right side that begins behind it": (MISPLACED, BOTH, (LEFT_AT, len(BUFFER) + 1, 2)),
+    "a left side far away": (MISPLACED, BOTH, (FAR, RIGHT_AT, 2)),
+    "a right side far away": (MISPLACED, BOTH, (LEFT_AT, FAR, 2)),
+    "a part missing": ("each weight needs", [COUNTS, LEFT], (0, 0, 2)),
+    "no places": ("each weight needs", BOTH, ()),
+    "two places": ("each weight needs", BOTH, (LEFT_AT, RIGHT_AT)),
+    "places of two": ("each weight needs", BOTH, (LEFT_AT, RIGHT_AT, 2, LEFT_AT, RIGHT_AT, 2)),
 }
 
 
 @needs_native
-@pytest.mark.parametrize(("part", "operands", "change"), ADAPTERS.values(), ids=ADAPTERS)
-def test_adapters_and_counts(part, operands, change):
+@pytest.mark.parametrize(("part", "operands", "places"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters(part, operands, places):
+    counts, *sides = operands
+    options = dict(eps=F32(0), units=np.int64(1), **USED, **placed(*places))
+    refuse(part, "to_units", [Y], [X, NOTHING, counts, *UP, *sides], **formats(), **options)
+
+
+COUNTED: dict[str, tuple[str, Any, dict[str, int]]] = {
+    "a rank below zero": (MISPLACED, np.array([1, -1], I32), {}),
+    "a rank from nowhere": (MISPLACED, TWO, {"rank_at": 2}),
+    "a rank from before": (MISPLACED, TWO, {"rank_at": -1}),
+    "more units than there are": ("a count is", TWO, {"units_at": 1}),
+    "no units": ("a count is", TWO * np.int32(0), {}),
+    "units from nowhere": ("a count is", TWO, {"units_at": -1}),
+    "float counts": ("a count is", TWO.astype(F32), {}),
+    "units of no outputs": ("do not divide", COUNTS, {"units": 3}),
+    "no number of units": ("a count is", COUNTS, {"units": 0}),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "counts", "change"), COUNTED.values(), ids=COUNTED)
+def test_counts(part, counts, change):
     places = {
         name: np.int64(value) for name, value in {"units": 1, "units_at": 0, "rank_at": 1, **change}.items()
     }
-    counts, *sides = operands
-    refuse(part, "to_units", [Y], [X, NOTHING, counts, *UP, *sides], **formats(), eps=F32(0), **places)
+    operands = [X, NOTHING, counts, *UP, BUFFER, BUFFER]
+    options = dict(eps=F32(0), **places, **placed(LEFT_AT, RIGHT_AT, 2))
+    refuse(part, "to_units", [Y], operands, **formats(), **options)
 
 
 # 70 inputs × 20 outputs in one segment, or three segments of 40.
@@ -177,8 +216,17 @@ FROM_UNITS: dict[str, tuple[str, list[Any], dict[str, Any], int]] = {
 def test_from_units(part, operands, form, segments):
     weight = operands[1:3]
     operands = [operands[0], *weight, NOTHING, NOTHING, *operands[3:], COUNTS]
-    options = dict(segments=np.int64(segments), stacked=segments != 1, **USED)
+    options = dict(segments=np.int64(segments), stacked=segments != 1, **USED, **placed(0, 0, 0))
     refuse(part, "from_units", Y, operands, **form, **options)
+
+
+@needs_native
+@pytest.mark.parametrize("places", [(), (LEFT_AT, RIGHT_AT), (48, 0, 2), (0, 148, 2), (0, 0, 3)])
+def test_adapters_of_reductions(places):
+    """Left sides are along the 70 inputs."""
+    operands = [H, REDUCTION, REDUCTION_SCALE, BUFFER, BUFFER, NOTHING, COUNTS]
+    options = dict(segments=np.int64(1), stacked=False, **USED, **placed(*places))
+    refuse(MISPLACED, "from_units", Y, operands, **formats(), **options)
 
 
 # A block of 20 neurons over 70: the units above, and their reduction.
@@ -211,7 +259,20 @@ FEED_FORWARD: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(("part", "result", "operands", "change"), FEED_FORWARD.values(), ids=FEED_FORWARD)
 def test_feed_forward(part, result, operands, change):
     attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
-    refuse(part, "feed_forward", result, unadapted(operands), **(formats() | attributes | change))
+    attributes |= formats() | placed(*[0] * 9)
+    refuse(part, "feed_forward", result, unadapted(operands), **(attributes | change))
+
+
+@needs_native
+@pytest.mark.parametrize("at", range(3))
+def test_adapters_of_feed_forward(at):
+    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
+    operands = unadapted(BLOCK)
+    operands[3 + 4 * at + 2 : 3 + 4 * at + 4] = [BUFFER, BUFFER]
+    places = [0] * 9
+    places[3 * at : 3 * at + 3] = [LEFT_AT, RIGHT_AT + 1, 2]
+    refuse(MISPLACED, "feed_forward", X, operands, **formats(), **attributes, **placed(*places))
+    refuse("three weights", "feed_forward", X, operands, **formats(), **attributes, **placed(*places[:8]))
 
 
 INTEGERS = {
@@ -315,16 +376,28 @@ def test_results_of_attention():
 def test_what_fits_is_computed():
     """The shapes above are refused for what is said of them, not for something else."""
     attributes = dict(eps=F32(0), units=np.int64(20), units_at=np.int64(0), rank_at=np.int64(1))
-    operands = [X, NOTHING, TWO, *UP, LEFT, RIGHT]
-    assert ask("to_units", [Y], operands, **formats(), **attributes)[0].shape == (4, 20)
-    operands = [H, REDUCTION, REDUCTION_SCALE, RIGHT, LEFT, Y, TWO]
+    # More ranks than an adapter has are all that it has.
+    for ranks in (0, 2, 3):
+        counts = np.array([1, ranks], I32)
+        for sides, places in (([LEFT, RIGHT], (0, 0, 2)), ([BUFFER, BUFFER], (LEFT_AT, RIGHT_AT, 2))):
+            operands = [X, NOTHING, counts, *UP, *sides]
+            outs = ask("to_units", [Y], operands, **formats(), **attributes, **placed(*places))
+            assert outs[0].shape == (4, 20)
     attributes = dict(segments=np.int64(1), stacked=False, units_at=np.int64(0), rank_at=np.int64(1))
-    assert ask("from_units", Y, operands, **formats(), **attributes).shape == (4, 20)
+    for sides, places in (([RIGHT, LEFT], (0, 0, 2)), ([BUFFER, BUFFER], (LEFT_AT, LEFT_AT + 140, 2))):
+        operands = [H, REDUCTION, REDUCTION_SCALE, *sides, Y, TWO]
+        out = ask("from_units", Y, operands, **formats(), **attributes, **placed(*places))
+        assert out.shape == (4, 20)
     operands = [HEADS, STACK, STACK_SCALE, NOTHING, NOTHING, NOTHING, COUNTS]
-    attributes = dict(segments=np.int64(3), stacked=True, **USED)
+    attributes = dict(segments=np.int64(3), stacked=True, **USED, **placed(0, 0, 0))
     assert ask("from_units", Y, operands, **formats(4, 32), **attributes).shape == (4, 20)
     attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
-    assert ask("feed_forward", X, unadapted(BLOCK), **formats(), **attributes).shape == (4, 70)
+    operands = unadapted(BLOCK)
+    for at in range(3):
+        operands[3 + 4 * at + 2 : 3 + 4 * at + 4] = [BUFFER, BUFFER]
+    for places in ((0, 0, 0), (LEFT_AT, RIGHT_AT, 2)):
+        out = ask("feed_forward", X, operands, **formats(), **attributes, **placed(*places * 3))
+        assert out.shape == (4, 70)
     options = dict(scale=F32(1), softcap=F32(0), window=np.int64(0), heads_at=np.int64(0))
     assert ask("attention", [Q, CACHE, CACHE, MASS], GOOD, **options)[0].shape == Q.shape
     operands = [zeros(4, 70, dtype=I8), DATA]

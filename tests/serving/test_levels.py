@@ -151,6 +151,41 @@ def test_one_set_of_graphs_serves_all_levels_of_weights_in_blocks(tmp_path, monk
         np.testing.assert_array_equal(found, expected)
 
 
+@needs_native
+def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_graphs(
+    tmp_path, monkeypatch, compiles
+):
+    """As in graphs of each level's own, to the rounding of sums over ranks in another order."""
+    from jaxllm.checkpoints.peft_folder import write_adapter
+
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    lora = LoraConfig(rank=3, targets=("attn.q", "ffn.up"))
+    adapter = {
+        key: np.asarray(each) + 0.05 for key, each in init_adapter(CFG, lora, jax.random.key(6)).items()
+    }
+    write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
+    options = dataclasses.replace(OPTIONS, adapter_rank=4, adapter_targets=lora.targets)
+
+    def scores(engine, level):
+        return np.asarray(engine.table.at(level).prefill(engine.table.at(level).start(9), PROMPT, 0)[0])
+
+    together = Engine.open(path, options=options)
+    monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
+    apart = Engine.open(path, options=options)
+    assert (together._levels.counted, apart._levels.counted) == (True, False)
+    plain = {level: scores(together, level) for level in (40, 70, 100)}
+    for folder in (tmp_path / "adapter", None):
+        with compiles() as count:
+            for engine in (together, apart):
+                engine.set_adapter(folder)
+        assert count() == 0
+        for level in (40, 70, 100):
+            found, expected = scores(together, level), scores(apart, level)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+            assert (np.abs(found - plain[level]).max() > 1e-3) == (folder is not None)
+
+
 def test_a_session_that_changes_its_level_is_fed_anew(engine):
     session = Session()
     first = ask(engine, 100, session)

@@ -4,6 +4,9 @@
 namespace jaxllm {
 namespace {
 
+// Of each adapter, where its left and its right side begin in their buffers, and its rank (0: there is none).
+using Places = ffi::Span<const int64_t>;
+
 bool good_format(int64_t bits, int64_t group, const AnyBuffer& data, const AnyBuffer& scale) {
   if (bits != 4 && bits != 8) return false;
   if (group != 0 && group != 32 && group != 64) return false;
@@ -36,21 +39,35 @@ bool read_reduction(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits,
   return true;
 }
 
-// An adapter's left side [rank, stride] of at least `units`, and right side [rank, width]; both may be empty.
-bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, size_t units, size_t width,
-                  const AnyBuffer& counts, int64_t rank_at, Adapter& out) {
-  out = {nullptr, nullptr, 0, 0};
-  if (left.element_type() != ffi::DataType::F32 || right.element_type() != ffi::DataType::F32) return false;
-  if (left.element_count() == 0 && right.element_count() == 0) return true;
-  if (rank(left) != 2 || rank(right) != 2 || dim(left, 0) != dim(right, 0)) return false;
-  if (dim(left, 1) < units || dim(right, 1) != width) return false;
-  size_t used;
-  if (!read_count(counts, rank_at, 0, dim(left, 0), used)) return false;
-  out = {left.reinterpret_data<float>(), right.reinterpret_data<float>(), used, dim(left, 1)};
+// Floats [ranks, width] from `at` on in a buffer.
+bool read_side(const AnyBuffer& buffer, int64_t at, size_t ranks, size_t width, const float*& out) {
+  if (buffer.element_type() != ffi::DataType::F32 || width == 0) return false;
+  const size_t all = buffer.element_count();
+  if (at < 0 || static_cast<size_t>(at) > all) return false;
+  // Divided, because a product could overflow.
+  if (ranks > (all - static_cast<size_t>(at)) / width) return false;
+  out = buffer.reinterpret_data<float>() + at;
   return true;
 }
 
-constexpr const char* kMisfit = "an adapter's shape does not fit";
+// The adapter whose three `places` begin at `i`: left [ranks, units] and right [ranks, width], of which
+// counts[rank_at] are used, or all if there are fewer.
+bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, Places places, size_t i, size_t units,
+                  size_t width, const AnyBuffer& counts, int64_t rank_at, Adapter& out) {
+  out = {nullptr, nullptr, 0, units};
+  const int64_t left_at = places[i], right_at = places[i + 1], ranks = places[i + 2];
+  if (ranks == 0) return true;
+  if (ranks < 0) return false;
+  const size_t all = static_cast<size_t>(ranks);
+  if (!read_side(left, left_at, all, units, out.left)) return false;
+  if (!read_side(right, right_at, all, width, out.right)) return false;
+  size_t used;
+  if (!read_count(counts, rank_at, 0, SIZE_MAX, used)) return false;
+  out.rank = used < all ? used : all;
+  return true;
+}
+
+constexpr const char* kMisfit = "an adapter does not fit";
 constexpr const char* kCount = "a count is out of range";
 
 // x, norm scale, counts, then data, scale and both sides of an adapter of each weight -> one result per
@@ -58,7 +75,7 @@ constexpr const char* kCount = "a count is out of range";
 // counts[rank_at] ranks.
 Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
                     ffi::RemainingRets results, int64_t bits, int64_t group, float eps, int64_t units,
-                    int64_t units_at, int64_t rank_at) {
+                    int64_t units_at, int64_t rank_at, Places adapters) {
   const Timer timer;
   constexpr size_t kMost = 8;
   size_t rows, width;
@@ -68,7 +85,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
   if (!read_floats(norm, width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
   const size_t count = results.size();
-  if (count == 0 || count > kMost || weights.size() != 4 * count)
+  if (count == 0 || count > kMost || weights.size() != 4 * count || adapters.size() != 3 * count)
     return wrong("each weight needs data, scales, an adapter and a result");
   size_t used;
   if (units <= 0 || !read_count(counts, units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
@@ -83,7 +100,8 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
       return wrong("a result has other rows");
     if (!read_units(*data, *scale, bits, group, width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
-    if (!read_adapter(*left, *right, outputs, width, counts, rank_at, to[i].adapter)) return wrong(kMisfit);
+    if (!read_adapter(*left, *right, adapters, 3 * i, outputs, width, counts, rank_at, to[i].adapter))
+      return wrong(kMisfit);
     if (outputs % units) return wrong("the outputs do not divide into units");
     to[i].outputs = outputs / units * used;
     to[i].stride = outputs;
@@ -96,7 +114,8 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
 // [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed.
 Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer left, AnyBuffer right,
                       AnyBuffer residual, AnyBuffer counts, ffi::Result<AnyBuffer> y, int64_t bits,
-                      int64_t group, int64_t segments, bool stacked, int64_t units_at, int64_t rank_at) {
+                      int64_t group, int64_t segments, bool stacked, int64_t units_at, int64_t rank_at,
+                      Places adapters) {
   const Timer timer;
   size_t rows, width, out_rows, outputs;
   if (!read_rows(h, ffi::DataType::F32, rows, width))
@@ -110,7 +129,10 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
   if (!read_reduction(data, scale, bits, group, count, length, outputs, weight))
     return wrong("the weight's shape does not fit");
   Adapter adapter;
-  if (!read_adapter(left, right, width, outputs, counts, rank_at, adapter)) return wrong(kMisfit);
+  if (adapters.size() != 3 ||
+      !read_adapter(left, right, adapters, 0, width, outputs, counts, rank_at, adapter)) {
+    return wrong(kMisfit);
+  }
   size_t& units = stacked ? count : length;
   if (!read_count(counts, units_at, 1, units, units)) return wrong(kCount);
   const float* add;
@@ -123,7 +145,8 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
 // up and down -> y [rows, width]. Of the `units` counts[units_at] are computed.
 Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
                         ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, int64_t units,
-                        int64_t activation, bool residual, float eps, int64_t units_at, int64_t rank_at) {
+                        int64_t activation, bool residual, float eps, int64_t units_at, int64_t rank_at,
+                        Places adapters) {
   const Timer timer;
   size_t rows, width;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
@@ -137,9 +160,10 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Rema
   const size_t all = static_cast<size_t>(units);
   size_t used;
   if (!read_count(counts, units_at, 1, all, used)) return wrong(kCount);
-  if (weights.size() != 12) return wrong("a block has three weights, each with scales and an adapter");
+  if (weights.size() != 12 || adapters.size() != 9)
+    return wrong("a block has three weights, each with scales and an adapter");
   Block block{};
-  Adapter* const adapters[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
+  Adapter* const read[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
   for (size_t i = 0; i < 3; i++) {
     auto data = weights.get<AnyBuffer>(4 * i), scale = weights.get<AnyBuffer>(4 * i + 1);
     auto left = weights.get<AnyBuffer>(4 * i + 2), right = weights.get<AnyBuffer>(4 * i + 3);
@@ -150,7 +174,8 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Rema
                : !read_units(*data, *scale, bits, group, width, all, outwards)) {
       return wrong("a weight's shape does not fit");
     }
-    if (!read_adapter(*left, *right, all, width, counts, rank_at, *adapters[i])) return wrong(kMisfit);
+    if (!read_adapter(*left, *right, adapters, 3 * i, all, width, counts, rank_at, *read[i]))
+      return wrong(kMisfit);
   }
   return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, block, used,
                              static_cast<int>(activation), residual, y->reinterpret_data<float>()));
@@ -205,7 +230,8 @@ XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                            .Attr<float>("eps")
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("units_at")
-                           .Attr<int64_t>("rank_at"));
+                           .Attr<int64_t>("rank_at")
+                           .Attr<Places>("adapters"));
 XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                        ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()
@@ -221,7 +247,8 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Attr<int64_t>("segments")
                            .Attr<bool>("stacked")
                            .Attr<int64_t>("units_at")
-                           .Attr<int64_t>("rank_at"));
+                           .Attr<int64_t>("rank_at")
+                           .Attr<Places>("adapters"));
 XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                        ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()
@@ -236,7 +263,8 @@ XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                            .Attr<bool>("residual")
                            .Attr<float>("eps")
                            .Attr<int64_t>("units_at")
-                           .Attr<int64_t>("rank_at"));
+                           .Attr<int64_t>("rank_at")
+                           .Attr<Places>("adapters"));
 XLA_FFI_DEFINE_HANDLER(IntegerProduct, integer_product_call,
                        ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 

@@ -1,0 +1,62 @@
+import jax
+import numpy as np
+
+from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
+from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.models.parameters import param_specs
+from jaxllm.quant import AdaptedFromBuffer
+from tests.elastic.models import LLAMA
+
+RANKS = {"layers.0.attn.q": 3, "layers.0.attn.o": 5, "layers.2.ffn.down": 2}
+
+
+def random_adapter(cfg, ranks, seed):
+    draw, adapter = np.random.default_rng(seed), {}
+    for name, rank in ranks.items():
+        *units, width = param_specs(cfg)[name].shape
+        adapter[f"{name}.left"] = draw.normal(size=(*units, rank)).astype(np.float32)
+        adapter[f"{name}.right"] = draw.normal(size=(rank, width)).astype(np.float32)
+    return adapter
+
+
+def changes(buffer, places):
+    """What the buffer adds to each parameter."""
+    return {
+        name: np.asarray(
+            AdaptedFromBuffer(np.zeros(param_specs(LLAMA)[name].shape), buffer, at, rank).apart.change
+        )
+        for name, at, rank in places
+    }
+
+
+def test_adapters_of_a_model_and_of_a_sub_model_add_up_in_one_buffer():
+    cfg = sub_config(LLAMA, Ladder(anchors=(1,)), 50)
+    whole = random_adapter(LLAMA, {"layers.0.attn.q": 2, "layers.2.ffn.down": 2}, 0)
+    part = random_adapter(cfg, {"layers.0.attn.q": 1, "layers.0.attn.o": 4}, 1)
+    places = adapter_places(LLAMA, RANKS)
+    buffer = fill_buffer(LLAMA, places, [(whole, 0.5), (part, 2.0)])
+    found = changes(buffer, places)
+    for name in RANKS:
+        expected = np.zeros(param_specs(LLAMA)[name].shape)
+        for adapter, scaling in ((whole, 0.5), (part, 2.0)):
+            if f"{name}.left" in adapter:
+                change = scaling * adapter[f"{name}.left"] @ adapter[f"{name}.right"]
+                expected[tuple(map(slice, change.shape))] += change
+        np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_places_do_not_overlap_and_fill_the_buffer():
+    places = adapter_places(LLAMA, RANKS)
+    taken = np.zeros(len(fill_buffer(LLAMA, places, [])), int)
+    for name, at, rank in places:
+        weight = AdaptedFromBuffer(np.zeros(param_specs(LLAMA)[name].shape), taken, at, rank)
+        taken[at : weight.right_at + rank * weight.shape[-1]] += 1
+    assert (taken == 1).all()
+
+
+def test_a_cpu_takes_a_buffer_without_a_copy():
+    buffer = fill_buffer(LLAMA, adapter_places(LLAMA, RANKS), [])
+    assert not buffer.any()
+    device = jax.devices("cpu")[0]
+    placed = jax.device_put(buffer, device, may_alias=True)
+    assert placed.unsafe_buffer_pointer() == buffer.ctypes.data
