@@ -36,8 +36,15 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     if PARAMETER in params:
         # Counts say what is used of the whole.
         return dict(params)
+    return part_of_sub_model({name: params[name] for name in param_specs(cfg)}, cfg)
+
+
+def part_of_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """`sub_model` of some of the parameters: those of one layer, say."""
+    if PARAMETER in params:
+        return dict(params)
     specs = param_specs(cfg)
-    return {name: _cut(sliced(params[name]), name, spec.shape, take_units) for name, spec in specs.items()}
+    return {name: _cut(sliced(each), name, specs[name].shape, take_units) for name, each in params.items()}
 
 
 def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
