@@ -146,6 +146,8 @@ class EngineOptions:
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
+        if self.kv_codec and context < self.kv_chunk_tokens:
+            raise ConfigError(f"kv_chunk_tokens {self.kv_chunk_tokens} is more than the context of {context}")
         if self.kv_codec and all(tokens % self.kv_chunk_tokens for tokens in chunks):
             raise ConfigError(
                 f"kv_chunk_tokens {self.kv_chunk_tokens} divides none of chunk_tokens {chunks}: no lost "

@@ -4,6 +4,7 @@ They stand in the bucket table with all others (`bucket_plan.context_buckets`) a
 a CPU stored chunks are read where they are in memory; elsewhere they are handed over by value.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -145,6 +146,22 @@ class ContextGraphs:
                         # Memory of its own: others of the run may be forgotten before.
                         found[chunk][1].append(blob.copy())
         return dict(found)
+
+    def rehearse(self) -> None:
+        """Runs each of these graphs once (see `BucketTable.rehearse`)."""
+        options = self.table.options
+        for capacity in options.cache_tokens:
+            room = capacity // self.chunk_tokens
+            stored = self.encode(self.table.start(capacity), dict(enumerate(self.widths[:room])))
+            cache = self.load(self.table.start(capacity), stored)
+            for count in options.recomputed_chunks:
+                at = self.places([0], count)
+                x = self.embed([0] * self.chunk_tokens, at)
+                keys, values = list(cache.keys), list(cache.values)
+                for layer in range(self.layers):
+                    x, (keys[layer], values[layer]) = self.restore_layer(layer, x, at, cache, {})
+                cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+            jax.block_until_ready(cache.keys)
 
     def _take_parameters(self) -> None:
         """Sorts the parameters by layers, once for each adapter that comes."""
