@@ -217,12 +217,12 @@ class BucketTable(BucketPlan):
 
     def start(self, tokens: int) -> KVCache:
         """An empty cache with room for `tokens` positions."""
-        return self.graph(self._start_bucket(self._cache_for(tokens)))()
+        return self.graph(self._start_bucket(self.capacity_for(tokens)))()
 
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
         caches = self.options.cache_tokens
-        target = self._cache_for(tokens)
+        target = self.capacity_for(tokens)
         while cache.capacity_tokens < target:
             here = cache.capacity_tokens
             longer = caches[caches.index(here) + 1]
@@ -309,8 +309,12 @@ class BucketTable(BucketPlan):
 
     # -- compiling them -------------------------------------------------------------------------
 
-    def _cache_for(self, tokens: int) -> int:
-        """The shortest cache length with a `start` graph and room for `tokens`."""
+    def capacity_for(self, tokens: int) -> int:
+        """The shortest cache length with a `start` graph and room for `tokens`.
+
+        Raises:
+          ContextOverflow: there is none.
+        """
         for length in self.options.cache_tokens:
             if length >= tokens and self._start_bucket(length) in self._table:
                 return length

@@ -5,6 +5,7 @@ for piece in context.generate("Dear ..."): ...    callLLM
 context.delete()                                  delLLMCtx
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
@@ -25,7 +26,7 @@ _PLACE = "\ue000\ue001\ue000"
 class ContextAnswer(Iterator[str]):
     """An answer as it comes: iterate for pieces of text, then read the rest.
 
-    When it has ended, or was closed, what was said is part of the context and stored.
+    When it has ended, was closed or dropped, what was said is part of the context and stored.
 
     Attributes:
       generation: the answer's text, tokens and timings.
@@ -63,6 +64,11 @@ class ContextAnswer(Iterator[str]):
     def text(self) -> str:
         """The answer so far."""
         return self.generation.text
+
+    def __del__(self) -> None:
+        # Dropped in the middle: other contexts must be able to go on. Nobody is there to be told of errors.
+        with contextlib.suppress(Exception):
+            self.close()
 
     def _end(self) -> None:
         if self._state == "running":
@@ -148,7 +154,9 @@ class Context:
         def begin() -> Restoration:
             if contexts.record(app, name).tokens != record.tokens:
                 raise ConfigError(f"the context {name} went on since this answer was asked for; ask again")
-            return contexts.begin(app, name, session, len(whole) + max_tokens)
+            return contexts.begin(
+                app, name, session, prompt_tokens=len(whole), most_tokens=len(whole) + max_tokens
+            )
 
         def finish() -> None:
             if not generation.tokens:

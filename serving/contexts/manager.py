@@ -9,7 +9,9 @@ the context that ran last stays as it is until another one runs.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,9 +19,11 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
+from jaxllm.kv.cache import KVCache
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST
 from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
+from serving.buckets import BucketTable
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import find_policy
 from serving.contexts.graphs import ContextGraphs, Stored
@@ -143,12 +147,15 @@ class Contexts:
         if self._last[0] == name:
             self._last = ("", Session())
 
-    def begin(self, app: str, name: str, session: Session, most_tokens: int) -> Restoration:
+    def begin(
+        self, app: str, name: str, session: Session, *, prompt_tokens: int, most_tokens: int
+    ) -> Restoration:
         """Brings a context back for a call, and locks it.
 
         Args:
           app, name: of the context.
           session: gets its tokens and cache: those of all whole chunks, or all where it ran last.
+          prompt_tokens: of the context and what is said now, together.
           most_tokens: that the context may have when the call ends.
 
         Raises:
@@ -156,6 +163,7 @@ class Contexts:
           ConfigError: another call runs.
           BudgetExceeded: its chunks would not fit into memory.
         """
+        began = time.perf_counter()
         if self._running:
             raise ConfigError(
                 f"the context {self._running} is answering, and one call runs at a time: finish or close it"
@@ -174,9 +182,10 @@ class Contexts:
                 session.tokens, session.cache = there.take()
                 session.weights_version = there.weights_version
                 return Restoration(resident=len(record.bits))
-            # Its memory, before that of another cache.
+            cache = self._room(graphs.table, there, prompt_tokens)
             del there
-            return self._restored(record, graphs, session)
+            how = self._restored(record, graphs, session, cache, prompt_tokens)
+            return dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
         except BaseException:
             self.abandon(name)
             raise
@@ -229,18 +238,37 @@ class Contexts:
         if self._running == name:
             self._running = ""
 
-    def _restored(self, record: Record, graphs: ContextGraphs, session: Session) -> Restoration:
+    def _room(self, table: BucketTable, spare: Session, tokens: int) -> KVCache:
+        """A cache with room for `tokens`: the one of the context before, if its form fits.
+
+        Clearing new memory takes as long as decoding chunks into it.
+        """
+        _, cache = spare.take()
+        if cache is not None and spare.weights_version is not None:
+            form = self.engine.table.at(spare.weights_version[0]).graphs_level
+            if form == table.graphs_level and cache.capacity_tokens == table.capacity_for(tokens):
+                # What another context left in it is out of sight until it is written over.
+                return cache
+        # Its memory, before that of another.
+        del cache
+        return table.start(tokens)
+
+    def _restored(
+        self, record: Record, graphs: ContextGraphs, session: Session, cache: KVCache, tokens: int
+    ) -> Restoration:
         for attempt in range(2):
             table, resident = graphs.table, self.memory.chunks(record.name)
+            wanted = {n for n, bits in enumerate(record.bits) if bits != LOST} - set(resident)
             try:
-                with self.store.open(record.name) as opened:
+                # Opening takes as long as reading a chunk.
+                with self.store.open(record.name) if wanted else contextlib.nullcontext() as opened:
                     cache, read, how = restore(
                         graphs,
-                        table.start(max(1, len(record.bits) * graphs.chunk_tokens)),
+                        table.start(tokens) if attempt else cache,
                         tokens=record.tokens,
                         bits=record.bits,
                         resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                        read=opened.read,
+                        read=_nothing if opened is None else opened.read,
                         delays=self._delays[table.level],
                         pool=self._pool,
                     )
@@ -322,6 +350,11 @@ class Contexts:
             chunk_tokens=options.kv_chunk_tokens,
             dtype=options.cache_dtype,
         )
+
+
+def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
+    """What is read where all is in memory or lost."""
+    raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
 
 
 def _heads(cfg: ModelConfig) -> list[int]:

@@ -15,7 +15,7 @@ class ContextOptions:
 
     Attributes:
       folder: of the store, made if missing; for one process at a time.
-      budget_bytes: of all chunks in memory together.
+      budget_bytes: of all chunks in memory together; the cache of the context that runs comes on top.
       ratio: bytes of a context's chunks relative to 8 bits, between 0.25 and 1; a codec that has no widths to
         choose from takes what it takes.
       newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.

@@ -96,7 +96,9 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Replaces the record's file, whole or not at all."""
-        body = json.dumps(dataclasses.asdict(self), separators=(",", ":"), sort_keys=True)
+        # Not `asdict`, which copies every token.
+        fields = {**vars(self), "origin": vars(self.origin)}
+        body = json.dumps(fields, separators=(",", ":"), sort_keys=True)
         whole = {"version": VERSION, "xxh3_128": xxhash.xxh3_128_hexdigest(body.encode()), "record": body}
         with atomic_file(path) as file:
             file.write(json.dumps(whole).encode())

@@ -1,6 +1,7 @@
 """Contexts of apps: their calls go on as one conversation, whatever ran in between and whatever was lost."""
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from serving.contexts.delays import Delays
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.generation import GenerationConfig, Session
+from tests.kernels.switching import needs_native
 from tests.tiny import END_ID, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -150,8 +152,21 @@ def test_an_answer_that_is_closed_is_part_of_the_context(kept):
     assert say(context, [1]).generation.reused_tokens == 37 + len(answer.generation.tokens) - 1
 
 
-def test_levels_keep_contexts_of_their_own(kept):
-    contexts = kept("raw", "f32", (50,))
+def test_an_answer_that_is_dropped_holds_nobody_up(kept):
+    contexts = kept()
+    context, other = new(contexts), new(contexts)
+    answer = context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True)
+    next(answer)
+    del answer
+    gc.collect()
+    assert len(say(other, [1]).generation.tokens) == 6
+    assert len(context.tokens) > 37
+
+
+@pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
+def test_levels_keep_contexts_of_their_own(kept, weights):
+    """With graphs of each level's own, and with one set for all."""
+    contexts = kept("raw", weights, (50,))
     half, whole = new(contexts, level=50), new(contexts)
     assert (half.level, whole.level) == (50, 100)
     first = [say(each, TURNS[0][0]) for each in (half, whole)]
