@@ -31,6 +31,7 @@ from serving.contexts.segment import Segment, write_segment
 from serving.direct_io import Storage
 
 VERSION = 1
+VERSION_FILE = "store.json"
 _RECORD = "record"
 _SUFFIX = ".kv"
 _APP = "app-"
@@ -287,7 +288,7 @@ class ContextStore:
             raise kind(f"{folder}: the context cannot be written ({error.strerror})") from error
 
     def _check_version(self) -> None:
-        path = self.root / "store.json"
+        path = self.root / VERSION_FILE
         try:
             version = json.loads(path.read_bytes())["version"]
         except FileNotFoundError:
