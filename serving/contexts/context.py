@@ -115,6 +115,7 @@ class Context:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
+        slide: bool = False,
         sampling: Sampling | None = None,
     ) -> ContextAnswer:
         """Answers in this context: what was said before comes first.
@@ -125,6 +126,8 @@ class Context:
           max_tokens: most tokens of the answer.
           stop: strings that end it.
           ignore_eos: go on past the model's end tokens.
+          slide: where all of it together would be longer than the model's window, forget the middle of what
+            was said before (see `Contexts.slide`).
           sampling: how tokens are chosen; greedy by default.
 
         Raises:
@@ -143,6 +146,9 @@ class Context:
             raise ConfigError("an instruction comes with a prompt of text, not with token ids")
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one token of text")
+        if slide:
+            room = engine.options.context_tokens - len(prompt) - max_tokens
+            record = self._contexts.slide(self.app, self.name, max(0, room))
         whole = [*record.tokens, *prompt]
         config = GenerationConfig(
             max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()

@@ -17,16 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.config import ModelConfig
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
 from jaxllm.kv.cache import KVCache
-from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST
-from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
 from serving.buckets import BucketTable
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import find_policy
 from serving.contexts.graphs import ContextGraphs, Stored
+from serving.contexts.growth import grown, most_bytes
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Origin, Record
@@ -133,6 +131,28 @@ class Contexts:
         self.memory.pin(name, pinned)
         return record
 
+    def slide(self, app: str, name: str, room_tokens: int) -> Record:
+        """Forgets the middle of a context that has more than `room_tokens` tokens.
+
+        Its first chunk stays, for that is where attention goes that has nowhere else to go (attention sinks,
+        arXiv 2309.17453), and its newest tokens, to half the window at most: so that this happens seldom, for
+        they are computed again where they stand then.
+
+        Raises:
+          ContextGone: see `record`.
+          ConfigError: it is answering.
+        """
+        record, size = self.record(app, name), self.engine.options.kv_chunk_tokens
+        if len(record.tokens) <= room_tokens:
+            return record
+        self._require_quiet(name)
+        newest = max(0, min(room_tokens, self.engine.options.context_tokens // 2) - size)
+        tokens = record.tokens[:size] + record.tokens[len(record.tokens) - newest :]
+        first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen")}
+        record = self.store.commit(dataclasses.replace(record, tokens=tokens, **first))
+        self._forget(name)
+        return record
+
     def delete(self, name: str) -> None:
         """Forgets a context.
 
@@ -140,12 +160,9 @@ class Contexts:
           ContextGone: there is no such context.
           ConfigError: it is answering.
         """
-        if name == self._running:
-            raise ConfigError(f"the context {name} is answering; close its answer, then delete it")
+        self._require_quiet(name)
         self.store.delete(name)
-        self.memory.forget(name)
-        if self._last[0] == name:
-            self._last = ("", Session())
+        self._forget(name)
 
     def begin(
         self, app: str, name: str, session: Session, *, prompt_tokens: int, most_tokens: int
@@ -172,7 +189,7 @@ class Contexts:
         graphs = self._graphs[record.origin.level]
         most = min(most_tokens, graphs.table.options.context_tokens)
         self.memory.pin(name, record.pinned)
-        self.memory.require(name, self._most_bytes(graphs, most // graphs.chunk_tokens))
+        self.memory.require(name, most_bytes(graphs, self.options, most // graphs.chunk_tokens))
         last, there = self._last
         self._last = ("", Session())
         self._running = name
@@ -210,7 +227,15 @@ class Contexts:
             if session.cache is None:
                 raise ContextGone(f"the context {name} lost its cache to an error; it is as it was before")
             graphs = self._graphs[before.origin.level]
-            record = self._grown(before, graphs, session, tokens, first)
+            record = grown(
+                before,
+                graphs,
+                self.options,
+                tokens=tokens,
+                mass=np.asarray(session.cache.mass)[0],
+                first=first,
+                held=len(session.tokens),
+            )
             resident = self.memory.chunks(name)
             # What was computed again and not changed is on storage already.
             coded = graphs.encode(
@@ -237,6 +262,16 @@ class Contexts:
         self.memory.release(name)
         if self._running == name:
             self._running = ""
+
+    def _require_quiet(self, name: str) -> None:
+        if name == self._running:
+            raise ConfigError(f"the context {name} is answering; close its answer first")
+
+    def _forget(self, name: str) -> None:
+        """What memory holds of a context."""
+        self.memory.forget(name)
+        if self._last[0] == name:
+            self._last = ("", Session())
 
     def _room(self, table: BucketTable, spare: Session, tokens: int) -> KVCache:
         """A cache with room for `tokens`: the one of the context before, if its form fits.
@@ -286,36 +321,6 @@ class Contexts:
             return how
         raise AssertionError("either of two attempts returns or raises")
 
-    def _grown(
-        self, before: Record, graphs: ContextGraphs, session: Session, tokens: Sequence[int], first: int
-    ) -> Record:
-        """The record of a context whose session holds more tokens than before, with the widths that its
-        chunks are to have."""
-        assert session.cache is not None
-        size, held = graphs.chunk_tokens, len(session.tokens)
-        count = held // size
-        cfg = graphs.table.cfg
-        mass = chunk_mass(np.asarray(session.cache.mass)[0], count, size)
-        seen = sightings(first, held, count, size, heads=_heads(cfg), windows=cfg.attention_windows)
-        known = min(count, len(before.bits))
-        mass[:known] += before.mass[:known]
-        seen[:known] += before.seen[:known]
-        if graphs.widths == (RAW,):
-            bits = np.full(count, RAW)
-        else:
-            density = mass / np.maximum(seen, 1)
-            bits = allocate(density, self.options.ratio, newest=self.options.newest_chunks)
-            stored = np.array([each if each != LOST else max(RATIOS) for each in before.bits[:known]], int)
-            # What is gone does not come back by writing it with more bits.
-            bits[:known] = np.minimum(bits[:known], stored)
-        return dataclasses.replace(
-            before,
-            tokens=tuple(tokens),
-            bits=tuple(bits.tolist()),
-            mass=tuple(mass.tolist()),
-            seen=tuple(seen.tolist()),
-        )
-
     def _written(self, record: Record, chunks: dict[int, Stored]) -> Record:
         record = self.store.commit(record, chunks)
         try:
@@ -330,15 +335,6 @@ class Contexts:
         for chunk, (bits, blobs) in sorted(chunks.items()):
             reading_ms = graphs.chunk_bytes(bits) * delays.reading.per_unit_ms
             self.memory.load(name, chunk, bits, blobs, restore_ms=min(reading_ms, computing_ms))
-
-    def _most_bytes(self, graphs: ContextGraphs, chunks: int) -> int:
-        """Of so many chunks of a context, whatever their widths come out as."""
-        if graphs.widths == (RAW,):
-            return chunks * graphs.chunk_bytes(RAW)
-        # Levels take bytes by width, scales do not.
-        scales = 2 * graphs.chunk_bytes(4) - graphs.chunk_bytes(8)
-        levels = graphs.chunk_bytes(8) - scales
-        return int(chunks * (scales + self.options.ratio * levels)) + 1
 
     def _origin(self, level: int) -> Origin:
         options = self.engine.table.at(level).options
@@ -355,8 +351,3 @@ class Contexts:
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
     """What is read where all is in memory or lost."""
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
-
-
-def _heads(cfg: ModelConfig) -> list[int]:
-    """Query heads of each layer."""
-    return [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +95,19 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
         for got, was, expected in zip(found, (keys, values), wanted, strict=True):
             np.testing.assert_allclose(got[:, :2], expected[:, :2], atol=1e-5, err_msg=kernels)
             np.testing.assert_array_equal(got[:, 2], was[:, 2], err_msg=kernels)
+
+
+@pytest.mark.parametrize("heads", [0, 4, -1])
+def test_heads_that_a_cache_has_not_are_refused(heads):
+    past = (jnp.zeros((1, 3, C, 8)), jnp.zeros((1, 3, C, 8)))
+    form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 2), np.uint32)
+
+    def door(counts):
+        used = UsedUnits(counts, 0, 0)
+        return load_chunks(past, jnp.asarray(nowhere), jnp.asarray([-1], jnp.int32), form=form, used=used)
+
+    with pytest.raises(Exception, match="a count is out of range"):
+        jax.block_until_ready(jax.jit(door)(jnp.array([[heads, 1, 1]], jnp.int32)))
 
 
 def test_blobs_by_value_are_what_blobs_by_address_are():

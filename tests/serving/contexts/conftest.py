@@ -7,6 +7,8 @@ import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.options import EngineOptions
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
@@ -32,3 +34,21 @@ def engine_of(tmp_path_factory):
         return Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels))
 
     return opened
+
+
+@pytest.fixture
+def kept(engine_of, tmp_path):
+    """Contexts in a folder of the test's, by codec; opened again by calling again."""
+    opened = []
+
+    def again(codec="raw", weights="f32", levels=(), **options):
+        while opened:
+            opened.pop().close()
+        folder = tmp_path / "store"
+        contexts = Contexts(engine_of(codec, weights, levels), ContextOptions(folder=folder, **options))
+        opened.append(contexts)
+        return contexts
+
+    yield again
+    while opened:
+        opened.pop().close()

@@ -11,67 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, ContextOverflow
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
 from jaxllm.kv.codecs import RAW
-from jaxllm.kv.recompute import LOST, Delay
 from jaxllm.kv.tolerance import RATIOS
 from jaxllm.tokenizer import Tokenizer
-from serving.contexts.context import Context, turn_ids
-from serving.contexts.delays import Delays
-from serving.contexts.manager import Contexts
-from serving.contexts.options import ContextOptions
-from serving.generation import GenerationConfig, Session
+from serving.contexts.context import turn_ids
+from serving.generation import GenerationConfig
 from tests.kernels.switching import needs_native
+from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 from tests.tiny import END_ID, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
-C = 16
-DRAW = np.random.default_rng(5)
-# Nothing is computed that can be read.
-READ = Delays(reading=Delay(fixed_ms=0.0, per_unit_ms=1e-9), computing=Delay(fixed_ms=9.0, per_unit_ms=9.0))
-TURNS = [[DRAW.integers(0, 250, size).tolist() for size in (37, 5, 21)] for _ in range(3)]
-
-
-@pytest.fixture
-def kept(engine_of, tmp_path):
-    """Contexts in a folder of the test's, by codec; opened again by calling again."""
-    opened = []
-
-    def again(codec="raw", weights="f32", levels=(), **options):
-        while opened:
-            opened.pop().close()
-        folder = tmp_path / "store"
-        contexts = Contexts(engine_of(codec, weights, levels), ContextOptions(folder=folder, **options))
-        opened.append(contexts)
-        return contexts
-
-    yield again
-    while opened:
-        opened.pop().close()
-
-
-def new(contexts, app="mail", **options):
-    return Context(contexts, contexts.create(app, **options))
-
-
-def found(contexts, context):
-    return Context(contexts, contexts.record(context.app, context.name))
-
-
-def say(context, turn, count=6):
-    """What is answered to token ids."""
-    return context.generate(turn, max_tokens=count, ignore_eos=True).result()
-
-
-def answers_without_contexts(engine, turns, count=6):
-    """The conversation with a cache that stays."""
-    session, tokens, answers = Session(), [], []
-    for turn in turns:
-        tokens += turn
-        config = GenerationConfig(max_tokens=count, ignore_eos=True)
-        answers.append(engine.stream(tokens, config, session=session).result().tokens)
-        tokens += answers[-1]
-    return answers
 
 
 # Going on
@@ -177,6 +127,30 @@ def test_levels_keep_contexts_of_their_own(kept, weights):
         assert [each.generation.tokens for each in answers] == wanted, context
 
 
+def test_a_context_slides_past_the_window(kept):
+    """Its first chunk stays where it is, its newest tokens are computed where they come to stand."""
+    contexts = kept()
+    context = new(contexts)
+    said = say(context, TURNS[0][0] * 2, 20).generation.tokens
+    before = context.tokens
+    assert before == (*TURNS[0][0], *TURNS[0][0], *said)
+    with pytest.raises(ContextOverflow):
+        say(context, TURNS[1][0])
+    assert context.tokens == before
+    # Of 128 there is room for 87 before; half of 128 are kept.
+    answer = context.generate(TURNS[1][0], max_tokens=4, ignore_eos=True, slide=True).result()
+    wanted = [*before[:C], *before[-48:], *TURNS[1][0]]
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    assert answer.generation.tokens == contexts.engine.generate(wanted, config).tokens
+    assert answer.generation.reused_tokens == C
+    assert context.tokens == (*wanted, *answer.generation.tokens)
+    assert len(context.record.bits) == len(context.tokens[:-1]) // C
+    assert contexts.store.verify() == []
+    # Where there is room nothing slides.
+    context.generate([1], max_tokens=1, slide=True).result()
+    assert context.tokens[: len(wanted)] == tuple(wanted)
+
+
 # Memory
 
 
@@ -266,141 +240,6 @@ def test_compressed_contexts_come_back_alike(kept):
     again = say(found(contexts, same), [3], 8)
     assert len(again.restoration.read) == (10 * 8 - 1) // C
     assert again.generation.tokens == first.generation.tokens
-
-
-# Faults
-
-
-def damaged(contexts, context, chunk, layer=1):
-    """Changes a byte of a stored chunk."""
-    folder = contexts.store.root / "app-mail" / context.name
-    with contexts.store.open(context.name) as opened:
-        blob = opened.read(layer, [chunk])[0].tobytes()
-    for path in folder.glob("*.kv"):
-        raw = bytearray(path.read_bytes())
-        at = raw.find(blob)
-        if at >= 0:
-            raw[at + 7] ^= 255
-            path.write_bytes(raw)
-            return
-    raise AssertionError("the chunk is in no file")
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
-    contexts = kept()
-    wanted = answers_without_contexts(contexts.engine, TURNS[0])
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    damaged(contexts, context, 1, layer)
-    contexts = kept()
-    contexts._delays[100] = READ
-    context = found(contexts, context)
-    answer = say(context, TURNS[0][1])
-    assert answer.restoration.read == (0,)
-    assert answer.restoration.computed == (1,)
-    assert answer.generation.tokens == wanted[1]
-    # And is whole on storage from now on.
-    assert LOST not in context.record.bits
-    assert contexts.store.verify() == []
-    contexts = kept()
-    assert say(found(contexts, context), TURNS[0][2]).generation.tokens == wanted[2]
-
-
-def test_a_segment_that_is_gone_is_computed_from_the_text(kept):
-    contexts = kept()
-    wanted = answers_without_contexts(contexts.engine, TURNS[0])
-    context = new(contexts)
-    say(context, TURNS[0][0])
-    for path in (contexts.store.root / "app-mail" / context.name).glob("*.kv"):
-        path.unlink()
-    contexts = kept()
-    answer = say(found(contexts, context), TURNS[0][1])
-    assert answer.restoration.computed == (0, 1)
-    assert answer.generation.tokens == wanted[1]
-
-
-def test_a_full_quota_leaves_the_context_as_it_was(kept):
-    contexts = kept(quota_bytes=1 << 16)
-    context = new(contexts)
-    say(context, [1, 2, 3], 2)
-    before = context.record
-    with pytest.raises(BudgetExceeded, match="delete contexts"):
-        say(context, TURNS[0][0] * 2)
-    assert context.record == before
-    assert contexts.store.verify() == []
-    context.delete()
-    assert len(say(new(contexts), [1, 2, 3], 2).text) >= 0
-
-
-def test_who_is_gone_is_told(kept):
-    contexts = kept()
-    context, other = new(contexts), new(contexts, "calendar")
-    with pytest.raises(ContextGone, match="has no context"):
-        contexts.record("calendar", context.name)
-    with pytest.raises(ContextGone, match="there is no context 'x'"):
-        contexts.record("mail", "x")
-    context.delete()
-    for act in (lambda: context.generate([1]), context.delete, lambda: context.tokens, context.pin):
-        with pytest.raises(ContextGone, match="was deleted, or never made"):
-            act()
-    assert other.tokens == ()
-
-
-def test_contexts_of_other_settings_are_refused(kept):
-    contexts = kept("raw", "f32", (50,))
-    half = new(contexts, level=50)
-    with pytest.raises(ContextGone, match="level 50, which is not served"):
-        found(kept(), half)
-    whole = new(kept())
-    with pytest.raises(ContextGone, match=r"codec raw \(here kivi\)"):
-        found(kept("kivi"), whole)
-    assert found(kept(), whole).tokens == ()
-
-
-def test_one_process_has_the_store(kept, engine_of):
-    contexts = kept()
-    with pytest.raises(ConfigError, match="in use by another process"):
-        Contexts(contexts.engine, contexts.options)
-
-
-def test_one_call_runs_at_a_time(kept):
-    contexts = kept()
-    first, second = new(contexts), new(contexts)
-    running = first.generate(TURNS[0][0], max_tokens=9, ignore_eos=True)
-    next(running)
-    with pytest.raises(ConfigError, match="one call runs at a time"):
-        say(second, [1])
-    with pytest.raises(ConfigError, match="is answering; close its answer"):
-        first.delete()
-    late = first.generate([1])
-    running.result()
-    with pytest.raises(ConfigError, match="went on since"):
-        next(late)
-    assert len(say(second, [1]).generation.tokens) == 6
-
-
-def test_bad_input_is_told(kept, engine_of):
-    contexts = kept(contexts_per_app=1)
-    context = new(contexts)
-    with pytest.raises(BudgetExceeded, match="owns 1 contexts of at most 1"):
-        new(contexts)
-    with pytest.raises(ConfigError, match="level 70 is not served"):
-        new(contexts, "calendar", level=70)
-    for prompt in ([], "", "  "):
-        with pytest.raises(ConfigError, match="the prompt is empty"):
-            context.generate(prompt)
-    with pytest.raises(ConfigError, match="an instruction comes with"):
-        context.generate([1], instruction="Be short.")
-    with pytest.raises(ContextOverflow):
-        context.generate([1] * 129)
-    with pytest.raises(ConfigError, match="ratio must be"):
-        dataclasses.replace(contexts.options, ratio=0.1)
-    with pytest.raises(ConfigError, match="no eviction policy"):
-        dataclasses.replace(contexts.options, policy="random")
-    plain = type("Plain", (), {"options": dataclasses.replace(contexts.engine.options, kv_codec="")})()
-    with pytest.raises(ConfigError, match="keeps no contexts"):
-        Contexts(plain, contexts.options)
 
 
 # Text
