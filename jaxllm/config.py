@@ -301,7 +301,10 @@ class ModelConfig:
             raise ConfigError(f"malformed model config: {error}") from error
 
 
-Kind = Literal["prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan"]
+Kind = Literal[
+    "prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan", "load", "restore",
+    "embed", "encode",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,8 +315,11 @@ class Bucket:
     an answer), score (log-probabilities of a chunk), branches (log-probabilities of tokens in `rows` rows
     of packed documents with many ends, without a cache), routing (the experts that tokens visit, likewise),
     start (an empty cache), grow (a cache moved into the next length; `tokens` is the length it comes from),
-    plan (the tiny LM's pass over a row). `level` is the sub-model's, in percent; graphs that have no weights
-    and no cache are of the whole model.
+    plan (the tiny LM's pass over a row); and of stored contexts load (chunks into a cache), restore (chunks
+    into one layer's cache, and the layer's pass over `tokens` tokens of other chunks), embed (what the first
+    layer takes of those), encode (`tokens` tokens of one layer as chunks of `bits`). `level` is the
+    sub-model's, in percent; graphs that have no weights and no cache are of the whole model. `layer` is the
+    first of all layers that share a graph of one layer.
     """
 
     kind: Kind
@@ -321,3 +327,5 @@ class Bucket:
     cache_tokens: int = 0
     rows: int = 1
     level: int = 100
+    layer: int = 0
+    bits: int = 0

@@ -1,10 +1,14 @@
 """Which graphs requests need: the buckets of one level, by kind and length."""
 
+import dataclasses
 import itertools
 
 from jaxllm.config import Bucket, Kind
 from serving.chunks import plan_chunks
 from serving.options import EngineOptions
+
+# Chunks that are encoded in one dispatch.
+ENCODED_CHUNKS = 8
 
 
 class BucketPlan:
@@ -18,6 +22,11 @@ class BucketPlan:
     options: EngineOptions
     graphs_level: int
 
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Of each layer the first one that shares its graphs of one layer."""
+        raise NotImplementedError
+
     def all_buckets(self) -> list[Bucket]:
         """Every bucket that answering any request at this level can need."""
         caches = self.options.cache_tokens
@@ -27,7 +36,39 @@ class BucketPlan:
             buckets.append(self._decode_bucket(cache))
             buckets += [self._prefill_bucket(chunk, cache) for chunk in self.options.chunk_tokens]
         buckets += [self._grow_bucket(*pair) for pair in itertools.pairwise(caches)]
+        return buckets + (self.context_buckets() if self.options.kv_codec else [])
+
+    def context_buckets(self) -> list[Bucket]:
+        """The buckets that bring contexts back and store them."""
+        caches, counts = self.options.cache_tokens, self.options.recomputed_chunks
+        layers = sorted(set(self.alike))
+        buckets = [self.embed_bucket(count) for count in counts]
+        for cache in caches:
+            buckets.append(self.load_bucket(cache))
+            for layer in layers:
+                buckets += [self.restore_bucket(count, cache, layer) for count in counts]
+                buckets += [
+                    self.encode_bucket(bits, cache, layer) for bits in self.options.chunk_format.widths
+                ]
         return buckets
+
+    def load_bucket(self, cache: int) -> Bucket:
+        """The bucket that puts stored chunks into all layers of a cache."""
+        return self._bucket("load", 0, cache)
+
+    def embed_bucket(self, chunks: int) -> Bucket:
+        """The bucket that embeds the tokens of some chunks."""
+        return self._bucket("embed", chunks * self.options.kv_chunk_tokens, 0)
+
+    def restore_bucket(self, chunks: int, cache: int, layer: int) -> Bucket:
+        """The bucket that brings one layer back, and computes some chunks of it."""
+        bucket = self._bucket("restore", chunks * self.options.kv_chunk_tokens, cache)
+        return dataclasses.replace(bucket, layer=self.alike[layer])
+
+    def encode_bucket(self, bits: int, cache: int, layer: int) -> Bucket:
+        """The bucket that stores some chunks of one layer."""
+        bucket = self._bucket("encode", ENCODED_CHUNKS * self.options.kv_chunk_tokens, cache)
+        return dataclasses.replace(bucket, layer=self.alike[layer], bits=bits)
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """The fewest buckets that answer one request: one cache length, the chunks of its prompt.

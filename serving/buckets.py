@@ -27,7 +27,7 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from serving.bucket_plan import BucketPlan
 from serving.chunks import plan_chunks
 from serving.graph_store import GraphStore, params_signature
-from serving.lowering import MAX_STOP_IDS, lower
+from serving.lowering import MAX_STOP_IDS, layer_params, lower
 from serving.machine import usable_cores
 from serving.options import EngineOptions
 
@@ -67,6 +67,7 @@ class BucketTable(BucketPlan):
         self._waited_ms = [0.0]
         self._levels = {WHOLE: self}
         self._params = params
+        self._alike: tuple[int, ...] | None = None
         self._table: dict[Bucket, Any] = {}
         self._pending: dict[Bucket, concurrent.futures.Future] = {}
         self._store = store
@@ -83,6 +84,26 @@ class BucketTable(BucketPlan):
     def params(self) -> Params | CountedSubModel:
         """This level's parameters."""
         return self._params
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """Of each layer the first one that shares its graphs of one layer: whose parameters have the same
+        names and forms, and of which the config says the same."""
+        if self._alike is None:
+            firsts: dict[Any, int] = {}
+            cfg = self.cfg.whole if self.graphs_level != self.level else self.cfg
+            kinds = [
+                (
+                    cfg.units(layer),
+                    cfg.attention_windows[layer],
+                    cfg.layer_rope(layer),
+                    cfg.is_sparse(layer),
+                    params_signature(layer_params(self._params, layer, 0)),
+                )
+                for layer in range(cfg.layers)
+            ]
+            self._alike = tuple(firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds))
+        return self._alike
 
     @property
     def store(self) -> GraphStore | None:
@@ -123,6 +144,7 @@ class BucketTable(BucketPlan):
         """
         table = copy.copy(self)
         table.cfg, table.level, table.weights_version, table._params = cfg, level, (level, 0), params
+        table._alike = None
         if same_graphs:
             self._require_same_form(params)
         else:
@@ -184,10 +206,10 @@ class BucketTable(BucketPlan):
         for bucket in [*self._table, *self._pending]:
             if bucket.kind not in ("prefill", "decode") or bucket.level != self.graphs_level:
                 continue
-            cache = self._get(self._start_bucket(bucket.cache_tokens))()
+            cache = self.graph(self._start_bucket(bucket.cache_tokens))()
             if bucket.kind == "prefill":
                 row, one = np.zeros((1, bucket.tokens), np.int32), np.int32(1)
-                logits, _ = self._get(bucket)(self._params, row, one, np.bool_(True), cache)
+                logits, _ = self.graph(bucket)(self._params, row, one, np.bool_(True), cache)
                 logits.block_until_ready()
                 continue
             sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
@@ -200,16 +222,16 @@ class BucketTable(BucketPlan):
 
     def start(self, tokens: int) -> KVCache:
         """An empty cache with room for `tokens` positions."""
-        return self._get(self._start_bucket(self._cache_for(tokens)))()
+        return self.graph(self._start_bucket(self.capacity_for(tokens)))()
 
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
         caches = self.options.cache_tokens
-        target = self._cache_for(tokens)
+        target = self.capacity_for(tokens)
         while cache.capacity_tokens < target:
             here = cache.capacity_tokens
             longer = caches[caches.index(here) + 1]
-            cache = self._get(self._grow_bucket(here, longer))(cache)
+            cache = self.graph(self._grow_bucket(here, longer))(cache)
         return cache
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
@@ -218,7 +240,7 @@ class BucketTable(BucketPlan):
         logits = None
         position = 0
         for chunk in plan_chunks(len(tokens), self.options.chunk_tokens):
-            graph = self._get(self._prefill_bucket(chunk, cache.capacity_tokens))
+            graph = self.graph(self._prefill_bucket(chunk, cache.capacity_tokens))
             row, valid = _padded(tokens[position : position + chunk], chunk)
             position += valid
             last = np.bool_(position == len(tokens))
@@ -228,7 +250,7 @@ class BucketTable(BucketPlan):
 
     def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
         """The first token `[1]` of an answer, and the sampler."""
-        return self._get(Bucket(kind="sample"))(logits, sampler)
+        return self.graph(Bucket(kind="sample"))(logits, sampler)
 
     def decode(
         self,
@@ -239,7 +261,7 @@ class BucketTable(BucketPlan):
         limit: int,
     ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
         """Up to `limit` further tokens in one dispatch (see `steps.decode_tokens`)."""
-        graph = self._get(self._decode_bucket(cache.capacity_tokens))
+        graph = self.graph(self._decode_bucket(cache.capacity_tokens))
         return graph(self._params, token, cache, sampler, stop_ids, np.int32(limit))
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
@@ -258,8 +280,8 @@ class BucketTable(BucketPlan):
             ),
             default=self.options.context_tokens,
         )
-        graph = self._get(self._score_bucket(capacity))
-        cache = self._get(self._start_bucket(capacity))()
+        graph = self.graph(self._score_bucket(capacity))
+        cache = self.graph(self._start_bucket(capacity))()
         scores, best = [], []
         for at in range(0, len(tokens), chunk):
             row, valid = _padded(tokens[at : at + chunk], chunk)
@@ -272,12 +294,12 @@ class BucketTable(BucketPlan):
     def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""
         rows, length = tokens.shape
-        return np.asarray(self._get(self.routing_bucket(length, rows))(self._params, tokens, starts))
+        return np.asarray(self.graph(self.routing_bucket(length, rows))(self._params, tokens, starts))
 
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
         rows, length = packed.tokens.shape
-        graph = self._get(Bucket(kind="branches", tokens=length, rows=rows, level=self.graphs_level))
+        graph = self.graph(Bucket(kind="branches", tokens=length, rows=rows, level=self.graphs_level))
         branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
         out = graph(
             self._params,
@@ -292,8 +314,12 @@ class BucketTable(BucketPlan):
 
     # -- compiling them -------------------------------------------------------------------------
 
-    def _cache_for(self, tokens: int) -> int:
-        """The shortest cache length with a `start` graph and room for `tokens`."""
+    def capacity_for(self, tokens: int) -> int:
+        """The shortest cache length with a `start` graph and room for `tokens`.
+
+        Raises:
+          ContextOverflow: there is none.
+        """
         for length in self.options.cache_tokens:
             if length >= tokens and self._start_bucket(length) in self._table:
                 return length
@@ -302,7 +328,12 @@ class BucketTable(BucketPlan):
             f"{tokens} tokens do not fit; the longest cache that is ready holds {max(ready, default=0)}"
         )
 
-    def _get(self, bucket: Bucket) -> Any:
+    def graph(self, bucket: Bucket) -> Any:
+        """A bucket's executable, which a caller may run as `lowering.lower` describes it.
+
+        Raises:
+          BucketMissing: the table was not filled with it.
+        """
         graph = self._table.get(bucket)
         if graph is None and bucket in self._pending:
             graph = self._finish(bucket)

@@ -39,6 +39,10 @@ COMMANDS = {
         "Measure every level of BUNDLE (default: the packaged model), and keep the times for the service.",
     ),
     "trace": ("serving.commands.trace:trace_command", "Make request traces, and replay them on a service."),
+    "contexts": (
+        "serving.commands.contexts:contexts_command",
+        "Look into a folder of contexts that outlive calls, and check it.",
+    ),
     "eval": (
         "serving.commands.evaluate:eval_command",
         "Measure a model: perplexity of a text, right answers to tasks, or both.",

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import hashlib
 import logging
 import secrets
 import time
@@ -11,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_order
@@ -69,6 +71,8 @@ class Engine:
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
         self._frozen = bundle.load(on_segment=on_segment)
+        # Shared by all copies of this engine, as the weights are.
+        self._adapter_digest = [""]
         self._levels = Levels(bundle, self.options.levels, self._frozen)
         params = self._adapted({}, 1.0)
         store = None
@@ -145,6 +149,11 @@ class Engine:
         engine.cfg = engine.table.cfg
         return engine
 
+    @property
+    def adapter_digest(self) -> str:
+        """Tells the adapter that is on the model from all others, in hex; empty where there is none."""
+        return self._adapter_digest[0]
+
     def set_adapter(self, folder: str | Path | None) -> None:
         """Puts a low-rank adapter on the model, in place of the one before; nothing is compiled.
 
@@ -169,6 +178,7 @@ class Engine:
         # All are made before the first is changed: an adapter that does not fit changes nothing.
         for level, params in self._adapted(adapter, scaling).items():
             self.table.at(level).swap(params)
+        self._adapter_digest[0] = _digest(adapter, scaling) if adapter else ""
 
     def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
         """The parameters of all levels, with room for an adapter if the options ask for it, and this one in
@@ -263,6 +273,15 @@ def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
     lora, adapter = read_adapter(folder, bundle.cfg)
     order = read_order(bundle)
     return lora, adapter if order is None else reorder_adapter(adapter, order)
+
+
+def _digest(adapter: Adapter, scaling: float) -> str:
+    digest = hashlib.sha256(repr(scaling).encode())
+    for name in sorted(adapter):
+        part = np.ascontiguousarray(adapter[name])
+        digest.update(f"{name} {part.shape} {part.dtype}".encode())
+        digest.update(part.data)
+    return digest.hexdigest()[:32]
 
 
 @functools.cache

@@ -11,13 +11,31 @@ import numpy as np
 from jaxllm.branching import target_room
 from jaxllm.config import Bucket, ModelConfig
 from jaxllm.documents import Branches
-from jaxllm.elastic.submodel import CountedSubModel, sub_model
-from jaxllm.kv.cache import grow, new_cache
+from jaxllm.elastic.submodel import (
+    CountedSubModel,
+    layer_part,
+    part_of_sub_model,
+    sub_model,
+    whole_params,
+)
+from jaxllm.kv.cache import Places, grow, new_cache
+from jaxllm.kv.chunks import chunk_shapes, encode_chunks, reads_addresses
 from jaxllm.models import tlm
+from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params
 from jaxllm.models.tlm import TlmConfig
 from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
+from jaxllm.steps import (
+    decode_tokens,
+    load_cache,
+    prefill_chunk,
+    restore_layer,
+    route_documents,
+    score_branches,
+    score_chunk,
+)
+from jaxllm.used_units import PARAMETER
+from serving.bucket_plan import ENCODED_CHUNKS
 from serving.options import EngineOptions
 
 MAX_STOP_IDS = 16
@@ -35,7 +53,10 @@ def lower(
       options: resolved options of the engine.
     """
     dtype = jnp.dtype(options.activation_dtype)
-    empty = functools.partial(new_cache, cfg, batch=1, dtype=jnp.dtype(options.cache_dtype))
+    # Contexts that outlive a call are stored by what was attended to in them.
+    empty = functools.partial(
+        new_cache, cfg, batch=1, dtype=jnp.dtype(options.cache_dtype), mass=bool(options.kv_codec)
+    )
     make_cache = functools.partial(empty, tokens=bucket.cache_tokens)
     if bucket.kind == "start":
         return jax.jit(make_cache).lower()
@@ -43,6 +64,8 @@ def lower(
         short = jax.eval_shape(functools.partial(empty, tokens=bucket.tokens))
         # Nothing to donate: no buffer of the short cache has the size of one of the long.
         return jax.jit(functools.partial(grow, tokens=bucket.cache_tokens)).lower(short)
+    if bucket.kind in ("load", "restore", "embed", "encode"):
+        return _lower_context(bucket, cfg, params, options, jax.eval_shape(make_cache))
     sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
     if bucket.kind == "sample":
         logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
@@ -73,6 +96,73 @@ def lower(
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
     stop_ids = jax.ShapeDtypeStruct((MAX_STOP_IDS,), jnp.int32)
     return jitted(step, 2, 3).lower(shapes, token, cache, sampler, stop_ids, scalar)
+
+
+def layer_params(params: Params | CountedSubModel, layer: int, like: int) -> dict[str, Any] | CountedSubModel:
+    """One layer's parameters under the names of another's, whose graphs it shares."""
+    if isinstance(params, CountedSubModel):
+        return layer_part(params, layer, like)
+    prefix = f"layers.{layer}."
+    return {
+        f"layers.{like}.{name.removeprefix(prefix)}": each
+        for name, each in params.items()
+        if name.startswith(prefix)
+    }
+
+
+def counts_alone(params: Params | CountedSubModel) -> dict[str, Any]:
+    """What says how many units are used, where anything does."""
+    return {PARAMETER: params.counts} if isinstance(params, CountedSubModel) else {}
+
+
+def embedding_params(params: Params | CountedSubModel) -> dict[str, Any]:
+    """What embeds tokens."""
+    return {name: each for name, each in whole_params(params).items() if name.startswith("embed.")}
+
+
+def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tokens: int) -> tuple[Any, ...]:
+    """Shape and dtype of what `load_chunks` reads a layer's chunks from, for all of a cache's."""
+    chunks = -(-cache_tokens // options.kv_chunk_tokens)
+    if reads_addresses(jnp.dtype(options.cache_dtype)):
+        return (chunks, 2), np.uint32
+    shape = chunk_shapes(cfg, tokens=options.kv_chunk_tokens, dtype=options.cache_dtype)[layer]
+    return (chunks, max(options.chunk_format.sizes(shape).values())), np.uint8
+
+
+def _lower_context(
+    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions, cache: Any
+) -> jax.stages.Lowered:
+    """The graphs of stored contexts; `cache` has the shapes of one."""
+    dtype, form, layer = jnp.dtype(options.activation_dtype), options.chunk_format, bucket.layer
+    positions = jax.ShapeDtypeStruct((bucket.tokens,), jnp.int32)
+    if bucket.kind == "embed":
+
+        def embedded(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+            return embed_tokens(part_of_sub_model(params, cfg), tokens, positions, cfg=cfg, dtype=dtype)
+
+        row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
+        return jax.jit(embedded).lower(_shapes(embedding_params(params)), row, positions)
+    past = cache.keys[layer], cache.values[layer]
+    if bucket.kind == "encode":
+        numbers = jax.ShapeDtypeStruct((ENCODED_CHUNKS,), jnp.int32)
+        encode = functools.partial(encode_chunks, form=form, bits=bucket.bits)
+        return jax.jit(encode).lower(past, numbers)
+    sources = tuple(
+        jax.ShapeDtypeStruct(*source_shape(cfg, options, each, bucket.cache_tokens))
+        for each in range(cfg.layers)
+    )
+    bits = jax.ShapeDtypeStruct(sources[0].shape[:1], jnp.int32)
+    if bucket.kind == "load":
+        load = functools.partial(load_cache, cfg=cfg, form=form)
+        return jax.jit(load, donate_argnums=(1,)).lower(_shapes(counts_alone(params)), cache, sources, bits)
+
+    def restored(params: Params | CountedSubModel, *rest: Any) -> Any:
+        return restore_layer(part_of_sub_model(params, cfg), *rest, cfg=cfg, layer=layer, form=form)
+
+    x = jax.ShapeDtypeStruct((1, bucket.tokens, cfg.hidden_size), dtype)
+    at = Places(positions, jax.ShapeDtypeStruct((), jnp.int32))  # pyright: ignore[reportArgumentType]: shapes
+    weights = _shapes(layer_params(params, layer, layer))
+    return jax.jit(restored, donate_argnums=(1, 3)).lower(weights, x, at, past, sources[layer], bits)
 
 
 def lower_tiny_lm(bucket: Bucket, cfg: TlmConfig, params: Any) -> jax.stages.Lowered:

@@ -9,6 +9,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
+from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
+from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.lora import LoraConfig
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
@@ -20,6 +22,7 @@ _ACCELERATOR_CHUNKS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
 _CACHE_GROWTH = 4
 _MAX_DECODE_BLOCK = 256
+_MAX_KV_CHUNK_TOKENS = 256
 _CPU_SCORE_TOKENS = 2048
 _ACCELERATOR_SCORE_TOKENS = 16384
 _EXECUTABLES_BYTES = 1 << 30
@@ -42,6 +45,9 @@ class EngineOptions:
       adapter_rank: highest rank of the low-rank adapters that may be put on the model while it runs (see
         `Engine.set_adapter`); 0 for none, and faster products.
       adapter_targets: what they may change, of `jaxllm.lora.TARGETS`; all matrices of the layers by default.
+      kv_codec: how contexts that outlive calls are stored: a name of `jaxllm.kv.codecs.CODECS`, or "raw".
+        Empty where there are none: no graphs are made for them, and nobody counts what is attended to.
+      kv_chunk_tokens: of a stored chunk.
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
         none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
@@ -56,6 +62,8 @@ class EngineOptions:
     cache_dtype: str = ""
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
+    kv_codec: str = ""
+    kv_chunk_tokens: int = KV_CHUNK_TOKENS
     levels: tuple[int, ...] = ()
     executables_bytes: int | None = None
 
@@ -81,6 +89,13 @@ class EngineOptions:
             raise ConfigError(f"activation_dtype must be float32 or bfloat16, got {self.activation_dtype!r}")
         if self.cache_dtype not in ("", "float32", "bfloat16", "float16"):
             raise ConfigError(f"cache_dtype must be float32, bfloat16 or float16, got {self.cache_dtype!r}")
+        if not 1 <= self.kv_chunk_tokens <= _MAX_KV_CHUNK_TOKENS:
+            raise ConfigError(
+                f"kv_chunk_tokens must be in [1, {_MAX_KV_CHUNK_TOKENS}], got {self.kv_chunk_tokens}"
+            )
+        if self.kv_codec:
+            # Checks the name.
+            self.chunk_format  # noqa: B018
         if self.adapter_targets and not self.adapter_rank:
             raise ConfigError("adapter_targets need an adapter_rank")
         # Checks both.
@@ -89,6 +104,22 @@ class EngineOptions:
             raise ConfigError(
                 f"executables_bytes must not be negative, got {self.executables_bytes}; 0 keeps none"
             )
+
+    @property
+    def chunk_format(self) -> ChunkFormat:
+        """How chunks of contexts are stored.
+
+        Raises:
+          ConfigError: no codec was named, or one that there is not.
+        """
+        return ChunkFormat.named(self.kv_codec, self.kv_chunk_tokens)
+
+    @property
+    def recomputed_chunks(self) -> tuple[int, ...]:
+        """How many chunks of a context can be computed together, ascending: as many as prefill's graphs take
+        tokens."""
+        size = self.kv_chunk_tokens
+        return tuple(tokens // size for tokens in self.chunk_tokens if tokens % size == 0)
 
     def resolve(
         self, cfg: ModelConfig, backend: str | None = None, *, quantized: bool = False
@@ -115,6 +146,13 @@ class EngineOptions:
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
+        if self.kv_codec and context < self.kv_chunk_tokens:
+            raise ConfigError(f"kv_chunk_tokens {self.kv_chunk_tokens} is more than the context of {context}")
+        if self.kv_codec and all(tokens % self.kv_chunk_tokens for tokens in chunks):
+            raise ConfigError(
+                f"kv_chunk_tokens {self.kv_chunk_tokens} divides none of chunk_tokens {chunks}: no lost "
+                "chunk of a context could be computed again; choose a divisor"
+            )
         activation_dtype = self.activation_dtype or ("float32" if on_cpu else "bfloat16")
         half_cache = on_cpu and quantized and native.kernels().native
         return dataclasses.replace(

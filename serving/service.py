@@ -25,6 +25,9 @@ from jaxllm.sampling import Sampling
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
 from serving.buckets import Progress
+from serving.contexts.context import Context
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig
 from serving.models import levels_of
@@ -112,10 +115,13 @@ class LLMService:
       engine: serves all levels.
       profile: of this device.
       planner: decides.
+      contexts: what apps said before; None where none are kept.
     """
 
-    def __init__(self, engine: Engine, profile: DeviceProfile, planner: Planner) -> None:
-        self.engine, self.profile, self.planner = engine, profile, planner
+    def __init__(
+        self, engine: Engine, profile: DeviceProfile, planner: Planner, contexts: Contexts | None = None
+    ) -> None:
+        self.engine, self.profile, self.planner, self.contexts = engine, profile, planner, contexts
         self._apps: dict[str, Binding] = {}
 
     @classmethod
@@ -126,6 +132,7 @@ class LLMService:
         levels: Sequence[int] | None = None,
         options: EngineOptions | None = None,
         proposer: Proposer | None = None,
+        contexts: ContextOptions | None = None,
         progress: Progress | None = None,
     ) -> "LLMService":
         """Opens an elastic bundle with all that serving it takes.
@@ -138,6 +145,8 @@ class LLMService:
           levels: to serve, in percent; None for all of the bundle.
           options: of the engine.
           proposer: decides instead of the bundle's tiny LM.
+          contexts: where contexts that outlive calls are kept, and how much they may take; None for none.
+            Their chunks are stored by the options' codec, by channels if it names none.
           progress: called with (stage, done, total).
 
         Raises:
@@ -146,6 +155,8 @@ class LLMService:
         options = options or EngineOptions()
         levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
         options = dataclasses.replace(options, levels=levels)
+        if contexts is not None and not options.kv_codec:
+            options = dataclasses.replace(options, kv_codec="channel")
         engine = Engine.open(model, options=options, progress=progress)
         path = profile_path(engine.bundle, engine.options)
         profile = load_profile(path)
@@ -154,7 +165,52 @@ class LLMService:
             save_profile(profile, path)
         if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
             proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
-        return cls(engine, profile, Planner(profile, engine.table.levels, proposer))
+        kept = None if contexts is None else Contexts(engine, contexts)
+        return cls(engine, profile, Planner(profile, engine.table.levels, proposer), kept)
+
+    def close(self) -> None:
+        """Lets another process have the contexts."""
+        if self.contexts is not None:
+            self.contexts.close()
+
+    def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> Context:
+        """A new context of an app: what is said in it stays, across calls and restarts (newLLMCtx).
+
+        Args:
+          app: whose it is; no other app can open it.
+          level: the sub-model that answers in it, in percent; None for the whole model.
+          pinned: its chunks never leave memory for those of another context.
+
+        Raises:
+          ConfigError: the service keeps no contexts, the level is not served, or the app's name is no name.
+          BudgetExceeded: the app may own no more, or there is no room.
+        """
+        contexts = self._kept()
+        return Context(contexts, contexts.create(app, level=level, pinned=pinned))
+
+    def context(self, app: str, name: str) -> Context:
+        """A context that an app made before, perhaps in another process.
+
+        Raises:
+          ConfigError: the service keeps no contexts.
+          ContextGone: the app has none of this name, or it is of another model, level, codec or adapter.
+        """
+        contexts = self._kept()
+        return Context(contexts, contexts.record(app, name))
+
+    def contexts_of(self, app: str) -> list[Context]:
+        """All contexts of an app, those too that another model or level made.
+
+        Raises:
+          ConfigError: the service keeps no contexts.
+        """
+        contexts = self._kept()
+        return [Context(contexts, record) for record in contexts.store.records(app)]
+
+    def _kept(self) -> Contexts:
+        if self.contexts is None:
+            raise ConfigError("this service keeps no contexts; open it with ContextOptions")
+        return self.contexts
 
     def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:
         """Says what an app asks of the calls that it makes without an objective of their own."""

@@ -31,11 +31,14 @@ class AdapterPlace(NamedTuple):
 
 
 def adapter_places(cfg: ModelConfig, ranks: Mapping[str, int]) -> tuple[AdapterPlace, ...]:
-    """Places of adapters of some ranks, by parameter: one behind the other."""
+    """Places of adapters of some ranks, by parameter: one behind the other in the model's order.
+
+    Those of a layer lie together, as in every layer of its kind, and memory may be shared from each on.
+    """
     places, end = [], 0
-    for name, rank in ranks.items():
-        places.append(AdapterPlace(name, end, rank))
-        end += rank * _floats_per_rank(cfg, name)
+    for name in sorted(ranks, key=list(param_specs(cfg)).index):
+        places.append(AdapterPlace(name, end, ranks[name]))
+        end = _end(cfg, places[-1])
     return tuple(places)
 
 
@@ -53,8 +56,7 @@ def fill_buffer(
       places: of at least as many ranks as the adapters have together; not empty.
       adapters: of the whole model or of a sub-model, as `jaxllm.lora` has them, and their scalings.
     """
-    end = max(place.at + place.rank * _floats_per_rank(cfg, place.name) for place in places)
-    buffer = _aligned_zeros(end)
+    buffer = _aligned_zeros(max(_end(cfg, place) for place in places))
     specs = param_specs(cfg)
     for name, at, rank in places:
         *units, width = specs[name].shape
@@ -73,9 +75,11 @@ def fill_buffer(
     return buffer
 
 
-def _floats_per_rank(cfg: ModelConfig, name: str) -> int:
-    *units, width = param_specs(cfg)[name].shape
-    return math.prod(units) + width
+def _end(cfg: ModelConfig, place: AdapterPlace) -> int:
+    """Where the next place may begin."""
+    *units, width = param_specs(cfg)[place.name].shape
+    step = _ALIGN_BYTES // 4
+    return place.at + -(-place.rank * (math.prod(units) + width) // step) * step
 
 
 def _aligned_zeros(count: int) -> np.ndarray:

@@ -47,6 +47,31 @@ class CountedSubModel:
         return params
 
 
+def layer_part(params: CountedSubModel, layer: int, like: int) -> CountedSubModel:
+    """One layer of a sub-model under the names of another, whose graphs it shares.
+
+    Its adapters are a part of the buffer, and lie in it as those of every layer of the same kind do.
+    """
+    own, other = f"layers.{layer}.", f"layers.{like}."
+    whole = {
+        other + name.removeprefix(own): each for name, each in params.whole.items() if name.startswith(own)
+    }
+    counts = np.array(params.counts)
+    counts[like] = counts[layer]
+    places = [place for place in params.places if place.name.startswith(own)]
+    if params.adapters is None or not places:
+        return CountedSubModel(whole, jax.device_put(counts), None, ())
+    first = min(place.at for place in places)
+    after = [place.at for place in params.places if place.at > max(place.at for place in places)]
+    part = np.asarray(params.adapters)[first : min(after, default=None)]
+    moved = tuple(
+        place._replace(name=other + place.name.removeprefix(own), at=place.at - first) for place in places
+    )
+    return CountedSubModel(
+        whole, jax.device_put(counts), jax.device_put(part, jax.devices()[0], may_alias=True), moved
+    )
+
+
 def whole_params(params: Params | CountedSubModel) -> Params:
     """The parameters without counts and adapters, if these tell what is used of them."""
     return params.whole if isinstance(params, CountedSubModel) else params
@@ -69,8 +94,15 @@ def sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, W
     """
     if isinstance(params, CountedSubModel):
         return params.params
+    return part_of_sub_model({name: params[name] for name in param_specs(cfg)}, cfg)
+
+
+def part_of_sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, Weight]:
+    """`sub_model` of some of the parameters: those of one layer, say."""
+    if isinstance(params, CountedSubModel):
+        return params.params
     specs = param_specs(cfg)
-    return {name: _cut(sliced(params[name]), name, spec.shape, take_units) for name, spec in specs.items()}
+    return {name: _cut(sliced(each), name, specs[name].shape, take_units) for name, each in params.items()}
 
 
 def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:

@@ -280,13 +280,16 @@ def load_chunks(
     keys_by_token: bool,
     values_by_token: bool,
     rotated: bool,
+    used: UsedUnits | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Decodes chunks of `tokens` tokens into one layer's cache `[1, K, S, H]`, in place.
 
     Chunk i is read from this process's memory at `addresses[i]` (uint32 `[N, 2]`, the lower half first), a
     blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are, negative for no
-    chunk). Whoever calls the graph sees to it that the blobs are there, and whole, until it has run.
+    chunk). Of the K heads a blob has those that are used. Whoever calls the graph sees to it that the blobs
+    are there, and whole, until it has run.
     """
+    counts, places = _counts(used)
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (keys, values)]
     call = jax.ffi.ffi_call(_target("load_chunks"), results, input_output_aliases={0: 0, 1: 1})
     keys, values = call(
@@ -294,10 +297,12 @@ def load_chunks(
         values,
         addresses,
         bits,
+        counts,
         tokens=np.int64(tokens),
         keys_by_token=keys_by_token,
         values_by_token=values_by_token,
         rotated=rotated,
+        heads_at=places["units_at"],
     )
     return keys, values
 

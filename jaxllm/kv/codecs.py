@@ -10,7 +10,8 @@ and scale per
 - `rotated`: token, after a Hadamard transform of each head spread outliers over its channels (QuaRot, arXiv
   2404.00456).
 
-`CODECS` is the registry. Which chunk deserves which width is `tolerance`'s business, files are the store's.
+`CODECS` is the registry, a `ChunkFormat` is what one service stores. Which chunk deserves which width is
+`tolerance`'s business, files are the store's.
 """
 
 import dataclasses
@@ -142,6 +143,49 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
         "rotated": Codec("token", "token", rotated=True),
     }
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkFormat:
+    """How a service stores chunks.
+
+    Attributes:
+      codec: of their levels.
+      widths: that chunks may have.
+      tokens: of a chunk (C).
+    """
+
+    codec: Codec
+    widths: tuple[int, ...]
+    tokens: int
+
+    @classmethod
+    def named(cls, name: str, tokens: int) -> "ChunkFormat":
+        """The format of a codec's name; "raw" stands for chunks as the cache holds them.
+
+        Raises:
+          ConfigError: there is no such codec.
+        """
+        if name == "raw":
+            return cls(CODECS["channel"], (RAW,), tokens)
+        return cls(find_codec(name), WIDTHS, tokens)
+
+    def sizes(self, shape: ChunkShape) -> dict[int, int]:
+        """Bytes of one layer of a chunk, by width."""
+        return {bits: self.codec.blob_bytes(shape, bits) for bits in self.widths}
+
+    def first_heads(self, blobs: np.ndarray, shape: ChunkShape, bits: int, heads: int) -> np.ndarray:
+        """Blobs `[N, bytes]` of chunks of `shape` as those of their first heads alone."""
+        if heads == shape.heads:
+            return blobs
+        if bits == RAW:
+            sizes = [shape.raw_bytes // 2] * 2
+        else:
+            by = [_shared(shape, sharing) for sharing in (self.codec.keys, self.codec.values)]
+            sizes = [size for each in by for size in (shape.values * bits // 8, *(2 * math.prod(each),) * 2)]
+        parts = np.split(blobs, np.cumsum(sizes)[:-1], axis=1)
+        # Heads lead in every part: levels, lows, scales, of keys and of values.
+        return np.concatenate([part[:, : part.shape[1] // shape.heads * heads] for part in parts], axis=1)
 
 
 def find_codec(name: str) -> Codec:

@@ -1,12 +1,12 @@
 """Which chunks bear to be stored at few bits: those that later tokens hardly look at (LLMS, section 3.2).
 
-A token's density is the attention that it got, on average over the rows that could see it, over heads and
-layers (equation 1); a chunk's is the mean of its tokens'. Under a ratio of bytes for all chunks of a context,
-two thresholds of density divide them into those at 8, at 4 and at 2 bits so that most of the attended
-information is kept (equations 2 and 3).
+A chunk's density is the attention that its tokens got, on average over the queries of all heads and layers
+that could see them (equation 1): mass by sightings, both of which add up over calls. Under a ratio of bytes
+for all chunks of a context, two thresholds of density divide them into those at 8, at 4 and at 2 bits so that
+most of the attended information is kept (equations 2 and 3).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -21,30 +21,40 @@ RATIOS: Mapping[int, float] = MappingProxyType({8: 1.0, 4: 0.5, 2: 0.25})
 KEPT: Mapping[int, float] = MappingProxyType({bits: 1 - 1 / (2**bits - 1) ** 2 for bits in WIDTHS})
 
 
-def token_density(mass: np.ndarray, length: int, *, heads: int, window: int = 0) -> np.ndarray:
-    """Density of each token of a context.
+def chunk_mass(mass: np.ndarray, count: int, chunk_tokens: int) -> np.ndarray:
+    """The attention that each of the first `count` chunks got, `[N]` float64, from that of each position
+    (`KVCache.mass`, `[>= N·C]`)."""
+    whole = np.asarray(mass[: count * chunk_tokens], np.float64)
+    return whole.reshape(count, chunk_tokens).sum(1)
+
+
+def sightings(
+    first: int,
+    length: int,
+    count: int,
+    chunk_tokens: int,
+    *,
+    heads: Sequence[int],
+    windows: Sequence[int],
+) -> np.ndarray:
+    """How often tokens of each chunk could be seen, `[N]` float64: the mass that they would get if nobody
+    attended to anything else.
 
     Args:
-      mass: `[>= length]` float, the attention weights that each position got, summed over rows, query heads
-        and layers.
-      length: tokens of the context, each of which has been a row.
-      heads: query heads of all layers together.
-      window: how many positions a row sees at most, itself included; 0 for all.
-
-    Returns:
-      `[length]` float64 in [0, 1].
+      first: the position of the first token that was a query.
+      length: one more than that of the last.
+      count: of the chunks, from position 0 on (N).
+      chunk_tokens: of a chunk.
+      heads: query heads of each layer.
+      windows: of each layer, how many positions a query sees at most, itself included; 0 for all.
     """
-    rows = np.arange(length, 0, -1)
-    if window:
-        rows = np.minimum(rows, window)
-    return np.asarray(mass[:length], np.float64) / (rows * heads)
-
-
-def chunk_density(density: np.ndarray, chunk_tokens: int) -> np.ndarray:
-    """Mean density of each whole chunk `[N]` of tokens' `[length]`; tokens behind the last whole one do not
-    count."""
-    whole = len(density) // chunk_tokens
-    return density[: whole * chunk_tokens].reshape(whole, chunk_tokens).mean(1)
+    token = np.arange(count * chunk_tokens)
+    begin = np.maximum(first, token)
+    seen = np.zeros(len(token))
+    for number, window in zip(heads, windows, strict=True):
+        end = np.minimum(length, token + window) if window else length
+        seen += number * np.maximum(0, end - begin)
+    return seen.reshape(count, chunk_tokens).sum(1)
 
 
 def allocate(

@@ -57,15 +57,38 @@ class ChunkMemory:
           The numbers of those that are not in memory, ascending.
         """
         self._locked.add(context)
-        if pinned:
-            self._pinned.add(context)
-        else:
-            self._pinned.discard(context)
+        self.pin(context, pinned)
         self._uses += 1
         there = self._chunks.get(context, {})
         for chunk, each in there.items():
             there[chunk] = dataclasses.replace(each, used=self._uses)
         return [chunk for chunk in range(count) if chunk not in there]
+
+    def pin(self, context: str, pinned: bool) -> None:
+        """Whether a context's chunks stay when others need room."""
+        if pinned:
+            self._pinned.add(context)
+        else:
+            self._pinned.discard(context)
+
+    def require(self, context: str, size_bytes: int) -> None:
+        """Checks that a context may grow.
+
+        Args:
+          context: its name.
+          size_bytes: of all of its chunks together, then.
+
+        Raises:
+          BudgetExceeded: there would be no room for them beside what is locked or pinned.
+        """
+        kept = (self._locked | self._pinned) - {context}
+        others = sum(each.size_bytes for name in kept for each in self._chunks.get(name, {}).values())
+        if others + size_bytes > self.budget_bytes:
+            raise BudgetExceeded(
+                f"chunks may take {self.budget_bytes:,} bytes of memory; the context may come to need "
+                f"{size_bytes:,} beside {others:,} of others that run or are pinned: raise the budget, ask "
+                "for fewer tokens, or unpin some"
+            )
 
     def load(
         self, context: str, chunk: int, bits: int, blobs: Sequence[np.ndarray], *, restore_ms: float = 0.0

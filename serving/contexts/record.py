@@ -16,6 +16,7 @@ from jaxllm.tokenizer import MAX_TOKEN_ID
 
 VERSION = 1
 _MOST_BYTES = 1 << 28
+_ROWS = ("tokens", "bits", "mass", "seen", "files")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,8 @@ class Record:
       origin: what made its cache.
       tokens: all of it, as text of last resort: whatever else is lost can be computed again from them.
       bits: of each chunk in order, or `LOST`; tokens behind the last chunk are computed again.
-      density: of each chunk, how much it was attended to.
+      mass: of each chunk, the attention that its tokens got so far, and
+      seen: how much they could have got (see `jaxllm.kv.tolerance`).
       files: of each chunk, the name of the segment that holds it; empty where it is lost.
       pinned: never evicted to make room for another app's.
       used: counts up with every use in the store.
@@ -75,7 +77,8 @@ class Record:
     origin: Origin
     tokens: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
-    density: tuple[float, ...] = ()
+    mass: tuple[float, ...] = ()
+    seen: tuple[float, ...] = ()
     files: tuple[str, ...] = ()
     pinned: bool = False
     used: int = 0
@@ -93,7 +96,9 @@ class Record:
 
     def write(self, path: Path) -> None:
         """Replaces the record's file, whole or not at all."""
-        body = json.dumps(dataclasses.asdict(self), separators=(",", ":"), sort_keys=True)
+        # Not `asdict`, which copies every token.
+        fields = {**vars(self), "origin": vars(self.origin)}
+        body = json.dumps(fields, separators=(",", ":"), sort_keys=True)
         whole = {"version": VERSION, "xxh3_128": xxhash.xxh3_128_hexdigest(body.encode()), "record": body}
         with atomic_file(path) as file:
             file.write(json.dumps(whole).encode())
@@ -125,13 +130,14 @@ class Record:
 
     @classmethod
     def _of(cls, body: Mapping[str, Any]) -> "Record":
-        rows = {name: tuple(body[name]) for name in ("tokens", "bits", "density", "files") if name in body}
+        rows = {name: tuple(body[name]) for name in _ROWS if name in body}
         record = cls(**{**body, **rows, "origin": Origin(**body["origin"])})
         chunk_tokens = record.origin.chunk_tokens
         good = (
             all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in record.tokens)
             and all(each in (LOST, RAW, *WIDTHS) for each in record.bits)
-            and len(record.bits) == len(record.density) == len(record.files)
+            and len(record.bits) == len(record.mass) == len(record.seen) == len(record.files)
+            and all(type(each) is float and 0 <= each < float("inf") for each in record.mass + record.seen)
             and len(record.bits) <= len(record.tokens) // max(1, chunk_tokens)
             and all(isinstance(each, str) and (not each or Path(each).name == each) for each in record.files)
             and all(

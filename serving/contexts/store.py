@@ -31,6 +31,7 @@ from serving.contexts.segment import Segment, write_segment
 from serving.direct_io import Storage
 
 VERSION = 1
+VERSION_FILE = "store.json"
 _RECORD = "record"
 _SUFFIX = ".kv"
 _APP = "app-"
@@ -142,7 +143,7 @@ class ContextStore:
         """Keeps a context's new state: first its new chunks, then the record that names them.
 
         Args:
-          record: with the tokens, bits and density that hold from now on; in which files its chunks are is
+          record: with the tokens, bits and the like that hold from now on; in which files its chunks are is
             this store's business.
           chunks: those that are new or of another width, of each its bits and each layer's blob.
 
@@ -237,9 +238,22 @@ class ContextStore:
             if lost:
                 found.append(Damage(app=record.app, name=record.name, chunks=tuple(sorted(lost))))
             if lost and repair:
-                self._records[record.name] = record.lose(lost)
-                self.commit(self._records[record.name])
+                self._records[record.name] = record
+                self.repair(record.name)
         return found
+
+    def repair(self, name: str) -> Record:
+        """Reads all of a context, and has what is damaged computed again when it is next used.
+
+        Raises:
+          ContextGone: there is no such context.
+        """
+        record = self.record(name)
+        lost = self._corrupt_chunks(self._folder(record), record)
+        if not lost:
+            return record
+        self._records[name] = record.lose(lost)
+        return self.commit(self._records[name])
 
     def _corrupt_chunks(self, folder: Path, record: Record) -> set[int]:
         corrupt: set[int] = set()
@@ -274,7 +288,7 @@ class ContextStore:
             raise kind(f"{folder}: the context cannot be written ({error.strerror})") from error
 
     def _check_version(self) -> None:
-        path = self.root / "store.json"
+        path = self.root / VERSION_FILE
         try:
             version = json.loads(path.read_bytes())["version"]
         except FileNotFoundError:

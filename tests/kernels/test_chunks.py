@@ -2,13 +2,15 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.kernels import native
-from jaxllm.kv.chunks import place_chunks
-from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkShape
+from jaxllm.kv.chunks import load_chunks, place_chunks
+from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
+from jaxllm.used_units import UsedUnits
 from tests.kernels.drawing import answers
 from tests.kernels.switching import needs_native
 
@@ -67,3 +69,64 @@ def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
                 err_msg=kernels,
             )
     assert set(WIDTHS) | {RAW, -1} == set(bits.tolist())
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("bits", [RAW, *WIDTHS])
+def test_blobs_of_some_heads_fill_those_alone(name, bits):
+    draw = np.random.default_rng(3)
+    form = ChunkFormat(CODECS[name], (bits,), C)
+    whole = ChunkShape(heads=3, tokens=C, width=8)
+    chunk = [jnp.asarray(draw.normal(size=(1, 3, C, 8)), jnp.float32) for _ in "kv"]
+    blobs = np.asarray(form.codec.encode(chunk[0], chunk[1], whole, bits))
+    cut = form.first_heads(blobs, whole, bits, 2)
+    assert cut.shape == (1, form.codec.blob_bytes(ChunkShape(heads=2, tokens=C, width=8), bits))
+    np.testing.assert_array_equal(form.first_heads(blobs, whole, bits, 3), blobs)
+    wanted = form.codec.decode(blobs, whole, bits)
+    keys, values = draw.normal(size=(2, 1, 3, C, 8)).astype(np.float32)
+
+    def door(keys, values, source, widths, counts):
+        used = UsedUnits(counts, 1, 0)
+        return load_chunks((keys, values), source, widths, form=form, used=used)
+
+    counts = np.array([[9, 9, 9], [2, 9, 9]], np.int32)
+    given = keys, values, addresses_of([cut[0]]), np.array([bits], np.int32), counts
+    for kernels, found in answers(door, *given).items():
+        for got, was, expected in zip(found, (keys, values), wanted, strict=True):
+            np.testing.assert_allclose(got[:, :2], expected[:, :2], atol=1e-5, err_msg=kernels)
+            np.testing.assert_array_equal(got[:, 2], was[:, 2], err_msg=kernels)
+
+
+@pytest.mark.parametrize("heads", [0, 4, -1])
+def test_heads_that_a_cache_has_not_are_refused(heads):
+    past = (jnp.zeros((1, 3, C, 8)), jnp.zeros((1, 3, C, 8)))
+    form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 2), np.uint32)
+
+    def door(counts):
+        used = UsedUnits(counts, 0, 0)
+        return load_chunks(past, jnp.asarray(nowhere), jnp.asarray([-1], jnp.int32), form=form, used=used)
+
+    with pytest.raises(Exception, match="a count is out of range"):
+        jax.block_until_ready(jax.jit(door)(jnp.array([[heads, 1, 1]], jnp.int32)))
+
+
+def test_blobs_by_value_are_what_blobs_by_address_are():
+    """The way of processes without native kernels."""
+    draw, form = np.random.default_rng(4), ChunkFormat.named("kivi", C)
+    shape = ChunkShape(heads=2, tokens=C, width=8)
+    bits = np.array([4, -1, 8, 2], np.int32)
+    past = tuple(jnp.asarray(draw.normal(size=(1, 2, 4 * C - 3, 8)), jnp.float32) for _ in "kv")
+    blobs, source = [], np.zeros((4, form.codec.blob_bytes(shape, 8)), np.uint8)
+    for place, width in enumerate(bits.tolist()):
+        rows = [jnp.asarray(draw.normal(size=(1, 2, C, 8)), jnp.float32) for _ in "kv"]
+        blob = None if width < 0 else np.asarray(form.codec.encode(rows[0], rows[1], shape, width))[0]
+        blobs.append(blob)
+        if blob is not None:
+            source[place, : blob.size] = blob
+    plain = load_chunks(past, jnp.asarray(source), jnp.asarray(bits), form=form)
+    door = functools.partial(load_chunks, form=form)
+    for found in answers(
+        lambda *past_and: door(past_and[:2], *past_and[2:]), *past, addresses_of(blobs), bits
+    ).values():
+        for got, expected in zip(found, plain, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)

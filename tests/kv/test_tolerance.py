@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
-from jaxllm.kv.tolerance import KEPT, RATIOS, allocate, chunk_density, token_density
+from jaxllm.kv.tolerance import KEPT, RATIOS, allocate, chunk_mass, sightings
 
 
-def test_density_is_the_mean_over_rows_that_see_a_token():
+def test_density_is_the_mean_over_queries_that_see_a_token():
     """Two heads, three tokens: attention written out."""
     heads = np.array(
         [
@@ -20,14 +20,20 @@ def test_density_is_the_mean_over_rows_that_see_a_token():
         ]
     )
     mass = np.append(heads.sum((0, 1)), 99.0)  # behind the last token stands anything
-    got = token_density(mass, 3, heads=2)
-    np.testing.assert_allclose(got, [3.5 / 6, 1.25 / 4, 1.25 / 2])
-    # Where a row sees two positions at most, the first token had two rows.
-    np.testing.assert_allclose(token_density(mass, 3, heads=2, window=2)[0], 3.5 / 4)
+    seen = sightings(0, 3, 3, 1, heads=[2], windows=[0])
+    np.testing.assert_allclose(chunk_mass(mass, 3, 1) / seen, [3.5 / 6, 1.25 / 4, 1.25 / 2])
+    # Where a query sees two positions at most, the first token was seen twice by each head.
+    assert sightings(0, 3, 3, 1, heads=[2], windows=[2]).tolist() == [4, 4, 2]
+    assert chunk_mass(mass, 1, 2).tolist() == [4.75]
 
 
-def test_a_chunk_is_as_dense_as_its_tokens_are_on_average():
-    np.testing.assert_allclose(chunk_density(np.array([1.0, 3, 5, 7, 100]), 2), [2, 6])
+def test_sightings_add_up_over_layers_and_calls():
+    once = sightings(0, 11, 2, 4, heads=[3, 5], windows=[0, 3])
+    layers = [sightings(0, 11, 2, 4, heads=[n], windows=[w]) for n, w in ((3, 0), (5, 3))]
+    np.testing.assert_array_equal(once, sum(layers))
+    calls = [sightings(a, b, 2, 4, heads=[3, 5], windows=[0, 3]) for a, b in ((0, 5), (5, 6), (6, 11))]
+    np.testing.assert_array_equal(once, sum(calls))
+    assert sightings(11, 11, 2, 4, heads=[1], windows=[0]).tolist() == [0, 0]
 
 
 def information(density, bits):

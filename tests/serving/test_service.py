@@ -8,9 +8,10 @@ import pytest
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import Slo
-from jaxllm.errors import ConfigError, ContextOverflow, ObjectiveMissed
+from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMissed
 from jaxllm.tasks.example import TaskExample
 from serving import profile as profiles
+from serving.contexts.options import ContextOptions
 from serving.objectives import Latency
 from serving.options import EngineOptions
 from serving.planner import Proposal
@@ -169,3 +170,37 @@ def test_a_plain_bundle_is_served_whole(tmp_path):
     service = LLMService.open(plain, options=OPTIONS)
     answer = service.call(TEXT, slo=Slo(ttft=0.2, tpot=0.2), max_tokens=3).result()
     assert (answer.plan.level, answer.plan.source) == (100, "nearest")
+
+
+def test_apps_own_contexts_that_outlive_the_service(path, service, tmp_path):
+    with pytest.raises(ConfigError, match="keeps no contexts"):
+        service.new_context("mail")
+    options = ContextOptions(folder=tmp_path / "contexts")
+
+    def opened():
+        return LLMService.open(path, levels=(50,), options=OPTIONS, contexts=options)
+
+    kept = opened()
+    assert kept.engine.options.kv_codec == "channel"
+    context = kept.new_context("mail", level=50)
+    first = context.generate(TEXT, instruction="Be short.", max_tokens=20)
+    assert "".join(first) == first.text
+    pinned = kept.new_context("mail", pinned=True)
+    assert {each.name for each in kept.contexts_of("mail")} == {context.name, pinned.name}
+    assert kept.contexts_of("calendar") == []
+    tokens = context.tokens
+    kept.close()
+
+    kept = opened()
+    again = kept.context("mail", context.name)
+    assert again.tokens == tokens
+    assert again.level == 50
+    answer = again.generate("and then?", max_tokens=5).result()
+    assert answer.generation.reused_tokens == (len(tokens) - 1) // 16 * 16
+    assert again.tokens[: len(tokens)] == tokens
+    with pytest.raises(ContextGone):
+        kept.context("calendar", context.name)
+    again.delete()
+    assert [each.name for each in kept.contexts_of("mail")] == [pinned.name]
+    assert kept.contexts_of("mail")[0].record.pinned
+    kept.close()

@@ -7,10 +7,11 @@ namespace jaxllm {
 namespace {
 
 // keys and values [1, K, S, H], addresses uint32 [N, 2] (the lower half first) and bits int32 [N] of N blobs
-// in this process's memory -> keys and values with their rows, in place.
-Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, AnyBuffer bits,
+// in this process's memory, and counts -> keys and values with their rows, in place. Blobs are of the first
+// counts[heads_at] of the K heads.
+Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, AnyBuffer bits, AnyBuffer counts,
                        ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values, int64_t tokens,
-                       bool keys_by_token, bool values_by_token, bool rotated) {
+                       bool keys_by_token, bool values_by_token, bool rotated, int64_t heads_at) {
   const Timer timer;
   const auto type = keys.element_type();
   if (rank(keys) != 4 || dim(keys, 0) != 1 || keys.element_count() == 0 || values.element_type() != type ||
@@ -19,6 +20,8 @@ Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, An
       new_values->size_bytes() != values.size_bytes()) {
     return wrong("a cache to load chunks into must be float32 or float16 [1, K, S, H], H a multiple of 4");
   }
+  size_t heads;
+  if (!read_count(counts, heads_at, 1, dim(keys, 1), heads)) return wrong("a count is out of range");
   const size_t count = bits.element_count();
   if (bits.element_type() != ffi::DataType::S32 || addresses.element_type() != ffi::DataType::U32 ||
       addresses.element_count() != 2 * count || tokens < 1) {
@@ -35,7 +38,7 @@ Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, An
       return wrong("chunks have levels of 8, 4 or 2 bits, or none");
     if (width >= 0 && !address) return wrong("a chunk has no address");
   }
-  const ChunksShape shape{dim(keys, 1),
+  const ChunksShape shape{heads,
                           static_cast<size_t>(tokens),
                           dim(keys, 3),
                           dim(keys, 2),
@@ -55,12 +58,14 @@ XLA_FFI_DEFINE_HANDLER(LoadChunks, load_chunks_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("tokens")
                            .Attr<bool>("keys_by_token")
                            .Attr<bool>("values_by_token")
-                           .Attr<bool>("rotated"));
+                           .Attr<bool>("rotated")
+                           .Attr<int64_t>("heads_at"));
 
 const Target kChunkTargets[] = {
     {"jaxllm_load_chunks", reinterpret_cast<void*>(+LoadChunks)},

@@ -98,7 +98,8 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
 
 // Chunks of one layer as bytes, and the cache that they go to, [kv_heads][capacity][width].
 struct ChunksShape {
-  size_t kv_heads, tokens, width, capacity;
+  size_t kv_heads;  // in the blobs: the first ones of the cache's
+  size_t tokens, width, capacity;
   bool half;  // the cache is of halves, else of floats
   bool keys_by_token, values_by_token, rotated;
 };

@@ -33,7 +33,11 @@ def blobs(chunk, bits, salt=0):
 def grown(record, bits, salt=0):
     """A context with chunks of these widths, and all of them to be written."""
     record = dataclasses.replace(
-        record, tokens=tuple(range(2 * len(bits))), bits=tuple(bits), density=tuple(0.5 for _ in bits)
+        record,
+        tokens=tuple(range(2 * len(bits))),
+        bits=tuple(bits),
+        mass=(0.5,) * len(bits),
+        seen=(1.0,) * len(bits),
     )
     return record, {chunk: (width, blobs(chunk, width, salt)) for chunk, width in enumerate(bits)}
 
@@ -151,7 +155,9 @@ def test_damage_is_found_and_repaired(tmp_path):
         names = []
         for app in "abc":
             record, chunks = grown(store.create(app, ORIGIN), [8, 4, 8])
-            record = store.commit(dataclasses.replace(record, bits=(8,), density=(0.5,)), {0: chunks[0]})
+            record = store.commit(
+                dataclasses.replace(record, bits=(8,), mass=(0.5,), seen=(1.0,)), {0: chunks[0]}
+            )
             grown_record, _ = grown(record, [8, 4, 8])
             record = store.commit(grown_record, {chunk: chunks[chunk] for chunk in (1, 2)})
             names.append(record.name)
@@ -205,10 +211,12 @@ def test_what_made_a_context_is_compared(tmp_path):
     "change",
     [
         {"tokens": [-1, 0]},
-        {"bits": [3], "density": [0.5], "files": ["0.kv"]},
-        {"bits": [8], "density": [0.5], "files": ["../../x"]},
-        {"bits": [8], "density": [0.5], "files": [""]},
-        {"bits": [8, 8], "density": [0.5, 0.5], "files": ["0.kv", "0.kv"]},
+        {"bits": [3], "mass": [0.5], "seen": [1.0], "files": ["0.kv"]},
+        {"bits": [8], "mass": [0.5], "seen": [1.0], "files": ["../../x"]},
+        {"bits": [8], "mass": [0.5], "seen": [1.0], "files": [""]},
+        {"bits": [8], "mass": [float("nan")], "seen": [1.0], "files": ["0.kv"]},
+        {"bits": [8], "mass": [0.5], "seen": [], "files": ["0.kv"]},
+        {"bits": [8, 8], "mass": [0.5, 0.5], "seen": [1.0, 1.0], "files": ["0.kv", "0.kv"]},
     ],
 )
 def test_a_record_is_not_believed(tmp_path, change):

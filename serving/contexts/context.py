@@ -1,0 +1,233 @@
+"""An app's context, and the answers in it.
+
+context = service.new_context("mail")             newLLMCtx in the paper (LLMS, section 3.1)
+for piece in context.generate("Dear ..."): ...    callLLM
+context.delete()                                  delLLMCtx
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+
+from jaxllm.errors import ConfigError, TemplateError
+from jaxllm.sampling import Sampling
+from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.prompts import prompt_ids
+from jaxllm.tokenizer import Tokenizer
+from serving.contexts.manager import Contexts
+from serving.contexts.record import Record
+from serving.contexts.restore import Restoration
+from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig, Session
+
+# Stands for a turn's text while a template is looked at; no text has it.
+_PLACE = "\ue000\ue001\ue000"
+
+
+class ContextAnswer(Iterator[str]):
+    """An answer as it comes: iterate for pieces of text, then read the rest.
+
+    When it has ended, was closed or dropped, what was said is part of the context and stored.
+
+    Attributes:
+      generation: the answer's text, tokens and timings.
+      restoration: how the context came back; before the first piece was asked for, nothing.
+    """
+
+    def __init__(
+        self, generation: Generation, begin: Callable[[], Restoration], finish: Callable[[], None]
+    ) -> None:
+        self.generation, self.restoration = generation, Restoration()
+        self._begin, self._finish, self._state = begin, finish, "new"
+
+    def __next__(self) -> str:
+        if self._state == "new":
+            self.restoration = self._begin()
+            self._state = "running"
+        try:
+            return next(self.generation)
+        except BaseException:
+            self._end()
+            raise
+
+    def result(self) -> "ContextAnswer":
+        """Runs to the end and returns itself."""
+        for _ in self:
+            pass
+        return self
+
+    def close(self) -> None:
+        """Stops; what was said so far stays in the context."""
+        self.generation.close()
+        self._end()
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self.generation.text
+
+    def __del__(self) -> None:
+        # Dropped in the middle: other contexts must be able to go on. Nobody is there to be told of errors.
+        with contextlib.suppress(Exception):
+            self.close()
+
+    def _end(self) -> None:
+        if self._state == "running":
+            self._state = "ended"
+            self._finish()
+        self._state = "ended"
+
+
+class Context:
+    """A context of an app.
+
+    Attributes:
+      app: whose it is.
+      name: unique in the store; by it the context is found again after a restart.
+    """
+
+    def __init__(self, contexts: Contexts, record: Record) -> None:
+        self._contexts, self.app, self.name = contexts, record.app, record.name
+
+    @property
+    def record(self) -> Record:
+        """What is stored of it.
+
+        Raises:
+          ContextGone: it was deleted, or is of another model, level, codec or adapter.
+        """
+        return self._contexts.record(self.app, self.name)
+
+    @property
+    def level(self) -> int:
+        """The sub-model that answers in it, in percent."""
+        return self.record.origin.level
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that was said in it."""
+        return self.record.tokens
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        instruction: str = "",
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        slide: bool = False,
+        sampling: Sampling | None = None,
+    ) -> ContextAnswer:
+        """Answers in this context: what was said before comes first.
+
+        Args:
+          prompt: what the user says; or token ids, which are taken as they are.
+          instruction: what to do, said before all; only in the first call.
+          max_tokens: most tokens of the answer.
+          stop: strings that end it.
+          ignore_eos: go on past the model's end tokens.
+          slide: where all of it together would be longer than the model's window, forget the middle of what
+            was said before (see `Contexts.slide`).
+          sampling: how tokens are chosen; greedy by default.
+
+        Raises:
+          ContextGone: see `record`.
+          ConfigError: the prompt is empty or malformed, or an instruction comes late.
+          ContextOverflow: all of it together is longer than the model's window.
+
+        The first piece raises BudgetExceeded where the context would not fit into memory, the last where it
+        cannot be stored; it is then as it was before the call.
+        """
+        engine, record = self._contexts.engine, self.record
+        now = datetime.now()
+        if isinstance(prompt, str):
+            prompt = turn_ids(engine.tokenizer, record.tokens, prompt, instruction, now=now)
+        elif instruction:
+            raise ConfigError("an instruction comes with a prompt of text, not with token ids")
+        if not prompt:
+            raise ConfigError("the prompt is empty; give it at least one token of text")
+        if slide:
+            room = engine.options.context_tokens - len(prompt) - max_tokens
+            record = self._contexts.slide(self.app, self.name, max(0, room))
+        whole = [*record.tokens, *prompt]
+        config = GenerationConfig(
+            max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
+        )
+        session = Session()
+        generation = engine.stream(whole, config, level=record.origin.level, session=session)
+        contexts, app, name = self._contexts, self.app, self.name
+
+        def begin() -> Restoration:
+            if contexts.record(app, name).tokens != record.tokens:
+                raise ConfigError(f"the context {name} went on since this answer was asked for; ask again")
+            return contexts.begin(
+                app, name, session, prompt_tokens=len(whole), most_tokens=len(whole) + max_tokens
+            )
+
+        def finish() -> None:
+            if not generation.tokens:
+                contexts.abandon(name)
+                return
+            contexts.finish(name, session, [*whole, *generation.tokens], generation.reused_tokens)
+
+        return ContextAnswer(generation, begin, finish)
+
+    def pin(self, pinned: bool = True) -> None:
+        """Keeps its chunks in memory once they are there, or lets them leave for others'."""
+        self._contexts.pin(self.record.name, pinned)
+
+    def delete(self) -> None:
+        """Forgets it, in memory and on storage.
+
+        Raises:
+          ContextGone: it was deleted before.
+          ConfigError: it is answering.
+        """
+        self._contexts.delete(self.name)
+
+    def __repr__(self) -> str:
+        return f"Context(app={self.app!r}, name={self.name!r})"
+
+
+def turn_ids(
+    tokenizer: Tokenizer,
+    before: Sequence[int],
+    prompt: str,
+    instruction: str = "",
+    *,
+    now: datetime | None = None,
+) -> list[int]:
+    """The tokens that a user's turn adds to a context.
+
+    Args:
+      tokenizer: the model's; where it has a chat template, that writes what stands between turns.
+      before: the context's tokens, which end with an answer; none before the first turn.
+      prompt: what the user says.
+      instruction: said before all.
+      now: told to templates that ask for the time.
+
+    Raises:
+      ConfigError: the prompt is empty, or an instruction comes late.
+      TemplateError: the template is broken, or does not keep an answer as it was.
+    """
+    if not prompt.strip():
+        raise ConfigError("the prompt is empty; give it at least one word")
+    chat = tokenizer.has_chat_template
+    if not before:
+        form = "chat" if chat or instruction else "text"
+        return prompt_ids(
+            tokenizer, TaskExample(user=prompt, answer="", system=instruction, form=form), now=now
+        )
+    if instruction:
+        raise ConfigError("an instruction comes with the first prompt of a context; make a new context")
+    if not chat:
+        return tokenizer.encode(prompt, add_special_tokens=False)
+    turns = [("user", _PLACE), ("assistant", _PLACE), ("user", prompt)]
+    text = tokenizer.render_chat([{"role": role, "content": each} for role, each in turns], now=now)
+    _, _, later = text.partition(_PLACE)
+    _, found, later = later.partition(_PLACE)
+    if not found:
+        raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")
+    ids = tokenizer.encode(later, add_special_tokens=False)
+    # The token that ended the answer is what the template closes a turn with.
+    return ids[1:] if ids[:1] == [before[-1]] and before[-1] in tokenizer.eos_ids else ids

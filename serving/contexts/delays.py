@@ -1,0 +1,91 @@
+"""How long this device takes to read chunks and to compute them again: what `plan_restore` weighs."""
+
+import dataclasses
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import Places
+from jaxllm.kv.recompute import Delay
+from serving.contexts.graphs import ContextGraphs
+from serving.direct_io import PieceReader, Storage
+
+_SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
+_REPEATS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delays:
+    """Of one layer of a context.
+
+    Attributes:
+      reading: by bytes.
+      computing: by chunks.
+    """
+
+    reading: Delay
+    computing: Delay
+
+
+def measure_reading(folder: Path, storage: Storage) -> Delay:
+    """Times reads from a file of random bytes in `folder`, which is removed again.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    path = folder / f".reading-{os.getpid()}"
+    try:
+        with path.open("wb") as file:
+            file.write(np.random.default_rng(0).bytes(_SIZES_BYTES[-1]))
+            file.flush()
+            os.fsync(file.fileno())
+        with PieceReader(path, storage) as reader:
+            times = [_median_ms(lambda _, size=size: reader.read(0, size)) for size in _SIZES_BYTES]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written to time reads ({error.strerror})") from error
+    finally:
+        path.unlink(missing_ok=True)
+    return Delay.fit(_SIZES_BYTES, times)
+
+
+def measure_computing(graphs: ContextGraphs) -> Delay:
+    """Times one layer's pass over chunks, of each number that there is a graph for."""
+    options, counts = graphs.table.options, graphs.table.options.recomputed_chunks
+    cache, times = graphs.table.start(options.context_tokens), []
+    # The last chunks see the most.
+    end = options.context_tokens // graphs.chunk_tokens
+    for count in counts:
+        at = graphs.places(range(max(0, end - count), end), count)
+
+        def embed(at: Places = at) -> jax.Array:
+            return jax.block_until_ready(graphs.embed([0] * options.context_tokens, at))
+
+        def once(x: jax.Array, at: Places = at) -> None:
+            nonlocal cache
+            x, (keys, values) = graphs.restore_layer(0, x, at, cache, {})
+            layers = dict(keys=(keys, *cache.keys[1:]), values=(values, *cache.values[1:]))
+            cache = dataclasses.replace(cache, **layers)
+            jax.block_until_ready(x)
+
+        times.append(_median_ms(once, embed))
+    if len(counts) == 1:
+        return Delay(fixed_ms=0.0, per_unit_ms=times[0] / counts[0])
+    return Delay.fit(counts, times)
+
+
+def _median_ms(run: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None) -> float:
+    """Of some runs, each with what was prepared for it, after a first one that sets things up."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        given = prepare()
+        began = time.perf_counter()
+        run(given)
+        times.append(1000 * (time.perf_counter() - began))
+    return statistics.median(times[1:])

@@ -1,0 +1,191 @@
+"""The graphs that bring contexts back and store them, run at one level of a model.
+
+They stand in the bucket table with all others (`bucket_plan.context_buckets`) and are compiled with them. On
+a CPU stored chunks are read where they are in memory; elsewhere they are handed over by value.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.chunks import chunk_shapes, reads_addresses
+from jaxllm.kv.recompute import LOST
+from serving.bucket_plan import ENCODED_CHUNKS
+from serving.buckets import BucketTable
+from serving.lowering import counts_alone, embedding_params, layer_params, source_shape
+
+# Of a chunk: its width, and of each layer its blob.
+Stored = tuple[int, Sequence[np.ndarray]]
+
+
+class ContextGraphs:
+    """Graphs of stored contexts.
+
+    Attributes:
+      table: of the level.
+      chunk_tokens: of a chunk (C).
+      layer_bytes: of one chunk in each layer `[L]`, by width.
+    """
+
+    def __init__(self, table: BucketTable) -> None:
+        """Takes a table; its options name a codec.
+
+        Raises:
+          ConfigError: they do not.
+        """
+        self.table, self._form = table, table.options.chunk_format
+        self.chunk_tokens = self._form.tokens
+        dtype = table.options.cache_dtype
+        # Where all levels run the same graphs, caches have the heads of the whole model.
+        self._cfg = table.cfg if table.level == table.graphs_level else table.cfg.whole
+        self._by_address = reads_addresses(np.dtype(dtype))
+        used = table.cfg if self._by_address else self._cfg
+        self._shapes = chunk_shapes(self._cfg, tokens=self.chunk_tokens, dtype=dtype)
+        stored = chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype)
+        self._heads = [shape.heads for shape in stored]
+        sizes = [self._form.sizes(shape) for shape in stored]
+        self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
+        self._version: tuple[int, int] | None = None
+        self._layers: list[Any] = []
+        self._embedding: dict = {}
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self._cfg.layers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """That chunks may have, best first."""
+        return self._form.widths
+
+    def chunk_bytes(self, bits: int) -> int:
+        """Of one chunk, all layers together."""
+        return sum(self.layer_bytes[bits])
+
+    def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
+        """A cache with stored chunks at their places, in one dispatch.
+
+        Args:
+          cache: donated.
+          chunks: by number. Their blobs must stay as they are until the result is ready.
+        """
+        bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
+        sources = tuple(
+            self._source(cache, layer, {chunk: blobs[layer] for chunk, (_, blobs) in chunks.items()})
+            for layer in range(self.layers)
+        )
+        graph = self.table.graph(self.table.load_bucket(cache.capacity_tokens))
+        return graph(counts_alone(self.table.params), cache, sources, bits)
+
+    def places(self, chunks: Sequence[int], bucket: int) -> Places:
+        """Where the tokens of ascending chunks stand, in a graph that computes `bucket` chunks."""
+        numbers = np.array([*chunks, *[chunks[-1]] * (bucket - len(chunks))], np.int32)
+        positions = numbers[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens, dtype=np.int32)
+        if len(chunks) < bucket:
+            # What is not real is written nowhere, but positions never descend.
+            positions[len(chunks) :] = positions[len(chunks) - 1, -1]
+        return Places(positions.reshape(-1), np.int32(len(chunks) * self.chunk_tokens))  # pyright: ignore
+
+    def embed(self, tokens: Sequence[int], at: Places) -> jax.Array:
+        """What the first layer takes of a context's `tokens` at some places, `[1, T, D]`."""
+        self._take_parameters()
+        positions = np.asarray(at.positions)
+        row = np.asarray(tokens, np.int32)[positions][None]
+        bucket = self.table.embed_bucket(len(positions) // self.chunk_tokens)
+        return self.table.graph(bucket)(self._embedding, row, positions)
+
+    def restore_layer(
+        self,
+        layer: int,
+        x: jax.Array,
+        at: Places,
+        cache: KVCache,
+        chunks: Mapping[int, tuple[int, np.ndarray]],
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """One layer of some chunks loaded, and of others computed (see `steps.restore_layer`).
+
+        Args:
+          layer: its index.
+          x: the layer's input `[1, T, D]`; donated.
+          at: where its tokens stand.
+          cache: its keys and values of this layer are donated.
+          chunks: those to load: width and the layer's blob, which must stay until the result is ready.
+
+        Returns:
+          The next layer's input, and this layer's keys and values.
+        """
+        self._take_parameters()
+        bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
+        source = self._source(cache, layer, {chunk: blob for chunk, (_, blob) in chunks.items()})
+        count = len(at.positions) // self.chunk_tokens
+        graph = self.table.graph(self.table.restore_bucket(count, cache.capacity_tokens, layer))
+        past = cache.keys[layer], cache.values[layer]
+        return graph(self._layers[layer], x, at, past, source, bits)
+
+    def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
+        """Chunks of a cache as they are stored, by number, of the widths that are given."""
+        found: dict[int, tuple[int, list[np.ndarray]]] = {chunk: (bits, []) for chunk, bits in chunks.items()}
+        for bits in sorted(set(chunks.values())):
+            numbers = sorted(chunk for chunk, width in chunks.items() if width == bits)
+            for layer in range(self.layers):
+                graph = self.table.graph(self.table.encode_bucket(bits, cache.capacity_tokens, layer))
+                past = cache.keys[layer], cache.values[layer]
+                shape, heads = self._shapes[layer], self._heads[layer]
+                runs = [numbers[i : i + ENCODED_CHUNKS] for i in range(0, len(numbers), ENCODED_CHUNKS)]
+                coded = [
+                    graph(past, np.array([*run, *run[:1] * (ENCODED_CHUNKS - len(run))], np.int32))
+                    for run in runs
+                ]
+                for run, out in zip(runs, coded, strict=True):
+                    blobs = self._form.first_heads(np.asarray(out)[: len(run)], shape, bits, heads)
+                    for chunk, blob in zip(run, blobs, strict=True):
+                        # Memory of its own: others of the run may be forgotten before.
+                        found[chunk][1].append(blob.copy())
+        return dict(found)
+
+    def rehearse(self) -> None:
+        """Runs each of these graphs once (see `BucketTable.rehearse`)."""
+        options = self.table.options
+        for capacity in options.cache_tokens:
+            room = capacity // self.chunk_tokens
+            stored = self.encode(self.table.start(capacity), dict(enumerate(self.widths[:room])))
+            cache = self.load(self.table.start(capacity), stored)
+            for count in options.recomputed_chunks:
+                at = self.places([0], count)
+                x = self.embed([0] * self.chunk_tokens, at)
+                keys, values = list(cache.keys), list(cache.values)
+                for layer in range(self.layers):
+                    x, (keys[layer], values[layer]) = self.restore_layer(layer, x, at, cache, {})
+                cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+            jax.block_until_ready(cache.keys)
+
+    def _take_parameters(self) -> None:
+        """Sorts the parameters by layers, once for each adapter that comes."""
+        if self._version == self.table.weights_version:
+            return
+        params, alike = self.table.params, self.table.alike
+        self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
+        self._embedding = embedding_params(params)
+        self._version = self.table.weights_version
+
+    def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
+        (count, *_), _ = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)
+        bits = np.full(count, LOST, np.int32)
+        bits[list(widths)] = list(widths.values())
+        return bits
+
+    def _source(self, cache: KVCache, layer: int, blobs: Mapping[int, np.ndarray]) -> np.ndarray:
+        shape, dtype = source_shape(self._cfg, self.table.options, layer, cache.capacity_tokens)
+        if not self._by_address:
+            source = np.zeros(shape, dtype)
+            for chunk, blob in blobs.items():
+                source[chunk, : blob.size] = blob
+            return source
+        places = np.zeros(shape[0], np.uint64)
+        places[list(blobs)] = [blob.__array_interface__["data"][0] for blob in blobs.values()]
+        return places.view(np.uint32).reshape(shape)

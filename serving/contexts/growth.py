@@ -1,0 +1,71 @@
+"""What a context's chunks come to be when a call ends: how wide each is, by how much it was attended to."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.kv.codecs import RAW
+from jaxllm.kv.recompute import LOST
+from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
+from serving.contexts.graphs import ContextGraphs
+from serving.contexts.options import ContextOptions
+from serving.contexts.record import Record
+
+
+def grown(
+    before: Record,
+    graphs: ContextGraphs,
+    options: ContextOptions,
+    *,
+    tokens: Sequence[int],
+    mass: np.ndarray,
+    first: int,
+    held: int,
+) -> Record:
+    """A context's record after a call (LLMS, section 3.2).
+
+    Args:
+      before: as it was.
+      graphs: of its level.
+      options: say how many bytes chunks may take.
+      tokens: all of the context's now.
+      mass: `[>= held]`, the attention that each position got in this call.
+      first: the position of the first token that the call fed.
+      held: tokens in the cache, of which all whole chunks are kept.
+
+    Returns:
+      The record with the widths that chunks are to have: none rises above what it is stored at.
+    """
+    size, cfg = graphs.chunk_tokens, graphs.table.cfg
+    count = held // size
+    heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
+    got = chunk_mass(mass, count, size)
+    seen = sightings(first, held, count, size, heads=heads, windows=cfg.attention_windows)
+    known = min(count, len(before.bits))
+    got[:known] += before.mass[:known]
+    seen[:known] += before.seen[:known]
+    if graphs.widths == (RAW,):
+        bits = np.full(count, RAW)
+    else:
+        bits = allocate(got / np.maximum(seen, 1), options.ratio, newest=options.newest_chunks)
+        stored = [max(RATIOS) if each == LOST else each for each in before.bits[:known]]
+        # What is gone does not come back by being written with more bits.
+        bits[:known] = np.minimum(bits[:known], np.array(stored, int))
+    return dataclasses.replace(
+        before,
+        tokens=tuple(tokens),
+        bits=tuple(bits.tolist()),
+        mass=tuple(got.tolist()),
+        seen=tuple(seen.tolist()),
+    )
+
+
+def most_bytes(graphs: ContextGraphs, options: ContextOptions, chunks: int) -> int:
+    """Of so many chunks of a context, whatever their widths come out as."""
+    if graphs.widths == (RAW,):
+        return chunks * graphs.chunk_bytes(RAW)
+    # Levels take bytes by width, scales do not.
+    scales = 2 * graphs.chunk_bytes(4) - graphs.chunk_bytes(8)
+    levels = graphs.chunk_bytes(8) - scales
+    return int(chunks * (scales + options.ratio * levels)) + 1

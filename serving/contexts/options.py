@@ -1,0 +1,49 @@
+"""What a service may be told about its contexts: where they are kept, and how much they may take."""
+
+import dataclasses
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.tolerance import RATIOS
+from serving.contexts.eviction import find_policy
+from serving.direct_io import Storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextOptions:
+    """How contexts are kept. How their chunks are stored is the engine's business (`EngineOptions.kv_codec`).
+
+    Attributes:
+      folder: of the store, made if missing; for one process at a time.
+      budget_bytes: of all chunks in memory together; the cache of the context that runs comes on top.
+      ratio: bytes of a context's chunks relative to 8 bits, between 0.25 and 1; a codec that has no widths to
+        choose from takes what it takes.
+      newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.
+      policy: what leaves memory first, by its name in `eviction.POLICIES`.
+      contexts_per_app: most contexts that an app may own; 0 for no limit.
+      quota_bytes: of all files of the store together; 0 for no limit.
+      app_quota_bytes: of each app's.
+      storage: how chunks are read.
+    """
+
+    folder: str | Path
+    budget_bytes: int = 256 << 20
+    ratio: float = 0.5
+    newest_chunks: int = 1
+    policy: str = "lctru"
+    contexts_per_app: int = 0
+    quota_bytes: int = 0
+    app_quota_bytes: int = 0
+    storage: Storage = dataclasses.field(default_factory=Storage)
+
+    def __post_init__(self) -> None:
+        if self.budget_bytes < 1:
+            raise ConfigError(f"budget_bytes must be at least 1, got {self.budget_bytes!r:.80}")
+        if not RATIOS[2] <= self.ratio <= 1:
+            raise ConfigError(f"ratio must be between {RATIOS[2]} and 1, got {self.ratio!r:.80}")
+        for name in ("newest_chunks", "contexts_per_app", "quota_bytes", "app_quota_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} must be a whole number and not negative, got {value!r:.80}")
+        # Checks the name.
+        find_policy(self.policy)

@@ -1,0 +1,170 @@
+"""A context comes back: the next layer's chunks are read while this layer's are computed (LLMS, section 3.3).
+
+Chunks in memory are decoded where they are. Of the missing ones a plan says which are read and which are
+computed from their tokens, layer by layer, each at its place among all others. Where nothing is computed, one
+dispatch decodes all layers.
+"""
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache
+from jaxllm.kv.recompute import LOST, Restore, plan_restore
+from serving.contexts.delays import Delays
+from serving.contexts.graphs import ContextGraphs, Stored
+
+# A layer and chunks to read -> their blobs.
+Read = Callable[[int, Sequence[int]], list[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restoration:
+    """How a context came back.
+
+    Attributes:
+      resident: chunks that were in memory.
+      read: those that came from storage.
+      computed: those that were computed from their tokens.
+      expected_ms: what reading and computing were to take; 0 where that was not asked.
+      took_ms: all of it, from when the call began.
+    """
+
+    resident: int = 0
+    read: tuple[int, ...] = ()
+    computed: tuple[int, ...] = ()
+    expected_ms: float = 0.0
+    took_ms: float = 0.0
+
+
+def restore(
+    graphs: ContextGraphs,
+    cache: KVCache,
+    *,
+    tokens: Sequence[int],
+    bits: Sequence[int],
+    resident: Mapping[int, Stored],
+    read: Read,
+    delays: Delays,
+    pool: concurrent.futures.Executor,
+) -> tuple[KVCache, dict[int, Stored], Restoration]:
+    """Puts all whole chunks of a context into a cache.
+
+    Args:
+      graphs: of the context's level.
+      cache: has room for them; donated.
+      tokens: of the context, those of all chunks at least.
+      bits: the stored width of each chunk, or `LOST`.
+      resident: the chunks in memory, by number.
+      read: from storage; called by `pool`.
+      delays: of this device.
+      pool: one thread to read with.
+
+    Returns:
+      The cache, whose length is that of the chunks; the chunks that were read; how it went.
+
+    Raises:
+      CheckpointError: a chunk on storage is not what was written. The cache is spent.
+    """
+    missing = {chunk: width for chunk, width in enumerate(bits) if chunk not in resident}
+    plan, later = _plan(graphs, missing, delays)
+    coming = [pool.submit(read, layer, plan.read) for layer in range(graphs.layers) if plan.read]
+    try:
+        if plan.computed:
+            there = _arriving(plan.read, bits, coming)
+            cache = _pass(graphs, cache, tokens, plan, resident, there)
+        else:
+            cache = graphs.load(cache, {**resident, **_arrived(plan.read, bits, coming)})
+        for computed in later:
+            bucket = _bucket(graphs, len(computed))
+            further = Restore(read=(), computed=computed, bucket=bucket, expected_ms=0.0)
+            cache = _pass(graphs, cache, tokens, further, {}, lambda _: {})
+        arrived = _arrived(plan.read, bits, coming)
+    finally:
+        for each in coming:
+            each.cancel()
+        concurrent.futures.wait(coming)
+    # Until now graphs may have read blobs where they are.
+    jax.block_until_ready((cache.keys, cache.values))
+    how = Restoration(
+        resident=len(resident),
+        read=plan.read,
+        computed=tuple(sorted([*plan.computed, *(chunk for each in later for chunk in each)])),
+        expected_ms=plan.expected_ms,
+    )
+    length = np.int32(len(bits) * graphs.chunk_tokens)
+    return dataclasses.replace(cache, length=length), arrived, how
+
+
+def _plan(
+    graphs: ContextGraphs, missing: Mapping[int, int], delays: Delays
+) -> tuple[Restore, list[tuple[int, ...]]]:
+    """What is read and computed first, and what is computed after that, pass by pass."""
+    lost = sorted(chunk for chunk, width in missing.items() if width == LOST)
+    counts = graphs.table.options.recomputed_chunks
+    most = counts[-1]
+    if len(lost) > most:
+        # More than a graph takes: as many passes as it needs, the earlier chunks first, for later ones see
+        # them. All others are there from the first pass on.
+        there = tuple(sorted(set(missing) - set(lost)))
+        passes = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)]
+        return Restore(read=there, computed=passes[0], bucket=most, expected_ms=0.0), passes[1:]
+    if not missing:
+        return Restore(read=(), computed=(), bucket=0, expected_ms=0.0), []
+    mean_bytes = {width: graphs.chunk_bytes(width) // graphs.layers for width in graphs.widths}
+    plan = plan_restore(
+        missing,
+        mean_bytes,
+        reading=delays.reading,
+        computing=delays.computing,
+        buckets=counts,
+        layers=graphs.layers,
+    )
+    return plan, []
+
+
+def _pass(
+    graphs: ContextGraphs,
+    cache: KVCache,
+    tokens: Sequence[int],
+    plan: Restore,
+    resident: Mapping[int, Stored],
+    arriving: Callable[[int], dict[int, tuple[int, np.ndarray]]],
+) -> KVCache:
+    """All layers, one by one, each as soon as what is read of it has arrived."""
+    at = graphs.places(plan.computed, plan.bucket)
+    x = graphs.embed(tokens, at)
+    keys, values = list(cache.keys), list(cache.values)
+    for layer in range(graphs.layers):
+        there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
+        there |= arriving(layer)
+        x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
+    return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+
+
+def _arriving(
+    chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
+) -> Callable[[int], dict[int, tuple[int, np.ndarray]]]:
+    """Waits for what is read of a layer: of each chunk its width, and its blob there."""
+
+    def of(layer: int) -> dict[int, tuple[int, np.ndarray]]:
+        blobs = coming[layer].result() if coming else []
+        return {chunk: (bits[chunk], blob) for chunk, blob in zip(chunks, blobs, strict=True)}
+
+    return of
+
+
+def _arrived(
+    chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
+) -> dict[int, Stored]:
+    """Waits for all that is read: chunks as they are stored."""
+    layers = [each.result() for each in coming]
+    return {chunk: (bits[chunk], [blobs[place] for blobs in layers]) for place, chunk in enumerate(chunks)}
+
+
+def _bucket(graphs: ContextGraphs, count: int) -> int:
+    """The number of chunks of the smallest graph that computes `count`."""
+    return next(each for each in graphs.table.options.recomputed_chunks if each >= count)

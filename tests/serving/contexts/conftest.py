@@ -1,0 +1,54 @@
+"""Engines that serve contexts, each compiled once for the room."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.engine import Engine
+from serving.options import EngineOptions
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+# The first and the last layer share graphs, the one between has none like it.
+CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=(0, 24, 0))
+OPTIONS = EngineOptions(
+    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
+)
+
+
+@pytest.fixture(scope="session")
+def engine_of(tmp_path_factory):
+    """An engine by codec, format of weights and levels."""
+
+    @functools.cache
+    def opened(codec, weights="f32", levels=()):
+        folder = tmp_path_factory.mktemp("contexts")
+        parts = elastic_parts(Ladder(levels=(*levels, 100))) if levels else None
+        path = write_tiny_bundle(
+            folder / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts
+        )
+        return Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels))
+
+    return opened
+
+
+@pytest.fixture
+def kept(engine_of, tmp_path):
+    """Contexts in a folder of the test's, by codec; opened again by calling again."""
+    opened = []
+
+    def again(codec="raw", weights="f32", levels=(), **options):
+        while opened:
+            opened.pop().close()
+        folder = tmp_path / "store"
+        contexts = Contexts(engine_of(codec, weights, levels), ContextOptions(folder=folder, **options))
+        opened.append(contexts)
+        return contexts
+
+    yield again
+    while opened:
+        opened.pop().close()

@@ -1,0 +1,38 @@
+"""Contexts that are talked to, and what they would answer if nothing ever left the cache."""
+
+import numpy as np
+
+from jaxllm.kv.recompute import Delay
+from serving.contexts.context import Context
+from serving.contexts.delays import Delays
+from serving.generation import GenerationConfig, Session
+
+C = 16
+DRAW = np.random.default_rng(5)
+# Nothing is computed that can be read.
+READ = Delays(reading=Delay(fixed_ms=0.0, per_unit_ms=1e-9), computing=Delay(fixed_ms=9.0, per_unit_ms=9.0))
+TURNS = [[DRAW.integers(0, 250, size).tolist() for size in (37, 5, 21)] for _ in range(3)]
+
+
+def new(contexts, app="mail", **options):
+    return Context(contexts, contexts.create(app, **options))
+
+
+def found(contexts, context):
+    return Context(contexts, contexts.record(context.app, context.name))
+
+
+def say(context, turn, count=6):
+    """What is answered to token ids."""
+    return context.generate(turn, max_tokens=count, ignore_eos=True).result()
+
+
+def answers_without_contexts(engine, turns, count=6):
+    """The conversation with a cache that stays."""
+    session, tokens, answers = Session(), [], []
+    for turn in turns:
+        tokens += turn
+        config = GenerationConfig(max_tokens=count, ignore_eos=True)
+        answers.append(engine.stream(tokens, config, session=session).result().tokens)
+        tokens += answers[-1]
+    return answers

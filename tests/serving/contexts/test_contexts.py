@@ -1,0 +1,267 @@
+"""Contexts of apps: their calls go on as one conversation, whatever ran in between and whatever was lost."""
+
+import dataclasses
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
+from jaxllm.kv.codecs import RAW
+from jaxllm.kv.tolerance import RATIOS
+from jaxllm.tokenizer import Tokenizer
+from serving.contexts.context import turn_ids
+from serving.generation import GenerationConfig
+from tests.kernels.switching import needs_native
+from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
+from tests.tiny import END_ID, tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+
+
+# Going on
+
+
+def test_calls_are_one_conversation_whatever_ran_between(kept, compiles):
+    """Token for token, with chunks as they are: three contexts by turns, and after each a fresh memory."""
+    contexts = kept()
+    wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    mine = [new(contexts) for _ in TURNS]
+    with compiles() as count:
+        for turn in range(3):
+            for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
+                answer = say(context, turns[turn])
+                assert answer.generation.tokens == answers[turn]
+                # What is cached is what was saved.
+                saved = (37 + 6 - 1) // C if turn == 1 else (37 + 6 + 5 + 6 - 1) // C
+                if turn:
+                    assert answer.generation.reused_tokens == saved * C
+                    assert answer.restoration.resident == saved
+        assert count() == 0
+    contexts = kept()
+    for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
+        said = zip(turns, answers, strict=True)
+        assert found(contexts, context).tokens == tuple(t for pair in said for part in pair for t in part)
+
+
+def test_the_context_that_ran_last_is_still_there(kept):
+    contexts = kept()
+    context, wanted = new(contexts), answers_without_contexts(contexts.engine, TURNS[0])
+    for turn, answer in zip(TURNS[0], wanted, strict=True):
+        said = say(context, turn)
+        assert said.generation.tokens == answer
+    # All but the last token, whole chunks or not.
+    assert said.generation.reused_tokens == 37 + 6 + 5 + 6 - 1
+
+
+def test_a_fresh_process_goes_on_token_for_token(kept, tmp_path):
+    contexts = kept()
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    assert say(context, TURNS[0][0]).generation.tokens == wanted[0]
+    contexts.close()
+    code = f"""
+import json
+from serving.contexts.context import Context
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.engine import Engine
+from serving.options import EngineOptions
+engine = Engine.open({str(contexts.engine.bundle.path)!r}, options={contexts.engine.options!r})
+contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
+context = Context(contexts, contexts.record("mail", {context.name!r}))
+answer = context.generate({TURNS[0][1]!r}, max_tokens=6, ignore_eos=True).result()
+how = answer.restoration
+print(json.dumps([answer.generation.tokens, answer.generation.reused_tokens, len(how.read + how.computed)]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [wanted[1], 2 * C, 2]
+
+
+def test_an_answer_that_is_closed_is_part_of_the_context(kept):
+    contexts = kept()
+    context = new(contexts)
+    answer = context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True)
+    next(answer)
+    answer.close()
+    answer.close()
+    assert context.tokens == (*TURNS[0][0], *answer.generation.tokens)
+    assert 0 < len(answer.generation.tokens) < 40
+    # Before the first piece nothing was said, and nothing stays.
+    context.generate([1], max_tokens=4).close()
+    assert context.tokens == (*TURNS[0][0], *answer.generation.tokens)
+    assert say(context, [1]).generation.reused_tokens == 37 + len(answer.generation.tokens) - 1
+
+
+def test_an_answer_that_is_dropped_holds_nobody_up(kept):
+    contexts = kept()
+    context, other = new(contexts), new(contexts)
+    answer = context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True)
+    next(answer)
+    del answer
+    gc.collect()
+    assert len(say(other, [1]).generation.tokens) == 6
+    assert len(context.tokens) > 37
+
+
+@pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
+def test_levels_keep_contexts_of_their_own(kept, weights):
+    """With graphs of each level's own, and with one set for all."""
+    contexts = kept("raw", weights, (50,))
+    half, whole = new(contexts, level=50), new(contexts)
+    assert (half.level, whole.level) == (50, 100)
+    first = [say(each, TURNS[0][0]) for each in (half, whole)]
+    again = [say(each, TURNS[0][1]) for each in (half, whole)]
+    assert [each.restoration.resident for each in again] == [2, 2]
+    for level, context, answers in ((50, half, (first[0], again[0])), (100, whole, (first[1], again[1]))):
+        wanted = answers_without_contexts(contexts.engine.at(level), TURNS[0][:2])
+        assert [each.generation.tokens for each in answers] == wanted, context
+
+
+def test_a_context_slides_past_the_window(kept):
+    """Its first chunk stays where it is, its newest tokens are computed where they come to stand."""
+    contexts = kept()
+    context = new(contexts)
+    said = say(context, TURNS[0][0] * 2, 20).generation.tokens
+    before = context.tokens
+    assert before == (*TURNS[0][0], *TURNS[0][0], *said)
+    with pytest.raises(ContextOverflow):
+        say(context, TURNS[1][0])
+    assert context.tokens == before
+    # Of 128 there is room for 87 before; half of 128 are kept.
+    answer = context.generate(TURNS[1][0], max_tokens=4, ignore_eos=True, slide=True).result()
+    wanted = [*before[:C], *before[-48:], *TURNS[1][0]]
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    assert answer.generation.tokens == contexts.engine.generate(wanted, config).tokens
+    assert answer.generation.reused_tokens == C
+    assert context.tokens == (*wanted, *answer.generation.tokens)
+    assert len(context.record.bits) == len(context.tokens[:-1]) // C
+    assert contexts.store.verify() == []
+    # Where there is room nothing slides.
+    context.generate([1], max_tokens=1, slide=True).result()
+    assert context.tokens[: len(wanted)] == tuple(wanted)
+
+
+# Memory
+
+
+def test_chunks_leave_memory_and_come_back(kept):
+    """Room for about one context of three; what is pinned stays."""
+    contexts = kept()
+    one = 4 * contexts._graphs[100].chunk_bytes(RAW)
+    contexts = kept(budget_bytes=2 * one)
+    wanted = [answers_without_contexts(contexts.engine, turns[:2]) for turns in TURNS]
+    mine = [new(contexts, pinned=not place) for place in range(3)]
+    for turn in range(2):
+        for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
+            answer = say(context, turns[turn])
+            assert answer.generation.tokens == answers[turn]
+            assert contexts.memory.resident_bytes <= 2 * one
+            if turn:
+                how = answer.restoration
+                assert how.resident + len(how.read) + len(how.computed) == 2
+                assert (context is mine[0]) <= (how.resident == 2)
+    assert contexts.memory.evicted > 0
+    mine[0].pin(False)
+    assert not mine[0].record.pinned
+
+
+def test_a_budget_below_one_context_is_told(kept):
+    contexts = kept()
+    chunk = contexts._graphs[100].chunk_bytes(RAW)
+    contexts = kept(budget_bytes=3 * chunk)
+    context = new(contexts)
+    with pytest.raises(BudgetExceeded, match="may come to need"):
+        say(context, TURNS[0][0], 40)
+    # Nothing is locked, nothing was said.
+    assert context.tokens == ()
+    assert len(say(context, TURNS[0][0], 8).generation.tokens) == 8
+
+
+# Compression
+
+
+def test_widths_follow_the_ratio_and_never_rise(kept):
+    contexts = kept("kivi", ratio=0.6)
+    context, before = new(contexts), ()
+    for turn in ([*range(70)], [5] * 9, [7] * 9, [9] * 9):
+        say(context, turn, 3)
+        record = context.record
+        assert np.mean([RATIOS[bits] for bits in record.bits]) <= 0.6 + 1e-9
+        assert all(new <= old for new, old in zip(record.bits, before, strict=False))
+        # How many chunks the newest one's width would leave no room for is not asked of so few.
+        assert record.bits[-1] == max(record.bits[len(before) :], default=record.bits[-1])
+        density = np.array(record.mass) / record.seen
+        assert np.all((density > 0) & (density < 1))
+        # What is in memory is what is stored.
+        resident = contexts.memory.chunks(context.name)
+        assert [resident[n].bits for n in sorted(resident)] == list(record.bits)
+        before = record.bits
+    assert len(set(before)) > 1
+
+
+def test_mass_adds_up_over_calls_and_restarts(kept):
+    """Each query hands out one of each head, of which the tail behind the last chunk gets its part."""
+    contexts = kept("kivi")
+    context, other = new(contexts), new(contexts)
+    say(context, TURNS[0][0], 3)
+    say(other, TURNS[1][0], 3)
+    say(context, TURNS[0][1], 3)
+    record, cfg = context.record, contexts.engine.cfg
+    fed = (37 + 2) + (37 + 3 + 5 + 2 - 32)
+    assert 0.5 * fed * cfg.heads * cfg.layers < sum(record.mass) < fed * cfg.heads * cfg.layers
+    assert record.seen[0] > record.seen[1] > 0
+
+
+def test_compressed_contexts_come_back_alike(kept):
+    """From memory, and from storage over many files that were put together."""
+    contexts = kept("channel", ratio=0.75)
+    one, same, other = (new(contexts) for _ in range(3))
+    for turn in range(10):
+        for context in (one, same):
+            say(context, [turn + 1] * 5, 3)
+        assert len(one.record.segments) <= 8
+    assert one.record.bits == same.record.bits
+    assert len(set(one.record.bits)) > 1
+    say(other, [1], 1)
+    first = say(one, [3], 8)
+    assert first.restoration.resident == (10 * 8 - 1) // C
+    contexts = kept("channel", ratio=0.75)
+    contexts._delays[100] = READ
+    again = say(found(contexts, same), [3], 8)
+    assert len(again.restoration.read) == (10 * 8 - 1) // C
+    assert again.generation.tokens == first.generation.tokens
+
+
+# Text
+
+
+def test_turns_stand_between_what_the_template_writes():
+    chat = Tokenizer(tiny_tokenizer())
+    first = turn_ids(chat, [], "hi", "Be kind.")
+    assert chat.decode(first, skip_special_tokens=False).endswith("<|user|>hi<|assistant|>")
+    later = turn_ids(chat, [*first, 65], "and?")
+    assert chat.decode(later, skip_special_tokens=False) == "<|user|>and?<|assistant|>"
+    plain = Tokenizer(tiny_tokenizer(chat=False))
+    assert plain.decode(turn_ids(plain, [], "hi"), skip_special_tokens=False) == "<|begin|>hi"
+    assert plain.decode(turn_ids(plain, [1], " there"), skip_special_tokens=False) == " there"
+    with pytest.raises(ConfigError, match="an instruction comes with the first"):
+        turn_ids(plain, [1], "hi", "Be kind.")
+
+
+def test_an_end_token_is_not_said_twice():
+    files = tiny_tokenizer()
+    closing = files.chat_template.replace("{{ message.content }}", "{{ message.content }}<|end|>")
+    chat = Tokenizer(dataclasses.replace(files, chat_template=closing))
+    whole = turn_ids(chat, [65], "and?")
+    assert whole[0] == END_ID
+    assert turn_ids(chat, [65, END_ID], "and?") == whole[1:]

@@ -1,0 +1,142 @@
+"""Contexts whose chunks, store, budget or callers fail: nothing older is lost, and all of it is told."""
+
+import dataclasses
+
+import pytest
+
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, ContextOverflow
+from jaxllm.kv.recompute import LOST
+from serving.contexts.manager import Contexts
+from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
+
+
+def damaged(contexts, context, chunk, layer=1):
+    """Changes a byte of a stored chunk."""
+    folder = contexts.store.root / "app-mail" / context.name
+    with contexts.store.open(context.name) as opened:
+        blob = opened.read(layer, [chunk])[0].tobytes()
+    for path in folder.glob("*.kv"):
+        raw = bytearray(path.read_bytes())
+        at = raw.find(blob)
+        if at >= 0:
+            raw[at + 7] ^= 255
+            path.write_bytes(raw)
+            return
+    raise AssertionError("the chunk is in no file")
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
+    contexts = kept()
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    damaged(contexts, context, 1, layer)
+    contexts = kept()
+    contexts._delays[100] = READ
+    context = found(contexts, context)
+    answer = say(context, TURNS[0][1])
+    assert answer.restoration.read == (0,)
+    assert answer.restoration.computed == (1,)
+    assert answer.generation.tokens == wanted[1]
+    # And is whole on storage from now on.
+    assert LOST not in context.record.bits
+    assert contexts.store.verify() == []
+    contexts = kept()
+    assert say(found(contexts, context), TURNS[0][2]).generation.tokens == wanted[2]
+
+
+def test_a_segment_that_is_gone_is_computed_from_the_text(kept):
+    contexts = kept()
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    for path in (contexts.store.root / "app-mail" / context.name).glob("*.kv"):
+        path.unlink()
+    contexts = kept()
+    answer = say(found(contexts, context), TURNS[0][1])
+    assert answer.restoration.computed == (0, 1)
+    assert answer.generation.tokens == wanted[1]
+
+
+def test_a_full_quota_leaves_the_context_as_it_was(kept):
+    contexts = kept(quota_bytes=1 << 16)
+    context = new(contexts)
+    say(context, [1, 2, 3], 2)
+    before = context.record
+    with pytest.raises(BudgetExceeded, match="delete contexts"):
+        say(context, TURNS[0][0] * 2)
+    assert context.record == before
+    assert contexts.store.verify() == []
+    context.delete()
+    assert len(say(new(contexts), [1, 2, 3], 2).text) >= 0
+
+
+def test_who_is_gone_is_told(kept):
+    contexts = kept()
+    context, other = new(contexts), new(contexts, "calendar")
+    with pytest.raises(ContextGone, match="has no context"):
+        contexts.record("calendar", context.name)
+    with pytest.raises(ContextGone, match="there is no context 'x'"):
+        contexts.record("mail", "x")
+    context.delete()
+    for act in (lambda: context.generate([1]), context.delete, lambda: context.tokens, context.pin):
+        with pytest.raises(ContextGone, match="was deleted, or never made"):
+            act()
+    assert other.tokens == ()
+
+
+def test_contexts_of_other_settings_are_refused(kept):
+    contexts = kept("raw", "f32", (50,))
+    half = new(contexts, level=50)
+    with pytest.raises(ContextGone, match="level 50, which is not served"):
+        found(kept(), half)
+    whole = new(kept())
+    with pytest.raises(ContextGone, match=r"codec raw \(here kivi\)"):
+        found(kept("kivi"), whole)
+    assert found(kept(), whole).tokens == ()
+
+
+def test_one_process_has_the_store(kept, engine_of):
+    contexts = kept()
+    with pytest.raises(ConfigError, match="in use by another process"):
+        Contexts(contexts.engine, contexts.options)
+
+
+def test_one_call_runs_at_a_time(kept):
+    contexts = kept()
+    first, second = new(contexts), new(contexts)
+    running = first.generate(TURNS[0][0], max_tokens=9, ignore_eos=True)
+    next(running)
+    with pytest.raises(ConfigError, match="one call runs at a time"):
+        say(second, [1])
+    with pytest.raises(ConfigError, match="is answering; close its answer"):
+        first.delete()
+    late = first.generate([1])
+    running.result()
+    with pytest.raises(ConfigError, match="went on since"):
+        next(late)
+    assert len(say(second, [1]).generation.tokens) == 6
+
+
+def test_bad_input_is_told(kept, engine_of):
+    contexts = kept(contexts_per_app=1)
+    context = new(contexts)
+    with pytest.raises(BudgetExceeded, match="owns 1 contexts of at most 1"):
+        new(contexts)
+    with pytest.raises(ConfigError, match="level 70 is not served"):
+        new(contexts, "calendar", level=70)
+    for prompt in ([], "", "  "):
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            context.generate(prompt)
+    with pytest.raises(ConfigError, match="an instruction comes with"):
+        context.generate([1], instruction="Be short.")
+    with pytest.raises(ContextOverflow):
+        context.generate([1] * 129)
+    with pytest.raises(ConfigError, match="ratio must be"):
+        dataclasses.replace(contexts.options, ratio=0.1)
+    with pytest.raises(ConfigError, match="no eviction policy"):
+        dataclasses.replace(contexts.options, policy="random")
+    plain = type("Plain", (), {"options": dataclasses.replace(contexts.engine.options, kv_codec="")})()
+    with pytest.raises(ConfigError, match="keeps no contexts"):
+        Contexts(plain, contexts.options)

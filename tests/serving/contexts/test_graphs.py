@@ -1,0 +1,116 @@
+"""The graphs of stored contexts: what is stored comes back, what is computed is what a prefill gives."""
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import RAW, ChunkFormat, ChunkShape
+from serving.contexts.graphs import ContextGraphs
+from serving.options import EngineOptions
+from tests.kernels.switching import needs_native
+from tests.tiny import TINY
+
+C = 16
+TOKENS = np.random.default_rng(0).integers(0, 250, 60).tolist()
+
+
+def prefilled(table, tokens=TOKENS):
+    """A cache, and a copy of its keys and values."""
+    _, cache = table.prefill(table.start(len(tokens)), tokens, 0)
+    return cache, [np.array(rows) for rows in (*cache.keys, *cache.values)]
+
+
+def rows_of(cache):
+    return [np.asarray(rows) for rows in (*cache.keys, *cache.values)]
+
+
+def test_chunks_come_back_as_their_codec_has_them(engine_of):
+    """Of every width, in other places nothing; the first layer by hand."""
+    table = engine_of("kivi").table
+    graphs = ContextGraphs(table)
+    cache, rows = prefilled(table)
+    stored = graphs.encode(cache, {0: 4, 1: 8, 3: 2})
+    assert {chunk: bits for chunk, (bits, _) in stored.items()} == {0: 4, 1: 8, 3: 2}
+    shape = ChunkShape(heads=4, tokens=C, width=16)
+    for chunk, (bits, blobs) in stored.items():
+        assert [blob.size for blob in blobs] == graphs.layer_bytes[bits]
+        assert sum(blob.size for blob in blobs) == graphs.chunk_bytes(bits)
+        # What the codec decodes is what it was given, but for its levels.
+        keys, values = ChunkFormat.named("kivi", C).codec.decode(blobs[0][None], shape, bits)
+        for got, layer in ((keys, 0), (values, 3)):
+            wanted = rows[layer][0, :, chunk * C : (chunk + 1) * C]
+            assert np.abs(np.asarray(got)[0] - wanted).max() <= 0.6 * np.ptp(wanted) / (2**bits - 1)
+    loaded = graphs.load(table.start(60), stored)
+    for got, whole in zip(rows_of(loaded), rows, strict=True):
+        assert not got[:, :, 32:48].any()
+        assert not np.array_equal(got[:, :, :16], whole[:, :, :16])
+        np.testing.assert_allclose(got[:, :, 16:32], whole[:, :, 16:32], atol=0.02)
+
+
+@pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
+def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, weights, compiles):
+    """As a prefill has them: two graphs for three layers, in a pass with room for no more, and for more."""
+    table = engine_of("raw", weights).table
+    assert table.alike == (0, 1, 0)
+    graphs = ContextGraphs(table)
+    cache, rows = prefilled(table)
+    stored = graphs.encode(cache, dict.fromkeys(range(4), RAW))
+    with compiles() as count:
+        for missing, bucket in (([0, 2], 2), ([1], 1), ([2], 2)):
+            cache = table.start(60)
+            at = graphs.places(missing, bucket)
+            x, restored = graphs.embed(TOKENS, at), []
+            for layer in range(graphs.layers):
+                there = {n: (RAW, stored[n][1][layer]) for n in range(3) if n not in missing}
+                x, past = graphs.restore_layer(layer, x, at, cache, there)
+                restored.append(past)
+            assert x.shape == (1, bucket * C, TINY.hidden_size)
+            found = [np.asarray(past[part]) for part in (0, 1) for past in restored]
+            for got, whole in zip(found, rows, strict=True):
+                np.testing.assert_allclose(
+                    got[:, :, :48], whole[:, :, :48], atol=2e-3 if weights == "int8" else 1e-5
+                )
+                assert not got[:, :, 48:].any()
+    assert count() == 0
+
+
+@needs_native
+def test_a_level_stores_the_heads_that_it_uses(engine_of):
+    """Although its cache has room for those of the whole model."""
+    engine = engine_of("channel", "int8", (50,))
+    whole, half = (ContextGraphs(engine.table.at(level)) for level in (100, 50))
+    assert half.table.graphs_level == 100
+    assert half.chunk_bytes(4) == whole.chunk_bytes(4) // 2
+    cache, rows = prefilled(half.table)
+    loaded = half.load(half.table.start(60), half.encode(cache, {0: 8, 2: 8}))
+    for got, wanted in zip(rows_of(loaded), rows, strict=True):
+        assert got.shape[1] == 4
+        assert not got[:, 2:].any()
+        np.testing.assert_allclose(got[:, :2, :16], wanted[:, :2, :16], atol=0.03)
+        np.testing.assert_allclose(got[:, :2, 32:48], wanted[:, :2, 32:48], atol=0.03)
+        assert not got[:, :, 16:32].any()
+
+
+def test_all_of_them_are_in_the_table(engine_of):
+    table = engine_of("kivi").table
+    kinds = {bucket.kind for bucket in table.bucket_ms}
+    assert {"load", "restore", "embed", "encode"} <= kinds
+    assert len([bucket for bucket in table.bucket_ms if bucket.kind == "restore"]) == 2 * 2 * 2
+    assert not table.bucket_ms.keys() - {*table.all_buckets()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(kv_codec="zip"), "no codec 'zip'"),
+        (dict(kv_codec="raw", kv_chunk_tokens=0), "kv_chunk_tokens must be in"),
+    ],
+)
+def test_bad_options_are_told(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**options)
+
+
+def test_a_chunk_that_cannot_be_computed_is_refused():
+    with pytest.raises(ConfigError, match="divides none"):
+        EngineOptions(kv_codec="raw", kv_chunk_tokens=24).resolve(TINY)

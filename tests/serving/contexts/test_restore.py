@@ -1,0 +1,117 @@
+"""A context comes back as a prefill would have made it, whatever is in memory, on storage or lost."""
+
+import concurrent.futures
+import threading
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import CheckpointError
+from jaxllm.kv.codecs import RAW
+from jaxllm.kv.recompute import LOST, Delay
+from serving.contexts.delays import Delays, measure_computing, measure_reading
+from serving.contexts.graphs import ContextGraphs
+from serving.contexts.restore import restore
+from serving.direct_io import Storage
+
+C = 16
+TOKENS = np.random.default_rng(1).integers(0, 250, 7 * C).tolist()
+FREE, DEAR = Delay(fixed_ms=0.0, per_unit_ms=1e-9), Delay(fixed_ms=100.0, per_unit_ms=100.0)
+READ = Delays(reading=FREE, computing=DEAR)
+COMPUTE = Delays(reading=DEAR, computing=FREE)
+
+
+@pytest.fixture(scope="module")
+def graphs(engine_of):
+    return ContextGraphs(engine_of("raw").table)
+
+
+@pytest.fixture(scope="module")
+def whole(graphs):
+    """The rows of a prefill, and its chunks as they are stored."""
+    table = graphs.table
+    _, cache = table.prefill(table.start(len(TOKENS)), TOKENS, 0)
+    rows = [np.array(each) for each in (*cache.keys, *cache.values)]
+    return rows, graphs.encode(cache, dict.fromkeys(range(7), RAW))
+
+
+class Shelf:
+    """Stored chunks, and who asked for which."""
+
+    def __init__(self, stored, corrupt=None):
+        self.stored, self.corrupt, self.asked = stored, corrupt, []
+
+    def read(self, layer, chunks):
+        self.asked.append((layer, tuple(chunks), threading.current_thread()))
+        if layer == self.corrupt:
+            raise CheckpointError("chunk 3 is corrupt")
+        return [self.stored[chunk][1][layer] for chunk in chunks]
+
+
+def brought_back(graphs, shelf, *, resident=(), lost=(), delays=READ):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return restore(
+            graphs,
+            graphs.table.start(len(TOKENS)),
+            tokens=TOKENS,
+            bits=[LOST if chunk in lost else RAW for chunk in range(7)],
+            resident={chunk: shelf.stored[chunk] for chunk in resident},
+            read=shelf.read,
+            delays=delays,
+            pool=pool,
+        )
+
+
+@pytest.mark.parametrize(
+    ("resident", "lost", "delays", "read", "computed"),
+    [
+        (range(7), (), READ, (), ()),
+        ((0, 3), (), READ, (1, 2, 4, 5, 6), ()),
+        ((1, 4, 5), (2,), READ, (0, 3, 6), (2,)),
+        # As many as a graph takes, the earliest of equals.
+        ((1,), (), COMPUTE, (3, 4, 5, 6), (0, 2)),
+        # More than a graph takes: pass by pass.
+        ((2,), (0, 1, 3, 4, 6), READ, (5,), (0, 1, 3, 4, 6)),
+        ((), range(7), READ, (), range(7)),
+    ],
+)
+def test_it_is_as_if_it_had_never_left(graphs, whole, resident, lost, delays, read, computed, compiles):
+    rows, stored = whole
+    shelf = Shelf(stored)
+    with compiles() as count:
+        cache, arrived, how = brought_back(graphs, shelf, resident=resident, lost=lost, delays=delays)
+    assert count() == 0
+    assert graphs.table.options.recomputed_chunks == (1, 2)
+    assert how.read == tuple(read)
+    assert how.computed == tuple(computed)
+    assert how.resident == len(resident)
+    assert set(arrived) == set(how.read)
+    assert int(cache.length) == len(TOKENS)
+    for got, wanted in zip([*cache.keys, *cache.values], rows, strict=True):
+        np.testing.assert_allclose(np.asarray(got)[:, :, : 7 * C], wanted[:, :, : 7 * C], atol=2e-5)
+
+
+def test_layers_are_read_in_order_beside_the_work(graphs, whole):
+    shelf = Shelf(whole[1])
+    brought_back(graphs, shelf, resident=(0,), lost=(2,))
+    layers, chunks, threads = zip(*shelf.asked, strict=True)
+    assert layers == tuple(range(graphs.layers))
+    assert set(chunks) == {(1, 3, 4, 5, 6)}
+    assert threading.current_thread() not in threads
+
+
+@pytest.mark.parametrize("lost", [(), (2,)])
+def test_a_corrupt_chunk_is_told(graphs, whole, lost):
+    shelf = Shelf(whole[1], corrupt=1)
+    with pytest.raises(CheckpointError, match="chunk 3 is corrupt"):
+        brought_back(graphs, shelf, lost=lost)
+
+
+def test_delays_are_of_this_device(graphs, tmp_path):
+    computing = measure_computing(graphs)
+    assert 0 < computing.ms(1) <= computing.ms(2)
+    plain, slow = (measure_reading(tmp_path, Storage(bytes_per_s=speed)) for speed in (0, 1 << 26))
+    assert 0 < plain.ms(1 << 20) < slow.ms(1 << 20)
+    # A megabyte at 64 a second.
+    assert slow.ms(1 << 20) == pytest.approx(1000 / 64, rel=0.5)
+    assert not list(tmp_path.iterdir())
