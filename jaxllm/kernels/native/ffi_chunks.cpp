@@ -9,9 +9,10 @@ namespace {
 // keys and values [1, K, S, H], addresses uint32 [N, 2] (the lower half first) and bits int32 [N] of N blobs
 // in this process's memory, and counts -> keys and values with their rows, in place. Blobs are of the first
 // counts[heads_at] of the K heads.
-Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, AnyBuffer bits, AnyBuffer counts,
-                       ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values, int64_t tokens,
-                       bool keys_by_token, bool values_by_token, bool rotated, int64_t heads_at) {
+Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, AnyBuffer bits,
+                       AnyBuffer counts, ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
+                       int64_t tokens, bool keys_by_token, bool values_by_token, bool rotated,
+                       int64_t heads_at) {
   const Timer timer;
   const auto type = keys.element_type();
   if (rank(keys) != 4 || dim(keys, 0) != 1 || keys.element_count() == 0 || values.element_type() != type ||
