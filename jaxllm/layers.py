@@ -128,10 +128,7 @@ def causal_mask(positions: jax.Array, keys: int, window: int) -> jax.Array:
 
     `window` 0 is full causal attention; w > 0 keeps the last w positions, the query's own included.
     """
-    key = jnp.arange(keys, dtype=jnp.int32)[None, :]
-    query = positions[:, None]
-    seen = key <= query
-    return seen & (key > query - window) if window else seen
+    return Places(positions, jnp.asarray(len(positions), jnp.int32)).visible(keys, window)
 
 
 def attention(

@@ -1,5 +1,6 @@
 """Which graphs requests need: the buckets of one level, by kind and length."""
 
+import abc
 import dataclasses
 import itertools
 
@@ -11,7 +12,7 @@ from serving.options import EngineOptions
 ENCODED_CHUNKS = 8
 
 
-class BucketPlan:
+class BucketPlan(abc.ABC):
     """The buckets that answer requests.
 
     Attributes:
@@ -23,9 +24,9 @@ class BucketPlan:
     graphs_level: int
 
     @property
+    @abc.abstractmethod
     def alike(self) -> tuple[int, ...]:
         """Of each layer the first one that shares its graphs of one layer."""
-        raise NotImplementedError
 
     def all_buckets(self) -> list[Bucket]:
         """Every bucket that answering any request at this level can need."""

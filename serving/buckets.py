@@ -86,12 +86,17 @@ class BucketTable(BucketPlan):
         return self._params
 
     @property
+    def graphs_cfg(self) -> ModelConfig:
+        """The model that this level's graphs were made for, whose shapes caches have."""
+        return self._levels[self.graphs_level].cfg
+
+    @property
     def alike(self) -> tuple[int, ...]:
         """Of each layer the first one that shares its graphs of one layer: whose parameters have the same
         names and forms, and of which the config says the same."""
         if self._alike is None:
             firsts: dict[Any, int] = {}
-            cfg = self.cfg.whole if self.graphs_level != self.level else self.cfg
+            cfg = self.graphs_cfg
             kinds = [
                 (
                     cfg.units(layer),

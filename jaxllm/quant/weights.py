@@ -34,9 +34,25 @@ class Bfloat16Bits:
         return self.bits.ndim
 
 
+class _Changed:
+    """A weight that stands for another of its shape, its `base`."""
+
+    base: "Weight"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return self.base.shape
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return self.base.ndim
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class Adapted(_Changed):
     """A weight and a low-rank change to it: `base + leftᵀ · right` (LoRA, arXiv 2106.09685, eq. 3).
 
     Ranks lead on both sides, so that a product over units, or to them, runs along memory. Adapters of less
@@ -53,16 +69,6 @@ class Adapted:
     right: jax.Array
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
-        return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.base.ndim
-
-    @property
     def stacked(self) -> bool:
         """Whether each of a stack of matrices is changed for itself."""
         return self.right.ndim == 3
@@ -77,7 +83,7 @@ class Adapted:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AdaptedFromBuffer:
+class AdaptedFromBuffer(_Changed):
     """`Adapted` whose sides lie in a buffer with those of other weights, for products alone to read.
 
     Attributes:
@@ -91,16 +97,6 @@ class AdaptedFromBuffer:
     buffer: jax.Array
     at: int = dataclasses.field(metadata={"static": True})
     rank: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight this stands for."""
-        return self.base.shape
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the weight."""
-        return self.base.ndim
 
     @property
     def right_at(self) -> int:

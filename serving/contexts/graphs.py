@@ -41,7 +41,7 @@ class ContextGraphs:
         self.chunk_tokens = self._form.tokens
         dtype = table.options.cache_dtype
         # Where all levels run the same graphs, caches have the heads of the whole model.
-        self._cfg = table.cfg if table.level == table.graphs_level else table.cfg.whole
+        self._cfg = table.graphs_cfg
         self._by_address = reads_addresses(np.dtype(dtype))
         used = table.cfg if self._by_address else self._cfg
         self._shapes = chunk_shapes(self._cfg, tokens=self.chunk_tokens, dtype=dtype)
