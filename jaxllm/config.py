@@ -303,7 +303,7 @@ class ModelConfig:
 
 Kind = Literal[
     "prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan", "load", "restore",
-    "embed", "encode",
+    "embed", "encode", "rows", "layer", "tree", "norm", "head", "draft", "follow", "settle", "keep", "verify",
 ]  # fmt: skip
 
 
@@ -317,9 +317,14 @@ class Bucket:
     start (an empty cache), grow (a cache moved into the next length; `tokens` is the length it comes from),
     plan (the tiny LM's pass over a row); and of stored contexts load (chunks into a cache), restore (chunks
     into one layer's cache, and the layer's pass over `tokens` tokens of other chunks), embed (what the first
-    layer takes of those), encode (`tokens` tokens of one layer as chunks of `bits`). `level` is the
-    sub-model's, in percent; graphs that have no weights and no cache are of the whole model. `layer` is the
-    first of all layers that share a graph of one layer.
+    layer takes of those), encode (`tokens` tokens of one layer as chunks of `bits`). Of models whose weights
+    come by pieces: rows (what the first layer takes of `tokens` tokens, of their rows of the table alone),
+    layer (one layer over a chunk), tree (the same over a token tree), norm (what the head takes of `rows` of
+    `tokens` tokens), head (logits of `rows` rows for `bits` tokens of the vocabulary). Of token trees with
+    `tokens` nodes: draft (the draft grows one), verify (the target reads one and decides), settle (the
+    decision alone, of its logits), keep (what was accepted into the target's cache), follow (into the
+    draft's). `level` is the sub-model's, in percent; graphs that have no weights and no cache are of the
+    whole model. `layer` is the first of all layers that share a graph of one layer.
     """
 
     kind: Kind

@@ -1,31 +1,23 @@
-"""Everything that is ever compiled: one chunk of prefill, a few tokens of decode, the scoring of text, and
-the way of a context's chunks back into a cache.
+"""What is compiled of a whole model: one chunk of prefill, a few tokens of decode, the scoring of text.
 
 Pure functions of static shapes. `serving/buckets.py` compiles them, with `cfg`, `block` and `dtype`
 bound and the caches donated; nobody else does.
 """
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.documents import Branches
-from jaxllm.kv.cache import KVCache, Places
-from jaxllm.kv.chunks import load_chunks
-from jaxllm.kv.codecs import ChunkFormat
+from jaxllm.kv.cache import KVCache
 from jaxllm.models.decoder import (
     forward,
     forward_documents,
     forward_documents_with_routing,
-    forward_layer,
     logits,
 )
-from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, sample
-from jaxllm.used_units import used_in_layer
 
 # Tokens whose logits `score_branches` has in memory together.
 SCORE_BLOCK = 128
@@ -208,80 +200,3 @@ def score_branches(
     # computed that nobody asked for.
     blocks = (count + SCORE_BLOCK - 1) // SCORE_BLOCK
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros(places.shape, jnp.float32))
-
-
-def load_cache(
-    params: Params,
-    cache: KVCache,
-    sources: tuple[jax.Array, ...],
-    bits: jax.Array,
-    *,
-    cfg: ModelConfig,
-    form: ChunkFormat,
-) -> KVCache:
-    """Puts stored chunks into all layers of a cache.
-
-    Args:
-      params: what says how many units are used, where anything does (see `jaxllm.used_units`).
-      cache: of one sequence; donated. Its length is the caller's business.
-      sources: of each layer, where its blobs are (see `load_chunks`).
-      bits: `[N]` int32 of the chunks from the first on; negative for none.
-      cfg: the model.
-      form: how they were stored.
-    """
-    layers = [
-        _load_layer(params, (cache.keys[layer], cache.values[layer]), source, bits, layer=layer, form=form)
-        for layer, source in zip(range(cfg.layers), sources, strict=True)
-    ]
-    keys, values = zip(*layers, strict=True)
-    return dataclasses.replace(cache, keys=keys, values=values)
-
-
-def restore_layer(
-    params: Params,
-    x: jax.Array,
-    at: Places,
-    past: tuple[jax.Array, jax.Array],
-    source: jax.Array,
-    bits: jax.Array,
-    *,
-    cfg: ModelConfig,
-    layer: int,
-    form: ChunkFormat,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer of a context that comes back: stored chunks are put into its cache, then tokens of the other
-    chunks pass the layer and write their own keys and values (LLMS, section 3.3).
-
-    Exact: a token attends to all before it, which are there by then, stored or of the same pass.
-
-    Args:
-      params: the layer's, and what says how many units are used.
-      x: `[1, T, D]`, the layer's input; donated.
-      at: where the T tokens stand.
-      past: keys and values `[1, K, S, H]`; donated.
-      source, bits: see `load_chunks`.
-      cfg: the model.
-      layer: its index.
-      form: how chunks were stored.
-
-    Returns:
-      The next layer's input, keys and values.
-    """
-    past = _load_layer(params, past, source, bits, layer=layer, form=form)
-    x, past, _ = forward_layer(params, x, at, past, cfg=cfg, layer=layer)
-    return x, past
-
-
-def _load_layer(
-    params: Params,
-    past: tuple[jax.Array, jax.Array],
-    source: jax.Array,
-    bits: jax.Array,
-    *,
-    layer: int,
-    form: ChunkFormat,
-) -> tuple[jax.Array, jax.Array]:
-    used, _ = used_in_layer(LayerParams(params, "").counts, layer)
-    # Blobs that come by value have all of the cache's heads.
-    used = used if source.dtype == jnp.uint32 else None
-    return load_chunks(past, source, bits, form=form, used=used)

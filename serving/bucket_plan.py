@@ -36,7 +36,7 @@ class BucketPlan(abc.ABC):
             buckets.append(self._start_bucket(cache))
             buckets.append(self._decode_bucket(cache))
             buckets += [self._prefill_bucket(chunk, cache) for chunk in self.options.chunk_tokens]
-        buckets += [self._grow_bucket(*pair) for pair in itertools.pairwise(caches)]
+        buckets += self._grow_buckets()
         return buckets + (self.context_buckets() if self.options.kv_codec else [])
 
     def context_buckets(self) -> list[Bucket]:
@@ -76,8 +76,7 @@ class BucketPlan(abc.ABC):
 
         They come in the order in which the request needs them, the slowest to build of a step first.
         """
-        total = min(prompt_tokens + max_tokens, self.options.context_tokens)
-        cache = next(c for c in self.options.cache_tokens if c >= total)
+        cache = self._request_cache(prompt_tokens, max_tokens)
         chunks = dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens))
         return [
             *(self._prefill_bucket(chunk, cache) for chunk in chunks),
@@ -102,6 +101,14 @@ class BucketPlan(abc.ABC):
     def routing_bucket(self, tokens: int, rows: int = 1) -> Bucket:
         """The bucket that says which experts the tokens of rows of documents visit."""
         return Bucket(kind="routing", tokens=tokens, rows=rows, level=self.graphs_level)
+
+    def _request_cache(self, prompt_tokens: int, max_tokens: int) -> int:
+        """The cache length of one request."""
+        total = min(prompt_tokens + max_tokens, self.options.context_tokens)
+        return next(c for c in self.options.cache_tokens if c >= total)
+
+    def _grow_buckets(self) -> list[Bucket]:
+        return [self._grow_bucket(*pair) for pair in itertools.pairwise(self.options.cache_tokens)]
 
     def _decode_bucket(self, cache: int) -> Bucket:
         return self._bucket("decode", self.options.decode_block, cache)

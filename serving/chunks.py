@@ -3,6 +3,8 @@
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+
 # What a pass over the weights costs whatever the chunk, in tokens of prefill: on a CPU one pass
 # streams all weights once, about the time of this many rows of computing.
 _PASS_TOKENS = 24
@@ -14,6 +16,13 @@ def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
     # All but a tail shorter than two of the longest chunks goes in longest chunks.
     head = max(0, (tokens - longest) // longest)
     return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
+
+
+def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
+    """A `[1, length]` int32 row of `tokens` and zeros, and how many are real."""
+    row = np.zeros((1, length), np.int32)
+    row[0, : len(tokens)] = tokens
+    return row, len(tokens)
 
 
 def chunk_cost(plan: Sequence[int]) -> int:

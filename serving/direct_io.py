@@ -81,17 +81,29 @@ class PieceReader:
         Raises:
           CheckpointError: the file ends before, or cannot be read.
         """
-        if offset < 0 or size < 0 or offset + size > self.size_bytes:
-            raise CheckpointError(
-                f"{self._path} ends at byte {self.size_bytes}, before {offset + size}: it is truncated"
-            )
+        self._require(offset, size)
+        before = offset % PAGE
+        memory = aligned(-(-(before + size) // PAGE) * PAGE)
+        self.read_into(memory, before, offset, size)
+        return memory[before : before + size]
+
+    def read_into(self, memory: np.ndarray, place: int, offset: int, size: int) -> None:
+        """Reads `size` bytes from `offset` to `place` in `memory`, and the rest of the pages that they touch.
+
+        Args:
+          memory: uint8, begins at a page and has all of these pages.
+          place: as far behind a page's start as `offset`.
+          offset, size: of the file.
+
+        Raises:
+          CheckpointError: the file ends before, or cannot be read.
+        """
+        before = offset % PAGE
+        assert place % PAGE == before
+        self._require(offset, size)
         began = time.perf_counter()
-        first = offset // PAGE * PAGE
-        count = -(-(offset + size - first) // PAGE) * PAGE
-        pages = aligned(count)
-        done = self._fill(memoryview(pages), first, offset + size - first)
-        self._slow_down(began, done)
-        return pages[offset - first : offset - first + size]
+        pages = memory[place - before : place - before + -(-(before + size) // PAGE) * PAGE]
+        self._slow_down(began, self._fill(memoryview(pages), offset - before, before + size))
 
     def close(self) -> None:
         """Closes the file."""
@@ -104,6 +116,12 @@ class PieceReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _require(self, offset: int, size: int) -> None:
+        if offset < 0 or size < 0 or offset + size > self.size_bytes:
+            raise CheckpointError(
+                f"{self._path} ends at byte {self.size_bytes}, before {offset + size}: it is truncated"
+            )
 
     def _fill(self, pages: memoryview, first: int, wanted: int) -> int:
         """Reads at least `wanted` bytes into `pages`, from `first` on."""

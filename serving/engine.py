@@ -24,14 +24,19 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.lora import Adapter, LoraConfig, padded
 from jaxllm.models.parameters import Params
+from jaxllm.quant import Weight
 from jaxllm.tokenizer import Tokenizer
-from serving.buckets import BucketTable, Progress
+from serving.buckets import BucketTable
 from serving.executables import ExecutableFolder
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
+from serving.graph_table import Progress
 from serving.levels import Levels
 from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
+from serving.streaming.footprint import streamed_weights
+from serving.streaming.table import StreamedTable
+from serving.streaming.weights import StreamedWeights
 
 Message = Mapping[str, str]
 
@@ -57,20 +62,16 @@ class Engine:
         quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
         self.tokenizer = Tokenizer(bundle.tokenizer_files())
-        total, done = bundle.weight_bytes, 0
-
-        def on_segment(_: str, size: int) -> None:
-            nonlocal done
-            done = min(total, done + size)
-            if progress is not None:
-                progress("load", done, total)
-
         if quantized and jax.default_backend() == "cpu" and kernels().missing:
             _say_once(
                 f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
-        self._frozen = bundle.load(on_segment=on_segment)
+        self._streamed = streamed_weights(bundle, self.options, progress)
+        if self._streamed is not None:
+            self._frozen = self._streamed.frozen()
+        else:
+            self._frozen = _load(bundle, progress)
         # Shared by all copies of this engine, as the weights are.
         self._adapter_digest = [""]
         self._levels = Levels(bundle, self.options.levels, self._frozen)
@@ -87,7 +88,11 @@ class Engine:
                 params=params[WHOLE],
                 kernels=repr(kernels()),
             )
-        self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
+        self.table: BucketTable | StreamedTable
+        if self._streamed is not None:
+            self.table = StreamedTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
+        else:
+            self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
         for level, cfg in self._levels.cfgs.items():
             self.table.add_level(level, cfg, params[level], same_graphs=self._levels.counted)
         self.load_ms = 1000 * (time.perf_counter() - began)
@@ -148,6 +153,16 @@ class Engine:
         engine.table = self.table.at(level)
         engine.cfg = engine.table.cfg
         return engine
+
+    @property
+    def streamed(self) -> StreamedWeights | None:
+        """What reads the weights while the engine runs, where they are not all in memory."""
+        return self._streamed
+
+    def close(self) -> None:
+        """Ends the reading of weights, if they are read while the engine runs; it answers nothing more."""
+        if self._streamed is not None:
+            self._streamed.close()
 
     @property
     def adapter_digest(self) -> str:
@@ -263,6 +278,18 @@ class Engine:
         """Answers a conversation of {"role", "content"} messages through the model's chat template."""
         prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
+
+
+def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
+    total, done = bundle.weight_bytes, 0
+
+    def on_segment(_: str, size: int) -> None:
+        nonlocal done
+        done = min(total, done + size)
+        if progress is not None:
+            progress("load", done, total)
+
+    return bundle.load(on_segment=on_segment)
 
 
 def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:

@@ -36,8 +36,8 @@ _HARMLESS_SETTINGS = (
     "jax_explain_cache_misses", "jax_traceback_filtering",
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-# Options that change no graph: where executables are kept, and which levels there are tables of.
-_OUTSIDE_GRAPHS = ("executables_bytes", "levels")
+# Options that change no graph: where executables are kept, where weights are, which levels there are.
+_OUTSIDE_GRAPHS = ("executables_bytes", "levels", "memory_bytes", "storage")
 
 
 class GraphStore:

@@ -1,5 +1,6 @@
 """What is compiled for each bucket: the step that it names, traced for the shapes that it names."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -18,22 +19,16 @@ from jaxllm.elastic.submodel import (
     sub_model,
     whole_params,
 )
-from jaxllm.kv.cache import Places, grow, new_cache
+from jaxllm.kv.cache import Places, TreeRows, grow, new_cache
 from jaxllm.kv.chunks import chunk_shapes, encode_chunks, reads_addresses
+from jaxllm.layer_steps import final_rows, head_piece, load_cache, restore_layer
 from jaxllm.models import tlm
-from jaxllm.models.decoder import embed_tokens
+from jaxllm.models.decoder import embed_tokens, forward_layer
 from jaxllm.models.parameters import Params
 from jaxllm.models.tlm import TlmConfig
+from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.steps import (
-    decode_tokens,
-    load_cache,
-    prefill_chunk,
-    restore_layer,
-    route_documents,
-    score_branches,
-    score_chunk,
-)
+from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
 from jaxllm.used_units import PARAMETER
 from serving.bucket_plan import ENCODED_CHUNKS
 from serving.options import EngineOptions
@@ -66,6 +61,8 @@ def lower(
         return jax.jit(functools.partial(grow, tokens=bucket.cache_tokens)).lower(short)
     if bucket.kind in ("load", "restore", "embed", "encode"):
         return _lower_context(bucket, cfg, params, options, jax.eval_shape(make_cache))
+    if bucket.kind in ("rows", "layer", "tree", "norm", "head"):
+        return _lower_piece(bucket, cfg, params, options, jax.eval_shape(make_cache))
     sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
     if bucket.kind == "sample":
         logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
@@ -163,6 +160,60 @@ def _lower_context(
     at = Places(positions, jax.ShapeDtypeStruct((), jnp.int32))  # pyright: ignore[reportArgumentType]: shapes
     weights = _shapes(layer_params(params, layer, layer))
     return jax.jit(restored, donate_argnums=(1, 3)).lower(weights, x, at, past, sources[layer], bits)
+
+
+def _lower_piece(
+    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions, cache: Any
+) -> jax.stages.Lowered:
+    """The graphs of models whose weights come by pieces; `cache` has the shapes of one."""
+    dtype, layer, tokens = jnp.dtype(options.activation_dtype), bucket.layer, bucket.tokens
+    whole, scalar = whole_params(params), jax.ShapeDtypeStruct((), jnp.int32)
+    positions = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    if bucket.kind == "rows":
+        table = table_shapes(whole["embed.tokens"], tokens * row_step(whole["embed.tokens"]))
+        embedding = {**_shapes(embedding_params(params)), "embed.tokens": table}
+        embed = functools.partial(embed_tokens, cfg=cfg, dtype=dtype)
+        return jax.jit(embed).lower(embedding, jax.ShapeDtypeStruct((1, tokens), jnp.int32), positions)
+    if bucket.kind == "head":
+        table = table_shapes(whole["embed.tokens" if cfg.tied_head else "head"], bucket.bits)
+        hidden = jax.ShapeDtypeStruct((bucket.rows, cfg.hidden_size), dtype)
+        return jax.jit(functools.partial(head_piece, cfg=cfg)).lower(table, hidden)
+    x = jax.ShapeDtypeStruct((1, tokens, cfg.hidden_size), dtype)
+    if bucket.kind == "norm":
+        rows = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
+        norms = _shapes({name: each for name, each in whole.items() if name.startswith("final_norm.")})
+        return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(norms, x, rows)
+    at = Places(positions, scalar, run=True)  # pyright: ignore[reportArgumentType]: shapes
+    if bucket.kind == "tree":
+        seen = jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_)
+        tree = TreeRows(scalar, positions, seen)  # pyright: ignore[reportArgumentType]
+        at = Places(positions, scalar, tree)  # pyright: ignore[reportArgumentType]
+
+    def run(params: Params | CountedSubModel, *rest: Any) -> Any:
+        weights = part_of_sub_model(params, cfg)
+        return forward_layer(weights, *rest, cfg=cfg, layer=layer, padded=tokens > 1)
+
+    weights = _shapes(layer_params(params, layer, layer))
+    past = cache.keys[layer], cache.values[layer]
+    return jax.jit(run, donate_argnums=(1, 3, 4)).lower(weights, x, at, past, cache.mass)
+
+
+def row_step(table: Weight) -> int:
+    """Rows of a vocabulary's table that are stored together."""
+    return PANEL if isinstance(table, BlockedArray | QArray) else 1
+
+
+def table_shapes(table: Weight, rows: int) -> Any:
+    """The shapes of a table `[V, D]` that has only some rows."""
+    shape = (rows, table.shape[-1])
+    if isinstance(table, BlockedArray):
+        parts = blocked_shapes(shape, bits=table.bits, group=table.group, axis=table.axis)
+        data, scale = (
+            jax.ShapeDtypeStruct(part, leaf.dtype)
+            for part, leaf in zip(parts, (table.data, table.scale), strict=True)
+        )
+        return dataclasses.replace(table, data=data, scale=scale, shape=shape)  # pyright: ignore
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), table)
 
 
 def lower_tiny_lm(bucket: Bucket, cfg: TlmConfig, params: Any) -> jax.stages.Lowered:

@@ -12,6 +12,7 @@ from jaxllm.kernels import native
 from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.lora import LoraConfig
+from serving.direct_io import Storage
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -48,6 +49,10 @@ class EngineOptions:
       kv_codec: how contexts that outlive calls are stored: a name of `jaxllm.kv.codecs.CODECS`, or "raw".
         Empty where there are none: no graphs are made for them, and nobody counts what is attended to.
       kv_chunk_tokens: of a stored chunk.
+      memory_bytes: most memory for weights, caches and activations together; 0 for no limit. Where it is less
+        than the model needs, layers are read from storage each time they are used (see
+        `serving.streaming`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
+      storage: how they are read.
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
         none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
@@ -64,6 +69,8 @@ class EngineOptions:
     adapter_targets: tuple[str, ...] = ()
     kv_codec: str = ""
     kv_chunk_tokens: int = KV_CHUNK_TOKENS
+    memory_bytes: int = 0
+    storage: Storage = dataclasses.field(default_factory=Storage)
     levels: tuple[int, ...] = ()
     executables_bytes: int | None = None
 
@@ -96,6 +103,10 @@ class EngineOptions:
         if self.kv_codec:
             # Checks the name.
             self.chunk_format  # noqa: B018
+        if self.memory_bytes < 0:
+            raise ConfigError(f"memory_bytes must not be negative, got {self.memory_bytes}; 0 for no limit")
+        if self.memory_bytes and self.kv_codec:
+            raise ConfigError("contexts that outlive calls need all weights in memory: give no memory_bytes")
         if self.adapter_targets and not self.adapter_rank:
             raise ConfigError("adapter_targets need an adapter_rank")
         # Checks both.

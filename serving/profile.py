@@ -20,11 +20,11 @@ from jaxllm.atomic import atomic_file
 from jaxllm.bundle import Bundle
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from serving.buckets import Progress
 from serving.chunks import chunk_cost, plan_chunks
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.graph_store import environment_facts, graph_options
+from serving.graph_table import Progress
 from serving.models import cache_folder
 from serving.options import EngineOptions
 

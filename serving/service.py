@@ -24,12 +24,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
-from serving.buckets import Progress
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig
+from serving.graph_table import Progress
 from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions

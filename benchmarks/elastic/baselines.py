@@ -17,8 +17,9 @@ from jaxllm.elastic.ladder import WHOLE, layer_parameters
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
-from serving.buckets import BucketTable, Progress
+from serving.buckets import BucketTable
 from serving.engine import Engine
+from serving.graph_table import Progress
 from serving.models import levels_of, open_model
 from serving.options import EngineOptions
 

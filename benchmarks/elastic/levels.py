@@ -20,9 +20,9 @@ from jaxllm.elastic.ladder import WHOLE, is_unit_parameter
 from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import Params, param_specs
-from serving.buckets import Progress
 from serving.engine import Engine
 from serving.generation import GenerationConfig
+from serving.graph_table import Progress
 from serving.options import EngineOptions
 from serving.profile import DeviceProfile
 

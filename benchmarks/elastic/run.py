@@ -27,9 +27,9 @@ from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.shortened import Question
-from serving.buckets import Progress
 from serving.engine import Engine
 from serving.evaluation.tasks import read_questions
+from serving.graph_table import Progress
 from serving.planner import Planner
 from serving.profile import DeviceProfile, measure_together
 from serving.service import LLMService

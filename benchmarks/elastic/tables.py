@@ -13,9 +13,9 @@ from jaxllm.tasks.branching import branching
 from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.shortened import Question, shorten
 from jaxllm.tokenizer import Tokenizer
-from serving.buckets import Progress
 from serving.engine import Engine
 from serving.evaluation.scoring import score_options
+from serving.graph_table import Progress
 from serving.planner import Proposer
 from serving.profile import DeviceProfile
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, Part, check_header, part_segment
+from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, Part, Tensor, check_header, part_segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.kernels import native
@@ -114,37 +114,68 @@ class Bundle:
         Raises:
           BundleError: a segment's checksum is wrong.
         """
+        for name in dict.fromkeys(tensor.segment for tensor in self.layout.tensors.values()):
+            self.verify_segment(name)
+            if on_segment is not None:
+                on_segment(name, self.layout.segments[name].size_bytes)
+        return self.unchecked()
+
+    def unchecked(self) -> dict[str, Weight]:
+        """`load` that reads nothing where weights are read in place: nobody has looked at their checksums."""
+        specs = param_specs(self.cfg)
+        return {
+            name: self.place(tensor, specs[name].shape, self._view)
+            for name, tensor in self.layout.tensors.items()
+        }
+
+    @property
+    def read_in_place(self) -> bool:
+        """Whether loaded weights are the very bytes of the file, in the file's order."""
+        quantized = any(tensor.scale is not None for tensor in self.layout.tensors.values())
+        return jax.default_backend() == "cpu" and (native.kernels().native or not quantized)
+
+    def segment_weights(self, segment: str, memory: np.ndarray) -> dict[str, Weight]:
+        """The parameters of a segment whose bytes were brought into other memory.
+
+        Args:
+          segment: its name.
+          memory: `[segment.size_bytes]` uint8 or more, its start at a multiple of 64 bytes. Where weights are
+            read in place, they are its bytes, whatever these become later.
+        """
+        start = self.layout.segments[segment].offset
+
+        def view(extent: Extent) -> np.ndarray:
+            raw = memory[extent.offset - start :][: extent.size_bytes]
+            return raw.view(DTYPES[extent.dtype]).reshape(extent.shape)
+
+        specs = param_specs(self.cfg)
+        return {
+            name: self.place(tensor, specs[name].shape, view)
+            for name, tensor in self.layout.tensors.items()
+            if tensor.segment == segment
+        }
+
+    def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
+        """A weight of `shape` on the default device, stored as `tensor`, of arrays that `view` finds."""
         device = jax.devices()[0]
 
-        def place(view: np.ndarray) -> jax.Array:
-            return jax.device_put(view, device, may_alias=True)
+        def put(array: np.ndarray) -> jax.Array:
+            return jax.device_put(array, device, may_alias=True)
 
+        if tensor.scale is None:
+            array = view(tensor.data)
+            as_bits = array.dtype.name == "bfloat16" and device.platform == "cpu"
+            return Bfloat16Bits(put(array.view(np.uint16))) if as_bits else put(array)
+        blocked = BlockedArray(
+            data=view(tensor.data),  # pyright: ignore[reportArgumentType]: placed below
+            scale=view(tensor.scale),  # pyright: ignore[reportArgumentType]
+            bits=tensor.bits,
+            group=tensor.group,
+            axis=tensor.axis,
+            shape=shape,
+        )
         in_blocks = device.platform == "cpu" and native.kernels().native
-        shapes = param_specs(self.cfg)
-        params: dict[str, Weight] = {}
-        last = None
-        for name, tensor in self.layout.tensors.items():
-            if tensor.segment != last and on_segment is not None and last is not None:
-                on_segment(last, self.layout.segments[last].size_bytes)
-            last = tensor.segment
-            self.verify_segment(last)
-            if tensor.scale is None:
-                view = self._view(tensor.data)
-                as_bits = view.dtype.name == "bfloat16" and device.platform == "cpu"
-                params[name] = Bfloat16Bits(place(view.view(np.uint16))) if as_bits else place(view)
-                continue
-            blocked = BlockedArray(
-                data=self._view(tensor.data),  # pyright: ignore[reportArgumentType]: placed below
-                scale=self._view(tensor.scale),  # pyright: ignore[reportArgumentType]
-                bits=tensor.bits,
-                group=tensor.group,
-                axis=tensor.axis,
-                shape=shapes[name].shape,
-            )
-            params[name] = jax.tree.map(place, blocked if in_blocks else from_blocks(blocked))
-        if on_segment is not None and last is not None:
-            on_segment(last, self.layout.segments[last].size_bytes)
-        return params
+        return jax.tree.map(put, blocked if in_blocks else from_blocks(blocked))
 
     def load_part(self, name: str) -> Part | None:
         """An addition to the model, its arrays views of the file; None where the bundle has none such.

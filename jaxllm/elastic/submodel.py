@@ -113,7 +113,13 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     to slice in the graph. Rows of a mixture's experts are no beginning: their stack stays whole, and a graph
     cuts an expert where it takes it out, which for floats on a CPU is a copy, as it is at the whole model.
     """
-    shapes = {name: spec.shape for name, spec in param_specs(cfg).items()}
+    return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
+
+
+def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """`shared_sub_model` of some of the parameters: those of one layer, say."""
+    specs = param_specs(cfg)
+    shapes = {name: specs[name].shape for name in params}
     if jax.default_backend() != "cpu":
         return {name: _cut(params[name], name, shape, first_units) for name, shape in shapes.items()}
     device = jax.devices()[0]

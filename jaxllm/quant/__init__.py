@@ -1,7 +1,7 @@
 """How weights are stored: their widths (`formats`), the native kernels' order (`blocks`), and reading them
 (`weights`). Products are in `linear.py`."""
 
-from jaxllm.quant.blocks import BlockedArray, blocked_shapes, from_blocks, to_blocks
+from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, to_blocks
 from jaxllm.quant.formats import GROUPS, INT4_GROUP, QArray, pack_int4, packed_columns, quantize
 from jaxllm.quant.weights import (
     Adapted,
@@ -23,6 +23,7 @@ from jaxllm.quant.weights import (
 __all__ = [
     "GROUPS",
     "INT4_GROUP",
+    "PANEL",
     "Adapted",
     "AdaptedFromBuffer",
     "Bfloat16Bits",

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from serving.buckets import Progress
 from serving.engine import Engine
 from serving.evaluation.perplexity import windows_of
+from serving.graph_table import Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
-from serving.buckets import Progress
 from serving.engine import Engine
+from serving.graph_table import Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,11 +17,11 @@ from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.tasks.files import DataMissing
 from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
-from serving.buckets import Progress
 from serving.engine import Engine
 from serving.evaluation.rouge import require_rouge, rouge
 from serving.evaluation.scoring import score_options
 from serving.generation import GenerationConfig
+from serving.graph_table import Progress
 
 Prediction = dict[str, Any]
 ALL = "all"

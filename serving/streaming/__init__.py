@@ -1,0 +1,1 @@
+"""Models larger than memory: their weights are read from storage while they run (LLMCad, section 2)."""

@@ -1,0 +1,64 @@
+"""What a model needs in memory besides the pieces of its weights, and whether they must be read by pieces."""
+
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.config import ModelConfig
+from serving.graph_table import Progress
+from serving.options import EngineOptions
+from serving.streaming.weights import StreamedWeights
+
+_FLOAT_BYTES = 4
+
+
+def streamed_weights(
+    bundle: Bundle, options: EngineOptions, progress: Progress | None = None
+) -> StreamedWeights | None:
+    """What brings the weights of a model by pieces; None where all of it fits into the budget, or there is
+    none.
+
+    Args:
+      bundle: an open one.
+      options: resolved options.
+      progress: see `StreamedWeights`.
+
+    Raises:
+      BudgetExceeded: the budget is too small even so.
+      CheckpointError: the file is damaged or cannot be read.
+    """
+    fixed = fixed_bytes(bundle.cfg, options)
+    if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
+        return None
+    return StreamedWeights(
+        bundle,
+        budget_bytes=options.memory_bytes,
+        fixed_bytes=fixed,
+        what=f"a context of {options.context_tokens} tokens and activations",
+        storage=options.storage,
+        progress=progress,
+    )
+
+
+def fixed_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """Caches and activations of one request, at their most."""
+    return cache_bytes(cfg, options) + activation_bytes(cfg, options)
+
+
+def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """The longest cache, and the one before while it grows."""
+    # By hand and not from NumPy, which has no bfloat16 of its own.
+    width = {"float32": 4}.get(options.cache_dtype, 2)
+    heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers))
+    return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:])
+
+
+def activation_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """Of a prompt as long as the context: what passes from layer to layer, what one layer computes of a
+    chunk, and logits."""
+    width = _FLOAT_BYTES if options.activation_dtype == "float32" else 2
+    passing = options.context_tokens * cfg.hidden_size * width
+    neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
+    rows = 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    computed = options.chunk_tokens[-1] * rows * _FLOAT_BYTES
+    logits = 2 * cfg.vocab_size * _FLOAT_BYTES
+    return int(np.sum([2 * passing, computed, logits]))

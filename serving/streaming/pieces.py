@@ -1,0 +1,167 @@
+"""What of a bundle is read together and computed together: a layer, or some rows of the table of logits."""
+
+import dataclasses
+
+from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor
+from jaxllm.bundle.rows import rows_at
+from jaxllm.config import ModelConfig
+from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.quant import blocked_shapes
+
+# Rows of the table in one piece are a multiple of this, for panels and alignment.
+_ROW_STEP = 64
+# What lies between two parts of a layer that a level needs is read, too, where it is shorter than a seek.
+_SHORT_GAP_BYTES = 64 << 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Range:
+    """Bytes of the file `[offset, offset + size_bytes)`, which go to `place` in a piece's memory; both lie
+    equally far from a page's start."""
+
+    offset: int
+    size_bytes: int
+    place: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerPiece:
+    """A layer, or what a level uses of it. In memory each byte lies where it does in the whole layer.
+
+    Attributes:
+      layer: its index.
+      segment: that holds it.
+      start: where its first byte is in memory.
+      ranges: what is read.
+      memory_bytes: that it takes, the whole layer's.
+    """
+
+    layer: int
+    segment: str
+    start: int
+    ranges: tuple[Range, ...]
+    memory_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadPiece:
+    """Rows `[first, first + count)` of the table that gives logits.
+
+    Attributes:
+      first: token id.
+      count: of tokens.
+      extents: the rows' data, and their scales if they are quantized, in the file.
+      ranges: what is read, extent by extent.
+      memory_bytes: that it takes.
+    """
+
+    first: int
+    count: int
+    extents: tuple[Extent, ...]
+    ranges: tuple[Range, ...]
+    memory_bytes: int
+
+
+Piece = LayerPiece | HeadPiece
+
+
+def read_bytes(piece: Piece) -> int:
+    """What is read of the file for a piece."""
+    return sum(each.size_bytes for each in piece.ranges)
+
+
+def layer_pieces(layout: Layout, cfg: ModelConfig | None = None) -> list[LayerPiece]:
+    """The layers of a model.
+
+    Args:
+      layout: the bundle's.
+      cfg: a sub-model, of which only what it uses is read; None for the whole model.
+    """
+    sub = None if cfg is None or cfg == layout.cfg else param_specs(cfg)
+    whole = param_specs(layout.cfg)
+    tensors: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in layout.tensors.items():
+        tensors.setdefault(tensor.segment, []).append((name, tensor))
+    pieces = []
+    for layer in range(layout.cfg.layers):
+        segment = layout.segments[f"layers.{layer}"]
+        start = segment.offset % PAGE
+        first = segment.offset - start
+        if sub is None:
+            ranges = [Range(offset=segment.offset, size_bytes=segment.size_bytes, place=start)]
+        else:
+            used = sorted(
+                span
+                for name, tensor in tensors[segment.name]
+                for span in _used_spans(tensor, whole[name], sub[name])
+            )
+            ranges = [
+                Range(offset=begin, size_bytes=end - begin, place=begin - first)
+                for begin, end in _joined(used)
+            ]
+        pieces.append(
+            LayerPiece(
+                layer=layer,
+                segment=segment.name,
+                start=start,
+                ranges=tuple(ranges),
+                memory_bytes=_whole_pages(start + segment.size_bytes),
+            )
+        )
+    return pieces
+
+
+def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:
+    """The table that gives logits, cut into equal pieces (but the last) of at most `most_bytes` where rows
+    are that short."""
+    table = layout.tensors["embed.tokens" if layout.cfg.tied_head else "head"]
+    rows = layout.cfg.vocab_size
+    row_bytes = table.size_bytes / rows
+    steps = max(1, int(most_bytes / row_bytes) // _ROW_STEP)
+    pieces = -(-rows // (steps * _ROW_STEP))
+    # Equal pieces share a graph, and waste no memory.
+    count = -(-rows // pieces // _ROW_STEP) * _ROW_STEP if pieces > 1 else rows
+    return [_head_piece(table, first, min(count, rows - first)) for first in range(0, rows, count)]
+
+
+def _head_piece(table: Tensor, first: int, count: int) -> HeadPiece:
+    extents, ranges, place = rows_at(table, first, count), [], 0
+    for each in extents:
+        start = each.offset % PAGE
+        ranges.append(Range(offset=each.offset, size_bytes=each.size_bytes, place=place + start))
+        place += _whole_pages(start + each.size_bytes)
+    return HeadPiece(first=first, count=count, extents=extents, ranges=tuple(ranges), memory_bytes=place)
+
+
+def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple[int, int]]:
+    """Where in the file a sub-model's part of a parameter lies, as (first byte, behind the last)."""
+    extents = [tensor.data] if tensor.scale is None else [tensor.data, tensor.scale]
+    if used.shape[1:] != whole.shape[1:]:
+        # Rows of each expert are no beginning of the stack.
+        sizes = [each.size_bytes for each in extents]
+    elif tensor.scale is None:
+        sizes = [_resized(tensor.data, used.shape)]
+    else:
+        shapes = blocked_shapes(used.shape, bits=tensor.bits, group=tensor.group, axis=tensor.axis)
+        sizes = [_resized(each, shape) for each, shape in zip(extents, shapes, strict=True)]
+    return [(each.offset, each.offset + size) for each, size in zip(extents, sizes, strict=True)]
+
+
+def _resized(extent: Extent, shape: tuple[int, ...]) -> int:
+    return dataclasses.replace(extent, shape=shape).size_bytes
+
+
+def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ascending spans, those near one another made one."""
+    joined = [spans[0]]
+    for begin, end in spans[1:]:
+        last = joined[-1]
+        if begin - last[1] <= _SHORT_GAP_BYTES:
+            joined[-1] = last[0], max(end, last[1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE) * PAGE

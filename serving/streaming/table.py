@@ -1,0 +1,216 @@
+"""Running a model whose weights come by pieces: the same calls as with all of them in memory."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.config import Bucket, ModelConfig
+from jaxllm.elastic.submodel import CountedSubModel, whole_params
+from jaxllm.kv.cache import KVCache, Places, TreeRows
+from jaxllm.models.parameters import Params
+from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from serving.chunks import padded, plan_chunks
+from serving.graph_store import GraphStore
+from serving.graph_table import GraphTable
+from serving.options import EngineOptions
+from serving.streaming.weights import Meanwhile, StreamedWeights
+
+
+class StreamedTable(GraphTable):
+    """The graphs of a model's pieces (see `GraphTable`), as calls.
+
+    Attributes:
+      weights: brings the pieces.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params | CountedSubModel,
+        options: EngineOptions,
+        weights: StreamedWeights,
+        store: GraphStore | None = None,
+    ) -> None:
+        """Makes an empty table of the whole model.
+
+        Args:
+          cfg: the model.
+          params: its parameters; those of layers and tables of tokens are not read (see
+            `StreamedWeights.frozen`).
+          options: resolved options.
+          weights: brings the others.
+          store: keeps graphs for later processes.
+        """
+        super().__init__(cfg, params, options, store)
+        self.weights = weights
+
+    # -- which graphs ----------------------------------------------------------------------------
+
+    def all_buckets(self) -> list[Bucket]:
+        """Every bucket that answering any request at this level can need."""
+        caches = self.options.cache_tokens
+        buckets = [Bucket(kind="sample"), *self._head_buckets(1)]
+        for tokens in (1, *self.options.chunk_tokens):
+            buckets += [self._rows_bucket(tokens), self._norm_bucket(tokens, 1)]
+            buckets += [bucket for cache in caches for bucket in self._layer_buckets("layer", tokens, cache)]
+        buckets += [self._start_bucket(cache) for cache in caches]
+        return buckets + self._grow_buckets()
+
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """The fewest buckets that answer one request (see `BucketPlan.request_buckets`)."""
+        cache = self._request_cache(prompt_tokens, max_tokens)
+        lengths = [*dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens)), 1]
+        buckets = [self._start_bucket(cache), Bucket(kind="sample"), *self._head_buckets(1)]
+        for tokens in lengths:
+            buckets += [self._rows_bucket(tokens), self._norm_bucket(tokens, 1)]
+            buckets += self._layer_buckets("layer", tokens, cache)
+        return buckets
+
+    def tree_buckets(self, nodes: int) -> list[Bucket]:
+        """The buckets that read a token tree of `nodes` nodes."""
+        buckets = [self._rows_bucket(nodes), self._norm_bucket(nodes, nodes), *self._head_buckets(nodes)]
+        for cache in self.options.cache_tokens:
+            buckets += self._layer_buckets("tree", nodes, cache)
+        return buckets
+
+    def rehearse(self) -> None:
+        """Runs a chunk of each length and a token, once for each length of cache."""
+        for capacity in self.options.cache_tokens:
+            cache = self.start(capacity)
+            for tokens in (*self.options.chunk_tokens, 1):
+                if tokens <= capacity:
+                    logits, cache = self.prefill(cache, [0] * tokens, 0)
+            sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
+            self.sample(logits, sampler)
+
+    # -- running them ----------------------------------------------------------------------------
+
+    def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[np.ndarray, KVCache]:
+        """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache.
+
+        All chunks of the prompt pass a layer before the next layer is needed, so that each is read once.
+        """
+        chunks, position = [], 0
+        for length in [1] if len(tokens) == 1 else plan_chunks(len(tokens), self.options.chunk_tokens):
+            row, valid = padded(tokens[position : position + length], length)
+            positions = np.arange(at + position, at + position + length, dtype=np.int32)
+            chunks.append((row[0], Places(positions, np.int32(valid), run=True)))  # pyright: ignore
+            position += valid
+        outputs, cache = self._pass(chunks, cache)
+        last = np.array([int(chunks[-1][1].valid) - 1], np.int32)
+        logits = self._logits(outputs[-1], last)
+        return logits, dataclasses.replace(cache, length=np.int32(at + len(tokens)))  # pyright: ignore
+
+    def decode(
+        self,
+        token: jax.Array,
+        cache: KVCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
+        """Up to `limit` further tokens: ids `[1, count]`, count, cache, sampler."""
+        found, at = [], int(cache.length)
+        stops = set(stop_ids.tolist())
+        last = int(np.asarray(token)[0])
+        while len(found) < limit and last not in (stops if found else ()):
+            logits, cache = self.prefill(cache, [last], at + len(found))
+            chosen, sampler = self.sample(logits, sampler)
+            last = int(np.asarray(chosen)[0])
+            found.append(last)
+        return np.array([found], np.int32), len(found), cache, sampler
+
+    def read_tree(
+        self,
+        cache: KVCache,
+        tokens: np.ndarray,
+        depths: np.ndarray,
+        seen: np.ndarray,
+        count: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> tuple[np.ndarray, KVCache]:
+        """Reads a token tree behind the sequence in the cache, whose length stays as it is.
+
+        Args:
+          cache: the target's.
+          tokens: `[N]` int32, of the nodes.
+          depths: `[N]` int32.
+          seen: `[N, N]` bool, see `TreeRows`.
+          count: how many of the nodes are real.
+          meanwhile: other work, while weights are waited for (see `WeightStream.piece`).
+
+        Returns:
+          Logits `[N, V]` float32 behind each node, and the cache.
+        """
+        base = np.int32(int(cache.length))
+        rows = base + np.arange(len(tokens), dtype=np.int32)
+        at = Places(base + depths, np.int32(count), TreeRows(base, rows, seen))  # pyright: ignore
+        (x,), cache = self._pass([(tokens, at)], cache, meanwhile)
+        return self._logits(x, np.arange(len(tokens), dtype=np.int32), meanwhile), cache
+
+    def _pass(
+        self, chunks: Sequence[tuple[np.ndarray, Places]], cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[jax.Array], KVCache]:
+        """All layers, one after the other: the last one's outputs `[1, T, D]`, and the cache.
+
+        Args:
+          chunks: tokens `[T]`, and where they stand; later ones see earlier ones.
+          cache: donated. Its length stays as it is.
+          meanwhile: other work, while weights are waited for.
+        """
+        self.weights.begin(self.cfg)
+        outputs = [self._embedded(tokens, at) for tokens, at in chunks]
+        keys, values, mass = list(cache.keys), list(cache.values), cache.mass
+        for layer in range(self.cfg.layers):
+            past = keys[layer], values[layer]
+            with self.weights.layer(self, layer, meanwhile) as weights:
+                for number, (tokens, at) in enumerate(chunks):
+                    kind = "layer" if at.tree is None else "tree"
+                    bucket = self._layer_bucket(kind, len(tokens), cache.capacity_tokens, layer)
+                    outputs[number], past, mass = self.graph(bucket)(weights, outputs[number], at, past, mass)
+                # The next piece takes the place of this one.
+                jax.block_until_ready(outputs)
+            keys[layer], values[layer] = past
+        return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
+
+    def _embedded(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """What the first layer takes, `[1, T, D]`."""
+        whole = whole_params(self.params)
+        table, rows = self.weights.rows(tokens.tolist())
+        params = {name: each for name, each in whole.items() if name == "embed.positions"}
+        graph = self.graph(self._rows_bucket(len(tokens)))
+        return graph({**params, "embed.tokens": table}, rows, np.asarray(at.positions))
+
+    def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
+        """Logits `[N, V]` float32 behind N of a pass's tokens."""
+        whole, found = whole_params(self.params), []
+        norms = {name: each for name, each in whole.items() if name.startswith("final_norm.")}
+        hidden = self.graph(self._norm_bucket(x.shape[1], len(rows)))(norms, x, rows)
+        for number, piece in enumerate(self.weights.head):
+            graph = self.graph(self._head_bucket(len(rows), piece.count))
+            with self.weights.head_rows(number, meanwhile) as table:
+                found.append(np.asarray(graph(table, hidden)))
+        return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
+
+    # -- buckets ---------------------------------------------------------------------------------
+
+    def _rows_bucket(self, tokens: int) -> Bucket:
+        return Bucket(kind="rows", tokens=tokens)
+
+    def _norm_bucket(self, tokens: int, rows: int) -> Bucket:
+        return Bucket(kind="norm", tokens=tokens, rows=rows)
+
+    def _head_bucket(self, rows: int, count: int) -> Bucket:
+        return Bucket(kind="head", rows=rows, bits=count)
+
+    def _head_buckets(self, rows: int) -> list[Bucket]:
+        return [self._head_bucket(rows, count) for count in {each.count for each in self.weights.head}]
+
+    def _layer_bucket(self, kind: str, tokens: int, cache: int, layer: int) -> Bucket:
+        bucket = self._bucket(kind, tokens, cache)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(bucket, layer=self.alike[layer])
+
+    def _layer_buckets(self, kind: str, tokens: int, cache: int) -> list[Bucket]:
+        return [self._layer_bucket(kind, tokens, cache, layer) for layer in sorted(set(self.alike))]

@@ -1,0 +1,256 @@
+"""Pieces of a model in memory when they are needed: a thread reads the next ones while one is computed.
+
+A pass over the model takes all pieces in the same order, so what comes next is always known, across the end
+of a pass as well. Pieces that stay are read once. The others share a few slots: as soon as a piece is given
+back, the piece that is next to be read takes its slot.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from serving.direct_io import PAGE, PieceReader, aligned
+from serving.streaming.pieces import Piece, Range, read_bytes
+
+# Of one read call; so large that a disk's time to find it does not count.
+_BLOCK_BYTES = 4 << 20
+_THREADS = 4
+
+
+@dataclasses.dataclass
+class StreamCounts:
+    """What a stream has done.
+
+    Attributes:
+      read_bytes: of pieces, those that stay left aside.
+      reading_s: time in which something was being read.
+      waited_s: time for which whoever computes had to wait.
+    """
+
+    read_bytes: int = 0
+    reading_s: float = 0.0
+    waited_s: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """Memory for one piece.
+
+    Attributes:
+      memory: uint8, begins at a page.
+      piece: the number of the one that is in it or is read into it, -1 for none.
+      ready: whether all of it is there, or failed to come.
+      error: why it did not come.
+    """
+
+    memory: np.ndarray
+    piece: int = -1
+    ready: bool = False
+    error: Exception | None = None
+
+
+class WeightStream:
+    """The pieces of one model, or of one of its levels. One pass at a time.
+
+    Attributes:
+      counts: see `StreamCounts`.
+    """
+
+    def __init__(
+        self,
+        reader: PieceReader,
+        pieces: Sequence[Piece],
+        *,
+        resident: Sequence[int],
+        slots: int,
+        slot_bytes: int,
+    ) -> None:
+        """Takes all memory that there will be; reads nothing yet.
+
+        Args:
+          reader: of the bundle's file.
+          pieces: in the order of a pass.
+          resident: numbers of those that stay.
+          slots: for all others, at least 2 if there are any.
+          slot_bytes: of a slot.
+        """
+        self.counts = StreamCounts()
+        self._reader, self._pieces = reader, list(pieces)
+        self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
+        self._coming = [each for each in range(len(pieces)) if each not in self._staying]
+        self._free = [Slot(aligned(slot_bytes)) for _ in range(slots)]
+        self._slots = [*self._staying.values(), *self._free]
+        # Those that are read or being read, in the order of passes.
+        self._ahead: collections.deque[Slot] = collections.deque()
+        self._next = 0
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
+
+    @property
+    def slots(self) -> list[Slot]:
+        """All memory of pieces."""
+        return self._slots
+
+    @property
+    def streams(self) -> bool:
+        """Whether anything is read in each pass."""
+        return bool(self._coming)
+
+    def load_resident(self, on_piece: Callable[[int], None] | None = None) -> None:
+        """Reads what stays; `on_piece` is called with the bytes of each.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        for number, slot in self._staying.items():
+            self._read(self._pieces[number], slot.memory)
+            slot.piece, slot.ready = number, True
+            if on_piece is not None:
+                on_piece(read_bytes(self._pieces[number]))
+
+    def use(self, pieces: Sequence[Piece]) -> None:
+        """Other ranges of the same pieces from now on: those of another level.
+
+        What stays in memory stays whole.
+        """
+        if [each.ranges for each in pieces] != [each.ranges for each in self._pieces]:
+            self._forget()
+            self._pieces = list(pieces)
+
+    @contextlib.contextmanager
+    def piece(self, number: int, meanwhile: Callable[[], bool] | None = None) -> Iterator[Slot]:
+        """A piece in its slot, which stays what it is until the context ends.
+
+        Args:
+          number: of the piece; in a pass they ascend.
+          meanwhile: called again and again while the piece is waited for; does a little of other work and
+            tells whether there was any.
+
+        Raises:
+          CheckpointError: it cannot be read. The next pass tries again.
+        """
+        if (slot := self._staying.get(number)) is not None:
+            yield slot
+            return
+        slot = self._take(number, meanwhile)
+        try:
+            yield slot
+        finally:
+            with self._changed:
+                self._release(slot)
+
+    def is_ready(self, number: int) -> bool:
+        """Whether a piece would not be waited for."""
+        return number in self._staying or any(
+            each.piece == number and each.ready for each in tuple(self._ahead)
+        )
+
+    def close(self) -> None:
+        """Ends reading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._pool.shutdown()
+        self._reader.close()
+
+    def _take(self, number: int, meanwhile: Callable[[], bool] | None) -> Slot:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+                self._thread.start()
+            if not (self._ahead and self._ahead[0].piece == number):
+                # The pass before ended early: what was read for it is of no use now.
+                self._drop_all()
+                self._next = self._coming.index(number)
+                self._changed.wait_for(lambda: bool(self._ahead))
+            slot = self._ahead[0]
+        while not slot.ready and meanwhile is not None and meanwhile():
+            pass
+        began = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: slot.ready)
+            self.counts.waited_s += time.perf_counter() - began
+            if slot.error is not None:
+                error = slot.error
+                self._drop_all()
+                raise error
+        return slot
+
+    def _forget(self) -> None:
+        with self._changed:
+            self._drop_all()
+            self._next = 0
+
+    def _drop_all(self) -> None:
+        """Gives all slots back, once nothing is read into them any more."""
+        dropped = []
+        while self._ahead:
+            slot = self._ahead.popleft()
+            self._changed.wait_for(lambda slot=slot: slot.ready)
+            slot.piece, slot.ready, slot.error = -1, False, None
+            dropped.append(slot)
+        # All at once: as long as none is free, nothing new is read.
+        self._free += dropped
+        self._changed.notify_all()
+
+    def _release(self, slot: Slot) -> None:
+        self._ahead.popleft()
+        slot.piece, slot.ready = -1, False
+        self._free.append(slot)
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        """The thread that reads ahead."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or bool(self._free))
+                if self._closed:
+                    return
+                slot, number = self._free.pop(), self._coming[self._next]
+                self._next = (self._next + 1) % len(self._coming)
+                slot.piece = number
+                self._ahead.append(slot)
+                piece = self._pieces[number]
+                self._changed.notify_all()
+            began = time.perf_counter()
+            try:
+                self._read(piece, slot.memory)
+            except Exception as error:  # Whatever it is, it is for the one who waits.
+                slot.error = error
+            with self._changed:
+                self.counts.reading_s += time.perf_counter() - began
+                self.counts.read_bytes += read_bytes(piece)
+                slot.ready = True
+                self._changed.notify_all()
+
+    def _read(self, piece: Piece, memory: np.ndarray) -> None:
+        blocks = [
+            (memory, each.place + at, each.offset + at, size)
+            for each in piece.ranges
+            for at, size in _blocks(each)
+        ]
+        if len(blocks) == 1:
+            self._reader.read_into(*blocks[0])
+        else:
+            list(self._pool.map(lambda block: self._reader.read_into(*block), blocks))
+
+
+def _blocks(each: Range) -> Iterator[tuple[int, int]]:
+    """The parts of a range that are read by a call each: where they begin in it, and their sizes."""
+    at = 0
+    while at < each.size_bytes:
+        # To a page's end, so that no page is read twice.
+        end = (each.offset + at + _BLOCK_BYTES) // PAGE * PAGE - each.offset
+        size = min(end, each.size_bytes) - at
+        yield at, size
+        at += size

@@ -1,0 +1,237 @@
+"""The weights of a model of which only a part is in memory, as the graphs of its pieces take them."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import xxhash
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.layout import DTYPES, Extent
+from jaxllm.bundle.rows import rows_alone
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.submodel import CountedSubModel, shared_part
+from jaxllm.errors import BundleError
+from jaxllm.models.parameters import Params
+from jaxllm.quant import Adapted, AdaptedFromBuffer, Weight
+from serving.direct_io import PieceReader, Storage
+from serving.graph_table import GraphTable, Progress
+from serving.lowering import layer_params
+from serving.streaming.embedding import EmbeddingRows
+from serving.streaming.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
+from serving.streaming.plan import MemoryPlan, plan_memory
+from serving.streaming.weight_stream import Slot, StreamCounts, WeightStream
+
+# Of the embedding table's rows that stay: at most so many bytes, and this share of the model.
+_KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
+# What is read at a time to check the file.
+_CHECK_BYTES = 4 << 20
+
+Meanwhile = Callable[[], bool]
+
+
+class StreamedWeights:
+    """Brings a bundle's weights into memory, piece by piece, within a budget.
+
+    Attributes:
+      plan: how the budget is spent.
+      head: the pieces of the table that gives logits.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        budget_bytes: int,
+        fixed_bytes: int,
+        what: str,
+        storage: Storage | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Checks the file, takes the memory, and reads what stays.
+
+        Args:
+          bundle: an open one.
+          budget_bytes, fixed_bytes, what: see `plan_memory`.
+          storage: how it is read.
+          progress: called with ("load", bytes done, bytes in all).
+
+        Raises:
+          BudgetExceeded: the budget is too small.
+          CheckpointError: the file is damaged or cannot be read.
+        """
+        self._bundle, self._reader = bundle, PieceReader(bundle.path, storage)
+        layers = layer_pieces(bundle.layout)
+        self.head = head_pieces(bundle.layout, most_bytes=max(each.memory_bytes for each in layers))
+        self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: [*layers, *self.head]}
+        sizes = [each.memory_bytes for each in self._pieces[bundle.cfg]]
+        kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
+        self.plan: MemoryPlan = plan_memory(
+            sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes + kept_bytes, what=what
+        )
+        total, done = bundle.weight_bytes + self.plan.resident_bytes, 0
+
+        def on_bytes(count: int) -> None:
+            nonlocal done
+            done = min(total, done + count)
+            if progress is not None:
+                progress("load", done, total)
+
+        self._check(on_bytes)
+        self._stream = WeightStream(
+            self._reader,
+            self._pieces[bundle.cfg],
+            resident=self.plan.resident,
+            slots=self.plan.slots,
+            slot_bytes=self.plan.slot_bytes,
+        )
+        self._stream.load_resident(on_bytes)
+        self._rows = EmbeddingRows(bundle, self._reader, kept_bytes=kept_bytes)
+        self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
+        self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}
+
+    @property
+    def counts(self) -> StreamCounts:
+        """What was read."""
+        return self._stream.counts
+
+    @property
+    def caching(self) -> str:
+        """How the file is read: "direct" or "buffered"."""
+        return self._reader.caching
+
+    def frozen(self) -> dict[str, Weight]:
+        """All parameters by name: norms and positions in memory, all others as their shapes alone, or as
+        views of the file that nobody reads."""
+        small = {
+            name: self._bundle.place(tensor, tensor.data.shape, self._read)
+            for name, tensor in self._bundle.layout.tensors.items()
+            if name.startswith(("final_norm.", "embed.positions"))
+        }
+        if self._bundle.read_in_place:
+            return {**self._bundle.unchecked(), **small}
+        slot = np.zeros(max(each.size_bytes for each in self._bundle.layout.segments.values()), np.uint8)
+        found: dict[str, Weight] = {}
+        for segment in dict.fromkeys(each.segment for each in self._bundle.layout.tensors.values()):
+            weights = self._bundle.segment_weights(segment, slot)
+            found |= jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+        return {**found, **small}
+
+    def begin(self, cfg: ModelConfig) -> None:
+        """A pass of the model, or of one of its levels, begins."""
+        if not self._bundle.read_in_place or cfg == self._bundle.cfg:
+            cfg = self._bundle.cfg
+        if cfg not in self._pieces:
+            self._pieces[cfg] = [*layer_pieces(self._bundle.layout, cfg), *self.head]
+        self._stream.use(self._pieces[cfg])
+
+    def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
+        """See `EmbeddingRows.table`."""
+        return self._rows.table(tokens)
+
+    @contextlib.contextmanager
+    def layer(
+        self, table: GraphTable, layer: int, meanwhile: Meanwhile | None = None
+    ) -> Iterator[dict[str, Any] | CountedSubModel]:
+        """A layer's parameters, as the graph takes them that it shares with others like it.
+
+        They are there until the context ends, and what reads them must be done by then.
+        """
+        with self._stream.piece(layer, meanwhile) as slot:
+            key = id(slot), layer, table.weights_version
+            made = self._made.get(key)
+            if made is None:
+                own = layer_params(table.params, layer, table.alike[layer])
+                made = _with_weights(own, self._weights(slot, layer), layer, table)
+                if self._bundle.read_in_place:
+                    self._forget_versions(table)
+                    self._made[key] = made
+            yield made
+
+    @contextlib.contextmanager
+    def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
+        """One of the pieces of `head`."""
+        piece, name = self.head[number], "embed.tokens" if self._bundle.cfg.tied_head else "head"
+        with self._stream.piece(self._bundle.cfg.layers + number, meanwhile) as slot:
+            key = id(slot), self._bundle.cfg.layers + number
+            placed = self._placed.get(key)
+            if placed is None:
+                places = dict(zip(piece.extents, (each.place for each in piece.ranges), strict=True))
+
+                def view(extent: Extent) -> np.ndarray:
+                    raw = slot.memory[places[extent] :][: extent.size_bytes]
+                    return raw.view(DTYPES[extent.dtype]).reshape(extent.shape)
+
+                tensor = rows_alone(self._bundle.layout.tensors[name], piece.extents)
+                placed = {name: self._bundle.place(tensor, (piece.count, self._bundle.cfg.hidden_size), view)}
+                if self._bundle.read_in_place:
+                    self._placed[key] = placed
+            yield placed[name]
+
+    def close(self) -> None:
+        """Ends reading."""
+        self._stream.close()
+        self._rows.close()
+
+    def _weights(self, slot: Slot, layer: int) -> dict[str, Weight]:
+        """A layer's weights in a slot, by their full names."""
+        key = id(slot), layer
+        if key in self._placed:
+            return self._placed[key]
+        piece = self._pieces[self._bundle.cfg][layer]
+        assert isinstance(piece, LayerPiece)
+        weights = self._bundle.segment_weights(piece.segment, slot.memory[piece.start :])
+        if self._bundle.read_in_place:
+            self._placed[key] = weights
+        return weights
+
+    def _forget_versions(self, table: GraphTable) -> None:
+        """Drops what was made of parameters that a table has no more."""
+        level, version = table.weights_version
+        for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
+            del self._made[key]
+
+    def _read(self, extent: Extent) -> np.ndarray:
+        raw = self._reader.read(extent.offset, extent.size_bytes)
+        return raw.copy().view(DTYPES[extent.dtype]).reshape(extent.shape)
+
+    def _check(self, on_bytes: Callable[[int], None]) -> None:
+        """Reads all segments of weights once, a little at a time.
+
+        Raises:
+          BundleError: a checksum is wrong.
+        """
+        for name in dict.fromkeys(each.segment for each in self._bundle.layout.tensors.values()):
+            segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
+            for at in range(0, segment.size_bytes, _CHECK_BYTES):
+                size = min(_CHECK_BYTES, segment.size_bytes - at)
+                digest.update(self._reader.read(segment.offset + at, size).data)
+                on_bytes(size)
+            if digest.hexdigest() != segment.xxh3_128:
+                raise BundleError(
+                    f"{self._bundle.path}: segment {name!r} is corrupt (checksum {digest.hexdigest()}, "
+                    f"expected {segment.xxh3_128}); copy the file again or prepare it again"
+                )
+
+
+def _with_weights(
+    params: dict[str, Any] | CountedSubModel, weights: Mapping[str, Weight], layer: int, table: GraphTable
+) -> dict[str, Any] | CountedSubModel:
+    """A layer's parameters, adapters and all, over its weights in a slot."""
+    own, other = f"layers.{layer}.", f"layers.{table.alike[layer]}."
+    if isinstance(params, CountedSubModel):
+        named = {other + name.removeprefix(own): each for name, each in weights.items()}
+        return dataclasses.replace(params, whole=named)
+    # Where a level has graphs of its own, it takes views of the whole model's weights.
+    views: Params = shared_part(weights, table.cfg)
+    return {name: _rebased(each, views[own + name.removeprefix(other)]) for name, each in params.items()}
+
+
+def _rebased(weight: Weight, base: Weight) -> Weight:
+    """A weight with its adapter, if it has one, over another base."""
+    if isinstance(weight, Adapted | AdaptedFromBuffer):
+        return dataclasses.replace(weight, base=_rebased(weight.base, base))
+    return base
