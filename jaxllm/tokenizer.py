@@ -112,6 +112,10 @@ class Tokenizer:
         """One more than the highest token id. A model may have more rows than this, never fewer."""
         return self._vocab_size
 
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether both have the same tokens with the same ids, so that one reads what the other writes."""
+        return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Every token that ends an answer."""

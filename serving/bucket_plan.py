@@ -5,8 +5,10 @@ import dataclasses
 import itertools
 
 from jaxllm.config import Bucket, Kind
+from jaxllm.errors import ConfigError
 from serving.chunks import plan_chunks
 from serving.options import EngineOptions
+from serving.speculative.options import TreeShape
 
 # Chunks that are encoded in one dispatch.
 ENCODED_CHUNKS = 8
@@ -52,6 +54,14 @@ class BucketPlan(abc.ABC):
                     self.encode_bucket(bits, cache, layer) for bits in self.options.chunk_format.widths
                 ]
         return buckets
+
+    def draft_buckets(self) -> list[Bucket]:
+        """The buckets that grow token trees, besides those that feed the draft."""
+        return [
+            bucket
+            for cache in self.options.cache_tokens
+            for bucket in (self.draft_bucket(cache), self.follow_bucket(cache))
+        ]
 
     def load_bucket(self, cache: int) -> Bucket:
         """The bucket that puts stored chunks into all layers of a cache."""
@@ -118,6 +128,21 @@ class BucketPlan(abc.ABC):
 
     def _score_bucket(self, cache: int) -> Bucket:
         return self._bucket("score", self.options.chunk_tokens[-1], cache)
+
+    @property
+    def _trees(self) -> TreeShape:
+        trees = self.options.trees
+        if trees is None:
+            raise ConfigError("this engine has no graphs for token trees; name EngineOptions.trees")
+        return trees
+
+    def draft_bucket(self, cache: int) -> Bucket:
+        """The bucket that grows a token tree behind a cache."""
+        return self._bucket("draft", self._trees.room, cache)
+
+    def follow_bucket(self, cache: int) -> Bucket:
+        """The bucket that brings a draft's cache and tree behind what was accepted."""
+        return self._bucket("follow", self._trees.room, cache)
 
     def _start_bucket(self, cache: int) -> Bucket:
         return self._bucket("start", 0, cache)

@@ -1,7 +1,7 @@
 """Running a model whose weights are in memory: the graphs of its buckets, as calls."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -11,9 +11,11 @@ from jaxllm.config import Bucket
 from jaxllm.documents import Branches
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_table import GraphTable
 from serving.lowering import MAX_STOP_IDS
+from serving.speculative.verdict import Verdict
 
 
 class BucketTable(GraphTable):
@@ -67,6 +69,40 @@ class BucketTable(GraphTable):
         """Up to `limit` further tokens in one dispatch (see `steps.decode_tokens`)."""
         graph = self.graph(self._decode_bucket(cache.capacity_tokens))
         return graph(self._params, token, cache, sampler, stop_ids, np.int32(limit))
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as
+        long as a user should wait for the next words."""
+        return min(pace, self.options.decode_block, remaining)
+
+    def tree_buckets(self, nodes: int) -> list[Bucket]:
+        """The buckets that read a token tree of `nodes` nodes."""
+        return [self._bucket("verify", nodes, cache) for cache in self.options.cache_tokens]
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: KVCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """What the model says of a token tree behind the sequence in the cache.
+
+        Args:
+          tree: with room for as many nodes as one of `TreeShape.nodes`.
+          cache: donated.
+          sampler: donated.
+          limit: most tokens that it may say.
+          meanwhile: other work while it waits, which this one never does.
+
+        Returns:
+          The verdict, the cache with the accepted path behind its sequence, and the sampler behind that.
+        """
+        del meanwhile
+        graph = self.graph(self._bucket("verify", tree.room, cache.capacity_tokens))
+        tokens, count, path, cache, sampler = graph(self._params, tree, cache, sampler, np.int32(limit))
+        return Verdict.of(tokens, count, path), cache, sampler
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) of each target after its token and all tokens before it."""

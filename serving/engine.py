@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -34,9 +35,13 @@ from serving.graph_table import Progress
 from serving.levels import Levels
 from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
+from serving.speculative.options import SpeculationOptions
 from serving.streaming.footprint import streamed_weights
 from serving.streaming.table import StreamedTable
 from serving.streaming.weights import StreamedWeights
+
+if TYPE_CHECKING:
+    from serving.speculative.table import SpeculativeTable
 
 Message = Mapping[str, str]
 
@@ -72,6 +77,7 @@ class Engine:
             self._frozen = self._streamed.frozen()
         else:
             self._frozen = _load(bundle, progress)
+        self._speculative: SpeculativeTable | None = None
         # Shared by all copies of this engine, as the weights are.
         self._adapter_digest = [""]
         self._levels = Levels(bundle, self.options.levels, self._frozen)
@@ -106,6 +112,7 @@ class Engine:
         options: EngineOptions | None = None,
         adapter: str | Path | None = None,
         level: int = WHOLE,
+        speculation: SpeculationOptions | None = None,
         warm_up: bool = True,
         progress: Progress | None = None,
     ) -> "Engine":
@@ -119,6 +126,7 @@ class Engine:
           adapter: a low-rank adapter in PEFT's layout to begin with; unless the options name a rank and
             targets, they are this one's.
           level: the sub-model to be (see `at`), in percent; it is served even if the options do not name it.
+          speculation: how drafts speed its answers up; None for no drafts.
           warm_up: compile every graph now; else call `warm_up` before the first request.
           progress: called with (stage, done, total).
 
@@ -129,6 +137,11 @@ class Engine:
         if level not in (WHOLE, *(options or EngineOptions()).levels):
             options = options or EngineOptions()
             options = dataclasses.replace(options, levels=tuple(sorted({*options.levels, level})))
+        if speculation is not None:
+            options = dataclasses.replace(options or EngineOptions(), trees=speculation.trees)
+            if speculation.level and speculation.level not in options.levels:
+                levels = tuple(sorted({*options.levels, speculation.level}))
+                options = dataclasses.replace(options, levels=levels)
         lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle)
         if lora is not None and not (options or EngineOptions()).adapter_rank:
             rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
@@ -139,6 +152,8 @@ class Engine:
         if lora is not None:
             engine._put(arrays, lora.scaling)
         engine = engine.at(level)
+        if speculation is not None:
+            engine._speculate(speculation, progress)
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
@@ -150,9 +165,23 @@ class Engine:
           ConfigError: the engine was not opened for this level.
         """
         engine = copy.copy(self)
+        engine._speculative = None
         engine.table = self.table.at(level)
         engine.cfg = engine.table.cfg
         return engine
+
+    def _speculate(self, options: SpeculationOptions, progress: Progress | None) -> None:
+        # Here, because drafters open engines.
+        from serving.speculative.drafters import make_drafter
+        from serving.speculative.table import SpeculativeTable
+
+        drafter = make_drafter(self, options, progress)
+        self._speculative = SpeculativeTable(self.table, drafter, options)
+
+    @property
+    def speculative(self) -> "SpeculativeTable | None":
+        """What drafts this engine's answers, if anything does."""
+        return self._speculative
 
     @property
     def streamed(self) -> StreamedWeights | None:
@@ -227,10 +256,14 @@ class Engine:
             self.table.fill([bucket for table in tables for bucket in table.all_buckets()], progress)
             for table in {table.graphs_level: table for table in tables}.values():
                 table.rehearse()
+            if self._speculative is not None:
+                self._speculative.fill(progress)
         elif 0 < prompt_tokens <= self.options.context_tokens:
             needed = self.table.request_buckets(prompt_tokens, max_tokens)
             first = [bucket for bucket in needed if bucket.kind != "decode"]
             self.table.fill(first, progress, later=needed)
+            if self._speculative is not None:
+                self._speculative.fill(progress)
 
     def stream(
         self,
@@ -262,6 +295,8 @@ class Engine:
         seed = secrets.randbits(64) if seed is None else seed
         session = Session() if session is None else session
         table = self.table if level is None else self.table.at(level)
+        if self._speculative is not None and table is self.table:
+            table = self._speculative
         return Generation(table, self.tokenizer, session, prompt, config, seed)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:

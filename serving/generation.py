@@ -7,23 +7,72 @@ new. `Generation` drives one request and can be stopped between any two dispatch
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
 
+from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
-from jaxllm.kv.cache import KVCache
-from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
-from serving.buckets import BucketTable
 from serving.lowering import MAX_STOP_IDS
+from serving.options import EngineOptions
 from serving.text import TextStream
 
 # A dispatch decodes as many tokens as fit this time, so that text flows, a cancel is obeyed soon, and
 # little is thrown away behind a stop string; a small model still gets whole blocks.
 _DISPATCH_MS = 50.0
 DEFAULT_MAX_TOKENS = 256
+
+
+class Decoder(Protocol):
+    """What an answer is made with: the graphs of a model, as calls (see `BucketTable`, the first of them).
+
+    A cache is the decoder's own affair: whoever holds one only hands it back.
+    """
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The model."""
+        ...
+
+    @property
+    def options(self) -> EngineOptions:
+        """Resolved options."""
+        ...
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """Names the weights that caches belong to."""
+        ...
+
+    def start(self, tokens: int) -> Any:
+        """An empty cache with room for `tokens` positions."""
+        ...
+
+    def make_room(self, cache: Any, tokens: int) -> Any:
+        """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
+        ...
+
+    def prefill(self, cache: Any, tokens: Sequence[int], at: int) -> tuple[Any, Any]:
+        """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
+        ...
+
+    def sample(self, logits: Any, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+        """The first token `[1]` of an answer, and the sampler."""
+        ...
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as
+        long as a user should wait for the next words."""
+        ...
+
+    def decode(
+        self, token: Any, cache: Any, sampler: SamplerState, stop_ids: np.ndarray, limit: int
+    ) -> tuple[Any, Any, Any, SamplerState]:
+        """Up to `limit` further tokens `[1, n]`, how many of them are real, cache, sampler."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,17 +111,17 @@ class GenerationConfig:
 @dataclasses.dataclass
 class Session:
     """A conversation's cache. `tokens` are those whose keys and values `cache` holds, as the weights of
-    `BucketTable.weights_version` made them.
+    `Decoder.weights_version` made them.
 
     A graph that is running owns the cache (it is donated), so the session is empty meanwhile, and stays
     so if the graph fails.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
-    cache: KVCache | None = None
+    cache: Any = None
     weights_version: tuple[int, int] | None = None
 
-    def take(self) -> tuple[list[int], KVCache | None]:
+    def take(self) -> tuple[list[int], Any]:
         """Gives tokens and cache away."""
         taken = self.tokens, self.cache
         self.tokens, self.cache = [], None
@@ -108,7 +157,7 @@ class Generation(Iterator[str]):
 
     def __init__(
         self,
-        table: BucketTable,
+        table: Decoder,
         tokenizer: Tokenizer,
         session: Session,
         prompt: Sequence[int],
@@ -158,7 +207,7 @@ class Generation(Iterator[str]):
             if piece:
                 self.text += piece
                 yield piece
-            limit = min(pace, self._table.options.decode_block, self._remaining(len(prompt)))
+            limit = self._table.decode_limit(pace, self._remaining(len(prompt)))
             if self.finish_reason is None and limit <= 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
@@ -240,7 +289,7 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return min(len(a), len(b))
 
 
-def _check_prompt(prompt: Sequence[int], table: BucketTable) -> None:
+def _check_prompt(prompt: Sequence[int], table: Decoder) -> None:
     window, vocab = table.options.context_tokens, table.cfg.vocab_size
     if not prompt:
         raise ConfigError("the prompt is empty; give it at least one token of text")

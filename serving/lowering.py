@@ -28,6 +28,8 @@ from jaxllm.models.parameters import Params
 from jaxllm.models.tlm import TlmConfig
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.speculative.decoding import draft, follow, keep_path, settle, verify
+from jaxllm.speculative.tree import new_tree
 from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_branches, score_chunk
 from jaxllm.used_units import PARAMETER
 from serving.bucket_plan import ENCODED_CHUNKS
@@ -63,6 +65,8 @@ def lower(
         return _lower_context(bucket, cfg, params, options, jax.eval_shape(make_cache))
     if bucket.kind in ("rows", "layer", "tree", "norm", "head"):
         return _lower_piece(bucket, cfg, params, options, jax.eval_shape(make_cache))
+    if bucket.kind in ("draft", "follow", "verify", "settle", "keep"):
+        return _lower_tree(bucket, cfg, params, options, jax.eval_shape(make_cache))
     sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
     if bucket.kind == "sample":
         logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
@@ -196,6 +200,46 @@ def _lower_piece(
     weights = _shapes(layer_params(params, layer, layer))
     past = cache.keys[layer], cache.values[layer]
     return jax.jit(run, donate_argnums=(1, 3, 4)).lower(weights, x, at, past, cache.mass)
+
+
+def _lower_tree(
+    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions, cache: Any
+) -> jax.stages.Lowered:
+    """The graphs of token trees; `cache` has the shapes of one."""
+    dtype, shape, nodes = jnp.dtype(options.activation_dtype), options.trees, bucket.tokens
+    assert shape is not None
+    scalar = jax.ShapeDtypeStruct((), jnp.int32)
+    path, fed = jax.ShapeDtypeStruct((nodes,), jnp.int32), jax.ShapeDtypeStruct((nodes,), jnp.bool_)
+    tree = jax.eval_shape(functools.partial(new_tree, room=nodes), scalar)
+    if bucket.kind == "keep":
+        return jax.jit(keep_path, donate_argnums=(0,)).lower(cache, path, scalar)
+    if bucket.kind == "follow":
+        return jax.jit(follow, donate_argnums=(0,)).lower(cache, tree, fed, path, scalar, scalar)
+    if bucket.kind == "draft":
+
+        def drafted(params: Params | CountedSubModel, *rest: Any) -> Any:
+            return draft(
+                sub_model(params, cfg),
+                *rest,
+                cfg=cfg,
+                dtype=dtype,
+                tips=shape.tips,
+                branches=shape.branches,
+                threshold=shape.threshold,
+            )
+
+        alpha = jax.ShapeDtypeStruct((), jnp.float32)
+        grown = jax.jit(drafted, donate_argnums=(1, 2, 3))
+        return grown.lower(_shapes(params), tree, fed, cache, alpha, scalar, scalar)
+    sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
+    if bucket.kind == "settle":
+        logits = jax.ShapeDtypeStruct((nodes, cfg.vocab_size), jnp.float32)
+        return jax.jit(settle, donate_argnums=(2,)).lower(tree, logits, sampler, scalar)
+
+    def verified(params: Params | CountedSubModel, *rest: Any) -> Any:
+        return verify(sub_model(params, cfg), *rest, cfg=cfg, dtype=dtype)
+
+    return jax.jit(verified, donate_argnums=(2, 3)).lower(_shapes(params), tree, cache, sampler, scalar)
 
 
 def row_step(table: Weight) -> int:

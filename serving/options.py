@@ -13,6 +13,7 @@ from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.lora import LoraConfig
 from serving.direct_io import Storage
+from serving.speculative.options import TreeShape
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -53,6 +54,7 @@ class EngineOptions:
         than the model needs, layers are read from storage each time they are used (see
         `serving.streaming`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
       storage: how they are read.
+      trees: sizes of token trees, where the model drafts or verifies (see `serving.speculative`).
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
         none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
@@ -71,6 +73,7 @@ class EngineOptions:
     kv_chunk_tokens: int = KV_CHUNK_TOKENS
     memory_bytes: int = 0
     storage: Storage = dataclasses.field(default_factory=Storage)
+    trees: TreeShape | None = None
     levels: tuple[int, ...] = ()
     executables_bytes: int | None = None
 

@@ -59,6 +59,11 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
       nodes: `[N]` int32, ascending.
       count: int32 scalar, how many of them, the first, are kept.
     """
+    return dataclasses.replace(_moved(cache, nodes, count), length=cache.length + count)
+
+
+def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
+    """The cache with the rows of some ascending nodes one behind the other, where the tree began."""
     place = jnp.arange(nodes.shape[0], dtype=jnp.int32)
     source = jnp.where(place < count, nodes, place)
     # Ascending nodes never lie before their place, so that reading all rows first is a plain gather.
@@ -68,12 +73,8 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     def moved(values: jax.Array) -> jax.Array:
         return behind.write(values, values[:, :, rows])
 
-    return dataclasses.replace(
-        cache,
-        keys=tuple(map(moved, cache.keys)),
-        values=tuple(map(moved, cache.values)),
-        length=cache.length + count,
-    )
+    keys, values = (tuple(map(moved, layers)) for layers in (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
 
 
 def draft(
@@ -82,6 +83,7 @@ def draft(
     fed: jax.Array,
     cache: KVCache,
     alpha: jax.Array,
+    most: jax.Array,
     limit: jax.Array,
     *,
     cfg: ModelConfig,
@@ -91,7 +93,7 @@ def draft(
     threshold: float = BRANCH_CONFIDENCE,
 ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
     """Grows a tree in one dispatch: the most confident branches first, until none is more confident than
-    alpha, the tree is full, or `limit` readings are done.
+    alpha, the tree has enough nodes, or `limit` readings are done.
 
     Args:
       params: the draft's parameters.
@@ -99,6 +101,7 @@ def draft(
       fed: `[N]` bool, which nodes the draft has read.
       cache: the draft's.
       alpha: float32 scalar, see `fallback`.
+      most: int32 scalar, nodes that are enough; the last reading may add a few more.
       limit: int32 scalar.
       cfg: the draft.
       tips: how many branches are read at a time.
@@ -112,7 +115,8 @@ def draft(
 
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
-        return (best_confidence(tree, fed) >= alpha) & (tree.count < tree.room) & (done < limit)
+        enough = tree.count >= jnp.minimum(most, tree.room)
+        return (best_confidence(tree, fed) >= alpha) & ~enough & (done < limit)
 
     def step(
         carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],
@@ -134,6 +138,7 @@ def verify(
     tree: TokenTree,
     cache: KVCache,
     sampler: SamplerState,
+    limit: jax.Array,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
@@ -145,6 +150,7 @@ def verify(
       tree: the tree.
       cache: the target's; donated.
       sampler: of the sequence up to the root, batch 1; donated.
+      limit: int32 scalar, most tokens that may be said, at least 1.
       cfg: the target.
       dtype: of the activations.
 
@@ -155,34 +161,85 @@ def verify(
     """
     nodes = jnp.arange(tree.room, dtype=jnp.int32)
     out, cache = read_nodes(params, tree, nodes, tree.count, cache, cfg=cfg, dtype=dtype)
-    chosen = choices(tree, out, sampler)
-    last = deepest(tree, accepted_nodes(tree, chosen))
-    path, count = path_to(tree, last)
-    # Behind each node of the path the target says the next one, and behind the last a token of its own.
-    tokens = chosen[path]
-    said = (nodes < count).astype(jnp.int32)
-    counts = sampler.counts.at[0, tokens].add(said)
-    sampler = dataclasses.replace(sampler, counts=counts, drawn=sampler.drawn + count)
+    tokens, count, path, sampler = settle(tree, out, sampler, limit)
     return tokens, count, path, keep_path(cache, path, count), sampler
 
 
+def settle(
+    tree: TokenTree, logits: jax.Array, sampler: SamplerState, limit: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, SamplerState]:
+    """What a target says whose logits `[N, V]` float32 behind a tree's nodes are known (see `verify`).
+
+    Returns:
+      Tokens, their count, the path's nodes, and the sampler.
+    """
+    chosen = choices(tree, logits, sampler)
+    last = deepest(tree, accepted_nodes(tree, chosen))
+    path, count = path_to(tree, last)
+    count = jnp.minimum(count, limit)
+    # Behind each node of the path the target says the next one, and behind the last a token of its own.
+    tokens = chosen[path]
+    said = (jnp.arange(tree.room, dtype=jnp.int32) < count).astype(jnp.int32)
+    counts = sampler.counts.at[0, tokens].add(said)
+    return tokens, count, path, dataclasses.replace(sampler, counts=counts, drawn=sampler.drawn + count)
+
+
 def follow(
-    cache: KVCache, fed: jax.Array, path: jax.Array, count: jax.Array, token: jax.Array, *, room: int
-) -> tuple[KVCache, TokenTree, jax.Array]:
-    """The draft's cache and a new tree behind what the target has accepted.
+    cache: KVCache, tree: TokenTree, fed: jax.Array, path: jax.Array, count: jax.Array, token: jax.Array
+) -> tuple[KVCache, TokenTree, jax.Array, jax.Array]:
+    """The draft's cache and tree behind what the target has accepted.
+
+    Where the draft had foreseen the target's own token, what it has drafted behind that stays: the tree may
+    have grown since the target began to read it (LLMCad, section 3.4).
 
     Args:
       cache: the draft's, with the old tree's rows.
-      fed: `[N]` bool, which of its nodes the draft had read.
-      path: `[N]` int32, the accepted nodes.
+      tree: the old tree.
+      fed: `[N]` bool, which of its nodes the draft has read.
+      path: `[M]` int32, the accepted nodes, ascending.
       count: int32 scalar, how many.
       token: int32 scalar, the target's own behind them: the new root.
-      room: of the new tree.
 
     Returns:
-      The cache with the path behind its sequence; the tree; and how many of the path's last nodes the draft
-      has not read (int32 scalar): tokens that it must still be fed before the root.
+      The cache with the path behind its sequence and the new tree's rows behind that; the tree; which of its
+      nodes the draft has read; and how many of the path's last nodes it has not (int32 scalar): tokens that
+      it must still be fed before the root.
     """
     place = jnp.arange(path.shape[0], dtype=jnp.int32)
-    read = jnp.sum((place < count) & fed[path], dtype=jnp.int32)
-    return keep_path(cache, path, read), new_tree(token, room), count - read
+    kept = (
+        jnp.zeros(tree.room, jnp.bool_).at[jnp.where(place < count, path, tree.room)].set(True, mode="drop")
+    )
+    read = jnp.sum(kept & fed, dtype=jnp.int32)
+    behind = (tree.parents == path[count - 1]) & (tree.tokens == token) & tree.used
+    heir = jnp.argmax(behind).astype(jnp.int32)
+    later = ancestors(tree)[:, heir] & behind[heir]
+    grown, fed_then = _subtree(tree, fed, later, token)
+    # Only what was read has rows, and behind a path that was not read to its end nothing was.
+    rows = jnp.nonzero((kept & fed) | later, size=tree.room, fill_value=np.iinfo(np.int32).max)[0]
+    total = read + jnp.sum(later, dtype=jnp.int32)
+    cache = _moved(cache, rows.astype(jnp.int32), total)
+    return dataclasses.replace(cache, length=cache.length + read), grown, fed_then, count - read
+
+
+def _subtree(
+    tree: TokenTree, fed: jax.Array, nodes: jax.Array, token: jax.Array
+) -> tuple[TokenTree, jax.Array]:
+    """The part of a tree that some nodes `[N]` bool are, the first of them its root, or where there are none
+    a root alone; and which of its nodes are read."""
+    count = jnp.sum(nodes, dtype=jnp.int32)
+    order = jnp.nonzero(nodes, size=tree.room, fill_value=0)[0].astype(jnp.int32)
+    new = jnp.cumsum(nodes.astype(jnp.int32)) - 1
+    there = jnp.arange(tree.room, dtype=jnp.int32) < count
+    root = order[0]
+    whole = tree.confidences[root]
+    first = jnp.arange(tree.room, dtype=jnp.int32) == 0
+    alone = new_tree(token, tree.room)
+    part = TokenTree(
+        tokens=jnp.where(there, tree.tokens[order], 0),
+        parents=jnp.where(there & ~first, new[tree.parents[order]], -1),
+        depths=jnp.where(there, tree.depths[order] - tree.depths[root], 0),
+        confidences=jnp.where(there, tree.confidences[order] / jnp.maximum(whole, np.float32(1e-30)), 0.0),
+        count=count,
+    )
+    found = jax.tree.map(lambda some, none: jnp.where(count > 0, some, none), part, alone)
+    return found, there & fed[order]

@@ -47,7 +47,7 @@ def greedy_agreement(
     Raises:
       ConfigError: the tokenizers differ, the window does not fit, or nothing is left to predict.
     """
-    if engine.tokenizer.files.tokenizer_json != other.tokenizer.files.tokenizer_json:
+    if not engine.tokenizer.same_tokens(other.tokenizer):
         raise ConfigError("the two models have different tokenizers: their tokens cannot be compared")
     shorter = min(engine.options.context_tokens, other.options.context_tokens)
     windows = windows_of(engine, documents, window_tokens or shorter)

@@ -11,11 +11,15 @@ from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.kv.cache import KVCache, Places, TreeRows
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_store import GraphStore
 from serving.graph_table import GraphTable
 from serving.options import EngineOptions
-from serving.streaming.weights import Meanwhile, StreamedWeights
+from serving.speculative.host_tree import seen_of
+from serving.speculative.verdict import Verdict
+from serving.streaming.weight_stream import Meanwhile
+from serving.streaming.weights import StreamedWeights
 
 
 class StreamedTable(GraphTable):
@@ -71,19 +75,20 @@ class StreamedTable(GraphTable):
     def tree_buckets(self, nodes: int) -> list[Bucket]:
         """The buckets that read a token tree of `nodes` nodes."""
         buckets = [self._rows_bucket(nodes), self._norm_bucket(nodes, nodes), *self._head_buckets(nodes)]
+        buckets.append(Bucket(kind="settle", tokens=nodes))
         for cache in self.options.cache_tokens:
-            buckets += self._layer_buckets("tree", nodes, cache)
+            buckets += [*self._layer_buckets("tree", nodes, cache), self._bucket("keep", nodes, cache)]
         return buckets
 
     def rehearse(self) -> None:
         """Runs a chunk of each length and a token, once for each length of cache."""
         for capacity in self.options.cache_tokens:
             cache = self.start(capacity)
-            for tokens in (*self.options.chunk_tokens, 1):
+            for tokens in self.options.chunk_tokens:
                 if tokens <= capacity:
-                    logits, cache = self.prefill(cache, [0] * tokens, 0)
-            sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
-            self.sample(logits, sampler)
+                    _, cache = self.prefill(cache, [0] * tokens, 0)
+            logits, _ = self.prefill(cache, [0], 0)
+            self.sample(logits, sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
 
     # -- running them ----------------------------------------------------------------------------
 
@@ -122,33 +127,32 @@ class StreamedTable(GraphTable):
             found.append(last)
         return np.array([found], np.int32), len(found), cache, sampler
 
-    def read_tree(
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """See `BucketTable.decode_limit`."""
+        return min(pace, self.options.decode_block, remaining)
+
+    def verify(
         self,
+        tree: TokenTree,
         cache: KVCache,
-        tokens: np.ndarray,
-        depths: np.ndarray,
-        seen: np.ndarray,
-        count: int,
+        sampler: SamplerState,
+        limit: int,
         meanwhile: Meanwhile | None = None,
-    ) -> tuple[np.ndarray, KVCache]:
-        """Reads a token tree behind the sequence in the cache, whose length stays as it is.
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """What the model says of a token tree (see `BucketTable.verify`).
 
-        Args:
-          cache: the target's.
-          tokens: `[N]` int32, of the nodes.
-          depths: `[N]` int32.
-          seen: `[N, N]` bool, see `TreeRows`.
-          count: how many of the nodes are real.
-          meanwhile: other work, while weights are waited for (see `WeightStream.piece`).
-
-        Returns:
-          Logits `[N, V]` float32 behind each node, and the cache.
+        `meanwhile` is called while weights are waited for, with how long that will take; see
+        `WeightStream.piece`.
         """
-        base = np.int32(int(cache.length))
-        rows = base + np.arange(len(tokens), dtype=np.int32)
-        at = Places(base + depths, np.int32(count), TreeRows(base, rows, seen))  # pyright: ignore
-        (x,), cache = self._pass([(tokens, at)], cache, meanwhile)
-        return self._logits(x, np.arange(len(tokens), dtype=np.int32), meanwhile), cache
+        nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
+        rows = TreeRows(length, length + nodes, seen_of(tree))  # pyright: ignore
+        at = Places(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
+        (x,), cache = self._pass([(np.asarray(tree.tokens), at)], cache, meanwhile)
+        logits = self._logits(x, nodes, meanwhile)
+        settled = self.graph(Bucket(kind="settle", tokens=tree.room))
+        tokens, count, path, sampler = settled(tree, logits, sampler, np.int32(limit))
+        cache = self.graph(self._bucket("keep", tree.room, cache.capacity_tokens))(cache, path, count)
+        return Verdict.of(tokens, count, path), cache, sampler
 
     def _pass(
         self, chunks: Sequence[tuple[np.ndarray, Places]], cache: KVCache, meanwhile: Meanwhile | None = None

@@ -22,6 +22,10 @@ from serving.streaming.pieces import Piece, Range, read_bytes
 _BLOCK_BYTES = 4 << 20
 _THREADS = 4
 
+# Other work while weights are waited for: told how long that should take, in seconds, it does a little and
+# says whether it did.
+Meanwhile = Callable[[float], bool]
+
 
 @dataclasses.dataclass
 class StreamCounts:
@@ -47,12 +51,14 @@ class Slot:
       piece: the number of the one that is in it or is read into it, -1 for none.
       ready: whether all of it is there, or failed to come.
       error: why it did not come.
+      began: when reading it began, as `time.perf_counter` counts.
     """
 
     memory: np.ndarray
     piece: int = -1
     ready: bool = False
     error: Exception | None = None
+    began: float = 0.0
 
 
 class WeightStream:
@@ -126,13 +132,12 @@ class WeightStream:
             self._pieces = list(pieces)
 
     @contextlib.contextmanager
-    def piece(self, number: int, meanwhile: Callable[[], bool] | None = None) -> Iterator[Slot]:
+    def piece(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Slot]:
         """A piece in its slot, which stays what it is until the context ends.
 
         Args:
           number: of the piece; in a pass they ascend.
-          meanwhile: called again and again while the piece is waited for; does a little of other work and
-            tells whether there was any.
+          meanwhile: called again and again while the piece is waited for, until it has nothing to do.
 
         Raises:
           CheckpointError: it cannot be read. The next pass tries again.
@@ -163,7 +168,7 @@ class WeightStream:
         self._pool.shutdown()
         self._reader.close()
 
-    def _take(self, number: int, meanwhile: Callable[[], bool] | None) -> Slot:
+    def _take(self, number: int, meanwhile: Meanwhile | None) -> Slot:
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -174,7 +179,7 @@ class WeightStream:
                 self._next = self._coming.index(number)
                 self._changed.wait_for(lambda: bool(self._ahead))
             slot = self._ahead[0]
-        while not slot.ready and meanwhile is not None and meanwhile():
+        while not slot.ready and meanwhile is not None and meanwhile(self._wait_s(slot)):
             pass
         began = time.perf_counter()
         with self._changed:
@@ -185,6 +190,14 @@ class WeightStream:
                 self._drop_all()
                 raise error
         return slot
+
+    def _wait_s(self, slot: Slot) -> float:
+        """How long it should take until a piece is there that is being read."""
+        counts = self.counts
+        if not counts.read_bytes:
+            return 0.0
+        takes = read_bytes(self._pieces[slot.piece]) * counts.reading_s / counts.read_bytes
+        return max(0.0, slot.began + takes - time.perf_counter())
 
     def _forget(self) -> None:
         with self._changed:
@@ -221,8 +234,8 @@ class WeightStream:
                 slot.piece = number
                 self._ahead.append(slot)
                 piece = self._pieces[number]
+                slot.began = began = time.perf_counter()
                 self._changed.notify_all()
-            began = time.perf_counter()
             try:
                 self._read(piece, slot.memory)
             except Exception as error:  # Whatever it is, it is for the one who waits.

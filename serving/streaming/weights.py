@@ -23,14 +23,12 @@ from serving.lowering import layer_params
 from serving.streaming.embedding import EmbeddingRows
 from serving.streaming.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.streaming.plan import MemoryPlan, plan_memory
-from serving.streaming.weight_stream import Slot, StreamCounts, WeightStream
+from serving.streaming.weight_stream import Meanwhile, Slot, StreamCounts, WeightStream
 
 # Of the embedding table's rows that stay: at most so many bytes, and this share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
 # What is read at a time to check the file.
 _CHECK_BYTES = 4 << 20
-
-Meanwhile = Callable[[], bool]
 
 
 class StreamedWeights:

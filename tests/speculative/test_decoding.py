@@ -19,7 +19,7 @@ from tests.tiny import TINY, tiny_params
 CFG = TINY
 SMALL = dataclasses.replace(TINY, layers=1, heads=2, kv_heads=1, ffn_size=48, attention_windows=())
 PROMPT = np.array([[5, 9, 40, 2, 77, 31]], np.int32)
-ROOM, DTYPE = 8, jnp.float32
+ROOM, VERIFIED, DTYPE = 24, 8, jnp.float32
 PARENTS, TOKENS = [0, 0, 1, 1, 3], [11, 12, 13, 14, 15]
 
 
@@ -105,29 +105,32 @@ def test_the_answer_is_the_targets_own(sampling, drafter):
     cfg, params = (CFG, PARAMS) if drafter == "itself" else (SMALL, SMALL_PARAMS)
     growing = jax.jit(functools.partial(draft, cfg=cfg, tips=2, branches=3, dtype=DTYPE, threshold=0.05))
     verifying = jax.jit(functools.partial(verify, cfg=CFG, dtype=DTYPE))
-    following = jax.jit(functools.partial(follow, room=ROOM))
+    following = jax.jit(follow)
     state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
     ours = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE)
     hidden, ours = prefill(PARAMS, PROMPT, ours, cfg=CFG)
     theirs = cache_of(cfg, params, PROMPT)
     token, state = jax.jit(sample)(decoder.logits(PARAMS, hidden[:, -1], cfg=CFG), state)
     said, lengths = [int(token[0])], []
-    tree = new_tree(token[0], ROOM)
+    tree, fed, foreseen = new_tree(token[0], ROOM), jnp.zeros(ROOM, bool), 0
     while len(said) < 24:
         tree, fed, theirs, runs = growing(
-            params, tree, jnp.zeros(ROOM, bool), theirs, jnp.float32(1e-4), jnp.int32(20)
+            params, tree, fed, theirs, jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM)
         )
-        assert 1 <= int(runs) <= ROOM
-        tokens, count, path, ours, state = verifying(PARAMS, tree, ours, state)
+        assert int(runs) <= ROOM
+        part = jax.tree.map(lambda each: each[:VERIFIED] if each.ndim else jnp.minimum(each, VERIFIED), tree)
+        tokens, count, path, ours, state = verifying(PARAMS, part, ours, state, jnp.int32(24 - len(said)))
         said += tokens[: int(count)].tolist()
         lengths.append(int(count))
-        theirs, tree, missing = following(theirs, fed, path, count, tokens[count - 1])
+        theirs, tree, fed, missing = following(theirs, tree, fed, path, count, tokens[count - 1])
+        foreseen += int(tree.count) > 1
         if int(missing):
             # What the draft had not read when it stopped: the path's last node.
             left = np.array([said[-1 - int(missing) : -1]], np.int32)
             theirs = prefill(params, left, theirs, cfg=cfg)[1]
         assert int(theirs.length) == int(ours.length) == PROMPT.shape[1] + len(said) - 1
-    assert said[:24] == plain(sampling, 24)
+    assert said == plain(sampling, 24)
     if drafter == "itself" and not sampling.temperature:
-        # The target drafts what it would say: all of a branch is accepted.
-        assert min(lengths) >= 3
+        # The target drafts what it would say: all of a branch is accepted, and what lies behind it stays.
+        assert min(lengths[:-1]) >= 3
+        assert foreseen

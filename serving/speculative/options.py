@@ -1,0 +1,75 @@
+"""What speculation may be told."""
+
+import dataclasses
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.speculative.fallback import LEAST, MOST, START
+from jaxllm.speculative.pacer import BRANCH_CONFIDENCE
+
+_MOST_NODES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """Sizes of token trees, for which graphs are compiled.
+
+    Attributes:
+      nodes: of trees as the target reads them, ascending: each in the smallest that it fits.
+      room: of trees as the draft grows them, which may be larger: it goes on while the target reads.
+      tips: branches that the draft reads at a time.
+      branches: most children of a node; 1 makes a tree a line.
+      threshold: a token at least this likely opens a branch (LLMCad, section 3.2).
+    """
+
+    nodes: tuple[int, ...] = (8, 16, 32)
+    room: int = 64
+    tips: int = 2
+    branches: int = 3
+    threshold: float = BRANCH_CONFIDENCE
+
+    def __post_init__(self) -> None:
+        if not self.nodes or list(self.nodes) != sorted(set(self.nodes)) or self.nodes[0] < 2:
+            raise ConfigError(f"nodes must be ascending and at least 2, got {self.nodes}")
+        if not self.nodes[-1] <= self.room <= _MOST_NODES:
+            raise ConfigError(
+                f"room must be in [{self.nodes[-1]}, {_MOST_NODES}], the largest of nodes and what graphs "
+                f"are made for, got {self.room}"
+            )
+        if not 1 <= self.tips <= self.room or not 1 <= self.branches <= self.room:
+            raise ConfigError(f"tips and branches must be in [1, {self.room}]")
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(f"threshold must be in (0, 1], got {self.threshold}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """How answers are drafted.
+
+    Attributes:
+      drafter: a name of `serving.speculative.drafters.DRAFTERS`.
+      model: what drafts, where that is a model: a bundle, a folder, or a packaged model's name.
+      level: what drafts, where that is a level of the target, in percent.
+      trees: sizes of token trees.
+      alpha: the confidence below which drafting ends, to begin with (section 3.3).
+      adaptive: whether alpha learns from what was right.
+      pipelined: whether drafting goes on while the target's weights are read (section 3.4).
+      thrifty: whether drafting ends where it does not pay, to be tried again now and then.
+    """
+
+    drafter: str = "model"
+    model: str | Path | None = None
+    level: int = 0
+    trees: TreeShape = dataclasses.field(default_factory=TreeShape)
+    alpha: float = START
+    adaptive: bool = True
+    pipelined: bool = True
+    thrifty: bool = True
+
+    def __post_init__(self) -> None:
+        if not LEAST <= self.alpha <= MOST:
+            raise ConfigError(f"alpha must be in [{LEAST}, {MOST}], got {self.alpha}")
+        if (self.drafter == "model") != (self.model is not None):
+            raise ConfigError("the drafter 'model', and no other, needs a model to draft with")
+        if (self.drafter == "level") != bool(self.level):
+            raise ConfigError("the drafter 'level', and no other, needs a level to draft with")

@@ -1,0 +1,221 @@
+"""Decoding with drafts: the same calls as a target's own table, and the same tokens, in fewer passes.
+
+A round is one tree: the drafter grows it, the target reads it at once, what is accepted goes into both
+caches. A sequence is what it would be without: `jaxllm.speculative.acceptance.choices` draws each token as
+plain decoding would.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.kv.cache import KVCache
+from jaxllm.sampling import SamplerState
+from jaxllm.speculative.fallback import Fallback
+from jaxllm.speculative.tree import TokenTree
+from serving.buckets import BucketTable
+from serving.graph_table import Progress
+from serving.options import EngineOptions
+from serving.speculative.drafters import Drafter
+from serving.speculative.host_tree import first_nodes, open_confidence
+from serving.speculative.options import SpeculationOptions
+from serving.speculative.thrift import Thrift
+from serving.streaming.table import StreamedTable
+
+
+@dataclasses.dataclass
+class DraftedCache:
+    """The target's cache, and the tokens whose rows it has."""
+
+    target: KVCache
+    tokens: list[int]
+
+
+@dataclasses.dataclass
+class SpeculationCounts:
+    """What speculation has done.
+
+    Attributes:
+      rounds: trees that the target has read.
+      nodes: drafted tokens that it has read.
+      accepted: of those the ones that were right.
+      tokens: that rounds gave, the target's own among them.
+      plain_tokens: that came without drafts.
+      draft_s: time spent drafting before verifications.
+      verify_s: time spent verifying.
+      hidden_steps: readings of the drafter while the target waited for weights.
+    """
+
+    rounds: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    plain_tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    hidden_steps: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a round."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def useful_share(self) -> float:
+        """Of drafted tokens that were read, the share that was right."""
+        return self.accepted / self.nodes if self.nodes else 0.0
+
+
+class SpeculativeTable:
+    """A target with a drafter (see `BucketTable`, whose calls these are).
+
+    Attributes:
+      target: whose tokens come out.
+      counts: see `SpeculationCounts`.
+    """
+
+    def __init__(
+        self, target: BucketTable | StreamedTable, drafter: Drafter, options: SpeculationOptions
+    ) -> None:
+        self.target, self.counts = target, SpeculationCounts()
+        self._drafter, self._options = drafter, options
+        self._fallback, self._thrift = Fallback(options.alpha), Thrift()
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The target."""
+        return self.target.cfg
+
+    @property
+    def options(self) -> EngineOptions:
+        """The target's."""
+        return self.target.options
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """The target's."""
+        return self.target.weights_version
+
+    def fill(self, progress: Progress | None = None) -> None:
+        """Compiles all that rounds take, the target's own graphs left aside."""
+        nodes = self._options.trees.nodes
+        self.target.fill([bucket for each in nodes for bucket in self.target.tree_buckets(each)], progress)
+        self._drafter.warm_up(progress)
+
+    # -- calls of a table ------------------------------------------------------------------------
+
+    def start(self, tokens: int) -> DraftedCache:
+        """An empty cache with room for `tokens` positions, and for a tree where there is any."""
+        return DraftedCache(self.target.start(self._with_tree(tokens)), [])
+
+    def make_room(self, cache: DraftedCache, tokens: int) -> DraftedCache:
+        """The cache, or a longer one (see `GraphTable.make_room`)."""
+        target = self.target.make_room(cache.target, self._with_tree(tokens))
+        return DraftedCache(target, cache.tokens)
+
+    def prefill(self, cache: DraftedCache, tokens: Sequence[int], at: int) -> tuple[Any, DraftedCache]:
+        """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
+        logits, target = self.target.prefill(cache.target, tokens, at)
+        return logits, DraftedCache(target, [*cache.tokens[:at], *tokens])
+
+    def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+        """The first token `[1]` of an answer, and the sampler."""
+        return self.target.sample(logits, sampler)
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """How many tokens `decode` should be asked for, where `remaining` are wanted: a round is not to be
+        cut short."""
+        del pace
+        return min(remaining, self._options.trees.nodes[-1])
+
+    def decode(
+        self,
+        token: jax.Array | np.ndarray,
+        cache: DraftedCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+    ) -> tuple[np.ndarray, int, DraftedCache, SamplerState]:
+        """One round: up to `limit` further tokens `[1, count]`, their count, cache, sampler."""
+        root, length = int(np.asarray(token)[0]), len(cache.tokens)
+        room = min(cache.target.capacity_tokens - length, self._options.trees.nodes[-1])
+        if limit < 2 or room < self._options.trees.nodes[0] or not self._worthwhile:
+            return self._plain(root, cache, sampler, stop_ids)
+        began = time.perf_counter()
+        most = max(each for each in self._options.trees.nodes if each <= room)
+        tree = self._drafter.grow(cache.tokens, root, self._fallback.alpha, most)
+        draft_s = time.perf_counter() - began
+        if int(tree.count) < 2:
+            # Nothing to check: a plain token is cheaper.
+            return self._plain(root, cache, sampler, stop_ids)
+        return self._round(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    @property
+    def _worthwhile(self) -> bool:
+        return not self._options.thrifty or self._thrift.worthwhile
+
+    def _round(
+        self,
+        tree: TokenTree,
+        count: int,
+        draft_s: float,
+        cache: DraftedCache,
+        sampler: SamplerState,
+        limit: int,
+    ) -> tuple[np.ndarray, int, DraftedCache, SamplerState]:
+        began = time.perf_counter()
+        nodes = next(each for each in self._options.trees.nodes if each >= count)
+        part = first_nodes(tree, count, nodes)
+        target = dataclasses.replace(cache.target, length=np.int32(len(cache.tokens)))  # pyright: ignore
+        verdict, target, sampler = self.target.verify(part, target, sampler, limit, self._meanwhile)
+        verify_s = time.perf_counter() - began
+        self._drafter.follow(verdict.path.tolist(), int(verdict.tokens[-1]))
+        said = verdict.tokens.tolist()
+        self._learn(part, len(said), draft_s, verify_s)
+        tokens = [*cache.tokens, int(part.tokens[0]), *said[:-1]]
+        return verdict.tokens[None], len(said), DraftedCache(target, tokens), sampler
+
+    def _plain(
+        self, root: int, cache: DraftedCache, sampler: SamplerState, stop_ids: np.ndarray
+    ) -> tuple[np.ndarray, int, DraftedCache, SamplerState]:
+        began = time.perf_counter()
+        target = dataclasses.replace(cache.target, length=np.int32(len(cache.tokens)))  # pyright: ignore
+        token = np.array([root], np.int32)
+        rows, _, target, sampler = self.target.decode(token, target, sampler, stop_ids, 1)  # pyright: ignore
+        rows = np.asarray(rows)[:, :1]
+        self._thrift.plain(took_ms=1000 * (time.perf_counter() - began), tokens=1)
+        self.counts.plain_tokens += 1
+        return rows, 1, DraftedCache(target, [*cache.tokens, root]), sampler
+
+    def _meanwhile(self, wait_s: float) -> bool:
+        """One step of the drafter, if it ends before the target goes on."""
+        if not self._options.pipelined or wait_s < self._drafter.step_s or not self._drafter.step():
+            return False
+        self.counts.hidden_steps += 1
+        return True
+
+    def _learn(self, tree: TokenTree, tokens: int, draft_s: float, verify_s: float) -> None:
+        counts, drafted = self.counts, int(np.max(tree.depths))
+        counts.rounds += 1
+        counts.nodes += int(tree.count) - 1
+        counts.accepted += tokens - 1
+        counts.tokens += tokens
+        counts.draft_s += draft_s
+        counts.verify_s += verify_s
+        self._thrift.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        if self._options.adaptive and drafted:
+            correct = min(tokens - 1, drafted)
+            self._fallback = self._fallback.after(
+                drafted=drafted, correct=correct, confidence=open_confidence(tree)
+            )
+
+    def _with_tree(self, tokens: int) -> int:
+        """Positions for `tokens` and a tree behind them, as far as the context reaches."""
+        return max(tokens, min(tokens + self._options.trees.nodes[-1], self.options.context_tokens))

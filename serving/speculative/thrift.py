@@ -1,0 +1,52 @@
+"""Whether drafting pays: what a token takes with it and without, measured while answering.
+
+Reading a whole tree never takes less than reading one token. So as long as drafting and verifying take less
+per token than verifying alone per pass, drafting may pay; where they do not, it cannot.
+"""
+
+# Of a new measurement in a running mean.
+_NEW_SHARE = 0.25
+# Rounds before the first judgement, and tokens without drafts after a bad one: twice as many each time.
+_PATIENCE_ROUNDS = 3
+_FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
+
+
+class Thrift:
+    """Measures rounds with and without a draft, and says which comes next."""
+
+    def __init__(self) -> None:
+        self._round_ms = self._tokens = self._pass_ms = self._plain_ms = 0.0
+        self._rounds = 0
+        self._left = 0
+        self._pause = _FIRST_PAUSE_TOKENS
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether the next round should have a draft."""
+        return self._left <= 0
+
+    def drafted(self, *, draft_ms: float, verify_ms: float, tokens: int) -> None:
+        """A round with a draft gave so many tokens."""
+        first = not self._rounds
+        self._rounds += 1
+        self._round_ms = _mean(self._round_ms, draft_ms + verify_ms, first)
+        self._pass_ms = _mean(self._pass_ms, verify_ms, first)
+        self._tokens = _mean(self._tokens, tokens, first)
+        # What a plain pass takes is known where there was one, and else not more than one over a tree.
+        plain_ms = min(self._plain_ms or self._pass_ms, self._pass_ms)
+        if self._round_ms / self._tokens <= plain_ms:
+            self._pause = _FIRST_PAUSE_TOKENS
+        elif self._rounds >= _PATIENCE_ROUNDS:
+            self._left = self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_TOKENS)
+            # When it is tried again, what is measured then counts alone.
+            self._rounds = 0
+
+    def plain(self, *, took_ms: float, tokens: int) -> None:
+        """So many tokens came without a draft."""
+        self._plain_ms = _mean(self._plain_ms, took_ms / tokens, not self._plain_ms)
+        self._left -= tokens
+
+
+def _mean(old: float, new: float, first: bool) -> float:
+    return new if first else old + _NEW_SHARE * (new - old)
