@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.options import EngineOptions
+from serving.speculative.options import SpeculationOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -47,21 +49,89 @@ class ModelChoice:
     context_tokens: int
     adapter: Path | None
     level: int
+    memory: int = 0
+    draft: str | None = None
 
     def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine":
         """The engine that serves it."""
-        return self._open(self.model, progress, warm_up=warm_up, adapter=self.adapter, level=self.level)
+        options = EngineOptions(context_tokens=self.context_tokens, memory_bytes=self.memory)
+        return self._open(
+            self.model,
+            options,
+            progress,
+            warm_up=warm_up,
+            adapter=self.adapter,
+            level=self.level,
+            speculation=None if self.draft is None else speculation(self.draft),
+        )
 
     def open_other(self, model: Path, progress: ProgressCallback) -> "Engine":
-        """An engine for another model, likewise but for adapter and level."""
-        return self._open(model, progress, warm_up=False)
+        """An engine for another model, likewise but for adapter, level, memory and draft."""
+        return self._open(model, EngineOptions(context_tokens=self.context_tokens), progress, warm_up=False)
 
-    def _open(self, model: Path | None, progress: ProgressCallback, **more: Any) -> "Engine":
+    def _open(
+        self, model: Path | None, options: EngineOptions, progress: ProgressCallback, **more: Any
+    ) -> "Engine":
         # Here, because commands that open no engine need not wait for it.
         from serving.engine import Engine
 
-        options = EngineOptions(context_tokens=self.context_tokens)
         return Engine.open(model, weights=self.weights, options=options, progress=progress, **more)
+
+
+class Size(click.ParamType):
+    """A number of bytes, such as 300MB, 1.5GiB or 4096."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; fails the command where it is none."""
+        if isinstance(value, int):
+            return value
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value), re.IGNORECASE)
+        if found is None:
+            self.fail(f"{value!r} is no size; give one such as 300MB, 1.5GiB or 4096", param, ctx)
+        number, prefix, binary = found.groups()
+        power = "kmgt".find(prefix.lower()) + 1 if prefix else 0
+        return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def speculation(draft: str) -> SpeculationOptions:
+    """What --draft means: "ngram", "level:PERCENT", or a model.
+
+    Raises:
+      ConfigError: the level is no number.
+    """
+    name, _, level = draft.partition(":")
+    if draft == "ngram":
+        return SpeculationOptions(drafter="ngram")
+    if name == "level":
+        if not level.isdecimal():
+            raise ConfigError(f"--draft level: takes a percentage, such as level:30, got {draft!r:.80}")
+        return SpeculationOptions(drafter="level", level=int(level))
+    return SpeculationOptions(model=draft)
+
+
+def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--memory and --draft, for commands that answer; beneath `model_options`."""
+    for option in (
+        click.option(
+            "--draft",
+            metavar="DRAFT",
+            help="What drafts the answer, for the model to verify: a small model of the same tokenizer, "
+            "level:PERCENT for a level of the model itself, or ngram for what the text has said before. The "
+            "answer stays the same.",
+        ),
+        click.option(
+            "--memory",
+            type=Size(),
+            default=0,
+            metavar="SIZE",
+            help="Most memory for weights, context and activations, such as 300MB; of a larger model layers "
+            "are read from storage as they are needed. [default: no limit]",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +139,8 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_choice(**options: Any) -> Any:
-        fields = {field.name: options.pop(field.name) for field in dataclasses.fields(ModelChoice)}
+        names = [field.name for field in dataclasses.fields(ModelChoice) if field.name in options]
+        fields = {name: options.pop(name) for name in names}
         return command(choice=ModelChoice(**fields), **options)
 
     for option in (

@@ -11,6 +11,7 @@ from serving.console import (
     generation_config,
     model_options,
     progress_bars,
+    running_options,
     sampling_options,
 )
 from serving.engine import Engine
@@ -21,6 +22,7 @@ _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 @click.command("chat")
 @model_options
+@running_options
 @click.option("--system", help="A system message to begin with.")
 @sampling_options
 def chat_command(

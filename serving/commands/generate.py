@@ -12,6 +12,7 @@ from serving.console import (
     print_json,
     progress_bars,
     read_text,
+    running_options,
     sampling_options,
 )
 from serving.engine import Engine
@@ -21,6 +22,7 @@ from serving.machine import process_age_ms
 
 @click.command("generate")
 @model_options
+@running_options
 @click.option("-p", "--prompt", help="Text to continue. [default: read standard input]")
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="Read the prompt from a file.")
 @sampling_options
@@ -48,7 +50,7 @@ def generate_command(
         asked_ms = process_age_ms()
         facts = summary(generation.result())
         first_ms = None if asked_ms is None else round(asked_ms + generation.timings.ttft_ms)
-        print_json({**facts, "first_token_ms": first_ms, **graphs(engine)})
+        print_json({**facts, "first_token_ms": first_ms, **graphs(engine), **running(engine)})
         return
     for piece in generation:
         click.echo(piece, nl=False)
@@ -62,6 +64,30 @@ def graphs(engine: Engine) -> dict[str, int]:
         "loaded_graphs": len(table.loaded),
         "compiled_graphs": len(table.bucket_ms.keys() - table.loaded),
     }
+
+
+def running(engine: Engine) -> dict[str, Any]:
+    """What drafts and reading of weights came to, where there was any."""
+    facts: dict[str, Any] = {}
+    if engine.streamed is not None:
+        counts, plan = engine.streamed.counts, engine.streamed.plan
+        facts["memory"] = {
+            "budget_bytes": plan.budget_bytes,
+            "planned_bytes": plan.planned_bytes,
+            "resident_layers": len(plan.resident),
+            "read_bytes": counts.read_bytes,
+            "read_bytes_per_s": round(counts.read_bytes / counts.reading_s) if counts.reading_s else None,
+            "caching": engine.streamed.caching,
+        }
+    if engine.speculative is not None:
+        counts = engine.speculative.counts
+        facts["drafts"] = {
+            "verifications": counts.rounds,
+            "acceptance_length": round(counts.acceptance_length, 2),
+            "useful_share": round(counts.useful_share, 3),
+            "plain_tokens": counts.plain_tokens,
+        }
+    return facts
 
 
 def summary(generation: Generation) -> dict[str, Any]:
