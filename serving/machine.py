@@ -1,5 +1,7 @@
-"""What this process runs on: its cores, its instruction set, and how long it has been alive."""
+"""What this process runs on: its cores, its instruction set, its memory, and how long it has been alive."""
 
+import contextlib
+import ctypes
 import os
 import platform
 import time
@@ -33,6 +35,12 @@ def cpu_features() -> list[str]:
     first = text.split("\n\n")[0].splitlines()
     known = [line for line in first if line.partition(":")[0].strip() in _CPUINFO_KEYS]
     return [system.machine, *known] if known else [system.machine, system.node]
+
+
+def give_back_memory() -> None:
+    """Has the C library return what it holds of freed memory, where it can: compilers leave much behind."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def process_age_ms() -> float | None:

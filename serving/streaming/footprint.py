@@ -9,6 +9,7 @@ from serving.options import EngineOptions
 from serving.streaming.weights import StreamedWeights
 
 _FLOAT_BYTES = 4
+_MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 24 << 20, 16
 
 
 def streamed_weights(
@@ -27,6 +28,8 @@ def streamed_weights(
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options)
+    # What graphs, their code and the allocator's gaps take.
+    fixed += min(_MOST_RUNTIME_BYTES, options.memory_bytes // _RUNTIME_SHARE)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
     return StreamedWeights(

@@ -1,7 +1,7 @@
 """Running a model whose weights come by pieces: the same calls as with all of them in memory."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -14,7 +14,8 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_store import GraphStore
-from serving.graph_table import GraphTable
+from serving.graph_table import GraphTable, Progress
+from serving.machine import give_back_memory
 from serving.options import EngineOptions
 from serving.speculative.host_tree import seen_of
 from serving.speculative.verdict import Verdict
@@ -79,6 +80,13 @@ class StreamedTable(GraphTable):
         for cache in self.options.cache_tokens:
             buckets += [*self._layer_buckets("tree", nodes, cache), self._bucket("keep", nodes, cache)]
         return buckets
+
+    def fill(
+        self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
+    ) -> None:
+        """See `GraphTable.fill`. What compiling took is given back, for the budget has no room for it."""
+        super().fill([*buckets, *later], progress)
+        give_back_memory()
 
     def rehearse(self) -> None:
         """Runs a chunk of each length and a token, once for each length of cache."""

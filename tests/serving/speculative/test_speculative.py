@@ -1,0 +1,174 @@
+"""Drafted answers are the target's own, whoever drafts and wherever the target's weights are."""
+
+import dataclasses
+
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import ConfigError
+from jaxllm.sampling import Sampling
+from serving.direct_io import Storage
+from serving.engine import Engine
+from serving.generation import GenerationConfig, Session
+from serving.options import EngineOptions
+from serving.speculative.options import SpeculationOptions, TreeShape
+from serving.streaming.footprint import fixed_bytes
+from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
+
+CFG = dataclasses.replace(TINY, layers=4, heads=8, kv_heads=4, ffn_size=192, attention_windows=())
+SMALL = dataclasses.replace(TINY, layers=1, attention_windows=())
+OPTIONS = EngineOptions(
+    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
+)
+# The models are random: what they are sure of is little.
+TREES = TreeShape(nodes=(4, 8), room=16, threshold=0.02)
+PROMPT = "the hello there, hello the hello there"
+GREEDY = GenerationConfig(max_tokens=48, ignore_eos=True)
+DRAWN = dataclasses.replace(
+    GREEDY, sampling=Sampling(temperature=0.8, seed=5, top_p=0.9, repetition_penalty=1.2)
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("speculative")
+    parts = elastic_parts(Ladder(levels=(50, 100)))
+    write_tiny_bundle(folder / "target.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    write_tiny_bundle(folder / "small.jaxllm", "int8", cfg=SMALL, params=tiny_params(SMALL))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return Engine.open(folder / "target.jaxllm", options=OPTIONS)
+
+
+def speculation(folder, drafter, **options):
+    own = {
+        "small": {"model": folder / "small.jaxllm"},
+        "itself": {"model": folder / "target.jaxllm"},
+        "level": {"drafter": "level", "level": 50},
+        "ngram": {"drafter": "ngram"},
+    }[drafter]
+    return SpeculationOptions(**{"trees": TREES, "thrifty": False, "alpha": 1e-6, **own, **options})
+
+
+def open_drafted(folder, plain, options, share=0.0):
+    memory = int((fixed_bytes(CFG, plain.options) + share * plain.bundle.weight_bytes) * 16 / 15)
+    # So slow that there is something to wait for.
+    storage = Storage(latency_ms=4)
+    engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)
+    return Engine.open(folder / "target.jaxllm", options=engine_options, speculation=options)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "share"),
+    [
+        ("small", 0),
+        ("itself", 0),
+        ("level", 0),
+        ("ngram", 0),
+        ("small", 0.7),
+        ("itself", 0.7),
+        ("ngram", 0.7),
+    ],
+)
+def test_the_answer_is_the_targets(folder, plain, drafter, share):
+    engine = open_drafted(folder, plain, speculation(folder, drafter), share)
+    assert (engine.streamed is not None) == bool(share)
+    built = dict(engine.table.bucket_ms)
+    for config in (GREEDY, DRAWN):
+        assert engine.generate(PROMPT, config).tokens == plain.generate(PROMPT, config).tokens
+    assert engine.table.bucket_ms == built
+    counts = engine.speculative.counts
+    assert counts.tokens + counts.plain_tokens == 2 * (GREEDY.max_tokens - 1)
+    assert counts.tokens == counts.rounds + counts.accepted
+    if drafter == "itself":
+        assert counts.acceptance_length > 1.5
+        if share:
+            # Weights are waited for, and the draft goes on meanwhile.
+            assert counts.hidden_steps
+    engine.close()
+
+
+def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
+    line = dataclasses.replace(TREES, branches=1, tips=1)
+    for options in ({"trees": line}, {"adaptive": False, "alpha": 0.3}, {"thrifty": True}):
+        engine = open_drafted(folder, plain, speculation(folder, "itself", **options))
+        assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
+
+
+def test_conversations_stops_and_full_contexts(folder, plain):
+    engine = open_drafted(folder, plain, speculation(folder, "itself"))
+    found = []
+    for each in (plain, engine):
+        session = Session()
+        first = each.stream(PROMPT, GREEDY, session=session).result()
+        stop = dataclasses.replace(GREEDY, stop=(first.text[9:12],))
+        stopped = each.stream(PROMPT, stop, session=session).result()
+        # Another turn, over the kept beginning, until the context is full.
+        further = dataclasses.replace(GREEDY, max_tokens=200)
+        last = each.stream(PROMPT + stopped.text + " the", further, session=session).result()
+        found.append((first.tokens, stopped.text, stopped.finish_reason, last.tokens, last.finish_reason))
+    assert found[0] == found[1]
+    assert found[1][4] == "length"
+
+
+def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
+    engine = open_drafted(folder, plain, speculation(folder, "itself"))
+    session = Session()
+    answering = engine.stream(PROMPT, GREEDY, session=session)
+    for _ in range(3):
+        next(answering)
+    answering.close()
+    assert engine.generate("hello", GREEDY).tokens == plain.generate("hello", GREEDY).tokens
+    assert (
+        engine.stream(PROMPT, GREEDY, session=session).result().tokens
+        == plain.generate(PROMPT, GREEDY).tokens
+    )
+
+
+def test_drafts_that_never_help_are_given_up(folder, plain):
+    # Of another random model nothing is right.
+    engine = open_drafted(folder, plain, speculation(folder, "small", thrifty=True))
+    assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
+    assert engine.speculative.counts.plain_tokens > engine.speculative.counts.rounds
+
+
+def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
+    other = tiny_tokenizer()
+    swapped = other.tokenizer_json.replace('"!"', '"\\u0000\\u0000"', 1)
+    tokenizer = dataclasses.replace(other, tokenizer_json=swapped)
+    write_tiny_bundle(tmp_path / "other.jaxllm", cfg=SMALL, params=tiny_params(SMALL), tokenizer=tokenizer)
+    options = SpeculationOptions(model=tmp_path / "other.jaxllm", trees=TREES)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        open_drafted(folder, plain, options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs a model"),
+        ({"drafter": "level"}, "needs a level"),
+        ({"drafter": "ngram", "level": 3}, "and no other"),
+        ({"drafter": "ngram", "alpha": 2.0}, "alpha must be"),
+        ({"drafter": "ngram", "trees": {"nodes": (8, 4)}}, "ascending"),
+        ({"drafter": "ngram", "trees": {"nodes": (8, 128)}}, "room must be"),
+        ({"drafter": "ngram", "trees": {"room": 1000}}, "room must be"),
+        ({"drafter": "ngram", "trees": {"tips": 0}}, "tips and branches"),
+        ({"drafter": "ngram", "trees": {"threshold": 0}}, "threshold must be"),
+    ],
+)
+def test_options_out_of_their_domain(options, message):
+    def made():
+        trees = TreeShape(**options.get("trees", {}))
+        return SpeculationOptions(**{**options, "trees": trees})
+
+    with pytest.raises(ConfigError, match=message):
+        made()
+
+
+def test_there_is_no_such_drafter(folder, plain):
+    with pytest.raises(ConfigError, match=r"no drafter 'oracle'; there are model, ngram, level"):
+        open_drafted(folder, plain, SpeculationOptions(drafter="oracle"))
