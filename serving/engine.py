@@ -36,7 +36,7 @@ from serving.levels import Levels
 from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
 from serving.speculative.options import SpeculationOptions
-from serving.streaming.footprint import streamed_weights
+from serving.streaming.footprint import drafter_bytes, streamed_weights
 from serving.streaming.table import StreamedTable
 from serving.streaming.weights import StreamedWeights
 
@@ -59,8 +59,21 @@ class Engine:
     """
 
     def __init__(
-        self, bundle: Bundle, options: EngineOptions | None = None, progress: Progress | None = None
+        self,
+        bundle: Bundle,
+        options: EngineOptions | None = None,
+        progress: Progress | None = None,
+        *,
+        reserved_bytes: int = 0,
     ) -> None:
+        """Places a bundle's weights, and makes an empty table of graphs.
+
+        Args:
+          bundle: an open one.
+          options: shapes of graphs and caches.
+          progress: see `open`.
+          reserved_bytes: of `EngineOptions.memory_bytes`, for others.
+        """
         began = time.perf_counter()
         self.bundle = bundle
         self.cfg: ModelConfig = bundle.cfg
@@ -72,7 +85,7 @@ class Engine:
                 f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
-        self._streamed = streamed_weights(bundle, self.options, progress)
+        self._streamed = streamed_weights(bundle, self.options, progress, reserved_bytes=reserved_bytes)
         if self._streamed is not None:
             self._frozen = self._streamed.frozen()
         else:
@@ -148,7 +161,10 @@ class Engine:
             options = dataclasses.replace(
                 options or EngineOptions(), adapter_rank=rank, adapter_targets=lora.targets
             )
-        engine = cls(bundle, options, progress)
+        reserved = 0
+        if speculation is not None and options is not None and options.memory_bytes:
+            reserved = drafter_bytes(speculation, options.context_tokens)
+        engine = cls(bundle, options, progress, reserved_bytes=reserved)
         if lora is not None:
             engine._put(arrays, lora.scaling)
         engine = engine.at(level)

@@ -1,5 +1,6 @@
 """Drafting with a model that fits into memory."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 
@@ -12,9 +13,10 @@ from jaxllm.speculative.tree import TokenTree
 from serving.buckets import BucketTable
 from serving.engine import Engine
 from serving.graph_table import Progress
-from serving.options import EngineOptions
+from serving.models import open_model
 from serving.speculative.host_tree import on_host, root_alone
 from serving.speculative.options import SpeculationOptions, TreeShape
+from serving.streaming.footprint import draft_options
 
 # While the target waits, drafting never ends for lack of confidence: what would be done instead is nothing.
 _ANY_CONFIDENCE = np.float32(1e-30)
@@ -30,8 +32,10 @@ def model_drafter(
       ConfigError: its tokenizer is another.
       CheckpointError: it cannot be opened.
     """
-    wanted = EngineOptions(trees=options.trees, executables_bytes=target.options.executables_bytes)
-    engine = Engine.open(options.model, options=wanted, warm_up=False, progress=progress)
+    bundle = open_model(options.model)
+    wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
+    wanted = dataclasses.replace(wanted, executables_bytes=target.options.executables_bytes)
+    engine = Engine(bundle, wanted, progress)
     if not engine.tokenizer.same_tokens(target.tokenizer):
         raise ConfigError(
             f"{engine.bundle.path} has another tokenizer than {target.bundle.path}: a draft must speak the "

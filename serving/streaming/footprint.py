@@ -5,7 +5,9 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
 from serving.graph_table import Progress
+from serving.models import open_model
 from serving.options import EngineOptions
+from serving.speculative.options import SpeculationOptions
 from serving.streaming.weights import StreamedWeights
 
 _FLOAT_BYTES = 4
@@ -13,7 +15,7 @@ _MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 24 << 20, 16
 
 
 def streamed_weights(
-    bundle: Bundle, options: EngineOptions, progress: Progress | None = None
+    bundle: Bundle, options: EngineOptions, progress: Progress | None = None, *, reserved_bytes: int = 0
 ) -> StreamedWeights | None:
     """What brings the weights of a model by pieces; None where all of it fits into the budget, or there is
     none.
@@ -22,12 +24,13 @@ def streamed_weights(
       bundle: an open one.
       options: resolved options.
       progress: see `StreamedWeights`.
+      reserved_bytes: of the budget, for a draft.
 
     Raises:
       BudgetExceeded: the budget is too small even so.
       CheckpointError: the file is damaged or cannot be read.
     """
-    fixed = fixed_bytes(bundle.cfg, options)
+    fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
     # What graphs, their code and the allocator's gaps take.
     fixed += min(_MOST_RUNTIME_BYTES, options.memory_bytes // _RUNTIME_SHARE)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
@@ -36,9 +39,34 @@ def streamed_weights(
         bundle,
         budget_bytes=options.memory_bytes,
         fixed_bytes=fixed,
-        what=f"a context of {options.context_tokens} tokens and activations",
+        what=f"a context of {options.context_tokens} tokens, activations"
+        + (" and the draft" if reserved_bytes else ""),
         storage=options.storage,
         progress=progress,
+    )
+
+
+def drafter_bytes(speculation: SpeculationOptions, context_tokens: int) -> int:
+    """What a draft takes of the memory, for contexts of so many tokens (0: the longest).
+
+    Raises:
+      CheckpointError: its model cannot be opened.
+    """
+    if speculation.model is None:
+        return 0
+    with open_model(speculation.model) as bundle:
+        quantized = bundle.layout.weights not in ("f32", "bf16")
+        options = draft_options(bundle.cfg, speculation, context_tokens).resolve(
+            bundle.cfg, quantized=quantized
+        )
+        return bundle.weight_bytes + fixed_bytes(bundle.cfg, options)
+
+
+def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tokens: int) -> EngineOptions:
+    """The options of a draft for a target's contexts."""
+    return EngineOptions(
+        context_tokens=min(context_tokens, cfg.window_tokens) if context_tokens else 0,
+        trees=speculation.trees,
     )
 
 

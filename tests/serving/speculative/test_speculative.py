@@ -6,14 +6,14 @@ import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.errors import ConfigError
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.sampling import Sampling
 from serving.direct_io import Storage
 from serving.engine import Engine
 from serving.generation import GenerationConfig, Session
 from serving.options import EngineOptions
 from serving.speculative.options import SpeculationOptions, TreeShape
-from serving.streaming.footprint import fixed_bytes
+from serving.streaming.footprint import drafter_bytes, fixed_bytes
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=4, heads=8, kv_heads=4, ffn_size=192, attention_windows=())
@@ -55,7 +55,8 @@ def speculation(folder, drafter, **options):
 
 
 def open_drafted(folder, plain, options, share=0.0):
-    memory = int((fixed_bytes(CFG, plain.options) + share * plain.bundle.weight_bytes) * 16 / 15)
+    others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens)
+    memory = int((others + share * plain.bundle.weight_bytes) * 16 / 15)
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
     engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)
@@ -167,6 +168,14 @@ def test_options_out_of_their_domain(options, message):
 
     with pytest.raises(ConfigError, match=message):
         made()
+
+
+def test_the_draft_counts_in_the_budget(folder, plain):
+    options = speculation(folder, "small")
+    engine = open_drafted(folder, plain, options, 0.7)
+    assert engine.streamed.plan.fixed_bytes >= drafter_bytes(options, 128) + fixed_bytes(CFG, plain.options)
+    with pytest.raises(BudgetExceeded, match="activations and the draft"):
+        open_drafted(folder, plain, options, 0.1)
 
 
 def test_there_is_no_such_drafter(folder, plain):
