@@ -10,9 +10,12 @@ from benchmarks.elastic.figures import draw
 from benchmarks.elastic.shape import elastic_shape
 from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, shape_folder
+from benchmarks.speculative import run as speculative_bench
+from benchmarks.speculative.memory import memory_rows
 from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
-from serving.console import progress_bars
+from serving.console import Size, progress_bars
+from serving.models import find_model, open_model
 from serving.options import EngineOptions
 
 
@@ -174,3 +177,70 @@ def elastic_command(
     emit("elastic", rows, as_json=as_json, plot=None)
     if plot is not None:
         draw(rows, plot)
+
+
+@bench_command.command("speculative")
+@click.option("-m", "--model", type=click.Path(path_type=Path), help="The target. [default: default]")
+@click.option(
+    "--draft", type=click.Path(path_type=Path), default="draft", show_default=True, help="Its draft."
+)
+@click.option(
+    "--coarse", type=click.Path(path_type=Path), help="The target at 4 bits, for STI. [default: no STI]"
+)
+@click.option("--data", type=click.Path(path_type=Path), help="The folder of the tasks' files.")
+@click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of models and tasks: random weights of this size at 8 bits, for what memory and disk do.",
+)
+@click.option(
+    "--memory",
+    "budgets",
+    type=Size(),
+    multiple=True,
+    metavar="SIZE",
+    help="A budget for the shape. Repeatable. [default: 25, 50 and 75 % of its weights]",
+)
+@click.option(
+    "--share",
+    "shares",
+    type=click.FloatRange(0, 1, min_open=True),
+    multiple=True,
+    default=(0.5,),
+    show_default=True,
+    help="Memory for weights, as a share of the target's. Repeatable.",
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def speculative_command(
+    model: Path | None,
+    draft: Path,
+    coarse: Path | None,
+    data: Path | None,
+    shape: str | None,
+    budgets: tuple[int, ...],
+    shares: tuple[float, ...],
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """What a token takes of a model larger than memory, with a draft and with other ways to go about it."""
+    if (data is None) == (shape is None):
+        raise click.UsageError("give either --data, for prompts, or --shape")
+    check_plot(plot)
+    with progress_bars() as progress:
+        if shape is not None:
+            with open_model(shape_folder(shape, progress), weights="int8", progress=progress) as bundle:
+                chosen = budgets or tuple(int(share * bundle.weight_bytes) for share in (0.25, 0.5, 0.75))
+                rows = memory_rows(bundle.path, chosen, progress)
+        else:
+            assert data is not None
+            plan = speculative_bench.Plan(shares=shares)
+            subject = speculative_bench.Subject(
+                model=find_model(model), draft=find_model(draft), coarse=coarse, data=data
+            )
+            if quick:
+                plan, subject = speculative_bench.Plan.quick(), subject.quick()
+            rows = speculative_bench.run(subject, plan, progress)
+    emit("speculative", rows, as_json=as_json, plot=plot)

@@ -169,7 +169,12 @@ class Engine:
             engine._put(arrays, lora.scaling)
         engine = engine.at(level)
         if speculation is not None:
-            engine._speculate(speculation, progress)
+            # Here, because drafters open engines.
+            from serving.speculative.drafters import make_drafter
+            from serving.speculative.table import SpeculativeTable
+
+            drafter = make_drafter(engine, speculation, progress)
+            engine.answer_with(SpeculativeTable(engine.table, drafter, speculation))
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
@@ -186,13 +191,9 @@ class Engine:
         engine.cfg = engine.table.cfg
         return engine
 
-    def _speculate(self, options: SpeculationOptions, progress: Progress | None) -> None:
-        # Here, because drafters open engines.
-        from serving.speculative.drafters import make_drafter
-        from serving.speculative.table import SpeculativeTable
-
-        drafter = make_drafter(self, options, progress)
-        self._speculative = SpeculativeTable(self.table, drafter, options)
+    def answer_with(self, speculative: "SpeculativeTable") -> None:
+        """Takes something that drafts this engine's answers, whose target is the engine's table."""
+        self._speculative = speculative
 
     @property
     def speculative(self) -> "SpeculativeTable | None":

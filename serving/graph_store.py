@@ -37,7 +37,7 @@ _HARMLESS_SETTINGS = (
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
 # Options that change no graph: where executables are kept, where weights are, which levels there are.
-_OUTSIDE_GRAPHS = ("executables_bytes", "levels", "memory_bytes", "storage")
+_OUTSIDE_GRAPHS = ("executables_bytes", "levels", "memory_bytes", "storage", "read_ahead")
 
 
 class GraphStore:
@@ -95,6 +95,9 @@ def graph_key(
       environment: digest of the kernels' name and of `environment_facts`.
     """
     shapes = graph_options(options)
+    if bucket.kind != "draft":
+        # All else of trees is in the bucket.
+        del shapes["trees"]
     return _digest([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
 
 

@@ -226,6 +226,7 @@ def _lower_tree(
                 tips=shape.tips,
                 branches=shape.branches,
                 threshold=shape.threshold,
+                paced=shape.paced,
             )
 
         alpha = jax.ShapeDtypeStruct((), jnp.float32)

@@ -54,6 +54,7 @@ class EngineOptions:
         than the model needs, layers are read from storage each time they are used (see
         `serving.streaming`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
       storage: how they are read.
+      read_ahead: whether the next layer is read while one is computed; only to measure what that brings.
       trees: sizes of token trees, where the model drafts or verifies (see `serving.speculative`).
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
@@ -73,6 +74,7 @@ class EngineOptions:
     kv_chunk_tokens: int = KV_CHUNK_TOKENS
     memory_bytes: int = 0
     storage: Storage = dataclasses.field(default_factory=Storage)
+    read_ahead: bool = True
     trees: TreeShape | None = None
     levels: tuple[int, ...] = ()
     executables_bytes: int | None = None

@@ -91,6 +91,7 @@ def draft(
     branches: int,
     dtype: jnp.dtype,
     threshold: float = BRANCH_CONFIDENCE,
+    paced: bool = True,
 ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
     """Grows a tree in one dispatch: the most confident branches first, until none is more confident than
     alpha, the tree has enough nodes, or `limit` readings are done.
@@ -108,6 +109,7 @@ def draft(
       branches: most children of a node.
       dtype: of the activations.
       threshold: see `pacer.grow`.
+      paced: see `pacer.next_tips`.
 
     Returns:
       The tree, the nodes read, the cache, and how often the draft was run (int32 scalar).
@@ -122,7 +124,7 @@ def draft(
         carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],
     ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
         tree, fed, cache, done = carry
-        nodes, valid = next_tips(tree, fed, tips)
+        nodes, valid = next_tips(tree, fed, tips, paced=paced)
         out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=dtype)
         probabilities = jax.nn.softmax(out, axis=-1)
         grown = grow(tree, nodes, valid, probabilities, branches=branches, threshold=threshold)

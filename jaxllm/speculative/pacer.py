@@ -16,19 +16,23 @@ from jaxllm.speculative.tree import TokenTree, add_nodes
 BRANCH_CONFIDENCE = 0.3
 
 
-def next_tips(tree: TokenTree, fed: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def next_tips(
+    tree: TokenTree, fed: jax.Array, count: int, *, paced: bool = True
+) -> tuple[jax.Array, jax.Array]:
     """The nodes that the draft should read next.
 
     Args:
       tree: the tree.
       fed: `[N]` bool, the nodes that it has read.
       count: how many to choose.
+      paced: the most confident first; else the oldest, whatever they promise.
 
     Returns:
       `[count]` int32 in ascending order, and how many of them there are (those behind repeat the last node).
     """
     waiting = tree.used & ~fed
-    most, nodes = jax.lax.top_k(jnp.where(waiting, tree.confidences, -1.0), count)
+    age = -jnp.arange(tree.room, dtype=jnp.float32) / np.float32(tree.room) + 1
+    most, nodes = jax.lax.top_k(jnp.where(waiting, tree.confidences if paced else age, -1.0), count)
     there = most >= 0
     chosen = jnp.sort(jnp.where(there, nodes, tree.room - 1).astype(jnp.int32))
     return chosen, jnp.sum(there, dtype=jnp.int32)

@@ -20,6 +20,7 @@ class TreeShape:
       tips: branches that the draft reads at a time.
       branches: most children of a node; 1 makes a tree a line.
       threshold: a token at least this likely opens a branch (LLMCad, section 3.2).
+      paced: whether the most confident branches grow first; else the oldest do.
     """
 
     nodes: tuple[int, ...] = (8, 16, 32)
@@ -27,6 +28,7 @@ class TreeShape:
     tips: int = 2
     branches: int = 3
     threshold: float = BRANCH_CONFIDENCE
+    paced: bool = True
 
     def __post_init__(self) -> None:
         if not self.nodes or list(self.nodes) != sorted(set(self.nodes)) or self.nodes[0] < 2:

@@ -31,8 +31,7 @@ def streamed_weights(
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
-    # What graphs, their code and the allocator's gaps take.
-    fixed += min(_MOST_RUNTIME_BYTES, options.memory_bytes // _RUNTIME_SHARE)
+    fixed += _runtime_bytes(options.memory_bytes)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
     return StreamedWeights(
@@ -42,8 +41,22 @@ def streamed_weights(
         what=f"a context of {options.context_tokens} tokens, activations"
         + (" and the draft" if reserved_bytes else ""),
         storage=options.storage,
+        read_ahead=options.read_ahead,
         progress=progress,
     )
+
+
+def whole_budget(needed_bytes: int) -> int:
+    """The budget that has room for so much besides what the runtime takes."""
+    budget = needed_bytes
+    while budget - _runtime_bytes(budget) < needed_bytes:
+        budget += needed_bytes - (budget - _runtime_bytes(budget))
+    return budget
+
+
+def _runtime_bytes(budget_bytes: int) -> int:
+    """What of a budget is left for graphs, their code and the allocator's gaps."""
+    return min(_MOST_RUNTIME_BYTES, budget_bytes // _RUNTIME_SHARE)
 
 
 def drafter_bytes(speculation: SpeculationOptions, context_tokens: int) -> int:

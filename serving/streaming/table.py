@@ -149,18 +149,28 @@ class StreamedTable(GraphTable):
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """What the model says of a token tree (see `BucketTable.verify`).
 
-        `meanwhile` is called while weights are waited for, with how long that will take; see
-        `WeightStream.piece`.
+        `meanwhile` is called while weights are waited for (see `WeightStream.piece`).
         """
+        logits, cache = self.read_tree(tree, cache, meanwhile)
+        settled = self.graph(Bucket(kind="settle", tokens=tree.room))
+        tokens, count, path, sampler = settled(tree, logits, sampler, np.int32(limit))
+        return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler
+
+    def read_tree(
+        self, tree: TokenTree, cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[np.ndarray, KVCache]:
+        """Logits `[N, V]` float32 behind each node of a tree, and the cache with its rows behind the
+        sequence's, whose length stays as it is."""
         nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
         rows = TreeRows(length, length + nodes, seen_of(tree))  # pyright: ignore
         at = Places(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
         (x,), cache = self._pass([(np.asarray(tree.tokens), at)], cache, meanwhile)
-        logits = self._logits(x, nodes, meanwhile)
-        settled = self.graph(Bucket(kind="settle", tokens=tree.room))
-        tokens, count, path, sampler = settled(tree, logits, sampler, np.int32(limit))
-        cache = self.graph(self._bucket("keep", tree.room, cache.capacity_tokens))(cache, path, count)
-        return Verdict.of(tokens, count, path), cache, sampler
+        return self._logits(x, nodes, meanwhile), cache
+
+    def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
+        """The cache with a path `[N]` of a tree behind its sequence instead of the tree."""
+        graph = self.graph(self._bucket("keep", len(path), cache.capacity_tokens))
+        return graph(cache, np.asarray(path), np.int32(count))
 
     def _pass(
         self, chunks: Sequence[tuple[np.ndarray, Places]], cache: KVCache, meanwhile: Meanwhile | None = None

@@ -76,6 +76,7 @@ class WeightStream:
         resident: Sequence[int],
         slots: int,
         slot_bytes: int,
+        read_ahead: bool = True,
     ) -> None:
         """Takes all memory that there will be; reads nothing yet.
 
@@ -85,6 +86,7 @@ class WeightStream:
           resident: numbers of those that stay.
           slots: for all others, at least 2 if there are any.
           slot_bytes: of a slot.
+          read_ahead: whether the next piece is read while one is computed, or only when it is waited for.
         """
         self.counts = StreamCounts()
         self._reader, self._pieces = reader, list(pieces)
@@ -94,7 +96,7 @@ class WeightStream:
         self._slots = [*self._staying.values(), *self._free]
         # Those that are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
-        self._next = 0
+        self._next, self._read_ahead, self._wanted = 0, read_ahead, False
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -176,7 +178,8 @@ class WeightStream:
             if not (self._ahead and self._ahead[0].piece == number):
                 # The pass before ended early: what was read for it is of no use now.
                 self._drop_all()
-                self._next = self._coming.index(number)
+                self._next, self._wanted = self._coming.index(number), True
+                self._changed.notify_all()
                 self._changed.wait_for(lambda: bool(self._ahead))
             slot = self._ahead[0]
         while not slot.ready and meanwhile is not None and meanwhile(self._wait_s(slot)):
@@ -226,11 +229,13 @@ class WeightStream:
         """The thread that reads ahead."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or bool(self._free))
+                self._changed.wait_for(
+                    lambda: self._closed or (bool(self._free) and (self._read_ahead or self._wanted))
+                )
                 if self._closed:
                     return
                 slot, number = self._free.pop(), self._coming[self._next]
-                self._next = (self._next + 1) % len(self._coming)
+                self._next, self._wanted = (self._next + 1) % len(self._coming), False
                 slot.piece = number
                 self._ahead.append(slot)
                 piece = self._pieces[number]

@@ -47,6 +47,7 @@ class StreamedWeights:
         fixed_bytes: int,
         what: str,
         storage: Storage | None = None,
+        read_ahead: bool = True,
         progress: Progress | None = None,
     ) -> None:
         """Checks the file, takes the memory, and reads what stays.
@@ -55,6 +56,7 @@ class StreamedWeights:
           bundle: an open one.
           budget_bytes, fixed_bytes, what: see `plan_memory`.
           storage: how it is read.
+          read_ahead: see `WeightStream`.
           progress: called with ("load", bytes done, bytes in all).
 
         Raises:
@@ -85,6 +87,7 @@ class StreamedWeights:
             resident=self.plan.resident,
             slots=self.plan.slots,
             slot_bytes=self.plan.slot_bytes,
+            read_ahead=read_ahead,
         )
         self._stream.load_resident(on_bytes)
         self._rows = EmbeddingRows(bundle, self._reader, kept_bytes=kept_bytes)

@@ -1,0 +1,141 @@
+"""What a process really holds that runs a model larger than its budget, and how fast it reads.
+
+Each budget has a process of its own, which runs twice: from its second start on, a service reads its graphs
+from disk. What is compared with the budget is how far the process's resident memory grew above what Python
+and JAX had taken before the model was opened.
+"""
+
+import concurrent.futures
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.report import Row
+from benchmarks.speculative.systems import OURS
+from jaxllm.errors import ConfigError, one_line
+from serving.direct_io import PieceReader, aligned
+from serving.engine import Engine
+from serving.generation import GenerationConfig
+from serving.graph_table import Progress
+from serving.options import EngineOptions
+
+_PROMPT_TOKENS, _TOKENS, _CONTEXT_TOKENS = 64, 9, 512
+# How the disk is read for comparison: the best of so many blocks at a time, each of so many bytes.
+_DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
+
+
+def memory_rows(model: Path, budgets: Sequence[int], progress: Progress | None = None) -> list[Row]:
+    """Memory, reading and time per token under several budgets.
+
+    Args:
+      model: a bundle that none of the budgets holds.
+      budgets: in bytes.
+      progress: called with ("Measuring", budgets done, budgets in all).
+
+    Raises:
+      ConfigError: a run failed.
+    """
+    rows = []
+    for number, budget in enumerate(budgets):
+        command = [sys.executable, "-m", "benchmarks.speculative.memory", str(model), str(budget)]
+        found = {}
+        disk = disk_bytes_per_s(model)
+        for _ in range(2):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ConfigError(
+                    f"a budget of {budget:,} bytes could not be tried: {one_line(done.stderr[-300:])}"
+                )
+            found = json.loads(done.stdout.splitlines()[-1])
+        # Disks of shared machines change from minute to minute: before and after.
+        disk = (disk + disk_bytes_per_s(model)) / 2
+        rows += _rows(f"{model.stem}, budget {budget / 1e6:,.0f} MB", budget, found, disk)
+        if progress is not None:
+            progress("Measuring", number + 1, len(budgets))
+    return rows
+
+
+def disk_bytes_per_s(path: Path) -> float:
+    """The fastest that a file is read in blocks, past the page cache, in any of a few ways."""
+    return max(_read_once(path, depth) for depth in _DEPTHS)
+
+
+def _read_once(path: Path, depth: int) -> float:
+    with PieceReader(path) as reader, concurrent.futures.ThreadPoolExecutor(depth) as pool:
+        memory = [aligned(_BLOCK_BYTES) for _ in range(depth)]
+
+        def read(lane: int) -> None:
+            for offset in range(lane * _BLOCK_BYTES, reader.size_bytes, depth * _BLOCK_BYTES):
+                size = min(_BLOCK_BYTES, reader.size_bytes - offset)
+                reader.read_into(memory[lane], 0, offset, size)
+
+        began = time.perf_counter()
+        list(pool.map(read, range(depth)))
+        return reader.size_bytes / (time.perf_counter() - began)
+
+
+def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[Row]:
+    speed = found["read_bytes"] / found["took_s"]
+    plan = (
+        f"{found['resident']:.0f} layers and pieces stay; reads {found['read_bytes'] / 1e6:,.0f} MB for "
+        f"{found['passes']:.0f} passes"
+    )
+
+    def row(metric: str, value: float, unit: str, **more: object) -> Row:
+        return Row(case=case, system=OURS, metric=metric, value=value, unit=unit, **more)  # pyright: ignore
+
+    return [
+        row(
+            "peak_memory_bytes",
+            found["peak_bytes"],
+            "bytes",
+            baseline="budget",
+            ratio=budget / found["peak_bytes"],
+            note=f"above {found['runtime_bytes'] / 1e6:,.0f} MB that Python and JAX hold; {plan}",
+        ),
+        row("tpot_ms", found["tpot_ms"], "ms"),
+        row(
+            "bandwidth_share",
+            speed / disk,
+            "share",
+            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s, which the disk gives to nothing but reads",
+        ),
+    ]
+
+
+def _measure(model: str, budget: int) -> dict[str, float]:
+    """In a process of its own: answers once, with the model's graphs compiled or read."""
+    import jax
+    import numpy as np
+
+    # What a process holds before there is a model.
+    jax.device_put(np.zeros(4)).block_until_ready()
+    reset_peak_memory()
+    before = peak_resident_bytes()
+    options = EngineOptions(context_tokens=_CONTEXT_TOKENS, memory_bytes=budget)
+    engine = Engine.open(model, options=options)
+    if engine.streamed is None:
+        raise ConfigError(f"all of the model fits into {budget:,} bytes")
+    config = GenerationConfig(max_tokens=_TOKENS, ignore_eos=True)
+    prompt = list(range(_PROMPT_TOKENS))
+    counts = engine.streamed.counts
+    engine.generate(prompt, config)
+    read, began = counts.read_bytes, time.perf_counter()
+    generation = engine.generate(prompt, config)
+    return {
+        "peak_bytes": peak_resident_bytes() - before,
+        "runtime_bytes": before,
+        "tpot_ms": generation.timings.tpot_ms(len(generation.tokens)),
+        "read_bytes": counts.read_bytes - read,
+        "took_s": time.perf_counter() - began,
+        "resident": len(engine.streamed.plan.resident),
+        "passes": _TOKENS,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(sys.argv[1], int(sys.argv[2]))))

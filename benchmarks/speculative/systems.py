@@ -1,0 +1,205 @@
+"""The systems that answer with a model of which only a part fits into memory: ours, and LLMCad's baselines.
+
+All have the same graphs, the same reader and the same memory for weights: what has a draft has less room for
+layers.
+
+- Std: a layer is read when it is needed, then computed, for every token.
+- StdPL: the next layer is read while one is computed.
+- STI (arXiv 2207.05022): the pipeline over weights of fewer bits, here all of them at 4; another answer.
+- SP (arXiv 2211.17192): a draft of a fixed number of tokens in a line, then one verification.
+- BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one takes back what it finds too
+  unlikely; another answer.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.kv.cache import KVCache
+from jaxllm.sampling import SamplerState
+from jaxllm.speculative.fallback import LEAST
+from jaxllm.speculative.tree import TokenTree
+from serving.direct_io import Storage
+from serving.engine import Engine
+from serving.models import open_model
+from serving.options import EngineOptions
+from serving.speculative.drafters import Drafter, make_drafter
+from serving.speculative.options import SpeculationOptions, TreeShape
+from serving.speculative.table import SpeculativeTable
+from serving.speculative.verdict import Verdict
+from serving.streaming.footprint import drafter_bytes, fixed_bytes, whole_budget
+from serving.streaming.table import StreamedTable
+from serving.streaming.weight_stream import Meanwhile
+
+OURS = "jaxllm"
+# Lengths that SP is tried with; the best on prompts that are not counted is shown.
+SP_LENGTHS = (2, 4, 7)
+# BLD's thresholds: least probability of a token that the small model may say alone, and most surprise (nats)
+# of the large one at a token that stays. In the middle of the ranges that its paper tunes in.
+_BLD_FALLBACK, _BLD_ROLLBACK, _BLD_LENGTH = 0.6, 3.0, 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all systems are given.
+
+    Attributes:
+      model: the target, a bundle.
+      draft: a small model of its tokenizer.
+      coarse: the target at 4 bits, for STI; None leaves that out.
+      weights_bytes: memory for weights, the draft's included; caches and activations come on top.
+      context_tokens: of every context.
+      storage: where weights are read from.
+    """
+
+    model: Path
+    draft: Path
+    coarse: Path | None
+    weights_bytes: int
+    context_tokens: int
+    storage: Storage
+
+
+Opener = Callable[[Setting], Engine]
+
+
+def plain(setting: Setting, *, read_ahead: bool = True, model: Path | None = None) -> Engine:
+    """An engine without a draft."""
+    model = model or setting.model
+    return Engine.open(model, options=_options(setting, model, read_ahead=read_ahead))
+
+
+def drafted(setting: Setting, **speculation: object) -> Engine:
+    """An engine with a draft."""
+    options = SpeculationOptions(**{"model": setting.draft, **speculation})  # pyright: ignore
+    return Engine.open(setting.model, options=_options(setting, setting.model, options), speculation=options)
+
+
+def fixed_lines(setting: Setting, length: int) -> Engine:
+    """SP with drafts of `length` tokens."""
+    trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
+    return drafted(setting, trees=trees, alpha=LEAST, adaptive=False, pipelined=False, thrifty=False)
+
+
+def big_little(setting: Setting) -> Engine:
+    """BLD."""
+    nodes = _BLD_LENGTH + 1
+    options = SpeculationOptions(
+        model=setting.draft,
+        trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
+        adaptive=False,
+        pipelined=False,
+        thrifty=False,
+    )
+    engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
+    reserved = drafter_bytes(options, setting.context_tokens)
+    engine = Engine(open_model(setting.model), engine_options, reserved_bytes=reserved)
+    engine.answer_with(BigLittle(engine.table, _UntilUnsure(make_drafter(engine, options)), options))
+    engine.warm_up()
+    return engine
+
+
+def systems(setting: Setting) -> dict[str, Opener]:
+    """Every system by its name, ours first; SP is not among them (see `fixed_lines`)."""
+    tree = TreeShape()
+    found: dict[str, Opener] = {
+        OURS: drafted,
+        "Std": lambda s: plain(s, read_ahead=False),
+        "StdPL": plain,
+        "BLD": big_little,
+    }
+    if setting.coarse is not None:
+        found["STI"] = lambda s: plain(s, model=s.coarse)
+    return found | {
+        f"{OURS}-no-tree": lambda s: drafted(s, trees=dataclasses.replace(tree, branches=1)),
+        f"{OURS}-no-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, paced=False)),
+        f"{OURS}-no-adaptive": lambda s: drafted(s, adaptive=False),
+        f"{OURS}-no-pipeline": lambda s: drafted(s, pipelined=False),
+        f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
+    }
+
+
+def _options(
+    setting: Setting, model: Path, speculation: SpeculationOptions | None = None, *, read_ahead: bool = True
+) -> EngineOptions:
+    """An engine's options: memory for the setting's bytes of weights, and for all that comes on top."""
+    asked = EngineOptions(context_tokens=setting.context_tokens)
+    with open_model(model) as bundle:
+        around = fixed_bytes(bundle.cfg, asked.resolve(bundle.cfg, quantized=True))
+    if speculation is not None and speculation.model is not None:
+        with open_model(speculation.model) as bundle:
+            around += drafter_bytes(speculation, setting.context_tokens) - bundle.weight_bytes
+    return dataclasses.replace(
+        asked,
+        memory_bytes=whole_budget(setting.weights_bytes + around),
+        storage=setting.storage,
+        read_ahead=read_ahead,
+    )
+
+
+class _UntilUnsure:
+    """A drafter that ends its line before the first token it is not sure of (see `Drafter`)."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.step_s, self.steps = 0.0, 0
+        self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
+
+    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+        """See `Drafter`; what `alpha` says of whole paths is not asked for."""
+        del alpha
+        tree = self._drafter.grow(sequence, root, LEAST, 2)
+        while (count := int(tree.count)) <= most:
+            whole = float(tree.confidences[count - 2]) if count > 1 else 1.0
+            if count < 2 or float(tree.confidences[count - 1]) < _BLD_FALLBACK * whole:
+                break
+            if count == most:
+                return tree
+            tree = self._drafter.grow(sequence, root, 1e-30, count + 1)
+            if int(tree.count) == count:
+                return tree
+        return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore
+
+
+class BigLittle(SpeculativeTable):
+    """Keeps what the large model does not find too unlikely; greedy alone."""
+
+    def __init__(self, target: object, drafter: Drafter, options: SpeculationOptions) -> None:
+        assert isinstance(target, StreamedTable)
+        super().__init__(_Lenient(target), drafter, options)  # pyright: ignore[reportArgumentType]
+
+
+class _Lenient:
+    """A target that says yes to all that it does not find too unlikely."""
+
+    def __init__(self, target: StreamedTable) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._target, name)
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: KVCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """See `StreamedTable.verify`."""
+        logits, cache = self._target.read_tree(tree, cache, meanwhile)
+        logits = logits - logits.max(axis=1, keepdims=True)
+        likely = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        tokens, count, said, path = np.asarray(tree.tokens), int(tree.count), [], [0]
+        for node in range(1, count):
+            if len(said) + 1 >= limit or -likely[node - 1, tokens[node]] > _BLD_ROLLBACK:
+                break
+            said.append(int(tokens[node]))
+            path.append(node)
+        said.append(int(likely[path[-1]].argmax()))
+        nodes = np.full(tree.room, path[-1], np.int32)
+        nodes[: len(path)] = path
+        cache = self._target.keep_path(cache, nodes, len(path))
+        return Verdict.of(np.array(said, np.int32), len(said), path), cache, sampler
