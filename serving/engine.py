@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.bundle.elastic import read_order
+from jaxllm.bundle.elastic import read_order, require_level
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel
@@ -65,6 +65,7 @@ class Engine:
         progress: Progress | None = None,
         *,
         reserved_bytes: int = 0,
+        drafting_level: int = 0,
     ) -> None:
         """Places a bundle's weights, and makes an empty table of graphs.
 
@@ -73,6 +74,7 @@ class Engine:
           options: shapes of graphs and caches.
           progress: see `open`.
           reserved_bytes: of `EngineOptions.memory_bytes`, for others.
+          drafting_level: a level that stays in memory whatever is read, to draft with; 0 for none.
         """
         began = time.perf_counter()
         self.bundle = bundle
@@ -85,7 +87,10 @@ class Engine:
                 f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
-        self._streamed = streamed_weights(bundle, self.options, progress, reserved_bytes=reserved_bytes)
+        staying = require_level(bundle, drafting_level) if drafting_level else None
+        self._streamed = streamed_weights(
+            bundle, self.options, progress, reserved_bytes=reserved_bytes, level=staying
+        )
         if self._streamed is not None:
             self._frozen = self._streamed.frozen()
         else:
@@ -161,10 +166,11 @@ class Engine:
             options = dataclasses.replace(
                 options or EngineOptions(), adapter_rank=rank, adapter_targets=lora.targets
             )
-        reserved = 0
+        reserved = drafting_level = 0
         if speculation is not None and options is not None and options.memory_bytes:
-            reserved = drafter_bytes(speculation, options.context_tokens)
-        engine = cls(bundle, options, progress, reserved_bytes=reserved)
+            reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
+            drafting_level = speculation.level
+        engine = cls(bundle, options, progress, reserved_bytes=reserved, drafting_level=drafting_level)
         if lora is not None:
             engine._put(arrays, lora.scaling)
         engine = engine.at(level)

@@ -94,8 +94,9 @@ def big_little(setting: Setting) -> Engine:
         thrifty=False,
     )
     engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
-    reserved = drafter_bytes(options, setting.context_tokens)
-    engine = Engine(open_model(setting.model), engine_options, reserved_bytes=reserved)
+    bundle = open_model(setting.model)
+    reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
+    engine = Engine(bundle, engine_options, reserved_bytes=reserved)
     engine.answer_with(BigLittle(engine.table, _UntilUnsure(make_drafter(engine, options)), options))
     engine.warm_up()
     return engine
@@ -128,9 +129,12 @@ def _options(
     asked = EngineOptions(context_tokens=setting.context_tokens)
     with open_model(model) as bundle:
         around = fixed_bytes(bundle.cfg, asked.resolve(bundle.cfg, quantized=True))
+        if speculation is not None:
+            around += drafter_bytes(speculation, setting.context_tokens, bundle.cfg)
     if speculation is not None and speculation.model is not None:
+        # Of the draft only what it takes besides weights.
         with open_model(speculation.model) as bundle:
-            around += drafter_bytes(speculation, setting.context_tokens) - bundle.weight_bytes
+            around -= bundle.weight_bytes
     return dataclasses.replace(
         asked,
         memory_bytes=whole_budget(setting.weights_bytes + around),

@@ -1,5 +1,9 @@
-"""Drafting with a low level of the target itself: no other model, and no memory for one."""
+"""Drafting with a low level of the target itself: no other model, and less of each layer to be read."""
 
+import dataclasses
+
+from jaxllm.elastic.ladder import WHOLE
+from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
 from serving.buckets import BucketTable
 from serving.engine import Engine
@@ -14,13 +18,23 @@ def level_drafter(
     """A drafter that is one of the target's levels.
 
     Raises:
-      ConfigError: the target does not serve the level, or its weights are not in memory.
+      ConfigError: the target does not serve the level, or its weights are read in a way that no level can
+        stay in memory.
     """
     del progress
     table = target.table.at(options.level)
-    if not isinstance(table, BucketTable):
+    if isinstance(table, BucketTable):
+        return ModelDrafter(table, options.trees)
+    assert target.streamed is not None
+    whole, part = target.table.at(WHOLE).params, table.params
+    if not isinstance(whole, CountedSubModel) or not isinstance(part, CountedSubModel):
         raise ConfigError(
-            f"level {options.level} cannot draft: the target's weights are read while it runs; draft with a "
-            "model of its own, or with ngram"
+            f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
+            "native kernels; draft with a model of its own, or with ngram"
         )
-    return ModelDrafter(table, options.trees)
+    weights = target.streamed.level_weights()
+    resident = BucketTable(
+        target.bundle.cfg, dataclasses.replace(whole, whole=weights), target.options, table.store
+    )
+    part = dataclasses.replace(part, whole=weights)
+    return ModelDrafter(resident.add_level(options.level, table.cfg, part, same_graphs=True), options.trees)

@@ -15,7 +15,12 @@ _MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 24 << 20, 16
 
 
 def streamed_weights(
-    bundle: Bundle, options: EngineOptions, progress: Progress | None = None, *, reserved_bytes: int = 0
+    bundle: Bundle,
+    options: EngineOptions,
+    progress: Progress | None = None,
+    *,
+    reserved_bytes: int = 0,
+    level: ModelConfig | None = None,
 ) -> StreamedWeights | None:
     """What brings the weights of a model by pieces; None where all of it fits into the budget, or there is
     none.
@@ -25,6 +30,7 @@ def streamed_weights(
       options: resolved options.
       progress: see `StreamedWeights`.
       reserved_bytes: of the budget, for a draft.
+      level: a sub-model that stays in memory.
 
     Raises:
       BudgetExceeded: the budget is too small even so.
@@ -42,6 +48,7 @@ def streamed_weights(
         + (" and the draft" if reserved_bytes else ""),
         storage=options.storage,
         read_ahead=options.read_ahead,
+        level=level,
         progress=progress,
     )
 
@@ -59,20 +66,26 @@ def _runtime_bytes(budget_bytes: int) -> int:
     return min(_MOST_RUNTIME_BYTES, budget_bytes // _RUNTIME_SHARE)
 
 
-def drafter_bytes(speculation: SpeculationOptions, context_tokens: int) -> int:
-    """What a draft takes of the memory, for contexts of so many tokens (0: the longest).
+def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:
+    """What a draft takes of the memory besides a level of the target.
+
+    Args:
+      speculation: who drafts.
+      context_tokens: of every context; 0 for the longest.
+      target: whose answers are drafted.
 
     Raises:
-      CheckpointError: its model cannot be opened.
+      CheckpointError: the draft's model cannot be opened.
     """
+    if speculation.drafter == "level":
+        options = draft_options(target, speculation, context_tokens).resolve(target, quantized=True)
+        return fixed_bytes(target, options)
     if speculation.model is None:
         return 0
     with open_model(speculation.model) as bundle:
         quantized = bundle.layout.weights not in ("f32", "bf16")
-        options = draft_options(bundle.cfg, speculation, context_tokens).resolve(
-            bundle.cfg, quantized=quantized
-        )
-        return bundle.weight_bytes + fixed_bytes(bundle.cfg, options)
+        asked = draft_options(bundle.cfg, speculation, context_tokens)
+        return bundle.weight_bytes + fixed_bytes(bundle.cfg, asked.resolve(bundle.cfg, quantized=quantized))
 
 
 def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tokens: int) -> EngineOptions:

@@ -1,6 +1,7 @@
 """What of a bundle is read together and computed together: a layer, or some rows of the table of logits."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor
 from jaxllm.bundle.rows import rows_at
@@ -34,6 +35,7 @@ class LayerPiece:
       start: where its first byte is in memory.
       ranges: what is read.
       memory_bytes: that it takes, the whole layer's.
+      kept: what is not read, for it is in memory elsewhere: a level that stays.
     """
 
     layer: int
@@ -41,6 +43,12 @@ class LayerPiece:
     start: int
     ranges: tuple[Range, ...]
     memory_bytes: int
+    kept: tuple[Range, ...] = ()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that the kept part takes by itself, in whole pages."""
+        return sum(_whole_pages(each.place % PAGE + each.size_bytes) for each in self.kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +117,27 @@ def layer_pieces(layout: Layout, cfg: ModelConfig | None = None) -> list[LayerPi
             )
         )
     return pieces
+
+
+def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> list[LayerPiece]:
+    """The pieces of a whole model of which a level stays in memory.
+
+    Args:
+      pieces: the whole model's.
+      level: the level's, of the same layers.
+    """
+    found = []
+    for piece, part in zip(pieces, level, strict=True):
+        (whole,) = piece.ranges
+        first, end = whole.offset, whole.offset + whole.size_bytes
+        rest, at = [], first
+        for kept in (*part.ranges, Range(offset=end, size_bytes=0, place=0)):
+            if kept.offset > at:
+                place = whole.place + at - first
+                rest.append(Range(offset=at, size_bytes=kept.offset - at, place=place))
+            at = max(at, kept.offset + kept.size_bytes)
+        found.append(dataclasses.replace(piece, ranges=tuple(rest), kept=part.ranges))
+    return found
 
 
 def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:

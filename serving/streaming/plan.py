@@ -35,7 +35,14 @@ class MemoryPlan:
         return self.fixed_bytes + self.slots * self.slot_bytes + self.resident_bytes
 
 
-def plan_memory(sizes: Sequence[int], *, budget_bytes: int, fixed_bytes: int, what: str) -> MemoryPlan:
+def plan_memory(
+    sizes: Sequence[int],
+    *,
+    budget_bytes: int,
+    fixed_bytes: int,
+    what: str,
+    slot_bytes: int = 0,
+) -> MemoryPlan:
     """Keeps as many pieces in memory as fit, evenly among those that are read, so that reading never pauses.
 
     Args:
@@ -43,11 +50,12 @@ def plan_memory(sizes: Sequence[int], *, budget_bytes: int, fixed_bytes: int, wh
       budget_bytes: for everything.
       fixed_bytes: of it, for everything but pieces.
       what: says what the fixed part is, for the message.
+      slot_bytes: that a piece takes while it is computed, where that is more than what it takes to stay.
 
     Raises:
       BudgetExceeded: not even two pieces fit.
     """
-    total, largest = sum(sizes), max(sizes)
+    total, largest = sum(sizes), max(slot_bytes, *sizes)
     room = budget_bytes - fixed_bytes
     if total <= room:
         return MemoryPlan(

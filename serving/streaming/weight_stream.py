@@ -11,12 +11,12 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from serving.direct_io import PAGE, PieceReader, aligned
-from serving.streaming.pieces import Piece, Range, read_bytes
+from serving.streaming.pieces import LayerPiece, Piece, Range, read_bytes
 
 # Of one read call; so large that a disk's time to find it does not count.
 _BLOCK_BYTES = 4 << 20
@@ -89,7 +89,7 @@ class WeightStream:
           read_ahead: whether the next piece is read while one is computed, or only when it is waited for.
         """
         self.counts = StreamCounts()
-        self._reader, self._pieces = reader, list(pieces)
+        self._reader, self._pieces, self._kept = reader, list(pieces), {}
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._coming = [each for each in range(len(pieces)) if each not in self._staying]
         self._free = [Slot(aligned(slot_bytes)) for _ in range(slots)]
@@ -119,10 +119,20 @@ class WeightStream:
           CheckpointError: it cannot be read.
         """
         for number, slot in self._staying.items():
-            self._read(self._pieces[number], slot.memory)
+            whole = self._pieces[number]
+            for part in (whole.ranges, whole.kept if isinstance(whole, LayerPiece) else ()):
+                self._read(part, slot.memory)
             slot.piece, slot.ready = number, True
             if on_piece is not None:
                 on_piece(read_bytes(self._pieces[number]))
+
+    def staying(self) -> dict[int, np.ndarray]:
+        """Memory of what stays, by the pieces' numbers."""
+        return {number: slot.memory for number, slot in self._staying.items()}
+
+    def keep(self, kept: Mapping[int, np.ndarray]) -> None:
+        """By the numbers of pieces that are read, memory where `LayerPiece.kept` already is in its place."""
+        self._kept = dict(kept)
 
     def use(self, pieces: Sequence[Piece]) -> None:
         """Other ranges of the same pieces from now on: those of another level.
@@ -242,7 +252,8 @@ class WeightStream:
                 slot.began = began = time.perf_counter()
                 self._changed.notify_all()
             try:
-                self._read(piece, slot.memory)
+                self._read(piece.ranges, slot.memory)
+                self._copy_kept(number, slot.memory)
             except Exception as error:  # Whatever it is, it is for the one who waits.
                 slot.error = error
             with self._changed:
@@ -251,16 +262,23 @@ class WeightStream:
                 slot.ready = True
                 self._changed.notify_all()
 
-    def _read(self, piece: Piece, memory: np.ndarray) -> None:
+    def _read(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         blocks = [
-            (memory, each.place + at, each.offset + at, size)
-            for each in piece.ranges
-            for at, size in _blocks(each)
+            (memory, each.place + at, each.offset + at, size) for each in ranges for at, size in _blocks(each)
         ]
         if len(blocks) == 1:
             self._reader.read_into(*blocks[0])
         else:
             list(self._pool.map(lambda block: self._reader.read_into(*block), blocks))
+
+    def _copy_kept(self, number: int, memory: np.ndarray) -> None:
+        """Puts what stays of a piece beside what was read: a copy within memory takes far less than reading,
+        and the piece is one as the graph takes it."""
+        piece = self._pieces[number]
+        if isinstance(piece, LayerPiece) and number in self._kept:
+            for each in piece.kept:
+                part = slice(each.place, each.place + each.size_bytes)
+                memory[part] = self._kept[number][part]
 
 
 def _blocks(each: Range) -> Iterator[tuple[int, int]]:

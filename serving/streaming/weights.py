@@ -14,13 +14,14 @@ from jaxllm.bundle.layout import DTYPES, Extent
 from jaxllm.bundle.rows import rows_alone
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, shared_part
-from jaxllm.errors import BundleError
+from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Adapted, AdaptedFromBuffer, Weight
 from serving.direct_io import PieceReader, Storage
 from serving.graph_table import GraphTable, Progress
 from serving.lowering import layer_params
 from serving.streaming.embedding import EmbeddingRows
+from serving.streaming.level_memory import LevelMemory
 from serving.streaming.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.streaming.plan import MemoryPlan, plan_memory
 from serving.streaming.weight_stream import Meanwhile, Slot, StreamCounts, WeightStream
@@ -48,6 +49,7 @@ class StreamedWeights:
         what: str,
         storage: Storage | None = None,
         read_ahead: bool = True,
+        level: ModelConfig | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Checks the file, takes the memory, and reads what stays.
@@ -57,6 +59,7 @@ class StreamedWeights:
           budget_bytes, fixed_bytes, what: see `plan_memory`.
           storage: how it is read.
           read_ahead: see `WeightStream`.
+          level: a sub-model that stays in memory (see `level_weights`).
           progress: called with ("load", bytes done, bytes in all).
 
         Raises:
@@ -64,13 +67,18 @@ class StreamedWeights:
           CheckpointError: the file is damaged or cannot be read.
         """
         self._bundle, self._reader = bundle, PieceReader(bundle.path, storage)
-        layers = layer_pieces(bundle.layout)
-        self.head = head_pieces(bundle.layout, most_bytes=max(each.memory_bytes for each in layers))
-        self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: [*layers, *self.head]}
-        sizes = [each.memory_bytes for each in self._pieces[bundle.cfg]]
+        self._level = None if level is None else LevelMemory(bundle, level)
+        layers = layer_pieces(bundle.layout) if self._level is None else self._level.pieces
+        largest = max(each.memory_bytes for each in layers)
+        # With a level, the tables stay.
+        self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._level else largest)
+        streamed = [*layers, *(() if self._level else self.head)]
+        self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: streamed}
+        sizes = [each.memory_bytes - getattr(each, "kept_bytes", 0) for each in streamed]
         kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
+        fixed_bytes += kept_bytes + (self._level.size_bytes if self._level else 0)
         self.plan: MemoryPlan = plan_memory(
-            sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes + kept_bytes, what=what
+            sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, what=what, slot_bytes=largest
         )
         total, done = bundle.weight_bytes + self.plan.resident_bytes, 0
 
@@ -90,6 +98,8 @@ class StreamedWeights:
             read_ahead=read_ahead,
         )
         self._stream.load_resident(on_bytes)
+        if self._level is not None:
+            self._stream.keep(self._level.load(self._reader, self._stream.staying()))
         self._rows = EmbeddingRows(bundle, self._reader, kept_bytes=kept_bytes)
         self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
         self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}
@@ -121,9 +131,20 @@ class StreamedWeights:
             found |= jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
         return {**found, **small}
 
+    def level_weights(self) -> dict[str, Weight]:
+        """All parameters by name, of which the level that stays is in memory.
+
+        Raises:
+          ConfigError: none does.
+        """
+        if self._level is None:
+            raise ConfigError("no level of this model stays in memory; name one when it is opened")
+        return self._level.weights
+
     def begin(self, cfg: ModelConfig) -> None:
         """A pass of the model, or of one of its levels, begins."""
-        if not self._bundle.read_in_place or cfg == self._bundle.cfg:
+        if not self._bundle.read_in_place or self._level is not None:
+            # Whole layers, whatever of them is used.
             cfg = self._bundle.cfg
         if cfg not in self._pieces:
             self._pieces[cfg] = [*layer_pieces(self._bundle.layout, cfg), *self.head]
@@ -156,6 +177,9 @@ class StreamedWeights:
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """One of the pieces of `head`."""
         piece, name = self.head[number], "embed.tokens" if self._bundle.cfg.tied_head else "head"
+        if self._level is not None:
+            yield self._level.weights[name]
+            return
         with self._stream.piece(self._bundle.cfg.layers + number, meanwhile) as slot:
             key = id(slot), self._bundle.cfg.layers + number
             placed = self._placed.get(key)

@@ -13,10 +13,13 @@ from serving.engine import Engine
 from serving.generation import GenerationConfig, Session
 from serving.options import EngineOptions
 from serving.speculative.options import SpeculationOptions, TreeShape
+from serving.streaming import pieces
 from serving.streaming.footprint import drafter_bytes, fixed_bytes
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
-CFG = dataclasses.replace(TINY, layers=4, heads=8, kv_heads=4, ffn_size=192, attention_windows=())
+CFG = dataclasses.replace(
+    TINY, layers=6, hidden_size=128, heads=8, kv_heads=4, ffn_size=384, attention_windows=()
+)
 SMALL = dataclasses.replace(TINY, layers=1, attention_windows=())
 OPTIONS = EngineOptions(
     context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
@@ -33,7 +36,7 @@ DRAWN = dataclasses.replace(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculative")
-    parts = elastic_parts(Ladder(levels=(50, 100)))
+    parts = elastic_parts(Ladder(levels=(25, 100)))
     write_tiny_bundle(folder / "target.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
     write_tiny_bundle(folder / "small.jaxllm", "int8", cfg=SMALL, params=tiny_params(SMALL))
     return folder
@@ -48,14 +51,14 @@ def speculation(folder, drafter, **options):
     own = {
         "small": {"model": folder / "small.jaxllm"},
         "itself": {"model": folder / "target.jaxllm"},
-        "level": {"drafter": "level", "level": 50},
+        "level": {"drafter": "level", "level": 25},
         "ngram": {"drafter": "ngram"},
     }[drafter]
     return SpeculationOptions(**{"trees": TREES, "thrifty": False, "alpha": 1e-6, **own, **options})
 
 
 def open_drafted(folder, plain, options, share=0.0):
-    others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens)
+    others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
     memory = int((others + share * plain.bundle.weight_bytes) * 16 / 15)
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
@@ -72,10 +75,13 @@ def open_drafted(folder, plain, options, share=0.0):
         ("ngram", 0),
         ("small", 0.7),
         ("itself", 0.7),
+        ("level", 0.95),
         ("ngram", 0.7),
     ],
 )
-def test_the_answer_is_the_targets(folder, plain, drafter, share):
+def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
+    # Layers so small would stay whole, not a level of them alone.
+    monkeypatch.setattr(pieces, "_SHORT_GAP_BYTES", 0)
     engine = open_drafted(folder, plain, speculation(folder, drafter), share)
     assert (engine.streamed is not None) == bool(share)
     built = dict(engine.table.bucket_ms)
@@ -173,7 +179,8 @@ def test_options_out_of_their_domain(options, message):
 def test_the_draft_counts_in_the_budget(folder, plain):
     options = speculation(folder, "small")
     engine = open_drafted(folder, plain, options, 0.7)
-    assert engine.streamed.plan.fixed_bytes >= drafter_bytes(options, 128) + fixed_bytes(CFG, plain.options)
+    own = fixed_bytes(CFG, plain.options)
+    assert engine.streamed.plan.fixed_bytes >= drafter_bytes(options, 128, CFG) + own
     with pytest.raises(BudgetExceeded, match="activations and the draft"):
         open_drafted(folder, plain, options, 0.1)
 
