@@ -65,8 +65,11 @@ class BucketTable(GraphTable):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
+        held: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
-        """Up to `limit` further tokens in one dispatch (see `steps.decode_tokens`)."""
+        """Up to `limit` further tokens in one dispatch (see `steps.decode_tokens`); what the cache holds need
+        not be said."""
+        del held
         graph = self.graph(self._decode_bucket(cache.capacity_tokens))
         return graph(self._params, token, cache, sampler, stop_ids, np.int32(limit))
 

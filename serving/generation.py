@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
+from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.lowering import MAX_STOP_IDS
@@ -27,10 +28,7 @@ DEFAULT_MAX_TOKENS = 256
 
 
 class Decoder(Protocol):
-    """What an answer is made with: the graphs of a model, as calls (see `BucketTable`, the first of them).
-
-    A cache is the decoder's own affair: whoever holds one only hands it back.
-    """
+    """What an answer is made with: the graphs of a model, as calls (see `BucketTable`, the first of them)."""
 
     @property
     def cfg(self) -> ModelConfig:
@@ -47,15 +45,15 @@ class Decoder(Protocol):
         """Names the weights that caches belong to."""
         ...
 
-    def start(self, tokens: int) -> Any:
+    def start(self, tokens: int) -> KVCache:
         """An empty cache with room for `tokens` positions."""
         ...
 
-    def make_room(self, cache: Any, tokens: int) -> Any:
+    def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """The cache itself, or a longer one with the same content, so that `tokens` positions fit."""
         ...
 
-    def prefill(self, cache: Any, tokens: Sequence[int], at: int) -> tuple[Any, Any]:
+    def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[Any, KVCache]:
         """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
         ...
 
@@ -69,9 +67,16 @@ class Decoder(Protocol):
         ...
 
     def decode(
-        self, token: Any, cache: Any, sampler: SamplerState, stop_ids: np.ndarray, limit: int
-    ) -> tuple[Any, Any, Any, SamplerState]:
-        """Up to `limit` further tokens `[1, n]`, how many of them are real, cache, sampler."""
+        self,
+        token: Any,
+        cache: KVCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int] = (),
+    ) -> tuple[Any, Any, KVCache, SamplerState]:
+        """Up to `limit` further tokens `[1, n]` behind the tokens `held` that the cache has, how many of them
+        are real, cache, sampler."""
         ...
 
 
@@ -118,10 +123,10 @@ class Session:
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
-    cache: Any = None
+    cache: KVCache | None = None
     weights_version: tuple[int, int] | None = None
 
-    def take(self) -> tuple[list[int], Any]:
+    def take(self) -> tuple[list[int], KVCache | None]:
         """Gives tokens and cache away."""
         taken = self.tokens, self.cache
         self.tokens, self.cache = [], None
@@ -249,7 +254,9 @@ class Generation(Iterator[str]):
         held, cache = session.take()
         assert cache is not None
         cache = table.make_room(cache, len(held) + limit)
-        rows, count, cache, self._sampler = table.decode(token, cache, self._sampler, self._stop_ids, limit)
+        rows, count, cache, self._sampler = table.decode(
+            token, cache, self._sampler, self._stop_ids, limit, held
+        )
         block = np.asarray(rows)[0, : int(count)].tolist()
         held += [pending, *block[:-1]]
         session.cache, session.tokens = cache, held

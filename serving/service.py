@@ -33,6 +33,7 @@ from serving.graph_table import Progress
 from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
+from serving.speculative.options import SpeculationOptions
 from serving.planner import Plan, Planner, Proposer
 from serving.profile import DeviceProfile, load_profile, measure, profile_path, save_profile
 from serving.tiny_lm import TinyPlanner
@@ -133,6 +134,7 @@ class LLMService:
         options: EngineOptions | None = None,
         proposer: Proposer | None = None,
         contexts: ContextOptions | None = None,
+        speculation: SpeculationOptions | None = None,
         progress: Progress | None = None,
     ) -> "LLMService":
         """Opens an elastic bundle with all that serving it takes.
@@ -147,6 +149,7 @@ class LLMService:
           proposer: decides instead of the bundle's tiny LM.
           contexts: where contexts that outlive calls are kept, and how much they may take; None for none.
             Their chunks are stored by the options' codec, by channels if it names none.
+          speculation: how drafts speed the whole model's answers up; None for no drafts.
           progress: called with (stage, done, total).
 
         Raises:
@@ -157,7 +160,7 @@ class LLMService:
         options = dataclasses.replace(options, levels=levels)
         if contexts is not None and not options.kv_codec:
             options = dataclasses.replace(options, kv_codec="channel")
-        engine = Engine.open(model, options=options, progress=progress)
+        engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
         path = profile_path(engine.bundle, engine.options)
         profile = load_profile(path)
         if profile is None or not set(engine.table.levels) <= set(profile.levels):
@@ -169,9 +172,10 @@ class LLMService:
         return cls(engine, profile, Planner(profile, engine.table.levels, proposer), kept)
 
     def close(self) -> None:
-        """Lets another process have the contexts."""
+        """Lets another process have the contexts, and ends the reading of weights."""
         if self.contexts is not None:
             self.contexts.close()
+        self.engine.close()
 
     def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> Context:
         """A new context of an app: what is said in it stays, across calls and restarts (newLLMCtx).

@@ -74,7 +74,13 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
         return behind.write(values, values[:, :, rows])
 
     keys, values = (tuple(map(moved, layers)) for layers in (cache.keys, cache.values))
-    return dataclasses.replace(cache, keys=keys, values=values)
+    mass = cache.mass
+    if mass is not None:
+        # What was attended to moves with its rows; what is not kept leaves none behind.
+        before = jnp.arange(mass.shape[1], dtype=jnp.int32) < cache.length
+        at = jnp.where(place < count, cache.length + place, mass.shape[1])
+        mass = jnp.where(before, mass, 0).at[:, at].set(mass[:, rows], mode="drop")
+    return dataclasses.replace(cache, keys=keys, values=values, mass=mass)
 
 
 def draft(

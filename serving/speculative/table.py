@@ -29,14 +29,6 @@ from serving.streaming.table import StreamedTable
 
 
 @dataclasses.dataclass
-class DraftedCache:
-    """The target's cache, and the tokens whose rows it has."""
-
-    target: KVCache
-    tokens: list[int]
-
-
-@dataclasses.dataclass
 class SpeculationCounts:
     """What speculation has done.
 
@@ -109,19 +101,17 @@ class SpeculativeTable:
 
     # -- calls of a table ------------------------------------------------------------------------
 
-    def start(self, tokens: int) -> DraftedCache:
+    def start(self, tokens: int) -> KVCache:
         """An empty cache with room for `tokens` positions, and for a tree where there is any."""
-        return DraftedCache(self.target.start(self._with_tree(tokens)), [])
+        return self.target.start(self._with_tree(tokens))
 
-    def make_room(self, cache: DraftedCache, tokens: int) -> DraftedCache:
+    def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """The cache, or a longer one (see `GraphTable.make_room`)."""
-        target = self.target.make_room(cache.target, self._with_tree(tokens))
-        return DraftedCache(target, cache.tokens)
+        return self.target.make_room(cache, self._with_tree(tokens))
 
-    def prefill(self, cache: DraftedCache, tokens: Sequence[int], at: int) -> tuple[Any, DraftedCache]:
+    def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[Any, KVCache]:
         """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
-        logits, target = self.target.prefill(cache.target, tokens, at)
-        return logits, DraftedCache(target, [*cache.tokens[:at], *tokens])
+        return self.target.prefill(cache, tokens, at)
 
     def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
         """The first token `[1]` of an answer, and the sampler."""
@@ -136,19 +126,22 @@ class SpeculativeTable:
     def decode(
         self,
         token: jax.Array | np.ndarray,
-        cache: DraftedCache,
+        cache: KVCache,
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-    ) -> tuple[np.ndarray, int, DraftedCache, SamplerState]:
-        """One round: up to `limit` further tokens `[1, count]`, their count, cache, sampler."""
-        root, length = int(np.asarray(token)[0]), len(cache.tokens)
-        room = min(cache.target.capacity_tokens - length, self._options.trees.nodes[-1])
+        held: Sequence[int] = (),
+    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
+        """One round: up to `limit` further tokens `[1, count]` behind those `held` that the cache has and
+        `token`, their count, cache, sampler."""
+        root = int(np.asarray(token)[0])
+        cache = dataclasses.replace(cache, length=np.int32(len(held)))  # pyright: ignore
+        room = min(cache.capacity_tokens - len(held), self._options.trees.nodes[-1])
         if limit < 2 or room < self._options.trees.nodes[0] or not self._worthwhile:
             return self._plain(root, cache, sampler, stop_ids)
         began = time.perf_counter()
         most = max(each for each in self._options.trees.nodes if each <= room)
-        tree = self._drafter.grow(cache.tokens, root, self._fallback.alpha, most)
+        tree = self._drafter.grow(held, root, self._fallback.alpha, most)
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
             # Nothing to check: a plain token is cheaper.
@@ -166,33 +159,29 @@ class SpeculativeTable:
         tree: TokenTree,
         count: int,
         draft_s: float,
-        cache: DraftedCache,
+        cache: KVCache,
         sampler: SamplerState,
         limit: int,
-    ) -> tuple[np.ndarray, int, DraftedCache, SamplerState]:
+    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         began = time.perf_counter()
         nodes = next(each for each in self._options.trees.nodes if each >= count)
         part = first_nodes(tree, count, nodes)
-        target = dataclasses.replace(cache.target, length=np.int32(len(cache.tokens)))  # pyright: ignore
-        verdict, target, sampler = self.target.verify(part, target, sampler, limit, self._meanwhile)
+        verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
         self._drafter.follow(verdict.path.tolist(), int(verdict.tokens[-1]))
-        said = verdict.tokens.tolist()
-        self._learn(part, len(said), draft_s, verify_s)
-        tokens = [*cache.tokens, int(part.tokens[0]), *said[:-1]]
-        return verdict.tokens[None], len(said), DraftedCache(target, tokens), sampler
+        self._learn(part, len(verdict.tokens), draft_s, verify_s)
+        return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
     def _plain(
-        self, root: int, cache: DraftedCache, sampler: SamplerState, stop_ids: np.ndarray
-    ) -> tuple[np.ndarray, int, DraftedCache, SamplerState]:
+        self, root: int, cache: KVCache, sampler: SamplerState, stop_ids: np.ndarray
+    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         began = time.perf_counter()
-        target = dataclasses.replace(cache.target, length=np.int32(len(cache.tokens)))  # pyright: ignore
         token = np.array([root], np.int32)
-        rows, _, target, sampler = self.target.decode(token, target, sampler, stop_ids, 1)  # pyright: ignore
+        rows, _, cache, sampler = self.target.decode(token, cache, sampler, stop_ids, 1)  # pyright: ignore
         rows = np.asarray(rows)[:, :1]
         self._thrift.plain(took_ms=1000 * (time.perf_counter() - began), tokens=1)
         self.counts.plain_tokens += 1
-        return rows, 1, DraftedCache(target, [*cache.tokens, root]), sampler
+        return rows, 1, cache, sampler
 
     def _meanwhile(self, wait_s: float) -> bool:
         """One step of the drafter, if it ends before the target goes on."""

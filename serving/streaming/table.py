@@ -123,8 +123,10 @@ class StreamedTable(GraphTable):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
+        held: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         """Up to `limit` further tokens: ids `[1, count]`, count, cache, sampler."""
+        del held
         found, at = [], int(cache.length)
         stops = set(stop_ids.tolist())
         last = int(np.asarray(token)[0])

@@ -77,6 +77,20 @@ def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
         np.testing.assert_allclose(ours[:, :, :10], theirs[:, :, :10], atol=1e-4)
 
 
+def test_what_was_attended_to_goes_with_the_path():
+    tree = tree_of(PARENTS, TOKENS, room=ROOM)
+    cache = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
+    cache = prefill(PARAMS, PROMPT, cache, cfg=CFG)[1]
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    _, read = read_nodes(PARAMS, tree, nodes, tree.count, cache, cfg=CFG, dtype=DTYPE)
+    path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
+    kept = np.asarray(jax.jit(keep_path)(read, path, jnp.int32(4)).mass)[0]
+    before, length = np.asarray(read.mass)[0], PROMPT.shape[1]
+    np.testing.assert_array_equal(kept[:length], before[:length])
+    np.testing.assert_array_equal(kept[length : length + 4], before[length + np.array([0, 1, 3, 5])])
+    assert not kept[length + 4 :].any()
+
+
 def plain(sampling, count):
     """The target's answer, one token at a time."""
     state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
