@@ -33,9 +33,9 @@ from serving.graph_table import Progress
 from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
-from serving.speculative.options import SpeculationOptions
 from serving.planner import Plan, Planner, Proposer
 from serving.profile import DeviceProfile, load_profile, measure, profile_path, save_profile
+from serving.speculative.options import SpeculationOptions
 from serving.tiny_lm import TinyPlanner
 
 ANYTHING = Slo(ttft=1.0, tpot=1.0)

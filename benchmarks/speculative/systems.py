@@ -80,7 +80,7 @@ def drafted(setting: Setting, **speculation: object) -> Engine:
 def fixed_lines(setting: Setting, length: int) -> Engine:
     """SP with drafts of `length` tokens."""
     trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
-    return drafted(setting, trees=trees, alpha=LEAST, adaptive=False, pipelined=False, thrifty=False)
+    return drafted(setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, thrifty=False)
 
 
 def big_little(setting: Setting) -> Engine:
@@ -89,7 +89,7 @@ def big_little(setting: Setting) -> Engine:
     options = SpeculationOptions(
         model=setting.draft,
         trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
-        adaptive=False,
+        fallback="fixed",
         pipelined=False,
         thrifty=False,
     )
@@ -116,7 +116,8 @@ def systems(setting: Setting) -> dict[str, Opener]:
     return found | {
         f"{OURS}-no-tree": lambda s: drafted(s, trees=dataclasses.replace(tree, branches=1)),
         f"{OURS}-no-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, paced=False)),
-        f"{OURS}-no-adaptive": lambda s: drafted(s, adaptive=False),
+        f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
+        f"{OURS}-no-fallback": lambda s: drafted(s, fallback="fixed"),
         f"{OURS}-no-pipeline": lambda s: drafted(s, pipelined=False),
         f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
     }

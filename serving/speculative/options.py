@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.fallback import LEAST, MOST, START
@@ -54,7 +55,8 @@ class SpeculationOptions:
       level: what drafts, where that is a level of the target, in percent.
       trees: sizes of token trees.
       alpha: the confidence below which drafting ends, to begin with (section 3.3).
-      adaptive: whether alpha learns from what was right.
+      fallback: what alpha becomes: "measured" is where a reading of the draft takes as long as the tokens that
+        it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
       pipelined: whether drafting goes on while the target's weights are read (section 3.4).
       thrifty: whether drafting ends where it does not pay, to be tried again now and then.
     """
@@ -64,13 +66,15 @@ class SpeculationOptions:
     level: int = 0
     trees: TreeShape = dataclasses.field(default_factory=TreeShape)
     alpha: float = START
-    adaptive: bool = True
+    fallback: Literal["measured", "learned", "fixed"] = "measured"
     pipelined: bool = True
     thrifty: bool = True
 
     def __post_init__(self) -> None:
         if not LEAST <= self.alpha <= MOST:
             raise ConfigError(f"alpha must be in [{LEAST}, {MOST}], got {self.alpha}")
+        if self.fallback not in ("measured", "learned", "fixed"):
+            raise ConfigError(f"fallback must be measured, learned or fixed, got {self.fallback!r:.80}")
         if (self.drafter == "model") != (self.model is not None):
             raise ConfigError("the drafter 'model', and no other, needs a model to draft with")
         if (self.drafter == "level") != bool(self.level):

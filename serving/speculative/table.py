@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState
-from jaxllm.speculative.fallback import Fallback
+from jaxllm.speculative.fallback import LEAST, MOST, Fallback
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets import BucketTable
 from serving.graph_table import Progress
@@ -199,11 +199,15 @@ class SpeculativeTable:
         counts.draft_s += draft_s
         counts.verify_s += verify_s
         self._thrift.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
-        if self._options.adaptive and drafted:
+        if self._options.fallback == "learned" and drafted:
             correct = min(tokens - 1, drafted)
             self._fallback = self._fallback.after(
                 drafted=drafted, correct=correct, confidence=open_confidence(tree)
             )
+        elif self._options.fallback == "measured":
+            # What a reading brings is at most its path's confidence, in tokens.
+            alpha = 1000 * self._drafter.step_s / self._thrift.token_ms
+            self._fallback = Fallback(min(MOST, max(LEAST, alpha)))
 
     def _with_tree(self, tokens: int) -> int:
         """Positions for `tokens` and a tree behind them, as far as the context reaches."""

@@ -25,6 +25,11 @@ class Thrift:
         """Whether the next round should have a draft."""
         return self._left <= 0
 
+    @property
+    def token_ms(self) -> float:
+        """What a token takes with drafts."""
+        return self._round_ms / self._tokens
+
     def drafted(self, *, draft_ms: float, verify_ms: float, tokens: int) -> None:
         """A round with a draft gave so many tokens."""
         first = not self._rounds
@@ -34,7 +39,7 @@ class Thrift:
         self._tokens = _mean(self._tokens, tokens, first)
         # What a plain pass takes is known where there was one, and else not more than one over a tree.
         plain_ms = min(self._plain_ms or self._pass_ms, self._pass_ms)
-        if self._round_ms / self._tokens <= plain_ms:
+        if self.token_ms <= plain_ms:
             self._pause = _FIRST_PAUSE_TOKENS
         elif self._rounds >= _PATIENCE_ROUNDS:
             self._left = self._pause

@@ -18,9 +18,10 @@ import numpy as np
 from serving.direct_io import PAGE, PieceReader, aligned
 from serving.streaming.pieces import LayerPiece, Piece, Range, read_bytes
 
-# Of one read call; so large that a disk's time to find it does not count.
-_BLOCK_BYTES = 4 << 20
 _THREADS = 4
+# Of one read call: so large that a disk's time to find it counts for little, and so small that several threads
+# share a piece.
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
 
 # Other work while weights are waited for: told how long that should take, in seconds, it does a little and
 # says whether it did.
@@ -263,8 +264,12 @@ class WeightStream:
                 self._changed.notify_all()
 
     def _read(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
+        share = sum(each.size_bytes for each in ranges) // _THREADS
+        step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, share))
         blocks = [
-            (memory, each.place + at, each.offset + at, size) for each in ranges for at, size in _blocks(each)
+            (memory, each.place + at, each.offset + at, size)
+            for each in ranges
+            for at, size in _blocks(each, step)
         ]
         if len(blocks) == 1:
             self._reader.read_into(*blocks[0])
@@ -281,12 +286,13 @@ class WeightStream:
                 memory[part] = self._kept[number][part]
 
 
-def _blocks(each: Range) -> Iterator[tuple[int, int]]:
-    """The parts of a range that are read by a call each: where they begin in it, and their sizes."""
+def _blocks(each: Range, step: int) -> Iterator[tuple[int, int]]:
+    """The parts of a range that are read by a call each, of about `step` bytes: where they begin in it, and
+    their sizes."""
     at = 0
     while at < each.size_bytes:
         # To a page's end, so that no page is read twice.
-        end = (each.offset + at + _BLOCK_BYTES) // PAGE * PAGE - each.offset
+        end = (each.offset + at + step) // PAGE * PAGE - each.offset
         size = min(end, each.size_bytes) - at
         yield at, size
         at += size

@@ -101,7 +101,12 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
 
 def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
     line = dataclasses.replace(TREES, branches=1, tips=1)
-    for options in ({"trees": line}, {"adaptive": False, "alpha": 0.3}, {"thrifty": True}):
+    for options in (
+        {"trees": line},
+        {"fallback": "fixed", "alpha": 0.3},
+        {"fallback": "learned"},
+        {"thrifty": True},
+    ):
         engine = open_drafted(folder, plain, speculation(folder, "itself", **options))
         assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
 
@@ -160,6 +165,7 @@ def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
         ({"drafter": "level"}, "needs a level"),
         ({"drafter": "ngram", "level": 3}, "and no other"),
         ({"drafter": "ngram", "alpha": 2.0}, "alpha must be"),
+        ({"drafter": "ngram", "fallback": "oracle"}, "fallback must be"),
         ({"drafter": "ngram", "trees": {"nodes": (8, 4)}}, "ascending"),
         ({"drafter": "ngram", "trees": {"nodes": (8, 128)}}, "room must be"),
         ({"drafter": "ngram", "trees": {"room": 1000}}, "room must be"),
