@@ -103,7 +103,12 @@ def graph_key(
 
 def graph_options(options: EngineOptions) -> dict[str, Any]:
     """Those of an engine's resolved options that its graphs depend on, by name."""
-    return {name: value for name, value in dataclasses.asdict(options).items() if name not in _OUTSIDE_GRAPHS}
+    names = (field.name for field in dataclasses.fields(options) if field.name not in _OUTSIDE_GRAPHS)
+    values = {name: getattr(options, name) for name in names}
+    return {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        for name, value in values.items()
+    }
 
 
 def params_signature(params: Any) -> str:

@@ -55,8 +55,8 @@ class SpeculationOptions:
       level: what drafts, where that is a level of the target, in percent.
       trees: sizes of token trees.
       alpha: the confidence below which drafting ends, to begin with (section 3.3).
-      fallback: what alpha becomes: "measured" is where a reading of the draft takes as long as the tokens that
-        it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
+      fallback: what alpha becomes: "measured" is where a reading of the draft takes as long as the tokens
+        that it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
       pipelined: whether drafting goes on while the target's weights are read (section 3.4).
       thrifty: whether drafting ends where it does not pay, to be tried again now and then.
     """

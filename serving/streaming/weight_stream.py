@@ -19,8 +19,8 @@ from serving.direct_io import PAGE, PieceReader, aligned
 from serving.streaming.pieces import LayerPiece, Piece, Range, read_bytes
 
 _THREADS = 4
-# Of one read call: so large that a disk's time to find it counts for little, and so small that several threads
-# share a piece.
+# Of one read call: so large that a disk's time to find it counts for little, and so small that several
+# threads share a piece.
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
 
 # Other work while weights are waited for: told how long that should take, in seconds, it does a little and
