@@ -21,6 +21,7 @@ from serving.direct_io import PieceReader, aligned
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.graph_table import Progress
+from serving.models import open_model
 from serving.options import EngineOptions
 
 _PROMPT_TOKENS, _TOKENS, _CONTEXT_TOKENS = 64, 9, 512
@@ -116,8 +117,9 @@ def _measure(model: str, budget: int) -> dict[str, float]:
     jax.device_put(np.zeros(4)).block_until_ready()
     reset_peak_memory()
     before = peak_resident_bytes()
-    options = EngineOptions(context_tokens=_CONTEXT_TOKENS, memory_bytes=budget)
-    engine = Engine.open(model, options=options)
+    with open_model(model) as bundle:
+        context = min(_CONTEXT_TOKENS, bundle.cfg.window_tokens)
+    engine = Engine.open(model, options=EngineOptions(context_tokens=context, memory_bytes=budget))
     if engine.streamed is None:
         raise ConfigError(f"all of the model fits into {budget:,} bytes")
     config = GenerationConfig(max_tokens=_TOKENS, ignore_eos=True)
