@@ -5,14 +5,15 @@
     delete    memory and storage forget
 
 What leaves memory in between is `ChunkMemory`'s business: nothing needs to be written by then. The cache of
-the context that ran last stays as it is until another one runs.
+the context that ran last stays as it is until another one runs. Options make of this the systems that it is
+compared with: those that write when chunks leave, or never, or that compute nothing that can be read.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST
 from serving.buckets import BucketTable
 from serving.contexts.delays import Delays, measure_computing, measure_reading
-from serving.contexts.eviction import find_policy
+from serving.contexts.eviction import Resident, find_policy
 from serving.contexts.graphs import ContextGraphs, Stored
 from serving.contexts.growth import grown, most_bytes
 from serving.contexts.memory import ChunkMemory
@@ -57,7 +58,7 @@ class Contexts:
         if not engine.options.kv_codec:
             raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
         self.engine, self.options = engine, options
-        self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy))
+        self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._left)
         self.store = ContextStore(
             Path(options.folder),
             storage=options.storage,
@@ -188,17 +189,20 @@ class Contexts:
         record = self.record(app, name)
         graphs = self._graphs[record.origin.level]
         most = min(most_tokens, graphs.table.options.context_tokens)
+        size = most_bytes(graphs, self.options, most // graphs.chunk_tokens)
         self.memory.pin(name, record.pinned)
-        self.memory.require(name, most_bytes(graphs, self.options, most // graphs.chunk_tokens))
+        self.memory.require(name, size)
         last, there = self._last
         self._last = ("", Session())
         self._running = name
         self.memory.claim(name, len(record.bits), pinned=record.pinned)
         try:
+            self.memory.reserve(name, size)
             if last == name and there.weights_version == graphs.table.weights_version:
                 session.tokens, session.cache = there.take()
                 session.weights_version = there.weights_version
-                return Restoration(resident=len(record.bits))
+                how = Restoration(resident=len(record.bits), cached=True)
+                return dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
             cache = self._room(graphs.table, there, prompt_tokens)
             del there
             how = self._restored(record, graphs, session, cache, prompt_tokens)
@@ -226,9 +230,9 @@ class Contexts:
             before = self.store.record(name)
             if session.cache is None:
                 raise ContextGone(f"the context {name} lost its cache to an error; it is as it was before")
-            graphs = self._graphs[before.origin.level]
+            graphs, resident = self._graphs[before.origin.level], self.memory.chunks(name)
             record = grown(
-                before,
+                _with_resident(before, resident),
                 graphs,
                 self.options,
                 tokens=tokens,
@@ -236,7 +240,6 @@ class Contexts:
                 first=first,
                 held=len(session.tokens),
             )
-            resident = self.memory.chunks(name)
             # What was computed again and not changed is on storage already.
             coded = graphs.encode(
                 session.cache,
@@ -247,7 +250,10 @@ class Contexts:
                 },
             )
             changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
-            record = self._written(record, {n: coded[n] for n in coded if n in changed})
+            if self.options.writing == "ahead":
+                record = self._written(record, {n: coded[n] for n in coded if n in changed})
+            else:
+                record = self._written(record.lose(changed), {})
             self._load(graphs, name, coded)
             positions = session.cache.capacity_tokens
             # What was attended to so far is in the record.
@@ -304,7 +310,7 @@ class Contexts:
                         bits=record.bits,
                         resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
                         read=_nothing if opened is None else opened.read,
-                        delays=self._delays[table.level],
+                        delays=self._delays[table.level] if self.options.recompute else None,
                         pool=self._pool,
                     )
             except CheckpointError:
@@ -329,6 +335,25 @@ class Contexts:
             # An older chunk is damaged, which is no fault of this call.
             return self.store.repair(record.name)
 
+    def _left(self, chunks: list[Resident]) -> None:
+        """Chunks left memory: what was to be written by then is written."""
+        if self.options.writing != "at-eviction":
+            return
+        for name in dict.fromkeys(each.context for each in chunks):
+            record = self.store.record(name)
+            # What is lost on storage was in memory alone.
+            fresh = {
+                each.chunk: (each.bits, each.blobs)
+                for each in chunks
+                if each.context == name and record.bits[each.chunk : each.chunk + 1] == (LOST,)
+            }
+            if not fresh:
+                continue
+            bits = tuple(fresh[n][0] if n in fresh else width for n, width in enumerate(record.bits))
+            # What there is no room for stays lost, and is computed again.
+            with contextlib.suppress(BudgetExceeded):
+                self.store.commit(dataclasses.replace(record, bits=bits), fresh)
+
     def _load(self, graphs: ContextGraphs, name: str, chunks: dict[int, Stored]) -> None:
         delays = self._delays[graphs.table.level]
         computing_ms = graphs.layers * delays.computing.per_unit_ms
@@ -346,6 +371,14 @@ class Contexts:
             chunk_tokens=options.kv_chunk_tokens,
             dtype=options.cache_dtype,
         )
+
+
+def _with_resident(record: Record, resident: Mapping[int, Resident]) -> Record:
+    """A record with the widths of those chunks that are in memory alone."""
+    bits = tuple(
+        resident[n].bits if width == LOST and n in resident else width for n, width in enumerate(record.bits)
+    )
+    return dataclasses.replace(record, bits=bits)
 
 
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:

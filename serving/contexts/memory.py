@@ -5,16 +5,17 @@
     reclaim   room is made: what the policy names leaves, unless it is locked
     release   the context has run: its chunks may leave again
 
-What leaves is gone from memory alone: it was written to storage when its call ended.
+What leaves is gone from memory alone: it was written to storage when its call ended. Where it was not, who
+keeps the contexts is told of it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.contexts.eviction import Policy, Resident, lctru
+from serving.contexts.eviction import POLICIES, Policy, Resident
 
 
 class ChunkMemory:
@@ -22,17 +23,23 @@ class ChunkMemory:
 
     Args:
       budget_bytes: of all chunks together.
-      policy: orders what leaves.
+      policy: says what leaves.
+      leaving: told what has left to make room, in order.
 
     Attributes:
       resident_bytes: of all chunks now.
       evicted: chunks that have left to make room, so far.
     """
 
-    def __init__(self, budget_bytes: int, policy: Policy = lctru) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        policy: Policy = POLICIES["lctru"],
+        leaving: Callable[[list[Resident]], None] | None = None,
+    ) -> None:
         if budget_bytes < 1:
             raise ConfigError(f"a budget for chunks must be at least one byte, got {budget_bytes!r:.80}")
-        self.budget_bytes, self._policy = budget_bytes, policy
+        self.budget_bytes, self._policy, self._leaving = budget_bytes, policy, leaving
         self.resident_bytes = 0
         self.evicted = 0
         self._chunks: dict[str, dict[int, Resident]] = {}
@@ -115,6 +122,19 @@ class ChunkMemory:
         self._put(resident)
         return resident
 
+    def reserve(self, context: str, size_bytes: int) -> None:
+        """Makes room for all of a context that is about to run.
+
+        Args:
+          context: its name; it was claimed.
+          size_bytes: of all of its chunks together when it has run.
+
+        Raises:
+          BudgetExceeded: see `reclaim`.
+        """
+        there = sum(each.size_bytes for each in self._chunks.get(context, {}).values())
+        self.reclaim(max(0, size_bytes - there))
+
     def reclaim(self, room_bytes: int) -> list[Resident]:
         """Makes room.
 
@@ -137,14 +157,17 @@ class ChunkMemory:
                 f"chunks may take {self.budget_bytes:,} bytes of memory; {room_bytes:,} more do not fit "
                 "beside the contexts that run or are pinned: raise the budget, or unpin some"
             )
-        left = []
-        for each in self._policy(free):
-            if needed <= 0:
+        left: list[Resident] = []
+        for each in self._policy.order(free):
+            along = self._policy.whole and bool(left) and each.context == left[-1].context
+            if needed <= 0 and not along:
                 break
             self._drop(each.context, each.chunk)
             needed -= each.size_bytes
             left.append(each)
         self.evicted += len(left)
+        if self._leaving is not None:
+            self._leaving(left)
         return left
 
     def release(self, context: str) -> None:
