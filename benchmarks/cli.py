@@ -5,12 +5,13 @@ from pathlib import Path
 import click
 
 from benchmarks import engine as engine_bench
+from benchmarks.contexts import run as contexts_bench
 from benchmarks.elastic import run as elastic_bench
 from benchmarks.elastic.figures import draw
 from benchmarks.elastic.shape import elastic_shape
 from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, shape_folder
 from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from serving.console import progress_bars
 from serving.options import EngineOptions
@@ -174,3 +175,42 @@ def elastic_command(
     emit("elastic", rows, as_json=as_json, plot=None)
     if plot is not None:
         draw(rows, plot)
+
+
+@bench_command.command("contexts")
+@click.option("-m", "--model", type=click.Path(path_type=Path), help="A bundle or a Hugging Face folder.")
+@click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of a model: random weights of this size.  [default: 110m]",
+)
+@click.option(
+    "--weights", type=click.Choice(WEIGHT_FORMATS), default="int8", show_default=True, help="Of a shape."
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def contexts_command(
+    model: Path | None,
+    shape: str | None,
+    weights: WeightFormat,
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """How long it takes to switch between the contexts of apps in a tight memory budget, beside other ways to
+    keep them."""
+    check_plot(plot)
+    if shape is not None and model is not None:
+        raise click.UsageError("--shape and --model exclude each other")
+    plan = contexts_bench.Plan.quick() if quick else contexts_bench.Plan()
+    with progress_bars() as progress:
+        path = shape_folder(shape or "110m", progress) if model is None else model
+        rows = contexts_bench.run(
+            path,
+            weights if model is None else None,
+            plan,
+            progress,
+            tell=lambda message: click.echo(message, err=True),
+        )
+    emit("contexts", rows, as_json=as_json, plot=None)

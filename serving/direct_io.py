@@ -30,22 +30,31 @@ class Storage:
       caching: "direct" passes the page cache by, where the file system can; "buffered" goes through it.
       bytes_per_s: reads take at least as long as at this speed, to stand for a slower device; 0 for none.
       latency_ms: and each read at least this much more.
+      write_bytes_per_s: the same of what is written through to storage.
     """
 
     caching: Caching = "direct"
     bytes_per_s: float = 0.0
     latency_ms: float = 0.0
+    write_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.caching not in ("direct", "buffered"):
             raise ConfigError(f"caching must be direct or buffered, got {self.caching!r:.80}")
-        if not 0 <= self.bytes_per_s < float("inf") or not 0 <= self.latency_ms < float("inf"):
+        if not all(
+            0 <= each < float("inf") for each in (self.bytes_per_s, self.latency_ms, self.write_bytes_per_s)
+        ):
             raise ConfigError("an emulated device's speed and latency must be finite and not negative")
 
     @property
     def emulated(self) -> bool:
         """Whether reads are slowed down."""
         return bool(self.bytes_per_s or self.latency_ms)
+
+    def await_written(self, began: float, size_bytes: int) -> None:
+        """Returns when this device would have written so much since `began`, by `time.perf_counter`."""
+        if self.write_bytes_per_s:
+            time.sleep(max(0.0, began + size_bytes / self.write_bytes_per_s - time.perf_counter()))
 
 
 class PieceReader:

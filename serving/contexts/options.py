@@ -9,7 +9,6 @@ from jaxllm.kv.tolerance import RATIOS
 from serving.contexts.eviction import find_policy
 from serving.direct_io import Storage
 
-
 Writing = Literal["ahead", "at-eviction", "never"]
 
 

@@ -165,7 +165,7 @@ class ContextStore:
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
         with self._written(folder):
             if chunks:
-                write_segment(folder / fresh, chunks)
+                write_segment(folder / fresh, chunks, self._storage)
             record.write(folder / _RECORD)
         self._records[record.name] = record
         for each in {*before.segments, fresh} - set(record.segments):

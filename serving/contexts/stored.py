@@ -28,6 +28,11 @@ class StoredContext:
             self._stack = stack.pop_all()
         self.layers = next((each.layers for each in self._segments.values()), 0)
 
+    @property
+    def caching(self) -> str:
+        """How it is read: "direct" or "buffered"; empty where nothing is stored."""
+        return next((each.caching for each in self._segments.values()), "")
+
     def has(self, chunk: int) -> bool:
         """Whether a chunk is stored."""
         return bool(self.record.files[chunk])

@@ -1,0 +1,44 @@
+"""The storage that chunks are on: this machine's, or a phone's, emulated by what its maker published.
+
+An emulated device reads and writes through the page cache and then waits until the device would have been
+ready, so that only its own speed shows. Computing stays this machine's.
+"""
+
+import dataclasses
+
+from serving.direct_io import Storage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where chunks are.
+
+    Attributes:
+      name: as cases have it.
+      storage: how it is read and written.
+      note: what is known of it.
+    """
+
+    name: str
+    storage: Storage
+    note: str = ""
+
+
+def emulated(name: str, read_mb_s: float, write_mb_s: float, read_iops: float) -> Device:
+    """A device by its published sequential bandwidths and random reads per second."""
+    storage = Storage(
+        caching="buffered",
+        bytes_per_s=1e6 * read_mb_s,
+        latency_ms=1000 / read_iops,
+        write_bytes_per_s=1e6 * write_mb_s,
+    )
+    note = f"emulated: reads {read_mb_s:,.0f} MB/s and {read_iops:,.0f} IOPS, writes {write_mb_s:,.0f} MB/s"
+    return Device(name=f"emulated {name}", storage=storage, note=note)
+
+
+REAL = Device(name="real storage", storage=Storage())
+# Samsung's own table of its embedded storage (press release of the 512 GB eUFS 3.1, 17 March 2020).
+EMULATED = (
+    emulated("eMMC 5.1", 250, 125, 11_000),
+    emulated("eUFS 3.1", 2100, 1200, 100_000),
+)
