@@ -22,6 +22,19 @@ PAGE = 4096
 Caching = Literal["direct", "buffered"]
 
 
+class _Turn:
+    """When a slower device will be ready again: what is asked of it together is done in turn."""
+
+    def __init__(self) -> None:
+        self._lock, self._ready_at = threading.Lock(), 0.0
+
+    def take(self, began: float, takes_s: float) -> None:
+        """Returns when the device has done what was asked of it at `began`."""
+        with self._lock:
+            self._ready_at = until = max(self._ready_at, began) + takes_s
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage:
     """How files are read.
@@ -37,6 +50,7 @@ class Storage:
     bytes_per_s: float = 0.0
     latency_ms: float = 0.0
     write_bytes_per_s: float = 0.0
+    _turn: _Turn = dataclasses.field(default_factory=_Turn, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.caching not in ("direct", "buffered"):
@@ -51,10 +65,16 @@ class Storage:
         """Whether reads are slowed down."""
         return bool(self.bytes_per_s or self.latency_ms)
 
+    def await_read(self, began: float, size_bytes: int) -> None:
+        """Returns when this device would have read so much, asked for at `began` by `time.perf_counter`."""
+        if self.emulated:
+            takes_s = size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+            self._turn.take(began, self.latency_ms / 1000 + takes_s)
+
     def await_written(self, began: float, size_bytes: int) -> None:
-        """Returns when this device would have written so much since `began`, by `time.perf_counter`."""
+        """The same of writing."""
         if self.write_bytes_per_s:
-            time.sleep(max(0.0, began + size_bytes / self.write_bytes_per_s - time.perf_counter()))
+            self._turn.take(began, size_bytes / self.write_bytes_per_s)
 
 
 class PieceReader:
@@ -68,7 +88,7 @@ class PieceReader:
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
         self._path, self._storage = path, storage or Storage()
-        self._lock, self._free_at = threading.Lock(), 0.0
+        self._lock = threading.Lock()
         self.bytes_read = 0
         self.caching: Caching = "buffered"
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
@@ -99,7 +119,7 @@ class PieceReader:
         count = -(-(offset + size - first) // PAGE) * PAGE
         pages = aligned(count)
         done = self._fill(memoryview(pages), first, offset + size - first)
-        self._slow_down(began, done)
+        self._storage.await_read(began, done)
         return pages[offset - first : offset - first + size]
 
     def close(self) -> None:
@@ -143,17 +163,6 @@ class PieceReader:
                 os.dup2(file, self._file)
                 os.close(file)
                 self.caching = "buffered"
-
-    def _slow_down(self, began: float, count: int) -> None:
-        if not self._storage.emulated:
-            return
-        takes = self._storage.latency_ms / 1000
-        takes += count / self._storage.bytes_per_s if self._storage.bytes_per_s else 0.0
-        with self._lock:
-            # One device: reads that overlap wait for one another.
-            self._free_at = max(self._free_at, began) + takes
-            until = self._free_at
-        time.sleep(max(0.0, until - time.perf_counter()))
 
 
 def aligned(size: int) -> np.ndarray:

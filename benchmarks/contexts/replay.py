@@ -48,8 +48,8 @@ class Switches:
         parts = [(len(each.read), len(each.computed), each.resident) for each in found]
         read, computed, resident = np.mean(parts, axis=0)
         return (
-            f"{len(found)} switches, median {np.median(times):.1f} ms, slowest {max(times):.0f} ms; chunks per "
-            f"switch: {resident:.0f} in memory, {read:.0f} read, {computed:.0f} computed"
+            f"{len(found)} switches, median {np.median(times):.1f} ms, slowest {max(times):.0f} ms; chunks: "
+            f"{resident:.0f} in memory, {read:.0f} read, {computed:.0f} computed"
         )
 
 
@@ -89,8 +89,7 @@ def replay(
                     restorations.append(answer.restoration)
         caching = ""
         for context in made:
-            with contexts.store.open(context.name) as opened:
-                caching = opened.caching or caching
+            caching = contexts.store.open(context.name).caching or caching
     return Switches(restorations, finish_ms, caching)
 
 

@@ -244,8 +244,8 @@ def _variant_rows(
 
 
 def _scratch() -> str | None:
-    """Where stores are made: in the cache folder, which is on storage where the folder for temporary files may
-    be memory."""
+    """Where stores are made: in the cache folder, which is on storage where that for temporary files may be
+    memory."""
     from serving.models import cache_folder
 
     folder = cache_folder() / "benchmarks"

@@ -22,9 +22,10 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextG
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST
 from serving.buckets import BucketTable
+from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import Resident, find_policy
-from serving.contexts.graphs import ContextGraphs, Stored
+from serving.contexts.graphs import ContextGraphs
 from serving.contexts.growth import grown, most_bytes
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
@@ -33,6 +34,9 @@ from serving.contexts.restore import Restoration, restore
 from serving.contexts.store import ContextStore
 from serving.engine import Engine
 from serving.generation import Session
+
+# A device that is asked for two things at a time is not idle in between.
+_READERS = 2
 
 
 class Contexts:
@@ -68,7 +72,7 @@ class Contexts:
         self._running = ""
         # Whose cache is still there, and the cache.
         self._last: tuple[str, Session] = ("", Session())
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
         try:
             tables = [engine.table.at(level) for level in engine.table.levels]
             self._graphs = {table.level: ContextGraphs(table) for table in tables}
@@ -265,6 +269,7 @@ class Contexts:
 
     def abandon(self, name: str) -> None:
         """Unlocks a context whose call has ended without anything to store."""
+        self.memory.own(name)
         self.memory.release(name)
         if self._running == name:
             self._running = ""
@@ -301,27 +306,23 @@ class Contexts:
             table, resident = graphs.table, self.memory.chunks(record.name)
             wanted = {n for n, bits in enumerate(record.bits) if bits != LOST} - set(resident)
             try:
-                # Opening takes as long as reading a chunk.
-                with self.store.open(record.name) if wanted else contextlib.nullcontext() as opened:
-                    cache, read, how = restore(
-                        graphs,
-                        table.start(tokens) if attempt else cache,
-                        tokens=record.tokens,
-                        bits=record.bits,
-                        resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                        read=_nothing if opened is None else opened.read,
-                        delays=self._delays[table.level] if self.options.recompute else None,
-                        pool=self._pool,
-                    )
+                cache, read, how = restore(
+                    graphs,
+                    table.start(tokens) if attempt else cache,
+                    tokens=record.tokens,
+                    bits=record.bits,
+                    resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
+                    read=self.store.open(record.name).read if wanted else _nothing,
+                    delays=self._delays[table.level] if self.options.recompute else None,
+                    pool=self._pool,
+                )
             except CheckpointError:
                 if attempt:
                     raise
                 # What is damaged is lost; then the rest comes back, and that is computed.
                 record = self.store.repair(record.name)
                 continue
-            # Copies: what was read in one piece would stay for as long as any of it does.
-            own = {n: (bits, [blob.copy() for blob in blobs]) for n, (bits, blobs) in read.items()}
-            self._load(graphs, record.name, own)
+            self._load(graphs, record.name, read)
             session.cache, session.weights_version = cache, table.weights_version
             session.tokens = list(record.tokens[: len(record.bits) * graphs.chunk_tokens])
             return how

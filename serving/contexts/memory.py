@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
+from serving.contexts.blobs import Blobs
 from serving.contexts.eviction import POLICIES, Policy, Resident
 
 
@@ -116,11 +117,20 @@ class ChunkMemory:
             raise
         self._arrivals += 1
         resident = Resident(
-            context=context, chunk=chunk, bits=bits, blobs=tuple(blobs), size_bytes=size,
+            context=context, chunk=chunk, bits=bits, blobs=Blobs(blobs), size_bytes=size,
             came=self._arrivals, used=self._uses, restore_ms=restore_ms,
         )  # fmt: skip
         self._put(resident)
         return resident
+
+    def own(self, context: str) -> None:
+        """Gives what was read in one piece memory of its own: else all of the piece would stay for as long as
+        any chunk of it does."""
+        there = self._chunks.get(context, {})
+        for chunk, each in there.items():
+            if any(blob.base is not None for blob in each.blobs):
+                blobs = Blobs(blob if blob.base is None else blob.copy() for blob in each.blobs)
+                there[chunk] = dataclasses.replace(each, blobs=blobs)
 
     def reserve(self, context: str, size_bytes: int) -> None:
         """Makes room for all of a context that is about to run.

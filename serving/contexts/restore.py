@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST, Restore, plan_restore
+from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays
-from serving.contexts.graphs import ContextGraphs, Stored
+from serving.contexts.graphs import ContextGraphs
 
 # A layer and chunks to read -> their blobs.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
@@ -63,7 +64,7 @@ def restore(
       resident: the chunks in memory, by number.
       read: from storage; called by `pool`.
       delays: of this device; None where nothing is to be computed that can be read.
-      pool: one thread to read with.
+      pool: threads to read with.
 
     Returns:
       The cache, whose length is that of the chunks; the chunks that were read; how it went.

@@ -28,7 +28,7 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextG
 from jaxllm.kv.recompute import LOST
 from serving.contexts.record import Origin, Record
 from serving.contexts.segment import Segment, write_segment
-from serving.contexts.stored import StoredContext
+from serving.contexts.stored import OpenSegments, StoredContext
 from serving.direct_io import Storage
 
 VERSION = 1
@@ -82,6 +82,7 @@ class ContextStore:
     ) -> None:
         self.root, self._storage = Path(root), storage or Storage()
         self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
+        self._segments = OpenSegments(self._storage)
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = _locked(self.root / "lock")
@@ -96,6 +97,7 @@ class ContextStore:
 
     def close(self) -> None:
         """Lets another process have the store."""
+        self._segments.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -169,6 +171,7 @@ class ContextStore:
             record.write(folder / _RECORD)
         self._records[record.name] = record
         for each in {*before.segments, fresh} - set(record.segments):
+            self._segments.forget(folder / each)
             (folder / each).unlink(missing_ok=True)
         return record
 
@@ -177,23 +180,25 @@ class ContextStore:
         record = self.record(name)
         if len(record.segments) <= _MOST_SEGMENTS:
             return record
-        with self.open(name) as opened:
-            chunks = {
-                chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
-                for chunk, bits in enumerate(record.bits)
-                if bits != LOST
-            }
+        opened = self.open(name)
+        chunks = {
+            chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
+            for chunk, bits in enumerate(record.bits)
+            if bits != LOST
+        }
         return self.commit(record, chunks)
 
     def open(self, name: str) -> StoredContext:
-        """A context's segments, to read from.
+        """A context's segments, to read from until something else is asked of the store.
 
         Raises:
           ContextGone: there is no such context.
           CheckpointError: a segment cannot be opened.
         """
         record = self.record(name)
-        return StoredContext(self._folder(record), record, self._storage)
+        folder, names = self._folder(record), record.segments
+        segments = self._segments.open([folder / each for each in names])
+        return StoredContext(record, dict(zip(names, segments, strict=True)))
 
     def delete(self, name: str) -> None:
         """Removes a context and its files.
@@ -205,6 +210,7 @@ class ContextStore:
         folder = self._folder(record)
         # Without its record it is no context any more, whatever happens next.
         (folder / _RECORD).unlink(missing_ok=True)
+        self._segments.forget(folder)
         del self._records[name]
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
