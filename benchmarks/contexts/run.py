@@ -13,10 +13,9 @@ from benchmarks.contexts.speed import speed_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
 from benchmarks.report import Row
 from jaxllm.bundle import WeightFormat
-from jaxllm.kv.codecs import WIDTHS
-from jaxllm.kv.tolerance import RATIOS
 from serving.buckets import Progress
 from serving.contexts.graphs import ContextGraphs
+from serving.contexts.growth import most_bytes
 from serving.contexts.switching import ContextCall, Lengths, make_switching
 from serving.engine import Engine
 from serving.options import EngineOptions
@@ -144,14 +143,15 @@ class Bench:
             )
 
     def budget_bytes(self) -> int:
-        """That holds all chunks of ours for so many contexts as are to fit, at their ends."""
-        table, plan = self.engine(SYSTEMS[0].codec).table, self.plan
-        graphs = ContextGraphs(table)
-        wide, *_, narrow = (graphs.chunk_bytes(bits) for bits in WIDTHS)
-        # Half of the bytes of 8 bits, but scales are of the same size at any width.
-        share = (SYSTEMS[0].ratio - RATIOS[WIDTHS[-1]]) / (1 - RATIOS[WIDTHS[-1]])
-        mean = narrow + share * (wide - narrow)
-        return round(plan.fitting * mean * (plan.window_tokens // graphs.chunk_tokens))
+        """That holds all chunks of ours of so many contexts as are to fit, as they are when the trace ends."""
+        plan = self.plan
+        trace, histories = self.trace(plan.patterns[0], plan.fitting)
+        graphs = ContextGraphs(self.engine(SYSTEMS[0].codec).table)
+        options = SYSTEMS[0].options(Path(), 1, REAL.storage)
+        ends = [len(tokens) for tokens in histories.tokens]
+        for call in trace:
+            ends[call.context] += call.prompt_tokens + call.answer_tokens
+        return sum(most_bytes(graphs, options, end // graphs.chunk_tokens) for end in ends)
 
     def _lengths(self) -> list[int]:
         """Of the contexts' pasts: from half a window up, evenly, shuffled the same way always."""
