@@ -13,7 +13,7 @@ _BARS = {
     "chunk size": "mean switch (ms)",
     "perplexity": "perplexity",
     "accuracy": "right answers (share)",
-    "copied": "copied tokens of planted phrases (share)",
+    "recall": "what a passage's chunk makes its rest likelier (nats per token)",
 }
 
 

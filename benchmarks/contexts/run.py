@@ -1,6 +1,7 @@
 """The whole bench: switching on every system, ablations, chunk sizes, speed beside no contexts, quality."""
 
 import dataclasses
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.contexts.speed import speed_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
 from benchmarks.report import Row
 from jaxllm.bundle import WeightFormat
+from jaxllm.errors import ConfigError
 from serving.buckets import Progress
 from serving.contexts.graphs import ContextGraphs
 from serving.contexts.growth import most_bytes
@@ -20,7 +22,9 @@ from serving.contexts.switching import ContextCall, Lengths, make_switching
 from serving.engine import Engine
 from serving.options import EngineOptions
 
-# Calls as short as those of apps that ask for little: what they add is what has to be written.
+# Prompts and answers of a window of 2,048 tokens, as those of apps that ask for little: what they add is what
+# has to be written. Of a shorter window they are as large a share.
+_WINDOW_TOKENS = 2048
 _LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
 CHUNK_TOKENS = 16
 
@@ -35,18 +39,16 @@ class Plan:
       fitting: so many of ours fit into the budget, all chunks in memory.
       calls: of each trace.
       devices: whose storage chunks are on; on the first one all patterns are run, on others the first.
-      window_tokens: most tokens of a context.
       chunk_tokens: sizes of chunks to compare, besides the paper's.
       repeats: of each timing of inference.
       seed: of all draws.
     """
 
     patterns: tuple[str, ...] = ("random", "markov", "gaussian")
-    contexts: tuple[int, ...] = (2, 4, 8, 12, 16)
+    contexts: tuple[int, ...] = (2, 4, 8, 16)
     fitting: int = 8
-    calls: int = 36
+    calls: int = 30
     devices: tuple[Device, ...] = (REAL, *EMULATED)
-    window_tokens: int = 2048
     chunk_tokens: tuple[int, ...] = (8, 32, 64)
     repeats: int = 5
     seed: int = 0
@@ -103,24 +105,32 @@ class Bench:
         """That stores by a codec, in chunks of a size; an empty codec stands for one without contexts."""
         key = codec, chunk_tokens
         if key not in self._engines:
-            options = EngineOptions(
-                context_tokens=self.plan.window_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens
-            )
+            options = EngineOptions(kv_codec=codec, kv_chunk_tokens=chunk_tokens)
             self._engines[key] = Engine.open(
                 self._model, weights=self._weights, options=options, progress=self._progress
             )
         return self._engines[key]
 
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens of a context."""
+        return self.engine(SYSTEMS[0].codec).options.context_tokens
+
     def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
         """Calls, and what was said before them: so much that they end at the window at most."""
         plan, key = self.plan, (pattern, contexts)
         if key not in self._traces:
-            trace = make_switching(pattern, _LENGTHS, contexts=contexts, calls=plan.calls, seed=plan.seed)
-            room = [plan.window_tokens] * contexts
+            share = self.window_tokens / _WINDOW_TOKENS
+            lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
+            trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
+            room = [self.window_tokens] * contexts
             for call in trace:
                 room[call.context] -= call.prompt_tokens + call.answer_tokens
             if min(room) < CHUNK_TOKENS:
-                raise ValueError(f"{plan.calls} calls of {contexts} contexts do not fit their windows")
+                raise ConfigError(
+                    f"{plan.calls} calls of {contexts} contexts do not fit windows of {self.window_tokens} "
+                    "tokens; take a model with a longer one"
+                )
             self._traces[key] = (
                 trace,
                 self._pasts().first([min(*each) for each in zip(self._lengths(), room, strict=False)]),
@@ -143,7 +153,7 @@ class Bench:
             )
 
     def budget_bytes(self) -> int:
-        """That holds all chunks of ours of so many contexts as are to fit, as they are when the trace ends."""
+        """That holds all chunks of ours of as many contexts as are to fit, as the trace leaves them."""
         plan = self.plan
         trace, histories = self.trace(plan.patterns[0], plan.fitting)
         graphs = ContextGraphs(self.engine(SYSTEMS[0].codec).table)
@@ -155,7 +165,7 @@ class Bench:
 
     def _lengths(self) -> list[int]:
         """Of the contexts' pasts: from half a window up, evenly, shuffled the same way always."""
-        most, count = self.plan.window_tokens, max(self.plan.contexts)
+        most, count = self.window_tokens, max(self.plan.contexts)
         places = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
         return [most // 2 + most // 2 * place // count for place in places]
 

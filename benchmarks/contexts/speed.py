@@ -11,7 +11,8 @@ from serving.engine import Engine
 from serving.generation import GenerationConfig, Session
 
 PLAIN = "no management"
-_PROMPT_TOKENS, _ANSWER_TOKENS = 512, 64
+# Shares of a window.
+_PROMPT, _ANSWER = 1 / 4, 1 / 32
 
 
 def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[Row]:
@@ -24,10 +25,11 @@ def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[
       seed: of the prompts.
     """
     draw, engines = np.random.default_rng(seed), {OURS: managed, PLAIN: plain}
-    config = GenerationConfig(max_tokens=_ANSWER_TOKENS, ignore_eos=True)
+    window = plain.options.context_tokens
+    config = GenerationConfig(max_tokens=int(_ANSWER * window), ignore_eos=True)
     prefill, decode = {name: [] for name in engines}, {name: [] for name in engines}
     for repeat in range(repeats + 1):
-        prompts = [random_tokens(plain, _PROMPT_TOKENS, draw) for _ in range(2)]
+        prompts = [random_tokens(plain, int(_PROMPT * window), draw) for _ in range(2)]
         for name in engines if repeat % 2 else reversed(list(engines)):
             session, said = Session(), []
             for prompt in prompts:
