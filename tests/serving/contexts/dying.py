@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv.chunks import CHUNK_TOKENS
 from jaxllm.kv.recompute import LOST
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
@@ -118,11 +119,21 @@ def _look(known: Known, root: Path, under_way: str | None, *, new_one: bool) -> 
         if name != under_way:
             assert there[name].tokens == tokens, f"{name} is not what it was"
         elif name in there:
-            # It may have ended before it was said. Then what was there is its beginning, unless it slid.
-            assert there[name].tokens[:16] == tokens[:16]
+            # What was under way may have ended before that was said.
+            assert _goes_on(tokens, there[name].tokens), f"{name} has lost what was said before"
     more = set(there) - set(known.tokens)
     assert len(more) <= new_one, "contexts that nobody made"
     known.tokens = {name: record.tokens for name, record in there.items()}
+
+
+def _goes_on(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a context holds what it held before, or slid: then its first chunk and its newest tokens."""
+    slid = (
+        before[:CHUNK_TOKENS] == after[:CHUNK_TOKENS]
+        and before[kept:] == after[CHUNK_TOKENS : CHUNK_TOKENS + len(before) - kept]
+        for kept in range(CHUNK_TOKENS, len(before))
+    )
+    return after[: len(before)] == before or any(slid)
 
 
 def _live(said: Connection, root: Path, bundle: Path, options: EngineOptions, seed: int, cache: Path) -> None:

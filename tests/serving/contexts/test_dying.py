@@ -9,11 +9,16 @@ from serving.options import EngineOptions
 from tests.serving.contexts.dying import Known, live_and_die
 from tests.tiny import write_tiny_bundle
 
-# Of the long test, all lanes together; a thousand take a quarter of an hour on two cores.
+# Of the long test, all lanes together; a thousand take ten minutes on two cores.
 KILLS, LANES = int(os.environ.get("JAXLLM_TEST_KILLS", "32")), 4
 LONG = [pytest.mark.slow, pytest.mark.timeout(7200)]
 OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, kv_codec="raw"
+    context_tokens=128,
+    cache_tokens=(128,),
+    chunk_tokens=(16,),
+    decode_block=4,
+    kv_codec="raw",
+    executables_bytes=1 << 28,
 )
 
 
