@@ -70,7 +70,7 @@ class Stored:
     def back(self, form: str) -> KVCache:
         """The cache as it comes back from a form."""
         if form == RAW:
-            return jax.tree.map(jnp.copy, self.cache)
+            return copied(self.cache)
         coded = self.graphs.encode(self.cache, dict(enumerate(self.widths[form].tolist())))
         table = self.graphs.table
         cache = self.graphs.load(table.start(table.options.context_tokens), coded)
@@ -82,3 +82,8 @@ class Stored:
         if form == RAW:
             return sum(each.nbytes for each in (*self.cache.keys, *self.cache.values))
         return sum(self.graphs.chunk_bytes(bits) for bits in self.widths[form].tolist())
+
+
+def copied(cache: KVCache) -> KVCache:
+    """A cache that a graph may take while this one stays."""
+    return jax.tree.map(jnp.copy, cache)

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.contexts.forms import copied
 from jaxllm.kv.cache import KVCache
 from serving.buckets import Progress
 from serving.contexts.context import Context
@@ -69,7 +69,7 @@ class Histories:
             session, length = Session(), len(tokens)
             contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
             # A copy: graphs take what they are given.
-            session.tokens, session.cache = list(tokens), jax.tree.map(jnp.copy, cache)
+            session.tokens, session.cache = list(tokens), copied(cache)
             contexts.finish(context.name, session, tokens, 0)
             made.append(context)
         return made

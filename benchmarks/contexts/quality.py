@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.contexts.forms import EIGHT, RAW, Stored
+from benchmarks.contexts.forms import EIGHT, RAW, Stored, copied
 from benchmarks.contexts.systems import OURS
 from benchmarks.report import Row, compared
 from jaxllm.errors import ConfigError
@@ -51,9 +51,9 @@ class QualityPlan:
       seed: of all draws.
     """
 
-    texts: int = 200
-    questions: int = 60
-    passages: int = 384
+    texts: int = 120
+    questions: int = 40
+    passages: int = 192
     context_share: float = 0.75
     codec: str = "channel"
     seed: int = 0
@@ -133,17 +133,22 @@ def _accuracy(
             history = [token for each in [*said[place + 1 :], *said[:place]] for token in each]
             whole = [*history, *question.trunk]
             # What does not fill a chunk is fed anew, the last token at least.
-            size = min(held, (len(whole) - 1) // graphs.chunk_tokens * graphs.chunk_tokens)
-            if len(question.trunk) >= size:
-                continue
             tail = len(question.trunk) % graphs.chunk_tokens or graphs.chunk_tokens
+            size = min(held, (len(whole) - tail) // graphs.chunk_tokens * graphs.chunk_tokens)
+            if not 0 < len(question.trunk) - tail <= size:
+                continue
             before, trunk = whole[-tail - size : -tail], whole[-tail:]
             stored = Stored.of(graphs, before, RATIOS, plan.seed + done)
             for form in stored.forms:
-                scores = [_score(graphs, stored.back(form), trunk, list(each)) for each in question.branches]
+                back = stored.back(form)
+                scores = [_score(graphs, copied(back), trunk, list(each)) for each in question.branches]
                 chosen = example.options[int(np.argmax(scores))]
                 right.setdefault(form, []).append(chosen == example.answer)
             _tell(progress, "questions", done, asked)
+    if not right:
+        raise ConfigError(
+            f"no question is stored in whole chunks of {held} tokens; take a model of a longer window"
+        )
     shares = {form: float(np.mean(each)) for form, each in right.items()}
     notes = {
         form: f"{np.mean(np.array(each) == np.array(right[EIGHT])):.1%} judged as by {EIGHT}; "

@@ -112,7 +112,7 @@ def test_forms_come_back_as_they_were_stored(tiny):
 @pytest.mark.slow
 def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    plan = run.Plan(patterns=("markov",), contexts=(2, 4), fitting=2, calls=8, chunk_tokens=(8,), repeats=1)
+    plan = run.Plan(patterns=("markov",), contexts=(2, 4), fitting=4, calls=8, chunk_tokens=(8,), repeats=1)
     monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: plan))
     result = CliRunner().invoke(
         cli, ["bench", "contexts", "-m", str(tiny), "--quick", "--json", "--plot", str(tmp_path)],
@@ -130,7 +130,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
         "decode_tokens_per_s",
     }  # fmt: skip
     # All of ours fits where that was planned for, and nothing is left behind.
-    fitting = [row.note for row in switching if row.system == OURS and " 2 contexts" in row.case]
+    fitting = [row.note for row in switching if row.system == OURS and " 4 contexts" in row.case]
     assert fitting
     assert all(" 0 read, 0 computed" in (note or "") for note in fitting)
     assert not list((tmp_path / "cache" / "benchmarks").iterdir())
