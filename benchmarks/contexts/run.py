@@ -1,6 +1,7 @@
 """The whole bench: switching on every system, ablations, chunk sizes, speed beside no contexts, quality."""
 
 import dataclasses
+import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator
@@ -96,7 +97,8 @@ class Bench:
         self, model: Path, weights: WeightFormat | None, plan: Plan, progress: Progress | None
     ) -> None:
         self.plan = plan
-        self._model, self._weights, self._progress = model, weights, progress
+        self._model, self._progress = model, progress
+        self._weights: WeightFormat | None = weights
         self._engines: dict[tuple[str, int], Engine] = {}
         self._histories: Histories | None = None
         self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
@@ -210,7 +212,7 @@ def run(
         case = f"{pattern}, {budget / 1e6:.0f} MB, {device.name}"
         for limit_ms in LIMITS_MS:
             rows += most_contexts(case, of, limit_ms)
-    rows += _variant_rows(bench, found, budget, tell)
+    rows += _variant_rows(bench, budget, tell)
     return rows + speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
 
 
@@ -222,34 +224,25 @@ def cells(plan: Plan, budget_bytes: int) -> Iterator[Cell]:
                 yield Cell(pattern, contexts, device, budget_bytes)
 
 
-def _variant_rows(
-    bench: Bench,
-    found: dict[Cell, dict[str, Switches]],
-    budget: int,
-    tell: Callable[[str], None],
-) -> list[Row]:
+def _variant_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> list[Row]:
     """Ours without one of its techniques, and in chunks of other sizes: where all of it fits, and with twice
-    as many contexts."""
+    as many contexts. Ours is run beside them anew, for machines change their pace."""
     plan, rows = bench.plan, []
     chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
-    for device in plan.devices:
-        for contexts in chosen:
-            cell = Cell(plan.patterns[0], contexts, device, budget)
-            ours = {OURS: found[cell][OURS]}
-            ablated = {system.name: bench.switches(system, cell) for system in ABLATIONS}
-            rows += switch_rows(f"ablation: {cell.name}", ours | ablated, device)
-            for name, each in ablated.items():
-                tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
-            if device is not plan.devices[0]:
-                continue
-            sizes = {
-                f"{OURS}-chunks-of-{size}": bench.switches(SYSTEMS[0], cell, size)
-                for size in plan.chunk_tokens
-            }
-            for name, each in sizes.items():
-                tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
-            if sizes:
-                rows += switch_rows(f"chunk size: {cell.name}", ours | sizes, device)
+    for device, contexts in itertools.product(plan.devices, chosen):
+        cell = Cell(plan.patterns[0], contexts, device, budget)
+        ablated = {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *ABLATIONS)}
+        rows += switch_rows(f"ablation: {cell.name}", ablated, device)
+        for name, each in ablated.items():
+            tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
+        if device is not plan.devices[0] or not plan.chunk_tokens:
+            continue
+        sizes = {OURS: bench.switches(SYSTEMS[0], cell)} | {
+            f"{OURS}-chunks-of-{size}": bench.switches(SYSTEMS[0], cell, size) for size in plan.chunk_tokens
+        }
+        rows += switch_rows(f"chunk size: {cell.name}", sizes, device)
+        for name, each in sizes.items():
+            tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
     return rows
 
 

@@ -14,7 +14,7 @@ from serving.contexts.segment import Segment
 from serving.direct_io import Storage
 
 # Each takes a file of those that a process may have open.
-_MOST_OPEN = 256
+_MOST_OPEN = 128
 
 
 class OpenSegments:
