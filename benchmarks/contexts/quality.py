@@ -51,9 +51,9 @@ class QualityPlan:
       seed: of all draws.
     """
 
-    texts: int = 120
-    questions: int = 40
-    passages: int = 192
+    texts: int = 96
+    questions: int = 20
+    passages: int = 96
     context_share: float = 0.75
     codec: str = "channel"
     seed: int = 0
