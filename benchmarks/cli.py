@@ -5,6 +5,9 @@ from pathlib import Path
 import click
 
 from benchmarks import engine as engine_bench
+from benchmarks.contexts import quality as contexts_quality
+from benchmarks.contexts import run as contexts_bench
+from benchmarks.contexts.figures import draw as draw_contexts
 from benchmarks.elastic import run as elastic_bench
 from benchmarks.elastic.figures import draw
 from benchmarks.elastic.shape import elastic_shape
@@ -244,3 +247,62 @@ def speculative_command(
                 plan, subject = speculative_bench.Plan.quick(), subject.quick()
             rows = speculative_bench.run(subject, plan, progress)
     emit("speculative", rows, as_json=as_json, plot=plot)
+
+
+@bench_command.command("contexts")
+@click.option("-m", "--model", type=click.Path(path_type=Path), help="A bundle or a Hugging Face folder.")
+@click.option(
+    "--shape",
+    type=click.Choice(list(SHAPES)),
+    help="Instead of a model: random weights of this size.  [default: 110m]",
+)
+@click.option(
+    "--weights", type=click.Choice(WEIGHT_FORMATS), default="int8", show_default=True, help="Of a shape."
+)
+@click.option(
+    "--quality",
+    type=click.Path(path_type=Path),
+    metavar="BUNDLE",
+    help="Measure what compression costs this trained model too, on --data.",
+)
+@click.option("--data", type=click.Path(path_type=Path), help="The folder of texts and tasks.")
+@click.option("--only-quality", is_flag=True, help="Leave out all that is timed.")
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def contexts_command(
+    model: Path | None,
+    shape: str | None,
+    weights: WeightFormat,
+    quality: Path | None,
+    data: Path | None,
+    only_quality: bool,
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """How long it takes to switch between the contexts of apps in a tight memory budget, beside other ways to
+    keep them."""
+    check_plot(plot)
+    if shape is not None and model is not None:
+        raise click.UsageError("--shape and --model exclude each other")
+    if (quality is None) != (data is None) or (only_quality and quality is None):
+        raise click.UsageError("quality is measured of a trained model: --quality BUNDLE --data DIR")
+    plan = contexts_bench.Plan.quick() if quick else contexts_bench.Plan()
+    judged = contexts_quality.QualityPlan.quick() if quick else contexts_quality.QualityPlan()
+    rows = []
+    with progress_bars() as progress:
+        if not only_quality:
+            path = shape_folder(shape or "110m", progress) if model is None else model
+            rows += contexts_bench.run(
+                path,
+                weights if model is None else None,
+                plan,
+                progress,
+                tell=lambda message: click.echo(message, err=True),
+            )
+        if quality is not None and data is not None:
+            rows += contexts_quality.quality_rows(quality, data, judged, progress)
+    emit("contexts", rows, as_json=as_json, plot=None)
+    if plot is not None:
+        draw_contexts(rows, plot)

@@ -1,4 +1,4 @@
-"""The storage that a bench reads from: this machine's, or a phone's, emulated by what its maker published.
+"""The storage that chunks are on: this machine's, or a phone's, emulated by what its maker published.
 
 An emulated device reads and writes through the page cache and then waits until the device would have been
 ready, so that only its own speed shows. Computing stays this machine's.
@@ -30,6 +30,7 @@ def emulated(name: str, read_mb_s: float, write_mb_s: float, read_iops: float) -
         caching="buffered",
         bytes_per_s=1e6 * read_mb_s,
         latency_ms=1000 / read_iops,
+        write_bytes_per_s=1e6 * write_mb_s,
     )
     note = f"emulated: reads {read_mb_s:,.0f} MB/s and {read_iops:,.0f} IOPS, writes {write_mb_s:,.0f} MB/s"
     return Device(name=f"emulated {name}", storage=storage, note=note)

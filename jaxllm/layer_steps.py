@@ -63,10 +63,15 @@ def load_cache(
       cfg: the model.
       form: how they were stored.
     """
+    # Layers do not wait for one another: XLA's own threads share them.
+    alone = cfg.layers == 1
     layers = [
-        _load_layer(params, (cache.keys[layer], cache.values[layer]), source, bits, layer=layer, form=form)
+        _load_layer(
+            params, (cache.keys[layer], cache.values[layer]), source, bits,
+            layer=layer, form=form, spread=alone,
+        )
         for layer, source in zip(range(cfg.layers), sources, strict=True)
-    ]
+    ]  # fmt: skip
     keys, values = zip(*layers, strict=True)
     return dataclasses.replace(cache, keys=keys, values=values)
 
@@ -114,8 +119,9 @@ def _load_layer(
     *,
     layer: int,
     form: ChunkFormat,
+    spread: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     used, _ = used_in_layer(LayerParams(params, "").counts, layer)
     # Blobs that come by value have all of the cache's heads.
     used = used if source.dtype == jnp.uint32 else None
-    return load_chunks(past, source, bits, form=form, used=used)
+    return load_chunks(past, source, bits, form=form, used=used, spread=spread)

@@ -107,11 +107,16 @@ class BucketTable(GraphTable):
         tokens, count, path, cache, sampler = graph(self._params, tree, cache, sampler, np.int32(limit))
         return Verdict.of(tokens, count, path), cache, sampler
 
-    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
-        """Log-probability (natural) of each target after its token and all tokens before it."""
-        return self.predict(tokens, targets)[0]
+    def score(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
+    ) -> np.ndarray:
+        """Log-probability (natural) of each target after its token and all tokens before it: those that a
+        `cache` holds, which is donated, come first."""
+        return self.predict(tokens, targets, cache)[0]
 
-    def predict(self, tokens: Sequence[int], targets: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def predict(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """`score`, and the likeliest token `[tokens]` int32 at each place."""
         chunk = self.options.chunk_tokens[-1]
         # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
@@ -123,8 +128,9 @@ class BucketTable(GraphTable):
             ),
             default=self.options.context_tokens,
         )
-        graph = self.graph(self._score_bucket(capacity))
-        cache = self.graph(self._start_bucket(capacity))()
+        if cache is None:
+            cache = self.graph(self._start_bucket(capacity))()
+        graph = self.graph(self._score_bucket(cache.capacity_tokens))
         scores, best = [], []
         for at in range(0, len(tokens), chunk):
             row, valid = padded(tokens[at : at + chunk], chunk)

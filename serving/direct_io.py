@@ -22,6 +22,20 @@ PAGE = 4096
 Caching = Literal["direct", "buffered"]
 
 
+class _Turn:
+    """When a slower device will be ready again: what is asked of it together is done in turn."""
+
+    def __init__(self) -> None:
+        self._lock, self._ready_at = threading.Lock(), 0.0
+
+    def take(self, began: float, takes_s: float, latency_s: float = 0.0) -> None:
+        """Returns when the device has done what was asked of it at `began`; the latency of what waits for its
+        turn is over by then."""
+        with self._lock:
+            self._ready_at = until = max(self._ready_at, began + latency_s) + takes_s
+        time.sleep(max(0.0, until - time.perf_counter()))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Storage:
     """How files are read.
@@ -30,22 +44,38 @@ class Storage:
       caching: "direct" passes the page cache by, where the file system can; "buffered" goes through it.
       bytes_per_s: reads take at least as long as at this speed, to stand for a slower device; 0 for none.
       latency_ms: and each read at least this much more.
+      write_bytes_per_s: the same of what is written through to storage.
     """
 
     caching: Caching = "direct"
     bytes_per_s: float = 0.0
     latency_ms: float = 0.0
+    write_bytes_per_s: float = 0.0
+    _turn: _Turn = dataclasses.field(default_factory=_Turn, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.caching not in ("direct", "buffered"):
             raise ConfigError(f"caching must be direct or buffered, got {self.caching!r:.80}")
-        if not 0 <= self.bytes_per_s < float("inf") or not 0 <= self.latency_ms < float("inf"):
+        if not all(
+            0 <= each < float("inf") for each in (self.bytes_per_s, self.latency_ms, self.write_bytes_per_s)
+        ):
             raise ConfigError("an emulated device's speed and latency must be finite and not negative")
 
     @property
     def emulated(self) -> bool:
         """Whether reads are slowed down."""
         return bool(self.bytes_per_s or self.latency_ms)
+
+    def await_read(self, began: float, size_bytes: int) -> None:
+        """Returns when this device would have read so much, asked for at `began` by `time.perf_counter`."""
+        if self.emulated:
+            takes_s = size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+            self._turn.take(began, takes_s, self.latency_ms / 1000)
+
+    def await_written(self, began: float, size_bytes: int) -> None:
+        """The same of writing."""
+        if self.write_bytes_per_s:
+            self._turn.take(began, size_bytes / self.write_bytes_per_s)
 
 
 class PieceReader:
@@ -59,7 +89,7 @@ class PieceReader:
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
         self._path, self._storage = path, storage or Storage()
-        self._lock, self._free_at = threading.Lock(), 0.0
+        self._lock = threading.Lock()
         self.bytes_read = 0
         self.caching: Caching = "buffered"
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
@@ -103,7 +133,7 @@ class PieceReader:
         self._require(offset, size)
         began = time.perf_counter()
         pages = memory[place - before : place - before + -(-(before + size) // PAGE) * PAGE]
-        self._slow_down(began, self._fill(memoryview(pages), offset - before, before + size))
+        self._storage.await_read(began, self._fill(memoryview(pages), offset - before, before + size))
 
     def close(self) -> None:
         """Closes the file."""
@@ -152,17 +182,6 @@ class PieceReader:
                 os.dup2(file, self._file)
                 os.close(file)
                 self.caching = "buffered"
-
-    def _slow_down(self, began: float, count: int) -> None:
-        if not self._storage.emulated:
-            return
-        takes = self._storage.latency_ms / 1000
-        takes += count / self._storage.bytes_per_s if self._storage.bytes_per_s else 0.0
-        with self._lock:
-            # One device: reads that overlap wait for one another.
-            self._free_at = max(self._free_at, began) + takes
-            until = self._free_at
-        time.sleep(max(0.0, until - time.perf_counter()))
 
 
 def aligned(size: int) -> np.ndarray:

@@ -281,13 +281,15 @@ def load_chunks(
     values_by_token: bool,
     rotated: bool,
     used: UsedUnits | None = None,
+    spread: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Decodes chunks of `tokens` tokens into one layer's cache `[1, K, S, H]`, in place.
 
     Chunk i is read from this process's memory at `addresses[i]` (uint32 `[N, 2]`, the lower half first), a
     blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are, negative for no
     chunk). Of the K heads a blob has those that are used. Whoever calls the graph sees to it that the blobs
-    are there, and whole, until it has run.
+    are there, and whole, until it has run. All threads share the work if it is to be `spread`; not where XLA
+    runs several such calls beside one another, on threads of its own.
     """
     counts, places = _counts(used)
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (keys, values)]
@@ -303,6 +305,7 @@ def load_chunks(
         values_by_token=values_by_token,
         rotated=rotated,
         heads_at=places["units_at"],
+        spread=spread,
     )
     return keys, values
 

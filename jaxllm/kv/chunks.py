@@ -56,6 +56,7 @@ def load_chunks(
     *,
     form: ChunkFormat,
     used: UsedUnits | None = None,
+    spread: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """One layer's keys and values `[1, K, S, H]` with stored chunks at their places.
 
@@ -66,6 +67,7 @@ def load_chunks(
       bits: int32 `[N]`, a width of `form`; negative for no chunk.
       form: how they were stored.
       used: how many of the K heads the blobs have; None for all. Only addresses can be read so.
+      spread: see `native.load_chunks`.
     """
     codec = form.codec
     if source.dtype == jnp.uint32:
@@ -78,6 +80,7 @@ def load_chunks(
             values_by_token=codec.values == "token",
             rotated=codec.rotated,
             used=used,
+            spread=spread,
         )
     assert used is None
     keys, values = past

@@ -63,6 +63,7 @@ def allocate(
     *,
     newest: int = 1,
     kept: Mapping[int, float] = KEPT,
+    most: np.ndarray | None = None,
 ) -> np.ndarray:
     """Bits of each chunk, so that most information is kept under an average ratio.
 
@@ -75,6 +76,8 @@ def allocate(
       newest: so many of the last chunks stay at 8 bits, as far as the ratio allows: what was said last has
         not been seen by enough rows to be judged.
       kept: of information, by bits.
+      most: `[N]`, bits that each chunk may have at most: what they leave of its share goes to others, the
+        densest first.
 
     Returns:
       `[N]` int, each 8, 4 or 2.
@@ -108,4 +111,17 @@ def allocate(
     bits = np.full(count, 2)
     bits[order[: wide[chosen] + middle[chosen]]] = 4
     bits[order[: wide[chosen]]] = 8
+    return bits if most is None else _under(bits, np.asarray(most), order, quarters)
+
+
+def _under(bits: np.ndarray, most: np.ndarray, order: np.ndarray, quarters: int) -> np.ndarray:
+    """Bits under those that chunks may have at most, and others raised by what that leaves, in an order."""
+    bits = np.minimum(bits, most)
+    left = quarters - int(sum(4 * RATIOS[int(each)] for each in bits))
+    for chunk in order:
+        for wider in sorted(RATIOS, reverse=True):
+            costs = int(4 * (RATIOS[wider] - RATIOS[int(bits[chunk])]))
+            if 0 < costs <= left and wider <= most[chunk]:
+                bits[chunk], left = wider, left - costs
+                break
     return bits

@@ -6,6 +6,7 @@ context.delete()                                  delLLMCtx
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 
@@ -31,12 +32,13 @@ class ContextAnswer(Iterator[str]):
     Attributes:
       generation: the answer's text, tokens and timings.
       restoration: how the context came back; before the first piece was asked for, nothing.
+      finish_ms: what it took to compress and store what was said, when the answer had ended.
     """
 
     def __init__(
         self, generation: Generation, begin: Callable[[], Restoration], finish: Callable[[], None]
     ) -> None:
-        self.generation, self.restoration = generation, Restoration()
+        self.generation, self.restoration, self.finish_ms = generation, Restoration(), 0.0
         self._begin, self._finish, self._state = begin, finish, "new"
 
     def __next__(self) -> str:
@@ -73,7 +75,9 @@ class ContextAnswer(Iterator[str]):
     def _end(self) -> None:
         if self._state == "running":
             self._state = "ended"
+            began = time.perf_counter()
             self._finish()
+            self.finish_ms = 1000 * (time.perf_counter() - began)
         self._state = "ended"
 
 

@@ -1,6 +1,7 @@
 """Which chunks leave memory first: the policies of `memory.ChunkMemory`.
 
-A policy orders what may go. Adding one is a function and its line in `POLICIES`.
+A policy orders what may go, and says whether contexts leave whole. Adding one is a function and its line in
+`POLICIES`.
 """
 
 import dataclasses
@@ -38,8 +39,17 @@ class Resident:
     restore_ms: float = 0.0
 
 
-# Those that leave first come first.
-Policy = Callable[[Iterable[Resident]], list[Resident]]
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What leaves memory, and in which order.
+
+    Attributes:
+      order: of what may leave; those that leave first come first.
+      whole: with a chunk goes all of its context, which `order` has in a row.
+    """
+
+    order: Callable[[Iterable[Resident]], list[Resident]]
+    whole: bool = False
 
 
 def fifo(chunks: Iterable[Resident]) -> list[Resident]:
@@ -80,11 +90,11 @@ def whole_contexts(chunks: Iterable[Resident]) -> list[Resident]:
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "lctru": lctru,
-        "lru": lru,
-        "fifo": fifo,
-        "cost-aware": cost_aware,
-        "whole-contexts": whole_contexts,
+        "lctru": Policy(lctru),
+        "lru": Policy(lru),
+        "fifo": Policy(fifo),
+        "cost-aware": Policy(cost_aware),
+        "whole-contexts": Policy(whole_contexts, whole=True),
     }
 )
 

@@ -16,10 +16,8 @@ from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.bucket_plan import ENCODED_CHUNKS
 from serving.buckets import BucketTable
+from serving.contexts.blobs import Blobs, Stored
 from serving.lowering import counts_alone, embedding_params, layer_params, source_shape
-
-# Of a chunk: its width, and of each layer its blob.
-Stored = tuple[int, Sequence[np.ndarray]]
 
 
 class ContextGraphs:
@@ -75,10 +73,13 @@ class ContextGraphs:
           chunks: by number. Their blobs must stay as they are until the result is ready.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
-        sources = tuple(
-            self._source(cache, layer, {chunk: blobs[layer] for chunk, (_, blobs) in chunks.items()})
-            for layer in range(self.layers)
-        )
+        if self._by_address:
+            sources = self._addresses(cache, {chunk: blobs for chunk, (_, blobs) in chunks.items()})
+        else:
+            sources = tuple(
+                self._source(cache, layer, {chunk: blobs[layer] for chunk, (_, blobs) in chunks.items()})
+                for layer in range(self.layers)
+            )
         graph = self.table.graph(self.table.load_bucket(cache.capacity_tokens))
         return graph(counts_alone(self.table.params), cache, sources, bits)
 
@@ -178,6 +179,14 @@ class ContextGraphs:
         bits = np.full(count, LOST, np.int32)
         bits[list(widths)] = list(widths.values())
         return bits
+
+    def _addresses(self, cache: KVCache, blobs: Mapping[int, Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
+        """What `_source` gives for each layer."""
+        (count, *rest), _ = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)
+        places = np.zeros((self.layers, count), np.uint64)
+        for chunk, each in blobs.items():
+            places[:, chunk] = (each if isinstance(each, Blobs) else Blobs(each)).addresses
+        return tuple(places.view(np.uint32).reshape(self.layers, count, *rest))
 
     def _source(self, cache: KVCache, layer: int, blobs: Mapping[int, np.ndarray]) -> np.ndarray:
         shape, dtype = source_shape(self._cfg, self.table.options, layer, cache.capacity_tokens)

@@ -48,10 +48,11 @@ def grown(
     if graphs.widths == (RAW,):
         bits = np.full(count, RAW)
     else:
-        bits = allocate(got / np.maximum(seen, 1), options.ratio, newest=options.newest_chunks)
-        stored = [max(RATIOS) if each == LOST else each for each in before.bits[:known]]
         # What is gone does not come back by being written with more bits.
-        bits[:known] = np.minimum(bits[:known], np.array(stored, int))
+        most = np.full(count, max(RATIOS))
+        most[:known] = [max(RATIOS) if each == LOST else each for each in before.bits[:known]]
+        density = got / np.maximum(seen, 1)
+        bits = allocate(density, options.ratio, newest=options.newest_chunks, most=most)
     return dataclasses.replace(
         before,
         tokens=tuple(tokens),

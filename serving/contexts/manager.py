@@ -5,14 +5,15 @@
     delete    memory and storage forget
 
 What leaves memory in between is `ChunkMemory`'s business: nothing needs to be written by then. The cache of
-the context that ran last stays as it is until another one runs.
+the context that ran last stays as it is until another one runs. Options make of this the systems that it is
+compared with: those that write when chunks leave, or never, or that compute nothing that can be read.
 """
 
 import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,10 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextG
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST
 from serving.buckets import BucketTable
+from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
-from serving.contexts.eviction import find_policy
-from serving.contexts.graphs import ContextGraphs, Stored
+from serving.contexts.eviction import Resident, find_policy
+from serving.contexts.graphs import ContextGraphs
 from serving.contexts.growth import grown, most_bytes
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
@@ -32,6 +34,9 @@ from serving.contexts.restore import Restoration, restore
 from serving.contexts.store import ContextStore
 from serving.engine import Engine
 from serving.generation import Session
+
+# A device that is asked for two things at a time is not idle in between.
+_READERS = 2
 
 
 class Contexts:
@@ -57,7 +62,7 @@ class Contexts:
         if not engine.options.kv_codec:
             raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
         self.engine, self.options = engine, options
-        self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy))
+        self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._left)
         self.store = ContextStore(
             Path(options.folder),
             storage=options.storage,
@@ -67,7 +72,7 @@ class Contexts:
         self._running = ""
         # Whose cache is still there, and the cache.
         self._last: tuple[str, Session] = ("", Session())
-        self._pool = concurrent.futures.ThreadPoolExecutor(1)
+        self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
         try:
             tables = [engine.table.at(level) for level in engine.table.levels]
             self._graphs = {table.level: ContextGraphs(table) for table in tables}
@@ -188,17 +193,20 @@ class Contexts:
         record = self.record(app, name)
         graphs = self._graphs[record.origin.level]
         most = min(most_tokens, graphs.table.options.context_tokens)
+        size = most_bytes(graphs, self.options, most // graphs.chunk_tokens)
         self.memory.pin(name, record.pinned)
-        self.memory.require(name, most_bytes(graphs, self.options, most // graphs.chunk_tokens))
+        self.memory.require(name, size)
         last, there = self._last
         self._last = ("", Session())
         self._running = name
         self.memory.claim(name, len(record.bits), pinned=record.pinned)
         try:
+            self.memory.reserve(name, size)
             if last == name and there.weights_version == graphs.table.weights_version:
                 session.tokens, session.cache = there.take()
                 session.weights_version = there.weights_version
-                return Restoration(resident=len(record.bits))
+                how = Restoration(resident=len(record.bits), cached=True)
+                return dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
             cache = self._room(graphs.table, there, prompt_tokens)
             del there
             how = self._restored(record, graphs, session, cache, prompt_tokens)
@@ -226,9 +234,9 @@ class Contexts:
             before = self.store.record(name)
             if session.cache is None:
                 raise ContextGone(f"the context {name} lost its cache to an error; it is as it was before")
-            graphs = self._graphs[before.origin.level]
+            graphs, resident = self._graphs[before.origin.level], self.memory.chunks(name)
             record = grown(
-                before,
+                _with_resident(before, resident),
                 graphs,
                 self.options,
                 tokens=tokens,
@@ -236,7 +244,6 @@ class Contexts:
                 first=first,
                 held=len(session.tokens),
             )
-            resident = self.memory.chunks(name)
             # What was computed again and not changed is on storage already.
             coded = graphs.encode(
                 session.cache,
@@ -247,7 +254,10 @@ class Contexts:
                 },
             )
             changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
-            record = self._written(record, {n: coded[n] for n in coded if n in changed})
+            if self.options.writing == "ahead":
+                record = self._written(record, {n: coded[n] for n in coded if n in changed})
+            else:
+                record = self._written(record.lose(changed), {})
             self._load(graphs, name, coded)
             positions = session.cache.capacity_tokens
             # What was attended to so far is in the record.
@@ -259,6 +269,7 @@ class Contexts:
 
     def abandon(self, name: str) -> None:
         """Unlocks a context whose call has ended without anything to store."""
+        self.memory.own(name)
         self.memory.release(name)
         if self._running == name:
             self._running = ""
@@ -295,27 +306,23 @@ class Contexts:
             table, resident = graphs.table, self.memory.chunks(record.name)
             wanted = {n for n, bits in enumerate(record.bits) if bits != LOST} - set(resident)
             try:
-                # Opening takes as long as reading a chunk.
-                with self.store.open(record.name) if wanted else contextlib.nullcontext() as opened:
-                    cache, read, how = restore(
-                        graphs,
-                        table.start(tokens) if attempt else cache,
-                        tokens=record.tokens,
-                        bits=record.bits,
-                        resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                        read=_nothing if opened is None else opened.read,
-                        delays=self._delays[table.level],
-                        pool=self._pool,
-                    )
+                cache, read, how = restore(
+                    graphs,
+                    table.start(tokens) if attempt else cache,
+                    tokens=record.tokens,
+                    bits=record.bits,
+                    resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
+                    read=self.store.open(record.name).read if wanted else _nothing,
+                    delays=self._delays[table.level] if self.options.recompute else None,
+                    pool=self._pool,
+                )
             except CheckpointError:
                 if attempt:
                     raise
                 # What is damaged is lost; then the rest comes back, and that is computed.
                 record = self.store.repair(record.name)
                 continue
-            # Copies: what was read in one piece would stay for as long as any of it does.
-            own = {n: (bits, [blob.copy() for blob in blobs]) for n, (bits, blobs) in read.items()}
-            self._load(graphs, record.name, own)
+            self._load(graphs, record.name, read)
             session.cache, session.weights_version = cache, table.weights_version
             session.tokens = list(record.tokens[: len(record.bits) * graphs.chunk_tokens])
             return how
@@ -328,6 +335,25 @@ class Contexts:
         except CheckpointError:
             # An older chunk is damaged, which is no fault of this call.
             return self.store.repair(record.name)
+
+    def _left(self, chunks: list[Resident]) -> None:
+        """Chunks left memory: what was to be written by then is written."""
+        if self.options.writing != "at-eviction":
+            return
+        for name in dict.fromkeys(each.context for each in chunks):
+            record = self.store.record(name)
+            # What is lost on storage was in memory alone.
+            fresh = {
+                each.chunk: (each.bits, each.blobs)
+                for each in chunks
+                if each.context == name and record.bits[each.chunk : each.chunk + 1] == (LOST,)
+            }
+            if not fresh:
+                continue
+            bits = tuple(fresh[n][0] if n in fresh else width for n, width in enumerate(record.bits))
+            # What there is no room for stays lost, and is computed again.
+            with contextlib.suppress(BudgetExceeded):
+                self.store.commit(dataclasses.replace(record, bits=bits), fresh)
 
     def _load(self, graphs: ContextGraphs, name: str, chunks: dict[int, Stored]) -> None:
         delays = self._delays[graphs.table.level]
@@ -346,6 +372,14 @@ class Contexts:
             chunk_tokens=options.kv_chunk_tokens,
             dtype=options.cache_dtype,
         )
+
+
+def _with_resident(record: Record, resident: Mapping[int, Resident]) -> Record:
+    """A record with the widths of those chunks that are in memory alone."""
+    bits = tuple(
+        resident[n].bits if width == LOST and n in resident else width for n, width in enumerate(record.bits)
+    )
+    return dataclasses.replace(record, bits=bits)
 
 
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:

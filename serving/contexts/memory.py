@@ -5,16 +5,18 @@
     reclaim   room is made: what the policy names leaves, unless it is locked
     release   the context has run: its chunks may leave again
 
-What leaves is gone from memory alone: it was written to storage when its call ended.
+What leaves is gone from memory alone: it was written to storage when its call ended. Where it was not, who
+keeps the contexts is told of it.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from serving.contexts.eviction import Policy, Resident, lctru
+from serving.contexts.blobs import Blobs
+from serving.contexts.eviction import POLICIES, Policy, Resident
 
 
 class ChunkMemory:
@@ -22,17 +24,23 @@ class ChunkMemory:
 
     Args:
       budget_bytes: of all chunks together.
-      policy: orders what leaves.
+      policy: says what leaves.
+      leaving: told what has left to make room, in order.
 
     Attributes:
       resident_bytes: of all chunks now.
       evicted: chunks that have left to make room, so far.
     """
 
-    def __init__(self, budget_bytes: int, policy: Policy = lctru) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        policy: Policy = POLICIES["lctru"],
+        leaving: Callable[[list[Resident]], None] | None = None,
+    ) -> None:
         if budget_bytes < 1:
             raise ConfigError(f"a budget for chunks must be at least one byte, got {budget_bytes!r:.80}")
-        self.budget_bytes, self._policy = budget_bytes, policy
+        self.budget_bytes, self._policy, self._leaving = budget_bytes, policy, leaving
         self.resident_bytes = 0
         self.evicted = 0
         self._chunks: dict[str, dict[int, Resident]] = {}
@@ -109,11 +117,33 @@ class ChunkMemory:
             raise
         self._arrivals += 1
         resident = Resident(
-            context=context, chunk=chunk, bits=bits, blobs=tuple(blobs), size_bytes=size,
+            context=context, chunk=chunk, bits=bits, blobs=Blobs(blobs), size_bytes=size,
             came=self._arrivals, used=self._uses, restore_ms=restore_ms,
         )  # fmt: skip
         self._put(resident)
         return resident
+
+    def own(self, context: str) -> None:
+        """Gives what was read in one piece memory of its own: else all of the piece would stay for as long as
+        any chunk of it does."""
+        there = self._chunks.get(context, {})
+        for chunk, each in there.items():
+            if any(blob.base is not None for blob in each.blobs):
+                blobs = Blobs(blob if blob.base is None else blob.copy() for blob in each.blobs)
+                there[chunk] = dataclasses.replace(each, blobs=blobs)
+
+    def reserve(self, context: str, size_bytes: int) -> None:
+        """Makes room for all of a context that is about to run.
+
+        Args:
+          context: its name; it was claimed.
+          size_bytes: of all of its chunks together when it has run.
+
+        Raises:
+          BudgetExceeded: see `reclaim`.
+        """
+        there = sum(each.size_bytes for each in self._chunks.get(context, {}).values())
+        self.reclaim(max(0, size_bytes - there))
 
     def reclaim(self, room_bytes: int) -> list[Resident]:
         """Makes room.
@@ -137,14 +167,17 @@ class ChunkMemory:
                 f"chunks may take {self.budget_bytes:,} bytes of memory; {room_bytes:,} more do not fit "
                 "beside the contexts that run or are pinned: raise the budget, or unpin some"
             )
-        left = []
-        for each in self._policy(free):
-            if needed <= 0:
+        left: list[Resident] = []
+        for each in self._policy.order(free):
+            along = self._policy.whole and bool(left) and each.context == left[-1].context
+            if needed <= 0 and not along:
                 break
             self._drop(each.context, each.chunk)
             needed -= each.size_bytes
             left.append(each)
         self.evicted += len(left)
+        if self._leaving is not None:
+            self._leaving(left)
         return left
 
     def release(self, context: str) -> None:

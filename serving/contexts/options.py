@@ -2,11 +2,14 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Literal, get_args
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv.tolerance import RATIOS
 from serving.contexts.eviction import find_policy
 from serving.direct_io import Storage
+
+Writing = Literal["ahead", "at-eviction", "never"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,10 @@ class ContextOptions:
         choose from takes what it takes.
       newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.
       policy: what leaves memory first, by its name in `eviction.POLICIES`.
+      writing: when chunks are written to storage. "ahead": when a call ends, so that they may leave memory
+        at any time. The others are what systems without that do, for comparisons: "at-eviction", when they
+        leave; "never": what left is computed again. Tokens are written when a call ends in any case.
+      recompute: compute some of the missing chunks beside the reading of others, where that is faster.
       contexts_per_app: most contexts that an app may own; 0 for no limit.
       quota_bytes: of all files of the store together; 0 for no limit.
       app_quota_bytes: of each app's.
@@ -31,6 +38,8 @@ class ContextOptions:
     ratio: float = 0.5
     newest_chunks: int = 1
     policy: str = "lctru"
+    writing: Writing = "ahead"
+    recompute: bool = True
     contexts_per_app: int = 0
     quota_bytes: int = 0
     app_quota_bytes: int = 0
@@ -45,5 +54,7 @@ class ContextOptions:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} must be a whole number and not negative, got {value!r:.80}")
+        if self.writing not in get_args(Writing):
+            raise ConfigError(f"writing must be among {get_args(Writing)}, got {self.writing!r:.80}")
         # Checks the name.
         find_policy(self.policy)

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST, Restore, plan_restore
+from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays
-from serving.contexts.graphs import ContextGraphs, Stored
+from serving.contexts.graphs import ContextGraphs
 
 # A layer and chunks to read -> their blobs.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
@@ -31,6 +32,7 @@ class Restoration:
       computed: those that were computed from their tokens.
       expected_ms: what reading and computing were to take; 0 where that was not asked.
       took_ms: all of it, from when the call began.
+      cached: whether it ran last, and its cache was still there: nothing had to come back.
     """
 
     resident: int = 0
@@ -38,6 +40,7 @@ class Restoration:
     computed: tuple[int, ...] = ()
     expected_ms: float = 0.0
     took_ms: float = 0.0
+    cached: bool = False
 
 
 def restore(
@@ -48,7 +51,7 @@ def restore(
     bits: Sequence[int],
     resident: Mapping[int, Stored],
     read: Read,
-    delays: Delays,
+    delays: Delays | None,
     pool: concurrent.futures.Executor,
 ) -> tuple[KVCache, dict[int, Stored], Restoration]:
     """Puts all whole chunks of a context into a cache.
@@ -60,8 +63,8 @@ def restore(
       bits: the stored width of each chunk, or `LOST`.
       resident: the chunks in memory, by number.
       read: from storage; called by `pool`.
-      delays: of this device.
-      pool: one thread to read with.
+      delays: of this device; None where nothing is to be computed that can be read.
+      pool: threads to read with.
 
     Returns:
       The cache, whose length is that of the chunks; the chunks that were read; how it went.
@@ -100,20 +103,21 @@ def restore(
 
 
 def _plan(
-    graphs: ContextGraphs, missing: Mapping[int, int], delays: Delays
+    graphs: ContextGraphs, missing: Mapping[int, int], delays: Delays | None
 ) -> tuple[Restore, list[tuple[int, ...]]]:
     """What is read and computed first, and what is computed after that, pass by pass."""
     lost = sorted(chunk for chunk, width in missing.items() if width == LOST)
     counts = graphs.table.options.recomputed_chunks
     most = counts[-1]
-    if len(lost) > most:
+    there = tuple(sorted(set(missing) - set(lost)))
+    if len(lost) > most or (lost and delays is None):
         # More than a graph takes: as many passes as it needs, the earlier chunks first, for later ones see
         # them. All others are there from the first pass on.
-        there = tuple(sorted(set(missing) - set(lost)))
         passes = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)]
-        return Restore(read=there, computed=passes[0], bucket=most, expected_ms=0.0), passes[1:]
-    if not missing:
-        return Restore(read=(), computed=(), bucket=0, expected_ms=0.0), []
+        bucket = _bucket(graphs, len(passes[0]))
+        return Restore(read=there, computed=passes[0], bucket=bucket, expected_ms=0.0), passes[1:]
+    if not missing or delays is None:
+        return Restore(read=there, computed=(), bucket=0, expected_ms=0.0), []
     mean_bytes = {width: graphs.chunk_bytes(width) // graphs.layers for width in graphs.widths}
     plan = plan_restore(
         missing,

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -161,13 +162,16 @@ class Segment:
         return [0, *itertools.accumulate(self._sizes[stored.bits][layer] for stored in self.chunks)]
 
 
-def write_segment(path: Path, chunks: Mapping[int, tuple[int, Sequence[np.ndarray]]]) -> None:
+def write_segment(
+    path: Path, chunks: Mapping[int, tuple[int, Sequence[np.ndarray]]], storage: Storage | None = None
+) -> None:
     """Writes a segment, whole or not at all.
 
     Args:
       path: of the file.
       chunks: of each chunk its bits, and of each layer its blob, uint8 `[bytes]`; all blobs of one width and
         layer are of one size.
+      storage: what it is written to, where that is emulated.
 
     Raises:
       ConfigError: there are no chunks, or their layers or sizes differ.
@@ -193,6 +197,7 @@ def write_segment(path: Path, chunks: Mapping[int, tuple[int, Sequence[np.ndarra
         ],
     }
     text = json.dumps(table, separators=(",", ":")).encode()
+    began = time.perf_counter()
     with atomic_file(path) as file:
         file.write(_HEAD.pack(_MAGIC, VERSION, len(text), xxhash.xxh3_128_digest(text)) + text)
         _pad(file)
@@ -200,6 +205,9 @@ def write_segment(path: Path, chunks: Mapping[int, tuple[int, Sequence[np.ndarra
             for chunk in order:
                 file.write(_bytes(chunks[chunk][1][layer]))
             _pad(file)
+        size = file.tell()
+    if storage is not None:
+        storage.await_written(began, size)
 
 
 def _read_table(path: Path, reader: PieceReader) -> tuple[dict[str, Any], int]:

@@ -28,6 +28,7 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextG
 from jaxllm.kv.recompute import LOST
 from serving.contexts.record import Origin, Record
 from serving.contexts.segment import Segment, write_segment
+from serving.contexts.stored import OpenSegments, StoredContext
 from serving.direct_io import Storage
 
 VERSION = 1
@@ -81,6 +82,7 @@ class ContextStore:
     ) -> None:
         self.root, self._storage = Path(root), storage or Storage()
         self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
+        self._segments = OpenSegments(self._storage)
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = _locked(self.root / "lock")
@@ -95,6 +97,7 @@ class ContextStore:
 
     def close(self) -> None:
         """Lets another process have the store."""
+        self._segments.close()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -144,7 +147,7 @@ class ContextStore:
 
         Args:
           record: with the tokens, bits and the like that hold from now on; in which files its chunks are is
-            this store's business.
+            this store's business. What is `LOST` in it is kept no longer.
           chunks: those that are new or of another width, of each its bits and each layer's blob.
 
         Returns:
@@ -159,18 +162,16 @@ class ContextStore:
         self._require_room(record, sum(blob.nbytes for _, blobs in chunks.values() for blob in blobs))
         folder = self._folder(record)
         fresh = f"{self._next_segment(before.segments)}{_SUFFIX}"
-        files = [
-            fresh if chunk in chunks else before.files[chunk] if chunk < len(before.files) else ""
-            for chunk in range(len(record.bits))
-        ]
+        files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
         record = dataclasses.replace(record, files=tuple(files), used=self._next_use())
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
         with self._written(folder):
             if chunks:
-                write_segment(folder / fresh, chunks)
+                write_segment(folder / fresh, chunks, self._storage)
             record.write(folder / _RECORD)
         self._records[record.name] = record
         for each in {*before.segments, fresh} - set(record.segments):
+            self._segments.forget(folder / each)
             (folder / each).unlink(missing_ok=True)
         return record
 
@@ -179,23 +180,25 @@ class ContextStore:
         record = self.record(name)
         if len(record.segments) <= _MOST_SEGMENTS:
             return record
-        with self.open(name) as opened:
-            chunks = {
-                chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
-                for chunk, bits in enumerate(record.bits)
-                if bits != LOST
-            }
+        opened = self.open(name)
+        chunks = {
+            chunk: (bits, [opened.read(layer, [chunk])[0] for layer in range(opened.layers)])
+            for chunk, bits in enumerate(record.bits)
+            if bits != LOST
+        }
         return self.commit(record, chunks)
 
-    def open(self, name: str) -> "StoredContext":
-        """A context's segments, to read from.
+    def open(self, name: str) -> StoredContext:
+        """A context's segments, to read from until something else is asked of the store.
 
         Raises:
           ContextGone: there is no such context.
           CheckpointError: a segment cannot be opened.
         """
         record = self.record(name)
-        return StoredContext(self._folder(record), record, self._storage)
+        folder, names = self._folder(record), record.segments
+        segments = self._segments.open([folder / each for each in names])
+        return StoredContext(record, dict(zip(names, segments, strict=True)))
 
     def delete(self, name: str) -> None:
         """Removes a context and its files.
@@ -207,6 +210,7 @@ class ContextStore:
         folder = self._folder(record)
         # Without its record it is no context any more, whatever happens next.
         (folder / _RECORD).unlink(missing_ok=True)
+        self._segments.forget(folder)
         del self._records[name]
         shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -335,48 +339,10 @@ class ContextStore:
         return 1 + max((int(each.removesuffix(_SUFFIX)) for each in segments), default=-1)
 
 
-class StoredContext:
-    """A context's chunks, open to be read. Threads may read together.
-
-    Attributes:
-      record: of the context.
-      layers: of its chunks; 0 where there are none.
-    """
-
-    def __init__(self, folder: Path, record: Record, storage: Storage) -> None:
-        self.record = record
-        with contextlib.ExitStack() as stack:
-            self._segments = {
-                name: stack.enter_context(Segment(folder / name, storage)) for name in record.segments
-            }
-            self._stack = stack.pop_all()
-        self.layers = next((each.layers for each in self._segments.values()), 0)
-
-    def has(self, chunk: int) -> bool:
-        """Whether a chunk is stored."""
-        return bool(self.record.files[chunk])
-
-    def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-        """The blobs of some chunks in one layer, uint8, in few reads.
-
-        Raises:
-          CheckpointError: one is corrupt.
-        """
-        found: dict[int, np.ndarray] = {}
-        for name in {self.record.files[chunk] for chunk in chunks}:
-            own = [chunk for chunk in chunks if self.record.files[chunk] == name]
-            found |= zip(own, self._segments[name].read(layer, own), strict=True)
-        return [found[chunk] for chunk in chunks]
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._stack.close()
-
-    def __enter__(self) -> "StoredContext":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def _kept_files(before: Record, after: Record) -> list[str]:
+    """Where each chunk of a context is now; nowhere those that are new or that nobody wants any more."""
+    there = [*before.files, *[""] * len(after.bits)]
+    return ["" if bits == LOST else file for bits, file in zip(after.bits, there, strict=False)]
 
 
 def _folder_name(app: str) -> str:

@@ -33,7 +33,7 @@ std::vector<double> decoded(const ChunksShape& s, const uint8_t* part, int bits,
 void check_chunks(Random& random) {
   ChunksShape s{};
   s.kv_heads = random.in(1, 3), s.tokens = random.in(1, 20), s.width = 4 * random.in(1, 40);
-  s.half = random.below(2), s.rotated = random.below(3) == 0;
+  s.half = random.below(2), s.rotated = random.below(3) == 0, s.spread = random.below(2);
   s.keys_by_token = s.rotated || random.below(2), s.values_by_token = s.rotated || random.below(2);
   const size_t count = random.in(1, 6), element = s.half ? 2 : 4;
   // The last chunks may be cut at the capacity, or lie beyond it.

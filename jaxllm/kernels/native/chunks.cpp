@@ -63,7 +63,11 @@ Failure load_chunks(const uint8_t* const* blobs, const int32_t* bits, size_t cou
     backend().load_chunk(k, static_cast<float*>(scratch));
     backend().load_chunk(v, static_cast<float*>(scratch));
   };
-  parallel(count * s.kv_heads, load);
+  if (s.spread) {
+    parallel(count * s.kv_heads, load);
+  } else {
+    for (size_t task = 0; task < count * s.kv_heads; task++) load(task);
+  }
   return failed ? kNoMemory : nullptr;
 }
 

@@ -12,7 +12,7 @@ namespace {
 Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, AnyBuffer bits,
                        AnyBuffer counts, ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
                        int64_t tokens, bool keys_by_token, bool values_by_token, bool rotated,
-                       int64_t heads_at) {
+                       int64_t heads_at, bool spread) {
   const Timer timer;
   const auto type = keys.element_type();
   if (rank(keys) != 4 || dim(keys, 0) != 1 || keys.element_count() == 0 || values.element_type() != type ||
@@ -46,7 +46,8 @@ Error load_chunks_call(AnyBuffer keys, AnyBuffer values, AnyBuffer addresses, An
                           type == ffi::DataType::F16,
                           keys_by_token,
                           values_by_token,
-                          rotated};
+                          rotated,
+                          spread};
   return result(load_chunks(blobs.data(), widths, count, shape, in_place(keys, new_keys),
                             in_place(values, new_values)));
 }
@@ -66,7 +67,8 @@ XLA_FFI_DEFINE_HANDLER(LoadChunks, load_chunks_call,
                            .Attr<bool>("keys_by_token")
                            .Attr<bool>("values_by_token")
                            .Attr<bool>("rotated")
-                           .Attr<int64_t>("heads_at"));
+                           .Attr<int64_t>("heads_at")
+                           .Attr<bool>("spread"));
 
 const Target kChunkTargets[] = {
     {"jaxllm_load_chunks", reinterpret_cast<void*>(+LoadChunks)},

@@ -102,6 +102,7 @@ struct ChunksShape {
   size_t tokens, width, capacity;
   bool half;  // the cache is of halves, else of floats
   bool keys_by_token, values_by_token, rotated;
+  bool spread;  // over the threads, where nothing else runs beside it
 };
 // Chunk i goes to positions [i * tokens, (i + 1) * tokens), cut at the capacity, from the blob at blobs[i]
 // with levels of bits[i]: 8, 4, 2, or 0 for rows as the cache holds them. A negative width leaves its place

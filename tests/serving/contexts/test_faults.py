@@ -13,8 +13,7 @@ from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts
 def damaged(contexts, context, chunk, layer=1):
     """Changes a byte of a stored chunk."""
     folder = contexts.store.root / "app-mail" / context.name
-    with contexts.store.open(context.name) as opened:
-        blob = opened.read(layer, [chunk])[0].tobytes()
+    blob = contexts.store.open(context.name).read(layer, [chunk])[0].tobytes()
     for path in folder.glob("*.kv"):
         raw = bytearray(path.read_bytes())
         at = raw.find(blob)

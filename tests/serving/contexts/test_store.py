@@ -44,11 +44,11 @@ def grown(record, bits, salt=0):
 
 def holds(store, name, salt=0):
     record = store.record(name)
-    with store.open(name) as opened:
-        for layer in range(LAYERS):
-            stored = [chunk for chunk, bits in enumerate(record.bits) if bits != LOST]
-            for chunk, blob in zip(stored, opened.read(layer, stored), strict=True):
-                np.testing.assert_array_equal(blob, blobs(chunk, record.bits[chunk], salt)[layer])
+    opened = store.open(name)
+    for layer in range(LAYERS):
+        stored = [chunk for chunk, bits in enumerate(record.bits) if bits != LOST]
+        for chunk, blob in zip(stored, opened.read(layer, stored), strict=True):
+            np.testing.assert_array_equal(blob, blobs(chunk, record.bits[chunk], salt)[layer])
     return record
 
 
@@ -65,8 +65,7 @@ def test_a_context_is_there_again(tmp_path):
         assert holds(store, made.name).pinned
         assert store.record(other.name).used > kept.used
         assert store.used_bytes("mail") < store.used_bytes()
-        with store.open(other.name) as opened:
-            assert opened.layers == 0
+        assert store.open(other.name).layers == 0
 
 
 def test_newer_chunks_take_the_place_of_older_ones(tmp_path):
@@ -162,9 +161,8 @@ def test_damage_is_found_and_repaired(tmp_path):
             record = store.commit(grown_record, {chunk: chunks[chunk] for chunk in (1, 2)})
             names.append(record.name)
         assert store.verify() == []
-        with store.open(names[0]) as opened:
-            segment = opened._segments[store.record(names[0]).files[2]]
-            at = segment._offsets[1] + segment._starts[1][1]
+        segment = store.open(names[0])._segments[store.record(names[0]).files[2]]
+        at = segment._offsets[1] + segment._starts[1][1]
         path = tmp_path / "app-a" / names[0] / store.record(names[0]).files[2]
         content = bytearray(path.read_bytes())
         content[at] ^= 1
@@ -176,11 +174,8 @@ def test_damage_is_found_and_repaired(tmp_path):
         assert found["a"].chunks == (2,)
         assert found["b"].chunks == (0,)
         assert "corrupt" in found["c"].reason
-        with (
-            pytest.raises(CheckpointError, match="chunk 2 of layer 1 is corrupt"),
-            store.open(names[0]) as opened,
-        ):
-            opened.read(1, [0, 1, 2])
+        with pytest.raises(CheckpointError, match="chunk 2 of layer 1 is corrupt"):
+            store.open(names[0]).read(1, [0, 1, 2])
         store.verify(repair=True)
         assert store.verify() == []
         assert holds(store, names[0]).bits == (8, 4, LOST)

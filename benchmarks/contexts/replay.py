@@ -1,0 +1,108 @@
+"""A switching trace on one system: how long each switch takes."""
+
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.contexts.histories import Histories, random_tokens
+from benchmarks.contexts.systems import System
+from benchmarks.devices import Device
+from serving.contexts.manager import Contexts
+from serving.contexts.restore import Restoration
+from serving.contexts.switching import ContextCall
+from serving.engine import Engine
+
+# The first calls are not counted: what is in memory is then as the system leaves it, not as it was filled.
+_UNCOUNTED = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """What a trace's switches took on one system.
+
+    Attributes:
+      restorations: of each switch, how the context came back.
+      finish_ms: of each call, what keeping the context took when it had ended.
+      caching: how storage was read; empty where nothing was.
+    """
+
+    restorations: Sequence[Restoration]
+    finish_ms: Sequence[float]
+    caching: str
+
+    @property
+    def mean_ms(self) -> float:
+        """Of a switch."""
+        return float(np.mean([each.took_ms for each in self.restorations]))
+
+    @property
+    def note(self) -> str:
+        """Where the chunks came from, and how times are spread."""
+        found = self.restorations
+        times = [each.took_ms for each in found]
+        parts = [(len(each.read), len(each.computed), each.resident) for each in found]
+        read, computed, resident = np.mean(parts, axis=0)
+        return (
+            f"{len(found)} switches, median {np.median(times):.1f} ms, slowest {max(times):.0f} ms; chunks: "
+            f"{resident:.0f} in memory, {read:.0f} read, {computed:.0f} computed"
+        )
+
+
+def replay(
+    system: System,
+    engine: Engine,
+    trace: Sequence[ContextCall],
+    histories: Histories,
+    *,
+    budget_bytes: int,
+    device: Device,
+    folder: Path,
+    seed: int = 0,
+) -> Switches:
+    """Makes the calls of a trace one after another.
+
+    Args:
+      system: keeps the contexts.
+      engine: answers, by the system's codec.
+      trace: of contexts that are numbered like the histories.
+      histories: what was said before; a context's calls fit behind its own.
+      budget_bytes: of all chunks in memory.
+      device: whose storage it is.
+      folder: a store is made in it, and removed.
+      seed: of the prompts' tokens.
+    """
+    draw, restorations, finish_ms = np.random.default_rng(seed), [], []
+    with _kept(system, engine, budget_bytes, device, folder) as contexts:
+        made = histories.keep(contexts)
+        for number, call in enumerate(trace):
+            prompt = random_tokens(engine, call.prompt_tokens, draw)
+            context = made[call.context]
+            answer = context.generate(prompt, max_tokens=call.answer_tokens, ignore_eos=True).result()
+            if number >= _UNCOUNTED:
+                finish_ms.append(answer.finish_ms)
+                if not answer.restoration.cached:
+                    restorations.append(answer.restoration)
+        caching = ""
+        for context in made:
+            caching = contexts.store.open(context.name).caching or caching
+    return Switches(restorations, finish_ms, caching)
+
+
+@contextmanager
+def _kept(
+    system: System, engine: Engine, budget_bytes: int, device: Device, folder: Path
+) -> Iterator[Contexts]:
+    root = Path(tempfile.mkdtemp(prefix="contexts-", dir=folder))
+    try:
+        contexts = Contexts(engine, system.options(root / "store", budget_bytes, device.storage))
+        try:
+            yield contexts
+        finally:
+            contexts.close()
+    finally:
+        shutil.rmtree(root, ignore_errors=True)

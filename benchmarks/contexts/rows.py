@@ -1,0 +1,58 @@
+"""The rows of switching: how long a switch takes on every system, and how many contexts that allows."""
+
+from collections.abc import Mapping
+
+from benchmarks.contexts.replay import Switches
+from benchmarks.contexts.systems import OURS
+from benchmarks.devices import Device
+from benchmarks.report import Row, compared
+
+# Of a mean switch: what nobody notices, and what hardly anybody does.
+LIMITS_MS = (10.0, 25.0)
+
+
+def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
+    """Mean switching latency of every system, ours against each other."""
+    notes = {}
+    for name, each in found.items():
+        how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(
+            each.caching, "nothing on storage"
+        )
+        notes[name] = f"{each.note}; {how}"
+    return compared(
+        {name: each.mean_ms for name, each in found.items()},
+        ours=OURS, case=case, metric="switch_ms", unit="ms", notes=notes, lower_is_better=True,
+    )  # fmt: skip
+
+
+def most_contexts(case: str, found: Mapping[int, Mapping[str, Switches]], limit_ms: float) -> list[Row]:
+    """The most active contexts, of the numbers tried, with which a system's mean switch stays in a limit.
+
+    Args:
+      case: of the rows.
+      found: by number of contexts, then by system.
+      limit_ms: of a mean switch.
+    """
+    tried = sorted(found)
+    systems = list(found[tried[0]])
+    most = {}
+    for system in systems:
+        within = [found[count][system].mean_ms <= limit_ms for count in tried]
+        # Of the numbers up to the first that is too many.
+        held = within.index(False) if False in within else len(within)
+        most[system] = tried[held - 1] if held else 0
+    note = f"tried: {', '.join(map(str, tried))}"
+    metric = f"contexts_within_{limit_ms:.0f}_ms"
+    rows = [
+        Row(
+            case=case, system=OURS, metric=metric, value=most[OURS], unit="contexts", baseline=system,
+            ratio=most[OURS] / most[system] if most[system] else None, note=note,
+        )
+        for system in systems
+        if system != OURS
+    ]  # fmt: skip
+    return rows + [
+        Row(case=case, system=system, metric=metric, value=most[system], unit="contexts", note=note)
+        for system in systems
+        if system != OURS
+    ]

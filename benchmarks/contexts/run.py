@@ -1,0 +1,256 @@
+"""The whole bench: switching on every system, ablations, chunk sizes, speed beside no contexts, quality."""
+
+import dataclasses
+import itertools
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.contexts.histories import Histories
+from benchmarks.contexts.replay import Switches, replay
+from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
+from benchmarks.contexts.speed import speed_rows
+from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
+from benchmarks.devices import EMULATED, REAL, Device
+from benchmarks.report import Row
+from jaxllm.bundle import WeightFormat
+from jaxllm.errors import ConfigError
+from serving.buckets import Progress
+from serving.contexts.graphs import ContextGraphs
+from serving.contexts.growth import most_bytes
+from serving.contexts.switching import ContextCall, Lengths, make_switching
+from serving.engine import Engine
+from serving.options import EngineOptions
+
+# Prompts and answers of a window of 2,048 tokens, as those of apps that ask for little: what they add is what
+# has to be written. Of a shorter window they are as large a share.
+_WINDOW_TOKENS = 2048
+_LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
+CHUNK_TOKENS = 16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one run.
+
+    Attributes:
+      patterns: of traces.
+      contexts: numbers of active contexts, ascending.
+      fitting: so many of ours fit into the budget, all chunks in memory.
+      calls: of each trace.
+      devices: whose storage chunks are on; on the first one all patterns are run, on others the first.
+      chunk_tokens: sizes of chunks to compare, besides the paper's.
+      repeats: of each timing of inference.
+      seed: of all draws.
+    """
+
+    patterns: tuple[str, ...] = ("random", "markov", "gaussian")
+    contexts: tuple[int, ...] = (2, 4, 8, 16)
+    fitting: int = 8
+    calls: int = 30
+    devices: tuple[Device, ...] = (REAL, *EMULATED)
+    chunk_tokens: tuple[int, ...] = (8, 32, 64)
+    repeats: int = 5
+    seed: int = 0
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute for a hundred million parameters."""
+        return cls(
+            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(),
+            repeats=2,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One trace on one device: what systems are compared in.
+
+    Attributes:
+      pattern: of the trace.
+      contexts: that are active.
+      device: whose storage chunks are on.
+      budget_bytes: of all chunks in memory.
+    """
+
+    pattern: str
+    contexts: int
+    device: Device
+    budget_bytes: int
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        size = f"{self.budget_bytes / 1e6:.0f} MB"
+        return f"{self.pattern}, {self.contexts} contexts in {size}, {self.device.name}"
+
+
+class Bench:
+    """Engines by codec and size of chunks, and contexts with a past, each made once.
+
+    Attributes:
+      plan: says how much is run.
+    """
+
+    def __init__(
+        self, model: Path, weights: WeightFormat | None, plan: Plan, progress: Progress | None
+    ) -> None:
+        self.plan = plan
+        self._model, self._progress = model, progress
+        self._weights: WeightFormat | None = weights
+        self._engines: dict[tuple[str, int], Engine] = {}
+        self._histories: Histories | None = None
+        self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
+
+    def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS) -> Engine:
+        """That stores by a codec, in chunks of a size; an empty codec stands for one without contexts."""
+        key = codec, chunk_tokens
+        if key not in self._engines:
+            options = EngineOptions(kv_codec=codec, kv_chunk_tokens=chunk_tokens)
+            self._engines[key] = Engine.open(
+                self._model, weights=self._weights, options=options, progress=self._progress
+            )
+        return self._engines[key]
+
+    @property
+    def window_tokens(self) -> int:
+        """Most tokens of a context."""
+        return self.engine(SYSTEMS[0].codec).options.context_tokens
+
+    def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
+        """Calls, and what was said before them: so much that they end at the window at most."""
+        plan, key = self.plan, (pattern, contexts)
+        if key not in self._traces:
+            share = self.window_tokens / _WINDOW_TOKENS
+            lengths = [(math.ceil(share * prompt), math.ceil(share * answer)) for prompt, answer in _LENGTHS]
+            trace = make_switching(pattern, lengths, contexts=contexts, calls=plan.calls, seed=plan.seed)
+            room = [self.window_tokens] * contexts
+            for call in trace:
+                room[call.context] -= call.prompt_tokens + call.answer_tokens
+            if min(room) < CHUNK_TOKENS:
+                raise ConfigError(
+                    f"{plan.calls} calls of {contexts} contexts do not fit windows of {self.window_tokens} "
+                    "tokens; take a model with a longer one"
+                )
+            self._traces[key] = (
+                trace,
+                self._pasts().first([min(*each) for each in zip(self._lengths(), room, strict=False)]),
+            )
+        return self._traces[key]
+
+    def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
+        """A cell's trace on a system."""
+        trace, histories = self.trace(cell.pattern, cell.contexts)
+        with tempfile.TemporaryDirectory(prefix="jaxllm-bench-", dir=_scratch()) as folder:
+            return replay(
+                system,
+                self.engine(system.codec, chunk_tokens),
+                trace,
+                histories,
+                budget_bytes=cell.budget_bytes,
+                device=cell.device,
+                folder=Path(folder),
+                seed=self.plan.seed,
+            )
+
+    def budget_bytes(self) -> int:
+        """That holds all chunks of ours of as many contexts as are to fit, as the trace leaves them."""
+        plan = self.plan
+        trace, histories = self.trace(plan.patterns[0], plan.fitting)
+        graphs = ContextGraphs(self.engine(SYSTEMS[0].codec).table)
+        options = SYSTEMS[0].options(Path(), 1, REAL.storage)
+        ends = [len(tokens) for tokens in histories.tokens]
+        for call in trace:
+            ends[call.context] += call.prompt_tokens + call.answer_tokens
+        return sum(most_bytes(graphs, options, end // graphs.chunk_tokens) for end in ends)
+
+    def _lengths(self) -> list[int]:
+        """Of the contexts' pasts: from half a window up, evenly, shuffled the same way always."""
+        most, count = self.window_tokens, max(self.plan.contexts)
+        places = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
+        return [most // 2 + most // 2 * place // count for place in places]
+
+    def _pasts(self) -> Histories:
+        if self._histories is None:
+            engine = self.engine(SYSTEMS[0].codec)
+            self._histories = Histories.compute(engine, self._lengths(), self.plan.seed, self._progress)
+        return self._histories
+
+
+def run(
+    model: Path,
+    weights: WeightFormat | None,
+    plan: Plan,
+    progress: Progress | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """Measures everything but quality.
+
+    Args:
+      model: a bundle or a Hugging Face folder.
+      weights: width of a folder's weights.
+      plan: how much.
+      progress: of engines that open and contexts that are filled.
+      tell: given a line for every system of a case as it has run.
+    """
+    bench = Bench(model, weights, plan, progress)
+    budget, rows = bench.budget_bytes(), []
+    found: dict[Cell, dict[str, Switches]] = {}
+    for cell in cells(plan, budget):
+        found[cell] = {}
+        for system in SYSTEMS:
+            found[cell][system.name] = each = bench.switches(system, cell)
+            tell(f"{cell.name}: {system.name} {each.mean_ms:.1f} ms; {each.note}")
+        rows += switch_rows(cell.name, found[cell], cell.device)
+    for device, pattern in dict.fromkeys((cell.device, cell.pattern) for cell in found):
+        of = {
+            cell.contexts: each
+            for cell, each in found.items()
+            if (cell.device, cell.pattern) == (device, pattern)
+        }
+        case = f"{pattern}, {budget / 1e6:.0f} MB, {device.name}"
+        for limit_ms in LIMITS_MS:
+            rows += most_contexts(case, of, limit_ms)
+    rows += _variant_rows(bench, budget, tell)
+    return rows + speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
+
+
+def cells(plan: Plan, budget_bytes: int) -> Iterator[Cell]:
+    """What is compared: all patterns on the first device, the first one on others."""
+    for device in plan.devices:
+        for pattern in plan.patterns if device is plan.devices[0] else plan.patterns[:1]:
+            for contexts in plan.contexts:
+                yield Cell(pattern, contexts, device, budget_bytes)
+
+
+def _variant_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> list[Row]:
+    """Ours without one of its techniques, and in chunks of other sizes: where all of it fits, and with twice
+    as many contexts. Ours is run beside them anew, for machines change their pace."""
+    plan, rows = bench.plan, []
+    chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
+    for device, contexts in itertools.product(plan.devices, chosen):
+        cell = Cell(plan.patterns[0], contexts, device, budget)
+        ablated = {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *ABLATIONS)}
+        rows += switch_rows(f"ablation: {cell.name}", ablated, device)
+        for name, each in ablated.items():
+            tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
+        if device is not plan.devices[0] or not plan.chunk_tokens:
+            continue
+        sizes = {OURS: bench.switches(SYSTEMS[0], cell)} | {
+            f"{OURS}-chunks-of-{size}": bench.switches(SYSTEMS[0], cell, size) for size in plan.chunk_tokens
+        }
+        rows += switch_rows(f"chunk size: {cell.name}", sizes, device)
+        for name, each in sizes.items():
+            tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
+    return rows
+
+
+def _scratch() -> str | None:
+    """Where stores are made: in the cache folder, which is on storage where that for temporary files may be
+    memory."""
+    from serving.models import cache_folder
+
+    folder = cache_folder() / "benchmarks"
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)

@@ -1,0 +1,55 @@
+"""The systems of the bench: options of one manager."""
+
+import dataclasses
+from pathlib import Path
+
+from serving.contexts.options import ContextOptions, Writing
+from serving.direct_io import Storage
+
+OURS = "jaxllm"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System:
+    """A way to keep contexts.
+
+    Attributes:
+      name: as rows have it.
+      codec: of `EngineOptions.kv_codec`.
+      ratio, policy, writing, recompute: see `ContextOptions`.
+    """
+
+    name: str
+    codec: str = "channel"
+    ratio: float = 0.5
+    policy: str = "lctru"
+    writing: Writing = "ahead"
+    recompute: bool = True
+
+    def options(self, folder: Path, budget_bytes: int, storage: Storage) -> ContextOptions:
+        """In a folder, a budget, and on a device."""
+        return ContextOptions(
+            folder=folder,
+            budget_bytes=budget_bytes,
+            ratio=self.ratio,
+            policy=self.policy,
+            writing=self.writing,
+            recompute=self.recompute,
+            storage=storage,
+        )
+
+
+_OURS = System(name=OURS)
+SYSTEMS = (
+    _OURS,
+    System(name="LMK", codec="raw", policy="whole-contexts", writing="never", recompute=False),
+    System(name="Swapping", codec="raw", policy="whole-contexts", writing="at-eviction", recompute=False),
+    System(name="VLLM-S", codec="raw", policy="lru", writing="at-eviction", recompute=False),
+    System(name="VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
+)
+# Each of the three techniques off in turn.
+ABLATIONS = (
+    dataclasses.replace(_OURS, name=f"{OURS}-no-compression", ratio=1.0),
+    dataclasses.replace(_OURS, name=f"{OURS}-no-pipeline", recompute=False),
+    dataclasses.replace(_OURS, name=f"{OURS}-no-lifecycle", policy="lru", writing="at-eviction"),
+)

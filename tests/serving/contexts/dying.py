@@ -1,0 +1,191 @@
+"""An app that uses contexts until it is killed, and what must be true afterwards.
+
+Each life is a process of its own that opens all that serves contexts, as a device does after a crash. What it
+says of itself is one message per deed, before it and after it, so that whoever kills it knows what had
+ended and what was under way.
+"""
+
+import dataclasses
+import multiprocessing
+import os
+import random
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.kv.chunks import CHUNK_TOKENS
+from jaxllm.kv.recompute import LOST
+from serving.contexts.context import Context
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.contexts.store import ContextStore
+from serving.engine import Engine
+from serving.generation import GenerationConfig
+from serving.options import EngineOptions
+
+_APPS = ("mail", "calendar")
+_MOST_CONTEXTS = 5
+_PATIENCE_S = 60
+
+
+@dataclasses.dataclass
+class Known:
+    """What is known of a store from outside.
+
+    Attributes:
+      tokens: of each context, as its last deed left it.
+      deeds: that ended, over all lives.
+      checked: answers that were compared with those of an engine that had never stopped.
+    """
+
+    tokens: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    deeds: int = 0
+    checked: int = 0
+
+
+def live_and_die(
+    known: Known,
+    root: Path,
+    bundle: Path,
+    options: EngineOptions,
+    *,
+    seed: int,
+    after_s: float,
+    cache: Path,
+) -> None:
+    """One life: it is killed so long after its service has opened, and then the store is looked at.
+
+    Args:
+      known: of the store so far.
+      root: of the store.
+      bundle: the model.
+      options: of its engine.
+      seed: of what is done.
+      after_s: until the kill.
+      cache: where lives find each other's compiled graphs.
+
+    Raises:
+      AssertionError: something older was lost, or the store is not whole.
+    """
+    # Children of a process that has everything imported and no thread: each begins at once.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([__name__])
+    ours, theirs = server.Pipe(duplex=False)
+    child = server.Process(target=_live, args=(theirs, root, bundle, options, seed, cache))
+    child.start()
+    theirs.close()
+    deed, created = "", 0
+    try:
+        assert ours.poll(_PATIENCE_S), "the service does not open"
+        # Tells that it is open, or fails to.
+        assert ours.recv() == ("open",)
+        time.sleep(after_s)
+    finally:
+        if child.pid is not None:
+            os.kill(child.pid, signal.SIGKILL)
+        child.join()
+    under_way: str | None = None
+    while True:
+        try:
+            what, *rest = ours.recv()
+        except (EOFError, OSError):
+            break
+        assert what != "failed", rest
+        if what == "begin":
+            deed, under_way = rest
+            created += deed == "new"
+        else:
+            name, tokens = rest
+            known.deeds += 1
+            known.checked += deed == "check"
+            if tokens is None:
+                known.tokens.pop(name, None)
+            else:
+                known.tokens[name] = tokens
+            under_way, deed = None, ""
+    ours.close()
+    _look(known, root, under_way, new_one=deed == "new")
+
+
+def _look(known: Known, root: Path, under_way: str | None, *, new_one: bool) -> None:
+    with ContextStore(root) as store:
+        assert store.verify() == []
+        there = {record.name: record for record in store.records()}
+    for record in there.values():
+        assert LOST not in record.bits
+    for name, tokens in known.tokens.items():
+        if name != under_way:
+            assert there[name].tokens == tokens, f"{name} is not what it was"
+        elif name in there:
+            # What was under way may have ended before that was said.
+            assert _goes_on(tokens, there[name].tokens), f"{name} has lost what was said before"
+    more = set(there) - set(known.tokens)
+    assert len(more) <= new_one, "contexts that nobody made"
+    known.tokens = {name: record.tokens for name, record in there.items()}
+
+
+def _goes_on(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Whether a context holds what it held before, or slid: then its first chunk and its newest tokens."""
+    slid = (
+        before[:CHUNK_TOKENS] == after[:CHUNK_TOKENS]
+        and before[kept:] == after[CHUNK_TOKENS : CHUNK_TOKENS + len(before) - kept]
+        for kept in range(CHUNK_TOKENS, len(before))
+    )
+    return after[: len(before)] == before or any(slid)
+
+
+def _live(said: Connection, root: Path, bundle: Path, options: EngineOptions, seed: int, cache: Path) -> None:
+    """Uses contexts for ever."""
+    os.environ["JAXLLM_CACHE"] = os.fspath(cache)
+    try:
+        draw = random.Random(seed)
+        engine = Engine.open(bundle, options=options)
+        contexts = Contexts(engine, ContextOptions(folder=root, budget_bytes=1 << 18))
+        said.send(("open",))
+        while True:
+            _act(said, contexts, draw)
+    except Exception as error:
+        said.send(("failed", repr(error)))
+
+
+def _act(said: Connection, contexts: Contexts, draw: random.Random) -> None:
+    records = contexts.store.records()
+    if len(records) < 2:
+        deed = "new"
+    elif len(records) > _MOST_CONTEXTS:
+        deed = "delete"
+    else:
+        deed = draw.choices(["say", "check", "slide", "pin", "new", "delete"], [10, 3, 2, 2, 2, 1])[0]
+    if deed == "new":
+        said.send(("begin", deed, None))
+        made = contexts.create(draw.choice(_APPS))
+        said.send(("end", made.name, made.tokens))
+        return
+    record = draw.choice(records)
+    context = Context(contexts, record)
+    said.send(("begin", deed, record.name))
+    if deed == "delete":
+        context.delete()
+        said.send(("end", record.name, None))
+        return
+    if deed == "pin":
+        context.pin(draw.random() < 0.3)
+    else:
+        prompt = [draw.randrange(250) for _ in range(draw.randint(1, 30))]
+        _say(contexts, context, prompt, check=deed == "check", slide=deed == "slide")
+    said.send(("end", record.name, context.tokens))
+
+
+def _say(contexts: Contexts, context: Context, prompt: list[int], *, check: bool, slide: bool) -> None:
+    room = contexts.engine.options.context_tokens - len(context.tokens)
+    slide = slide or len(prompt) + 8 > room
+    before = context.tokens
+    answer = context.generate(prompt, max_tokens=4, ignore_eos=True, slide=slide).result()
+    if check and not slide:
+        # What came back is what a prefill of the same tokens would have made.
+        config = GenerationConfig(max_tokens=4, ignore_eos=True)
+        wanted = contexts.engine.generate([*before, *prompt], config).tokens
+        if answer.generation.tokens != wanted:
+            raise ConfigError(f"{context.name} goes on with {answer.generation.tokens}, not {wanted}")

@@ -1,0 +1,144 @@
+"""The systems that ours is compared with, as options of one manager: they answer alike, and keep as told."""
+
+import numpy as np
+import pytest
+
+from benchmarks.contexts.systems import ABLATIONS, SYSTEMS
+from jaxllm.errors import ConfigError
+from jaxllm.kv.codecs import RAW
+from jaxllm.kv.recompute import LOST, Delay
+from jaxllm.kv.tolerance import allocate
+from serving.contexts.delays import Delays
+from serving.contexts.options import ContextOptions
+from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
+
+COMPUTE = Delays(
+    reading=Delay(fixed_ms=9.0, per_unit_ms=9.0), computing=Delay(fixed_ms=0.0, per_unit_ms=1e-9)
+)
+TIGHT = 6  # chunks in memory: a context has three or four in the end, and there are three
+
+
+def segments(contexts, context):
+    folder = contexts.store.root / "app-mail" / context.name
+    return sorted(path.name for path in folder.glob("*.kv"))
+
+
+def talked(kept, **options):
+    """Three contexts by turns in a memory for less than two, and how each came back."""
+    size = kept()._graphs[100].chunk_bytes(RAW)
+    contexts = kept(budget_bytes=TIGHT * size, **options)
+    wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    mine, how = [new(contexts) for _ in TURNS], []
+    for turn in range(3):
+        for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
+            answer = say(context, turns[turn])
+            assert answer.generation.tokens == answers[turn]
+            assert contexts.memory.resident_bytes <= TIGHT * size
+            how.append(answer.restoration)
+    return contexts, mine, how
+
+
+@pytest.mark.parametrize("system", [*SYSTEMS, *ABLATIONS], ids=lambda system: system.name)
+def test_every_system_goes_on_as_one_conversation(kept, system):
+    options = system.options("", 1, ContextOptions(folder="").storage)
+    names = ("ratio", "policy", "writing", "recompute")
+    contexts, mine, how = talked(kept, **{name: getattr(options, name) for name in names})
+    assert contexts.memory.evicted > 0
+    assert any(each.read or each.computed for each in how)
+    if system.writing == "never":
+        assert not any(each.read for each in how)
+        assert not any(segments(contexts, context) for context in mine)
+    elif not system.recompute:
+        assert not any(each.computed for each in how)
+    # A fresh process has the text, and what was written.
+    contexts = kept(**{name: getattr(options, name) for name in names})
+    for context, turns in zip(mine, TURNS, strict=True):
+        context = found(contexts, context)
+        assert context.tokens[:37] == tuple(turns[0])
+        stored = [bits != LOST for bits in context.record.bits]
+        assert all(stored) or system.writing != "ahead"
+        answer = say(context, [1])
+        assert len(answer.restoration.read) + len(answer.restoration.computed) == len(stored)
+
+
+def test_what_is_written_when_it_leaves_is_not_written_before(kept):
+    contexts = kept(writing="at-eviction")
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    assert segments(contexts, context) == []
+    assert context.record.bits == (LOST, LOST)
+    contexts.memory.reclaim(contexts.memory.budget_bytes)
+    assert context.record.bits == (RAW, RAW)
+    assert len(segments(contexts, context)) == 1
+    # What did not change is not written again.
+    contexts._delays[100] = READ
+    other = new(contexts)
+    say(other, [1])
+    assert say(context, TURNS[0][1]).restoration.read == (0, 1)
+    contexts.memory.reclaim(contexts.memory.budget_bytes)
+    with contexts.store.open(context.name)._segments["0.kv"]._reader as first:
+        assert first.size_bytes > 0
+    assert [contexts.store.record(context.name).files.count(name) for name in ("0.kv", "1.kv")] == [2, 1]
+
+
+def test_widths_never_rise_where_chunks_are_in_memory_alone(kept):
+    contexts = kept("kivi", ratio=0.6, writing="never")
+    context = new(contexts)
+    say(context, [*range(70)], 3)
+    before = {n: each.bits for n, each in contexts.memory.chunks(context.name).items()}
+    say(new(contexts), [1])
+    say(context, [7] * 20, 3)
+    after = {n: each.bits for n, each in contexts.memory.chunks(context.name).items()}
+    assert all(after[n] <= bits for n, bits in before.items())
+    assert set(context.record.bits) == {LOST}
+
+
+def test_contexts_leave_whole(kept):
+    contexts, mine, _ = talked(kept, policy="whole-contexts")
+    for context in mine:
+        there = len(contexts.memory.chunks(context.name))
+        assert there in (0, len(context.record.bits))
+    assert any(not contexts.memory.chunks(context.name) for context in mine)
+
+
+def test_nothing_is_computed_that_can_be_read(kept):
+    for recompute in (True, False):
+        contexts = kept(recompute=recompute)
+        contexts._delays[100] = COMPUTE
+        context = new(contexts)
+        say(context, TURNS[0][0])
+        say(new(contexts), [1])
+        contexts.memory.reclaim(contexts.memory.budget_bytes)
+        how = say(context, TURNS[0][1]).restoration
+        assert (len(how.computed) > 0) == recompute
+        assert len(how.read) + len(how.computed) == 2
+
+
+def test_room_is_made_before_a_call_not_after_it(kept):
+    size = kept()._graphs[100].chunk_bytes(RAW)
+    contexts = kept(budget_bytes=TIGHT * size)
+    mine = [new(contexts) for _ in range(2)]
+    for context in mine:
+        say(context, TURNS[0][0] + TURNS[0][0])
+    answer = mine[0].generate(TURNS[0][1], max_tokens=12, ignore_eos=True)
+    next(answer)
+    evicted = contexts.memory.evicted
+    assert evicted > 0
+    answer.result()
+    assert contexts.memory.evicted == evicted
+    assert answer.finish_ms > 0
+
+
+def test_bad_input_is_told():
+    with pytest.raises(ConfigError, match="writing must be among"):
+        ContextOptions(folder="", writing="sometimes")
+
+
+def test_what_may_not_rise_leaves_its_room_to_others():
+    density = np.array([9.0, 8.0, 1.0, 1.0])
+    free = allocate(density, 0.75, newest=0)
+    held = allocate(density, 0.75, newest=0, most=np.array([2, 8, 8, 8]))
+    assert held[0] == 2
+    assert np.all(held[1:] >= free[1:])
+    assert held.sum() > np.minimum(free, [2, 8, 8, 8]).sum()
+    assert C == 16

@@ -1,0 +1,39 @@
+"""kill -9 at random moments: nothing older is lost, and the store always opens."""
+
+import os
+import random
+
+import pytest
+
+from serving.options import EngineOptions
+from tests.serving.contexts.dying import Known, live_and_die
+from tests.tiny import write_tiny_bundle
+
+# Of the long test, all lanes together; a thousand take ten minutes on two cores.
+KILLS, LANES = int(os.environ.get("JAXLLM_TEST_KILLS", "32")), 4
+LONG = [pytest.mark.slow, pytest.mark.timeout(7200)]
+OPTIONS = EngineOptions(
+    context_tokens=128,
+    cache_tokens=(128,),
+    chunk_tokens=(16,),
+    decode_block=4,
+    kv_codec="raw",
+    executables_bytes=1 << 28,
+)
+
+
+@pytest.mark.parametrize(
+    ("lane", "kills"), [(0, 3), *(pytest.param(lane, KILLS // LANES, marks=LONG) for lane in range(LANES))]
+)
+def test_kills_lose_at_most_what_was_running(lane, kills, tmp_path):
+    """What ended before a kill is there after it, and goes on token for token."""
+    bundle, draw, known = write_tiny_bundle(tmp_path / "tiny.jaxllm"), random.Random(lane), Known()
+    for seed in range(lane * kills, (lane + 1) * kills):
+        after_s = draw.uniform(0.0, 0.4)
+        live_and_die(
+            known, tmp_path / "store", bundle, OPTIONS,
+            seed=seed, after_s=after_s, cache=tmp_path / "cache",
+        )  # fmt: skip
+    assert known.tokens
+    assert known.deeds > 2 * kills
+    print(f"{kills} kills, {known.deeds} deeds, {known.checked} answers compared")
