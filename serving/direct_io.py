@@ -28,6 +28,10 @@ class _Turn:
     def __init__(self) -> None:
         self._lock, self._ready_at = threading.Lock(), 0.0
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        # Another process has a device of its own.
+        return _Turn, ()
+
     def take(self, began: float, takes_s: float, latency_s: float = 0.0) -> None:
         """Returns when the device has done what was asked of it at `began`; the latency of what waits for its
         turn is over by then."""

@@ -8,11 +8,11 @@ import numpy as np
 
 from benchmarks.contexts.forms import copied
 from jaxllm.kv.cache import KVCache
-from serving.buckets import Progress
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.engine import Engine
 from serving.generation import Session
+from serving.graph_table import Progress
 
 # Of every tokenizer the first ids are special ones.
 _FIRST_TOKEN = 16

@@ -24,10 +24,10 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
-from serving.buckets import Progress
 from serving.contexts.graphs import ContextGraphs
 from serving.engine import Engine
 from serving.evaluation.tasks import read_questions
+from serving.graph_table import Progress
 from serving.options import EngineOptions
 from serving.trace import TRACE_TASKS
 

@@ -16,11 +16,11 @@ from benchmarks.devices import EMULATED, REAL, Device
 from benchmarks.report import Row
 from jaxllm.bundle import WeightFormat
 from jaxllm.errors import ConfigError
-from serving.buckets import Progress
 from serving.contexts.graphs import ContextGraphs
 from serving.contexts.growth import most_bytes
 from serving.contexts.switching import ContextCall, Lengths, make_switching
 from serving.engine import Engine
+from serving.graph_table import Progress
 from serving.options import EngineOptions
 
 # Prompts and answers of a window of 2,048 tokens, as those of apps that ask for little: what they add is what

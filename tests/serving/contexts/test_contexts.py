@@ -70,6 +70,7 @@ import json
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
+from serving.direct_io import Storage
 from serving.engine import Engine
 from serving.options import EngineOptions
 engine = Engine.open({str(contexts.engine.bundle.path)!r}, options={contexts.engine.options!r})
