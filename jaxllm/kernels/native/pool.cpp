@@ -110,7 +110,7 @@ class Pool {
     total_ = count;
     upcoming_ = next;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store(count_ - 1, std::memory_order_relaxed);
+    inside_.store(kOpen, std::memory_order_release);
     round_.fetch_add(1);  // sequentially consistent: either a sleeper sees it, or we see the sleeper
     if (sleepers_.load() > 0) {
       {
@@ -119,10 +119,12 @@ class Pool {
       wake_.notify_all();
     }
     take();
-    // A worker may still be in its last task, or on its way to find that none is left.
+    // Workers that have not come yet are not waited for: another process may have their core. Those that are
+    // inside may still be in their last task.
+    inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
     Prefetch prefetch(next, 0, static_cast<size_t>(count_));
     Patience patience;
-    while (busy_.load(std::memory_order_acquire) != 0) {
+    while (inside_.load(std::memory_order_acquire) != 0) {
       if (prefetch.some()) continue;
       if (patience.left()) {
         relax();
@@ -159,18 +161,33 @@ class Pool {
       }
       seen = round_.load(std::memory_order_acquire);
       if (ending_) return;
+      if (!enter()) continue;
       take();
       prefetch = Prefetch(upcoming_, static_cast<size_t>(thread), static_cast<size_t>(count_));
-      busy_.fetch_sub(1, std::memory_order_release);
+      inside_.fetch_sub(kWorker, std::memory_order_release);
     }
   }
+
+  // Joins the round that is open, whichever that is by now: what it is stays until the worker has left. False
+  // when there is none.
+  bool enter() {
+    unsigned inside = inside_.load(std::memory_order_acquire);
+    while (inside & kOpen) {
+      if (inside_.compare_exchange_weak(inside, inside + kWorker, std::memory_order_acq_rel)) return true;
+    }
+    return false;
+  }
+
+  static constexpr unsigned kOpen = 1, kWorker = 2;
 
   const int count_;
   std::vector<std::thread> workers_;
   std::mutex running_, sleep_;
   std::condition_variable wake_;
   std::atomic<uint64_t> round_{0};
-  std::atomic<int> busy_{0}, sleepers_{0};
+  // Whether a round may be entered, and how many workers are inside.
+  std::atomic<unsigned> inside_{0};
+  std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<size_t> next_{0};
   void (*work_)(void*, size_t) = nullptr;
   void* context_ = nullptr;
