@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.sampling import SamplerState, largest, sample
-from jaxllm.speculative.tree import TokenTree, ancestors
+from jaxllm.speculative.tree import TokenTree
 
 
 def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:
@@ -43,7 +43,7 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
 
 def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
     """How often the answer holds each token behind each node, `[N, V]` int32."""
-    said = ancestors(tree).at[:, 0].set(False).astype(jnp.float32)
+    said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
     of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
     return counts + (said @ of_token).astype(jnp.int32)
 

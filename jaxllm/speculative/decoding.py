@@ -18,7 +18,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.pacer import BRANCH_CONFIDENCE, best_confidence, grow, next_tips
-from jaxllm.speculative.tree import TokenTree, accepted_nodes, ancestors, deepest, new_tree, path_to
+from jaxllm.speculative.tree import TokenTree, accepted_nodes, deepest, new_tree, path_to
 
 
 def read_nodes(
@@ -45,7 +45,7 @@ def read_nodes(
     Returns:
       Logits `[T, V]` float32 behind each node, and the cache.
     """
-    rows = TreeRows(base=cache.length, rows=cache.length + nodes, seen=ancestors(tree)[nodes])
+    rows = TreeRows(base=cache.length, rows=cache.length + nodes, seen=tree.ancestors[nodes])
     at = Places(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
     hidden, cache = forward_at(params, tree.tokens[nodes][None], cache, at, cfg=cfg, dtype=dtype)
     return logits(params, hidden, cfg=cfg)[0], cache
@@ -220,7 +220,7 @@ def follow(
     read = jnp.sum(kept & fed, dtype=jnp.int32)
     behind = (tree.parents == path[count - 1]) & (tree.tokens == token) & tree.used
     heir = jnp.argmax(behind).astype(jnp.int32)
-    later = ancestors(tree)[:, heir] & behind[heir]
+    later = tree.ancestors[:, heir] & behind[heir]
     grown, fed_then = _subtree(tree, fed, later, token)
     # Only what was read has rows, and behind a path that was not read to its end nothing was.
     rows = jnp.nonzero((kept & fed) | later, size=tree.room, fill_value=np.iinfo(np.int32).max)[0]
@@ -247,6 +247,7 @@ def _subtree(
         parents=jnp.where(there & ~first, new[tree.parents[order]], -1),
         depths=jnp.where(there, tree.depths[order] - tree.depths[root], 0),
         confidences=jnp.where(there, tree.confidences[order] / jnp.maximum(whole, np.float32(1e-30)), 0.0),
+        ancestors=tree.ancestors[order][:, order] & there[:, None] & there,
         count=count,
     )
     found = jax.tree.map(lambda some, none: jnp.where(count > 0, some, none), part, alone)

@@ -30,6 +30,8 @@ class TokenTree:
       parents: `[N]` int32.
       depths: `[N]` int32.
       confidences: `[N]` float32, cumulative.
+      ancestors: `[N, N]` bool, whether node j lies on the path from the root to node i, both ends among it; a
+        node that is not in use has none.
       count: how many nodes there are.
     """
 
@@ -37,6 +39,7 @@ class TokenTree:
     parents: jax.Array
     depths: jax.Array
     confidences: jax.Array
+    ancestors: jax.Array
     count: jax.Array
 
     @property
@@ -68,6 +71,7 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
         parents=jnp.full(room, -1, jnp.int32),
         depths=jnp.zeros(room, jnp.int32),
         confidences=first.astype(jnp.float32),
+        ancestors=first[:, None] & first,
         count=jnp.ones((), jnp.int32),
     )
 
@@ -92,6 +96,7 @@ def add_nodes(
     # What is dropped aims behind the last node.
     at = jnp.where(fits, place, tree.room)
     behind = jnp.maximum(parents, 0)
+    index = jnp.arange(tree.room, dtype=jnp.int32)
 
     def put(values: jax.Array, new: jax.Array) -> jax.Array:
         return values.at[at].set(new.astype(values.dtype), mode="drop")
@@ -101,21 +106,10 @@ def add_nodes(
         parents=put(tree.parents, parents),
         depths=put(tree.depths, tree.depths[behind] + 1),
         confidences=put(tree.confidences, tree.confidences[behind] * confidences),
+        ancestors=put(tree.ancestors, tree.ancestors[behind] | (at[:, None] == index)),
         count=tree.count + jnp.sum(fits, dtype=jnp.int32),
     )
     return grown, jnp.where(fits, place, -1)
-
-
-def ancestors(tree: TokenTree) -> jax.Array:
-    """`[N, N]` bool: whether node j lies on the path from the root to node i, both ends among it. A node that
-    is not in use has none."""
-    index = jnp.arange(tree.room, dtype=jnp.int32)
-    steps = (index[:, None] == index) | (tree.parents[:, None] == index)
-    # Paths of up to two steps, four, eight...: the closure after as many squarings as the room has bits.
-    reach = steps.astype(jnp.float32)
-    for _ in range(max(1, (tree.room - 1).bit_length())):
-        reach = ((reach @ reach) > 0).astype(jnp.float32)
-    return (reach > 0) & tree.used[:, None] & tree.used
 
 
 def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
@@ -127,7 +121,7 @@ def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
       chosen: `[N]` int32, the token that the target chooses behind each node.
     """
     as_chosen = (tree.tokens == chosen[jnp.maximum(tree.parents, 0)]) | (tree.parents < 0)
-    wrong = ancestors(tree) & ~as_chosen
+    wrong = tree.ancestors & ~as_chosen
     return tree.used & ~jnp.any(wrong, axis=1)
 
 
@@ -142,6 +136,6 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
       `[N]` int32, and how many of them are on the path; those behind repeat the last one.
     """
-    on_path = ancestors(tree)[node]
+    on_path = tree.ancestors[node]
     nodes = jnp.nonzero(on_path, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
     return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)

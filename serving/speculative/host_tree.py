@@ -14,6 +14,7 @@ def root_alone(root: int, room: int) -> TokenTree:
         parents=np.full(room, -1, np.int32),
         depths=np.zeros(room, np.int32),
         confidences=first.astype(np.float32),
+        ancestors=first[:, None] & first,
         count=np.int32(1),
     )
 
@@ -26,6 +27,9 @@ def on_host(tree: TokenTree) -> TokenTree:
 def first_nodes(tree: TokenTree, count: int, room: int) -> TokenTree:
     """The first `count` nodes of a tree, in one with room for `room`."""
 
+    ancestors = np.zeros((room, room), bool)
+    ancestors[:count, :count] = np.asarray(tree.ancestors)[:count, :count]
+
     def cut(values: np.ndarray, empty: float) -> np.ndarray:
         out = np.full(room, empty, values.dtype)
         out[:count] = values[:count]
@@ -36,19 +40,28 @@ def first_nodes(tree: TokenTree, count: int, room: int) -> TokenTree:
         parents=cut(np.asarray(tree.parents), -1),
         depths=cut(np.asarray(tree.depths), 0),
         confidences=cut(np.asarray(tree.confidences), 0.0),
+        ancestors=ancestors,
         count=np.int32(count),
     )
 
 
-def seen_of(tree: TokenTree) -> np.ndarray:
-    """What each node may attend to, `[N, N]` bool (see `jaxllm.speculative.tree.ancestors`)."""
-    count, parents = int(tree.count), np.asarray(tree.parents)
-    seen = np.zeros((tree.room, tree.room), bool)
-    for node in range(count):
-        if parents[node] >= 0:
-            seen[node] = seen[parents[node]]
-        seen[node, node] = True
-    return seen
+def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: list[float]) -> TokenTree:
+    """The tree with nodes behind its own, as many as fit: their tokens, the nodes that they follow, and their
+    cumulative confidences."""
+    first, room = int(tree.count), tree.room
+    parts = [np.array(each) for each in (tree.tokens, tree.parents, tree.depths, tree.confidences)]
+    ancestors = np.array(tree.ancestors)
+    last = min(room, first + len(tokens))
+    for node, token, parent, confidence in zip(
+        range(first, last), tokens, parents, confidences, strict=False
+    ):
+        values = token, parent, parts[2][parent] + 1, confidence
+        for part, value in zip(parts, values, strict=True):
+            part[node] = value
+        ancestors[node] = ancestors[parent]
+        ancestors[node, node] = True
+    names = ("tokens", "parents", "depths", "confidences")
+    return _tree(**dict(zip(names, parts, strict=True)), ancestors=ancestors, count=np.int32(last))
 
 
 def open_confidence(tree: TokenTree) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.speculative.tree import TokenTree
 from serving.engine import Engine
 from serving.graph_table import Progress
-from serving.speculative.host_tree import root_alone
+from serving.speculative.host_tree import grown, root_alone
 from serving.speculative.options import SpeculationOptions, TreeShape
 
 # Lengths of what is looked up, the longest first.
@@ -50,7 +50,10 @@ class NgramDrafter:
         self._tree, self.steps = tree, self.steps + 1
         if not self._length:
             return tree
-        rate, children, count = self._rates[self._length], dict[tuple[int, int], int](), 1
+        rate, children = self._rates[self._length], dict[tuple[int, int], int]()
+        tokens: list[int] = []
+        parents: list[int] = []
+        confidences: list[float] = []
         for continuation in self._continuations(text):
             node, confidence = 0, 1.0
             for token in continuation:
@@ -58,21 +61,14 @@ class NgramDrafter:
                 if confidence < alpha:
                     break
                 if (child := children.get((node, token))) is None:
-                    if count >= most:
+                    if len(tokens) + 1 >= most:
                         break
-                    child = children[node, token] = count
-                    tree.tokens[child], tree.parents[child] = token, node  # pyright: ignore
-                    tree.depths[child] = tree.depths[node] + 1  # pyright: ignore
-                    tree.confidences[child] = confidence  # pyright: ignore
-                    count += 1
+                    tokens.append(token)
+                    parents.append(node)
+                    confidences.append(confidence)
+                    child = children[node, token] = len(tokens)
                 node = child
-        self._tree = TokenTree(
-            tree.tokens,
-            tree.parents,
-            tree.depths,
-            tree.confidences,
-            np.int32(count),  # pyright: ignore
-        )
+        self._tree = grown(tree, tokens, parents, confidences)
         return self._tree
 
     def step(self) -> bool:

@@ -6,7 +6,6 @@ from typing import Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.fallback import LEAST, MOST, START
-from jaxllm.speculative.pacer import BRANCH_CONFIDENCE
 
 _MOST_NODES = 256
 
@@ -15,20 +14,23 @@ _MOST_NODES = 256
 class TreeShape:
     """Sizes of token trees, for which graphs are compiled.
 
+    LLMCad opens a branch for tokens likelier than 0.3. Where a target's reading waits for storage, more nodes
+    cost it next to nothing, so here trees are wider; how much of one is read is decided by what it takes.
+
     Attributes:
-      nodes: of trees as the target reads them, ascending: each in the smallest that it fits.
+      nodes: of trees as the target reads them, ascending: of each it reads as many as pay.
       room: of trees as the draft grows them, which may be larger: it goes on while the target reads.
       tips: branches that the draft reads at a time.
       branches: most children of a node; 1 makes a tree a line.
-      threshold: a token at least this likely opens a branch (LLMCad, section 3.2).
+      threshold: a token at least this likely opens a branch.
       paced: whether the most confident branches grow first; else the oldest do.
     """
 
-    nodes: tuple[int, ...] = (8, 16, 32)
-    room: int = 64
-    tips: int = 2
-    branches: int = 3
-    threshold: float = BRANCH_CONFIDENCE
+    nodes: tuple[int, ...] = (8, 16, 32, 64)
+    room: int = 128
+    tips: int = 4
+    branches: int = 6
+    threshold: float = 0.02
     paced: bool = True
 
     def __post_init__(self) -> None:

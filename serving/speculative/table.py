@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState
-from jaxllm.speculative.fallback import LEAST, MOST, Fallback
+from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets import BucketTable
 from serving.graph_table import Progress
@@ -26,6 +26,9 @@ from serving.speculative.host_tree import first_nodes, open_confidence
 from serving.speculative.options import SpeculationOptions
 from serving.speculative.thrift import Thrift
 from serving.streaming.table import StreamedTable
+
+# Of a new measurement in a running mean.
+_NEW_SHARE = 0.25
 
 
 @dataclasses.dataclass
@@ -77,6 +80,8 @@ class SpeculativeTable:
         self.target, self.counts = target, SpeculationCounts()
         self._drafter, self._options = drafter, options
         self._fallback, self._thrift = Fallback(options.alpha), Thrift()
+        # What verifying takes, by size.
+        self._verify_s: dict[int, float] = {}
 
     @property
     def cfg(self) -> ModelConfig:
@@ -164,13 +169,32 @@ class SpeculativeTable:
         limit: int,
     ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         began = time.perf_counter()
-        nodes = next(each for each in self._options.trees.nodes if each >= count)
-        part = first_nodes(tree, count, nodes)
+        nodes = self._size(tree, count, draft_s)
+        part = first_nodes(tree, min(count, nodes), nodes)
         verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
+        known = self._verify_s.get(nodes, verify_s)
+        self._verify_s[nodes] = known + _NEW_SHARE * (verify_s - known)
         self._drafter.follow(verdict.path.tolist(), int(verdict.tokens[-1]))
         self._learn(part, len(verdict.tokens), draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
+
+    def _size(self, tree: TokenTree, count: int, draft_s: float) -> int:
+        """With how much of a tree tokens come fastest, of the sizes that there are graphs for.
+
+        A tree's first nodes promise as many tokens as their confidences add up to, the root's standing for
+        the target's own. What a size takes that was never tried is taken to be what a smaller one takes.
+        """
+        promised = np.cumsum(np.asarray(tree.confidences)[:count])
+        best, chosen, takes_s = 0.0, self._options.trees.nodes[0], 0.0
+        for nodes in self._options.trees.nodes:
+            takes_s = max(takes_s, self._verify_s.get(nodes, 0.0))
+            rate = promised[min(count, nodes) - 1] / max(draft_s + takes_s, 1e-9)
+            if rate > best:
+                best, chosen = rate, nodes
+            if nodes >= count:
+                break
+        return chosen
 
     def _plain(
         self, root: int, cache: KVCache, sampler: SamplerState, stop_ids: np.ndarray
@@ -205,9 +229,11 @@ class SpeculativeTable:
                 drafted=drafted, correct=correct, confidence=open_confidence(tree)
             )
         elif self._options.fallback == "measured":
-            # What a reading brings is at most its path's confidence, in tokens.
-            alpha = 1000 * self._drafter.step_s / self._thrift.token_ms
-            self._fallback = Fallback(min(MOST, max(LEAST, alpha)))
+            # What a reading brings is at most the confidences of the paths that it goes on, in tokens.
+            alpha = 1000 * self._drafter.step_s / self._thrift.token_ms / self._options.trees.tips
+            # While weights are read ahead, drafting costs less than its own time.
+            most = START if isinstance(self.target, StreamedTable) else MOST
+            self._fallback = Fallback(min(most, max(LEAST, alpha)))
 
     def _with_tree(self, tokens: int) -> int:
         """Positions for `tokens` and a tree behind them, as far as the context reaches."""

@@ -17,7 +17,6 @@ from serving.graph_store import GraphStore
 from serving.graph_table import GraphTable, Progress
 from serving.machine import give_back_memory
 from serving.options import EngineOptions
-from serving.speculative.host_tree import seen_of
 from serving.speculative.verdict import Verdict
 from serving.streaming.weight_stream import Meanwhile
 from serving.streaming.weights import StreamedWeights
@@ -164,7 +163,7 @@ class StreamedTable(GraphTable):
         """Logits `[N, V]` float32 behind each node of a tree, and the cache with its rows behind the
         sequence's, whose length stays as it is."""
         nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
-        rows = TreeRows(length, length + nodes, seen_of(tree))  # pyright: ignore
+        rows = TreeRows(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
         at = Places(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
         (x,), cache = self._pass([(np.asarray(tree.tokens), at)], cache, meanwhile)
         return self._logits(x, nodes, meanwhile), cache

@@ -12,7 +12,6 @@ from jaxllm.speculative.tree import (
     TokenTree,
     accepted_nodes,
     add_nodes,
-    ancestors,
     deepest,
     new_tree,
     path_to,
@@ -54,7 +53,7 @@ def test_a_tree_by_hand():
     assert tree.depths[:6].tolist() == [0, 1, 1, 2, 2, 2]
     assert tree.confidences[:6].tolist() == [1, 0.5, 0.25, 0.25, 0.125, 0.25]
     assert int(tree.count) == 6
-    mask = np.asarray(ancestors(tree))
+    mask = np.asarray(tree.ancestors)
     assert [np.flatnonzero(row).tolist() for row in mask[:6]] == [
         [0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4], [0, 2, 5],
     ]  # fmt: skip
@@ -73,7 +72,7 @@ def test_laws(parents, seed):
     draw = np.random.default_rng(seed)
     tokens = draw.integers(0, 3, len(parents)).tolist()
     tree = tree_of(parents, tokens)
-    mask = np.asarray(ancestors(tree))
+    mask = np.asarray(tree.ancestors)
     for node in range(ROOM):
         path = walk(parents, node) if node <= len(parents) else []
         assert np.flatnonzero(mask[node]).tolist() == path
@@ -114,7 +113,7 @@ def test_one_graph_serves_all_trees():
     @jax.jit
     def run(tree):
         traced.append(1)
-        return ancestors(tree)
+        return tree.ancestors
 
     for parents in ([0], [0, 1, 2], [0, 0, 0, 0]):
         assert isinstance(tree_of(parents), TokenTree)
