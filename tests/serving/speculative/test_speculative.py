@@ -54,7 +54,9 @@ def speculation(folder, drafter, **options):
         "level": {"drafter": "level", "level": 25},
         "ngram": {"drafter": "ngram"},
     }[drafter]
-    return SpeculationOptions(**{"trees": TREES, "thrifty": False, "alpha": 1e-6, **own, **options})
+    return SpeculationOptions(
+        **{"trees": TREES, "thrifty": False, "fallback": "fixed", "alpha": 1e-6, **own, **options}
+    )
 
 
 def open_drafted(folder, plain, options, share=0.0):
@@ -103,7 +105,8 @@ def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
     line = dataclasses.replace(TREES, branches=1, tips=1)
     for options in (
         {"trees": line},
-        {"fallback": "fixed", "alpha": 0.3},
+        {"alpha": 0.3},
+        {"fallback": "measured"},
         {"fallback": "learned"},
         {"thrifty": True},
     ):
