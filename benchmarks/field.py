@@ -90,7 +90,10 @@ class Field:
         checkpoint = self._given.checkpoint
         own = checkpoint.stored in (None, width)
         model = checkpoint.model if own else checkpoint.folder(self._progress)
-        return self._open(OURS, model, width, dataclasses.asdict(self._given.options))
+        options = dataclasses.asdict(self._given.options)
+        # A child has all weights in memory and no draft.
+        del options["storage"], options["trees"]
+        return self._open(OURS, model, width, options)
 
     def _open(self, peer: str, model: Path, format_: str, options: dict[str, Any]) -> Child:
         if (peer, format_) not in self._children:

@@ -55,7 +55,6 @@ class Storage:
     bytes_per_s: float = 0.0
     latency_ms: float = 0.0
     write_bytes_per_s: float = 0.0
-    _turn: _Turn = dataclasses.field(default_factory=_Turn, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.caching not in ("direct", "buffered"):
@@ -64,22 +63,28 @@ class Storage:
             0 <= each < float("inf") for each in (self.bytes_per_s, self.latency_ms, self.write_bytes_per_s)
         ):
             raise ConfigError("an emulated device's speed and latency must be finite and not negative")
+        # No field: it is what goes on at the device, and nothing of what it is.
+        object.__setattr__(self, "_turn", _Turn())
 
     @property
     def emulated(self) -> bool:
         """Whether reads are slowed down."""
         return bool(self.bytes_per_s or self.latency_ms)
 
+    @property
+    def _device(self) -> _Turn:
+        return self.__dict__["_turn"]
+
     def await_read(self, began: float, size_bytes: int) -> None:
         """Returns when this device would have read so much, asked for at `began` by `time.perf_counter`."""
         if self.emulated:
             takes_s = size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
-            self._turn.take(began, takes_s, self.latency_ms / 1000)
+            self._device.take(began, takes_s, self.latency_ms / 1000)
 
     def await_written(self, began: float, size_bytes: int) -> None:
         """The same of writing."""
         if self.write_bytes_per_s:
-            self._turn.take(began, size_bytes / self.write_bytes_per_s)
+            self._device.take(began, size_bytes / self.write_bytes_per_s)
 
 
 class PieceReader:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
@@ -33,18 +34,29 @@ DRAWN = dataclasses.replace(
 )
 
 
+def sharp(cfg):
+    """Parameters whose model is surer of its answers than a fresh one, so that none hangs on the last bit."""
+    return {name: value * np.float32(3 if value.ndim > 1 else 1) for name, value in tiny_params(cfg).items()}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculative")
     parts = elastic_parts(Ladder(levels=(25, 100)))
-    write_tiny_bundle(folder / "target.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
-    write_tiny_bundle(folder / "small.jaxllm", "int8", cfg=SMALL, params=tiny_params(SMALL))
+    write_tiny_bundle(folder / "target.jaxllm", "int8", cfg=CFG, params=sharp(CFG), parts=parts)
+    write_tiny_bundle(folder / "floats.jaxllm", cfg=CFG, params=sharp(CFG))
+    write_tiny_bundle(folder / "small.jaxllm", "int8", cfg=SMALL, params=sharp(SMALL))
     return folder
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
     return Engine.open(folder / "target.jaxllm", options=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def plain_floats(folder):
+    return Engine.open(folder / "floats.jaxllm", options=OPTIONS)
 
 
 def speculation(folder, drafter, **options):
@@ -65,7 +77,7 @@ def open_drafted(folder, plain, options, share=0.0):
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
     engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)
-    return Engine.open(folder / "target.jaxllm", options=engine_options, speculation=options)
+    return Engine.open(plain.bundle.path, options=engine_options, speculation=options)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,9 @@ def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
         assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
 
 
-def test_conversations_stops_and_full_contexts(folder, plain):
+def test_conversations_stops_and_full_contexts(folder, plain_floats):
+    # In floats: over so many tokens a tree at 8 bits is read with other rounding than its tokens one by one.
+    plain = plain_floats
     engine = open_drafted(folder, plain, speculation(folder, "itself"))
     found = []
     for each in (plain, engine):
@@ -130,7 +144,8 @@ def test_conversations_stops_and_full_contexts(folder, plain):
     assert found[1][4] == "length"
 
 
-def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
+def test_an_answer_that_is_left_harms_no_later_one(folder, plain_floats):
+    plain = plain_floats
     engine = open_drafted(folder, plain, speculation(folder, "itself"))
     session = Session()
     answering = engine.stream(PROMPT, GREEDY, session=session)
@@ -170,7 +185,7 @@ def test_a_draft_of_other_tokens_is_refused(folder, plain, tmp_path):
         ({"drafter": "ngram", "alpha": 2.0}, "alpha must be"),
         ({"drafter": "ngram", "fallback": "oracle"}, "fallback must be"),
         ({"drafter": "ngram", "trees": {"nodes": (8, 4)}}, "ascending"),
-        ({"drafter": "ngram", "trees": {"nodes": (8, 128)}}, "room must be"),
+        ({"drafter": "ngram", "trees": {"nodes": (8, 256)}}, "room must be"),
         ({"drafter": "ngram", "trees": {"room": 1000}}, "room must be"),
         ({"drafter": "ngram", "trees": {"tips": 0}}, "tips and branches"),
         ({"drafter": "ngram", "trees": {"threshold": 0}}, "threshold must be"),
