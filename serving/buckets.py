@@ -73,11 +73,6 @@ class BucketTable(GraphTable):
         graph = self.graph(self._decode_bucket(cache.capacity_tokens))
         return graph(self._params, token, cache, sampler, stop_ids, np.int32(limit))
 
-    def decode_limit(self, pace: int, remaining: int) -> int:
-        """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as
-        long as a user should wait for the next words."""
-        return min(pace, self.options.decode_block, remaining)
-
     def tree_buckets(self, nodes: int) -> list[Bucket]:
         """The buckets that read a token tree of `nodes` nodes."""
         return [self._bucket("verify", nodes, cache) for cache in self.options.cache_tokens]

@@ -236,7 +236,7 @@ class Generation(Iterator[str]):
             # Keys and values of other weights are of no use, and another level's have other shapes.
             held, cache, session.weights_version = [], None, table.weights_version
         # The last token is always fed: its logits are what we are after.
-        self.reused_tokens = min(_common_prefix(held, prompt), len(prompt) - 1)
+        self.reused_tokens = min(common_prefix(held, prompt), len(prompt) - 1)
         if cache is None:
             cache = table.start(len(prompt))
         cache = table.make_room(cache, len(prompt))
@@ -289,7 +289,8 @@ class Generation(Iterator[str]):
         return 1000 * (time.perf_counter() - began)
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens two sequences share."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

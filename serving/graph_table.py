@@ -234,6 +234,11 @@ class GraphTable(BucketPlan, abc.ABC):
         """The first token `[1]` of an answer, and the sampler."""
         return self.graph(Bucket(kind="sample"))(logits, sampler)
 
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as
+        long as a user should wait for the next words."""
+        return min(pace, self.options.decode_block, remaining)
+
     # -- compiling them -------------------------------------------------------------------------
 
     def graph(self, bucket: Bucket) -> Any:

@@ -121,6 +121,11 @@ def embedding_params(params: Params | CountedSubModel) -> dict[str, Any]:
     return {name: each for name, each in whole_params(params).items() if name.startswith("embed.")}
 
 
+def norm_params(params: Params | CountedSubModel) -> dict[str, Any]:
+    """The norm behind the last layer."""
+    return {name: each for name, each in whole_params(params).items() if name.startswith("final_norm.")}
+
+
 def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tokens: int) -> tuple[Any, ...]:
     """Shape and dtype of what `load_chunks` reads a layer's chunks from, for all of a cache's."""
     chunks = -(-cache_tokens // options.kv_chunk_tokens)
@@ -185,8 +190,7 @@ def _lower_piece(
     x = jax.ShapeDtypeStruct((1, tokens, cfg.hidden_size), dtype)
     if bucket.kind == "norm":
         rows = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
-        norms = _shapes({name: each for name, each in whole.items() if name.startswith("final_norm.")})
-        return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(norms, x, rows)
+        return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(_shapes(norm_params(params)), x, rows)
     at = Places(positions, scalar, run=True)  # pyright: ignore[reportArgumentType]: shapes
     if bucket.kind == "tree":
         seen = jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_)

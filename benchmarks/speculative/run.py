@@ -7,7 +7,7 @@ import numpy as np
 
 from benchmarks.devices import EMULATED, REAL, Device
 from benchmarks.report import Row, compared
-from benchmarks.speculative.prompts import read_prompts
+from benchmarks.speculative.prompts import TASKS, read_prompts
 from benchmarks.speculative.systems import (
     OURS,
     SP_LENGTHS,
@@ -238,7 +238,7 @@ def _hopeless_rows(
 def _same_rows(engine: Engine, subject: Subject, plan: Plan) -> list[Row]:
     """Whether answers are to the token those of the target with all of its weights in memory and no draft."""
     whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
-    count = -(-plan.same // 4)
+    count = -(-plan.same // len(TASKS))
     most = plan.context_tokens - plan.tokens
     prompts = read_prompts(subject.data, whole.tokenizer, count=count, most_tokens=most, seed=plan.seed + 1)
     same, number = 0, 0

@@ -60,6 +60,10 @@ class Extent:
         """Bytes of the array."""
         return int(np.prod(self.shape, dtype=object)) * DTYPES[self.dtype].itemsize
 
+    def array(self, raw: memoryview | np.ndarray) -> np.ndarray:
+        """The array whose bytes `raw` has, in place."""
+        return np.frombuffer(raw, DTYPES[self.dtype]).reshape(self.shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:

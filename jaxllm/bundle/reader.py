@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxllm.bundle.layout import DTYPES, HEADER, Extent, Layout, Part, Tensor, check_header, part_segment
+from jaxllm.bundle.layout import HEADER, Extent, Layout, Part, Tensor, check_header, part_segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.kernels import native
@@ -145,8 +145,7 @@ class Bundle:
         start = self.layout.segments[segment].offset
 
         def view(extent: Extent) -> np.ndarray:
-            raw = memory[extent.offset - start :][: extent.size_bytes]
-            return raw.view(DTYPES[extent.dtype]).reshape(extent.shape)
+            return extent.array(memory[extent.offset - start :][: extent.size_bytes])
 
         specs = param_specs(self.cfg)
         return {
@@ -216,13 +215,21 @@ class Bundle:
         if name in self._verified:
             return
         segment = self.layout.segments[name]
-        actual = xxhash.xxh3_128_hexdigest(self._bytes(segment.offset, segment.size_bytes))
-        if actual != segment.xxh3_128:
+        self.require_checksum(name, xxhash.xxh3_128(self._bytes(segment.offset, segment.size_bytes)))
+        self._verified.add(name)
+
+    def require_checksum(self, name: str, digest: xxhash.xxh3_128) -> None:
+        """Checks what somebody has read of a segment.
+
+        Raises:
+          BundleError: it is not what was written.
+        """
+        actual, wanted = digest.hexdigest(), self.layout.segments[name].xxh3_128
+        if actual != wanted:
             raise BundleError(
                 f"{self.path}: segment {name!r} is corrupt (checksum {actual}, expected "
-                f"{segment.xxh3_128}); copy the file again or prepare it again"
+                f"{wanted}); copy the file again or prepare it again"
             )
-        self._verified.add(name)
 
     def _segment_bytes(self, name: str) -> memoryview:
         self.verify_segment(name)
@@ -235,5 +242,4 @@ class Bundle:
         return memoryview(self._data)[offset : offset + size]
 
     def _view(self, extent: Extent) -> np.ndarray:
-        raw = self._bytes(extent.offset, extent.size_bytes)
-        return np.frombuffer(raw, dtype=DTYPES[extent.dtype]).reshape(extent.shape)
+        return extent.array(self._bytes(extent.offset, extent.size_bytes))

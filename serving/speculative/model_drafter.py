@@ -12,15 +12,16 @@ from jaxllm.kv.cache import KVCache
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets import BucketTable
 from serving.engine import Engine
+from serving.generation import common_prefix
 from serving.graph_table import Progress
 from serving.models import open_model
 from serving.speculative.host_tree import on_host, root_alone
 from serving.speculative.options import SpeculationOptions, TreeShape
+from serving.speculative.thrift import running_mean
 from serving.streaming.footprint import draft_options
 
 # While the target waits, drafting never ends for lack of confidence: what would be done instead is nothing.
 _ANY_CONFIDENCE = np.float32(1e-30)
-_NEW_SHARE = 0.25
 
 
 def model_drafter(
@@ -82,7 +83,7 @@ class ModelDrafter:
             self._tree = None
             return root_alone(root, self._shape.room)
         self._catch_up(sequence)
-        if self._tree is None or int(self._tree.tokens[0]) != root:
+        if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)
             self._fed = np.zeros(self._shape.room, bool)
         self._run(np.float32(alpha), most, self._shape.room)
@@ -119,8 +120,7 @@ class ModelDrafter:
         )
         count = int(done)
         if count:
-            each = (time.perf_counter() - began) / count
-            self.step_s += (_NEW_SHARE if self.step_s else 1.0) * (each - self.step_s)
+            self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)
             self.steps += count
         return count
 
@@ -129,10 +129,7 @@ class ModelDrafter:
         if self._version != self._table.weights_version:
             self._forget()
             self._version = self._table.weights_version
-        common = next(
-            (i for i, (a, b) in enumerate(zip(self._held, sequence, strict=False)) if a != b),
-            min(len(self._held), len(sequence)),
-        )
+        common = common_prefix(self._held, sequence)
         if common == len(sequence) == len(self._held) and self._cache is not None:
             self._cache = self._table.make_room(self._cache, len(sequence) + 1 + self._shape.room)
             return

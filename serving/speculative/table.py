@@ -24,11 +24,8 @@ from serving.options import EngineOptions
 from serving.speculative.drafters import Drafter
 from serving.speculative.host_tree import first_nodes, open_confidence
 from serving.speculative.options import SpeculationOptions
-from serving.speculative.thrift import Thrift
+from serving.speculative.thrift import Thrift, running_mean
 from serving.streaming.table import StreamedTable
-
-# Of a new measurement in a running mean.
-_NEW_SHARE = 0.25
 
 
 @dataclasses.dataclass
@@ -173,8 +170,7 @@ class SpeculativeTable:
         part = first_nodes(tree, min(count, nodes), nodes)
         verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
-        known = self._verify_s.get(nodes, verify_s)
-        self._verify_s[nodes] = known + _NEW_SHARE * (verify_s - known)
+        self._verify_s[nodes] = running_mean(self._verify_s.get(nodes), verify_s)
         self._drafter.follow(verdict.path.tolist(), int(verdict.tokens[-1]))
         self._learn(part, len(verdict.tokens), draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler

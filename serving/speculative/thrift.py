@@ -32,11 +32,11 @@ class Thrift:
 
     def drafted(self, *, draft_ms: float, verify_ms: float, tokens: int) -> None:
         """A round with a draft gave so many tokens."""
-        first = not self._rounds
+        again = self._rounds > 0
         self._rounds += 1
-        self._round_ms = _mean(self._round_ms, draft_ms + verify_ms, first)
-        self._pass_ms = _mean(self._pass_ms, verify_ms, first)
-        self._tokens = _mean(self._tokens, tokens, first)
+        self._round_ms = running_mean(self._round_ms if again else None, draft_ms + verify_ms)
+        self._pass_ms = running_mean(self._pass_ms if again else None, verify_ms)
+        self._tokens = running_mean(self._tokens if again else None, tokens)
         # What a plain pass takes is known where there was one, and else not more than one over a tree.
         plain_ms = min(self._plain_ms or self._pass_ms, self._pass_ms)
         if self.token_ms <= plain_ms:
@@ -49,9 +49,10 @@ class Thrift:
 
     def plain(self, *, took_ms: float, tokens: int) -> None:
         """So many tokens came without a draft."""
-        self._plain_ms = _mean(self._plain_ms, took_ms / tokens, not self._plain_ms)
+        self._plain_ms = running_mean(self._plain_ms or None, took_ms / tokens)
         self._left -= tokens
 
 
-def _mean(old: float, new: float, first: bool) -> float:
-    return new if first else old + _NEW_SHARE * (new - old)
+def running_mean(old: float | None, new: float) -> float:
+    """A mean in which what was measured last counts most; None where nothing was measured before."""
+    return new if old is None else old + _NEW_SHARE * (new - old)

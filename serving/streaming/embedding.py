@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import DTYPES, Extent
+from jaxllm.bundle.layout import Extent
 from jaxllm.bundle.rows import row_step, rows_alone, rows_at
 from jaxllm.quant import Weight
 from serving.direct_io import PieceReader
@@ -73,9 +73,9 @@ class EmbeddingRows:
         return found
 
     def _read(self, first: int) -> list[np.ndarray]:
-        return [self._array(each) for each in rows_at(self._tensor, first, self._step)]
+        return [read_array(self._reader, each) for each in rows_at(self._tensor, first, self._step)]
 
-    def _array(self, extent: Extent) -> np.ndarray:
-        raw = self._reader.read(extent.offset, extent.size_bytes)
-        # Memory of its own: what is read comes with the rest of its pages.
-        return raw.copy().view(DTYPES[extent.dtype]).reshape(extent.shape)
+
+def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:
+    """An array of a bundle's file, in memory of its own: what is read comes with the rest of its pages."""
+    return extent.array(reader.read(extent.offset, extent.size_bytes).copy())

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxllm.config import Bucket, ModelConfig
-from jaxllm.elastic.submodel import CountedSubModel, whole_params
+from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.kv.cache import KVCache, Places, TreeRows
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
@@ -15,6 +15,7 @@ from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_store import GraphStore
 from serving.graph_table import GraphTable, Progress
+from serving.lowering import embedding_params, norm_params
 from serving.machine import give_back_memory
 from serving.options import EngineOptions
 from serving.speculative.verdict import Verdict
@@ -49,6 +50,8 @@ class StreamedTable(GraphTable):
         """
         super().__init__(cfg, params, options, store)
         self.weights = weights
+        # The same at every level and under every adapter.
+        self._embedding, self._norm = embedding_params(params), norm_params(params)
 
     # -- which graphs ----------------------------------------------------------------------------
 
@@ -136,10 +139,6 @@ class StreamedTable(GraphTable):
             found.append(last)
         return np.array([found], np.int32), len(found), cache, sampler
 
-    def decode_limit(self, pace: int, remaining: int) -> int:
-        """See `BucketTable.decode_limit`."""
-        return min(pace, self.options.decode_block, remaining)
-
     def verify(
         self,
         tree: TokenTree,
@@ -200,17 +199,14 @@ class StreamedTable(GraphTable):
 
     def _embedded(self, tokens: np.ndarray, at: Places) -> jax.Array:
         """What the first layer takes, `[1, T, D]`."""
-        whole = whole_params(self.params)
         table, rows = self.weights.rows(tokens.tolist())
-        params = {name: each for name, each in whole.items() if name == "embed.positions"}
         graph = self.graph(self._rows_bucket(len(tokens)))
-        return graph({**params, "embed.tokens": table}, rows, np.asarray(at.positions))
+        return graph({**self._embedding, "embed.tokens": table}, rows, np.asarray(at.positions))
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 behind N of a pass's tokens."""
-        whole, found = whole_params(self.params), []
-        norms = {name: each for name, each in whole.items() if name.startswith("final_norm.")}
-        hidden = self.graph(self._norm_bucket(x.shape[1], len(rows)))(norms, x, rows)
+        found = []
+        hidden = self.graph(self._norm_bucket(x.shape[1], len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(self.weights.head):
             graph = self.graph(self._head_bucket(len(rows), piece.count))
             with self.weights.head_rows(number, meanwhile) as table:

@@ -94,7 +94,6 @@ class WeightStream:
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._coming = [each for each in range(len(pieces)) if each not in self._staying]
         self._free = [Slot(aligned(slot_bytes)) for _ in range(slots)]
-        self._slots = [*self._staying.values(), *self._free]
         # Those that are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
         self._next, self._read_ahead, self._wanted = 0, read_ahead, False
@@ -102,16 +101,6 @@ class WeightStream:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
-
-    @property
-    def slots(self) -> list[Slot]:
-        """All memory of pieces."""
-        return self._slots
-
-    @property
-    def streams(self) -> bool:
-        """Whether anything is read in each pass."""
-        return bool(self._coming)
 
     def load_resident(self, on_piece: Callable[[int], None] | None = None) -> None:
         """Reads what stays; `on_piece` is called with the bytes of each.
@@ -164,12 +153,6 @@ class WeightStream:
         finally:
             with self._changed:
                 self._release(slot)
-
-    def is_ready(self, number: int) -> bool:
-        """Whether a piece would not be waited for."""
-        return number in self._staying or any(
-            each.piece == number and each.ready for each in tuple(self._ahead)
-        )
 
     def close(self) -> None:
         """Ends reading."""

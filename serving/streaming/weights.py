@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +11,17 @@ import numpy as np
 import xxhash
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import DTYPES, Extent
+from jaxllm.bundle.layout import Extent
 from jaxllm.bundle.rows import rows_alone
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, shared_part
-from jaxllm.errors import BundleError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Adapted, AdaptedFromBuffer, Weight
 from serving.direct_io import PieceReader, Storage
 from serving.graph_table import GraphTable, Progress
 from serving.lowering import layer_params
-from serving.streaming.embedding import EmbeddingRows
+from serving.streaming.embedding import EmbeddingRows, read_array
 from serving.streaming.level_memory import LevelMemory
 from serving.streaming.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.streaming.plan import MemoryPlan, plan_memory
@@ -118,7 +119,7 @@ class StreamedWeights:
         """All parameters by name: norms and positions in memory, all others as their shapes alone, or as
         views of the file that nobody reads."""
         small = {
-            name: self._bundle.place(tensor, tensor.data.shape, self._read)
+            name: self._bundle.place(tensor, tensor.data.shape, functools.partial(read_array, self._reader))
             for name, tensor in self._bundle.layout.tensors.items()
             if name.startswith(("final_norm.", "embed.positions"))
         }
@@ -187,8 +188,7 @@ class StreamedWeights:
                 places = dict(zip(piece.extents, (each.place for each in piece.ranges), strict=True))
 
                 def view(extent: Extent) -> np.ndarray:
-                    raw = slot.memory[places[extent] :][: extent.size_bytes]
-                    return raw.view(DTYPES[extent.dtype]).reshape(extent.shape)
+                    return extent.array(slot.memory[places[extent] :][: extent.size_bytes])
 
                 tensor = rows_alone(self._bundle.layout.tensors[name], piece.extents)
                 placed = {name: self._bundle.place(tensor, (piece.count, self._bundle.cfg.hidden_size), view)}
@@ -219,10 +219,6 @@ class StreamedWeights:
         for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
             del self._made[key]
 
-    def _read(self, extent: Extent) -> np.ndarray:
-        raw = self._reader.read(extent.offset, extent.size_bytes)
-        return raw.copy().view(DTYPES[extent.dtype]).reshape(extent.shape)
-
     def _check(self, on_bytes: Callable[[int], None]) -> None:
         """Reads all segments of weights once, a little at a time.
 
@@ -235,11 +231,7 @@ class StreamedWeights:
                 size = min(_CHECK_BYTES, segment.size_bytes - at)
                 digest.update(self._reader.read(segment.offset + at, size).data)
                 on_bytes(size)
-            if digest.hexdigest() != segment.xxh3_128:
-                raise BundleError(
-                    f"{self._bundle.path}: segment {name!r} is corrupt (checksum {digest.hexdigest()}, "
-                    f"expected {segment.xxh3_128}); copy the file again or prepare it again"
-                )
+            self._bundle.require_checksum(name, digest)
 
 
 def _with_weights(
