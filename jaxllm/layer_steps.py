@@ -41,7 +41,8 @@ def head_piece(table: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arr
       hidden: `[N, D]`, see `final_rows`.
       cfg: the model.
     """
-    return logits({"embed.tokens" if cfg.tied_head else "head": table}, hidden, cfg=cfg)
+    # Several rows are those of a tree.
+    return logits({"embed.tokens" if cfg.tied_head else "head": table}, hidden, cfg=cfg, rowwise=True)
 
 
 def load_cache(

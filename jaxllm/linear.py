@@ -7,10 +7,13 @@ Hence two orientations:
 - `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
 - `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
 
-and two blocks of products that a kernel may run in one go: `normed_to_units` (a norm, then several
-products of the same activations) and `feed_forward`.
+and blocks that a kernel may run in one go: `normed_to_units` (a norm, then several products of the same
+activations), `feed_forward`, and `add_normed`, which ends a block.
 
 Where units are used in part (`used`), results for the others are anything, and nothing of them is summed.
+
+Native products of a `rowwise` call give each row to the bit what they give it alone, which verifying drafted
+tokens needs. At 8 bits they always do; at 4 bits many rows take longer so.
 
 Models call these and never know whether a weight is dense, quantized or adapted, nor which kernel runs:
 native kernels for weights in blocks on a CPU, with their adapters (`kernels/native.py`), loops over converted
@@ -60,14 +63,19 @@ class FeedForward:
 
 
 def to_units(
-    x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, used: UsedUnits | None = None
+    x: jax.Array,
+    weight: Weight,
+    bias: jax.Array | None = None,
+    *,
+    used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     rows = x.reshape(-1, width)
 
     def by_kernel(rows: jax.Array, weight: native.Adaptable, used: UsedUnits | None) -> jax.Array:
-        return native.to_units(rows, [weight], used=used)[0]
+        return native.to_units(rows, [weight], used=used, rowwise=rowwise)[0]
 
     def by_xla(rows: jax.Array, weight: Weight, used: UsedUnits | None) -> jax.Array:
         del used
@@ -87,18 +95,21 @@ def normed_to_units(
     biases: Sequence[jax.Array | None],
     *,
     used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> list[jax.Array]:
     """`to_units` of `norm(x)` with each weight."""
 
     def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight], used: UsedUnits | None) -> list[jax.Array]:
         normed = normalize(x, norm)
-        return [to_units(normed, weight, used=used) for weight in weights]
+        return [to_units(normed, weight, used=used, rowwise=rowwise) for weight in weights]
 
     def together(
         x: jax.Array, norm: Norm, weights: Sequence[native.Adaptable], used: UsedUnits | None
     ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        products = native.to_units(rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used)
+        products = native.to_units(
+            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used, rowwise=rowwise
+        )
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
@@ -118,6 +129,7 @@ def from_units(
     residual: jax.Array | None = None,
     *,
     used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
     `[..., D]` if there is one: `[..., D]`."""
@@ -129,7 +141,7 @@ def from_units(
     ) -> jax.Array:
         rows = h.reshape(-1, math.prod(units))
         add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-        return native.from_units(rows, weight, residual=add, used=used)
+        return native.from_units(rows, weight, residual=add, used=used, rowwise=rowwise)
 
     def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, used: UsedUnits | None) -> jax.Array:
         h = h if used is None else used.only(h, len(batch))
@@ -151,19 +163,21 @@ def feed_forward(
     *,
     add_input: bool,
     used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`."""
 
     def apart(x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None) -> jax.Array:
         if weights.gate is None:
-            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), used=used)
+            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), used=used, rowwise=rowwise)
             hidden = activate(up, activation)
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
-            gate, up = normed_to_units(x, norm, both, biases, used=used)
+            gate, up = normed_to_units(x, norm, both, biases, used=used, rowwise=rowwise)
             hidden = activate(gate, activation) * up
+        residual = x if add_input else None
         return from_units(
-            hidden, weights.down, weights.down_bias, residual=x if add_input else None, used=used
+            hidden, weights.down, weights.down_bias, residual=residual, used=used, rowwise=rowwise
         )
 
     def together(x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None) -> jax.Array:
@@ -179,12 +193,30 @@ def feed_forward(
             norm_eps=norm.eps,
             residual=add_input and fused,
             used=used,
+            rowwise=rowwise,
         ).reshape(x.shape)
         return x + out if add_input and not fused else out
 
     if weights.biased or not _one_format(weights.weights):
         return apart(x, norm, weights, used)
     return _natively(together, apart, x, norm, weights, used)
+
+
+def add_normed(residual: jax.Array, x: jax.Array, norm: Norm) -> jax.Array:
+    """`residual + norm(x)`, `[..., D]`: each row as it would be alone where native kernels run, which XLA's
+    products and sums are not when it joins them with what is around."""
+
+    def by_xla(x: jax.Array, residual: jax.Array, norm: Norm) -> jax.Array:
+        return residual + normalize(x, norm)
+
+    def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm) -> jax.Array:
+        rows = (-1, x.shape[-1])
+        wide = residual.astype(jnp.float32).reshape(rows)
+        return native.add_normed(wide, x.reshape(rows), norm.scale, norm.eps).reshape(x.shape)
+
+    if norm.bias is not None:
+        return by_xla(x, residual, norm)
+    return _natively(by_kernel, by_xla, x, residual, norm)
 
 
 def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:

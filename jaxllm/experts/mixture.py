@@ -54,6 +54,7 @@ def mixture(
     *,
     live: jax.Array | None = None,
     differentiable: bool = False,
+    rowwise: bool = False,
 ) -> jax.Array:
     """The weighted sum of what each token's experts make of `norm(x)`.
 
@@ -65,6 +66,7 @@ def mixture(
       activation: of the gate.
       live: `[T]` bool, False for padding: it visits no expert, and its output is zero.
       differentiable: whether gradients may be asked for; then all experts are converted to floats first.
+      rowwise: see `linear.py`; for one by one alone.
 
     Returns:
       `[B, T, D]` in the type of x.
@@ -83,7 +85,7 @@ def mixture(
     else:
         # Twice an expert's mean share, so that most have one tile: each tile fetches its expert anew.
         tiles = tiles_of(ids, total, rows=_rows(2 * count // total))
-        out = _one_by_one(rows, norm, tiles, experts, activation)
+        out = _one_by_one(rows, norm, tiles, experts, activation, rowwise)
     out = jnp.einsum("mkd,mk->md", out.reshape(-1, width)[tiles.row], weights.astype(x.dtype))
     return out.reshape(x.shape)
 
@@ -134,7 +136,7 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: A
 
 
 def _one_by_one(
-    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation
+    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation, rowwise: bool
 ) -> jax.Array:
     """Outputs of the rows in use `[n, tile, D]`, zeros elsewhere, given tokens `x` `[M, D]`."""
 
@@ -145,7 +147,8 @@ def _one_by_one(
             down=unit_at(experts.down, expert),
             gate=None if experts.gate is None else unit_at(experts.gate, expert),
         )
-        made = feed_forward(x[tiles.token[i]], norm, block, activation, add_input=False)
+        rows = x[tiles.token[i]]
+        made = feed_forward(rows, norm, block, activation, add_input=False, rowwise=rowwise)
         return jax.lax.dynamic_update_index_in_dim(out, made, i, axis=0)
 
     out = jnp.zeros((*tiles.token.shape, x.shape[-1]), x.dtype)

@@ -119,10 +119,11 @@ def to_units(
     norm_scale: jax.Array | None = None,
     norm_eps: float = 0.0,
     used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> list[jax.Array]:
     """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format
     whose last axis is contracted: `[M, prod(U)]` float32 each. What belongs to units that are not used is
-    anything."""
+    anything. For `rowwise` see `linear.py`."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     call = jax.ffi.ffi_call(
         _target("to_units"),
@@ -131,6 +132,7 @@ def to_units(
     counts, places = _counts(used)
     parts = [part for weight in weights for part in _parts(weight)]
     attributes = {**_format(weights[0]), **places, **_adapters(*weights), "eps": np.float32(norm_eps)}
+    attributes["widen"] = not rowwise
     # Weights that are used in part have the same units, of different widths.
     units = np.int64(1 if used is None else weights[0].shape[0])
     return list(call(x, _optional(norm_scale), counts, *parts, **attributes, units=units))
@@ -142,6 +144,7 @@ def from_units(
     *,
     residual: jax.Array | None = None,
     used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, as far as
     they are used, plus `residual` `[M, D]` if given: `[M, D]` float32."""
@@ -150,7 +153,7 @@ def from_units(
     )
     stacked = weight.ndim == 3
     counts, places = _counts(used)
-    attributes = {**_format(weight), **places, **_adapters(weight), "stacked": stacked}
+    attributes = {**_format(weight), **places, **_adapters(weight), "stacked": stacked, "widen": not rowwise}
     segments = np.int64(weight.shape[0] if stacked else 1)
     return call(h, *_parts(weight), _optional(residual), counts, **attributes, segments=segments)
 
@@ -166,6 +169,7 @@ def feed_forward(
     norm_eps: float,
     residual: bool,
     used: UsedUnits | None = None,
+    rowwise: bool = False,
 ) -> jax.Array:
     """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format, of
     which as many of the F as are used; x passes an RMS norm first if one is given, and is added to the result
@@ -188,7 +192,14 @@ def feed_forward(
         activation=np.int64(_ACTIVATIONS.index(activation)),
         residual=residual,
         eps=np.float32(norm_eps),
+        widen=not rowwise,
     )
+
+
+def add_normed(residual: jax.Array, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """`residual` and the RMS norm of rows `x`, both `[M, D]` float32: `[M, D]`."""
+    call = jax.ffi.ffi_call(_target("add_normed"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return call(x, scale, residual, eps=np.float32(eps))
 
 
 def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:

@@ -84,16 +84,21 @@ class Places:
 
     def visible(self, keys: int, window: int) -> jax.Array:
         """What each new token sees of `keys` rows, `[T, keys]` bool: with a `window` above 0 only the last so
-        many positions, its own included (the nodes of a tree count as if they lay at their rows)."""
+        many positions, its own included (the nodes that a token sees of a tree are its path: each stands
+        behind those before it)."""
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
+        stands = row
         if self.tree is None:
             before = row <= self.rows[:, None]
         else:
-            node = row - self.tree.base
-            inside = (node >= 0) & (node < self.tree.seen.shape[1])
-            at = jnp.broadcast_to(jnp.clip(node, 0, self.tree.seen.shape[1] - 1), (len(self.rows), keys))
-            before = (node < 0) | (inside & jnp.take_along_axis(self.tree.seen, at, axis=1))
-        return before & (row > self.positions[:, None] - window) if window else before
+            seen, base = self.tree.seen, self.tree.base
+            node = row - base
+            inside = (node >= 0) & (node < seen.shape[1])
+            at = jnp.broadcast_to(jnp.clip(node, 0, seen.shape[1] - 1), (len(self.rows), keys))
+            before = (node < 0) | (inside & jnp.take_along_axis(seen, at, axis=1))
+            depth = jnp.cumsum(seen, axis=1, dtype=jnp.int32) - 1
+            stands = jnp.where(node < 0, row, base + jnp.take_along_axis(depth, at, axis=1))
+        return before & (stands > self.positions[:, None] - window) if window else before
 
     def write(self, rows: jax.Array, new: jax.Array) -> jax.Array:
         """`rows` `[B, K, S, H]` with the valid ones of `new` `[B, K, T, H]` where they lie; those past S are

@@ -25,7 +25,7 @@ from jaxllm.layers import (
     rotary_tables,
     rotate,
 )
-from jaxllm.linear import FeedForward, embed, feed_forward, from_units, normed_to_units, to_units
+from jaxllm.linear import FeedForward, add_normed, embed, feed_forward, from_units, normed_to_units, to_units
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.used_units import PARAMETER, UsedUnits, used_in_layer
@@ -153,7 +153,8 @@ def forward_layer(
     """One layer over new tokens anywhere in a cache: what `forward` does with each.
 
     The tokens need not follow one another: each attends to every position up to its own, which must hold
-    keys and values by then, and gets those of its own.
+    keys and values by then, and gets those of its own. Those of a tree come out as each would alone, to the
+    bit where native kernels compute them.
 
     Args:
       params: at least the layer's.
@@ -170,9 +171,8 @@ def forward_layer(
     """
     attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
     live = jnp.arange(x.shape[1], dtype=jnp.int32) < at.valid if padded else None
-    x, (keys, values, mass), _ = _layer(
-        LayerParams(params, f"layers.{layer}."), x, cfg, layer, attend, live=live
-    )
+    weights, rowwise = LayerParams(params, f"layers.{layer}."), at.tree is not None
+    x, (keys, values, mass), _ = _layer(weights, x, cfg, layer, attend, live=live, rowwise=rowwise)
     return x, (keys, values), mass
 
 
@@ -266,10 +266,10 @@ def _forward_documents(
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), routings
 
 
-def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`."""
+def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig, rowwise: bool = False) -> jax.Array:
+    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` see `linear.py`."""
     table = params["embed.tokens" if cfg.tied_head else "head"]
-    out = to_units(hidden, table).astype(jnp.float32)
+    out = to_units(hidden, table, rowwise=rowwise).astype(jnp.float32)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)
         out = jnp.tanh(out / cap) * cap
@@ -290,10 +290,11 @@ def _layer(
     *,
     live: jax.Array | None = None,
     differentiable: bool = False,
+    rowwise: bool = False,
 ) -> tuple[jax.Array, Kept, Routing | None]:
     """One layer of `x` `[B, T, D]`: its output, what `attend` keeps, and the routing if it is sparse.
 
-    `live` `[T]` bool: which tokens are real; experts need not see the others.
+    `live` `[T]` bool: which tokens are real; experts need not see the others. For `rowwise` see `linear.py`.
     """
     groups, neurons = used_in_layer(weights.counts, layer)
     q, k, v = normed_to_units(
@@ -302,6 +303,7 @@ def _layer(
         [weights[f"attn.{name}"] for name in "qkv"],
         [weights.vector(f"attn.{name}_bias") for name in "qkv"],
         used=groups,
+        rowwise=rowwise,
     )
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     if cfg.qk_norm:
@@ -311,14 +313,21 @@ def _layer(
     out = out.reshape(*out.shape[:3], -1)
     # A block adds its input to its output itself, unless a norm comes between.
     residual = None if cfg.post_norms else x
-    mixed = from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual, used=groups)
-    x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+    mixed = from_units(
+        out,
+        weights["attn.o"],
+        weights.vector("attn.o_bias"),
+        residual=residual,
+        used=groups,
+        rowwise=rowwise,
+    )
+    x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
     routing = None
     if cfg.is_sparse(layer):
-        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
+        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable, rowwise=rowwise)
     else:
-        mixed = _ffn(weights, x, cfg, neurons)
-    x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+        mixed = _ffn(weights, x, cfg, neurons, rowwise)
+    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
     return x, kept, routing
 
 
@@ -380,7 +389,9 @@ def _attend_documents(
     return out, None
 
 
-def _ffn(weights: LayerParams, x: jax.Array, cfg: ModelConfig, used: UsedUnits | None) -> jax.Array:
+def _ffn(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, used: UsedUnits | None, rowwise: bool
+) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain, with x added unless a norm comes first."""
     gated = cfg.gated_ffn
     block = FeedForward(
@@ -392,11 +403,19 @@ def _ffn(weights: LayerParams, x: jax.Array, cfg: ModelConfig, used: UsedUnits |
         gate_bias=weights.vector("ffn.gate_bias") if gated else None,
     )
     norm = weights.norm("ffn_norm", cfg)
-    return feed_forward(x, norm, block, cfg.activation, add_input=not cfg.post_norms, used=used)
+    return feed_forward(
+        x, norm, block, cfg.activation, add_input=not cfg.post_norms, used=used, rowwise=rowwise
+    )
 
 
 def _experts(
-    weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, live: jax.Array | None, differentiable: bool
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    *,
+    live: jax.Array | None,
+    differentiable: bool,
+    rowwise: bool,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
     norm = weights.norm("ffn_norm", cfg)
@@ -407,5 +426,7 @@ def _experts(
         normalize=cfg.normalize_expert_weights,
     )
     block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
-    out = mixture(x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable)
+    out = mixture(
+        x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable, rowwise=rowwise
+    )
     return out if cfg.post_norms else x + out, routing

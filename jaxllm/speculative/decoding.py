@@ -48,7 +48,7 @@ def read_nodes(
     rows = TreeRows(base=cache.length, rows=cache.length + nodes, seen=tree.ancestors[nodes])
     at = Places(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
     hidden, cache = forward_at(params, tree.tokens[nodes][None], cache, at, cfg=cfg, dtype=dtype)
-    return logits(params, hidden, cfg=cfg)[0], cache
+    return logits(params, hidden, cfg=cfg, rowwise=True)[0], cache
 
 
 def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:

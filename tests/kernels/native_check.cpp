@@ -109,7 +109,7 @@ void check_tokens(Random& random) {
   shape = "tokens " + std::to_string(rows) + " outputs " + std::to_string(outputs) + " inputs " +
           std::to_string(inputs) + " bits " + std::to_string(bits) + " group " + std::to_string(group);
   const Weight w = Weight::of_outputs(random, outputs, inputs, bits, group);
-  const Units units{w.data.data(), w.scale.data(), bits, group, w.panels, inputs};
+  const Units units{w.data.data(), w.scale.data(), bits, group, w.panels, inputs, false};
   Buffer<int32_t> index(rows);
   // Some beyond either end, which count as the nearest.
   for (size_t i = 0; i < rows; i++) index.data()[i] = static_cast<int32_t>(random.below(outputs + 2)) - 1;
@@ -201,6 +201,7 @@ int main(int argc, char** argv) {
     check::check_activations(random);
     check::check_integers(random);
     check::check_attention(random);
+    check::check_tree(random);
     check::check_chunks(random);
     check::check_documents(random);
     check::check_tokens(random);

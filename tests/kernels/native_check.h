@@ -316,11 +316,19 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
     const size_t from = s.window && position + 1 > s.window ? position + 1 - s.window : 0;
     const size_t row_end = s.seen ? s.base + s.nodes : static_cast<size_t>(s.rows[t]) + 1;
     const size_t to = std::min(s.capacity, row_end);
-    const auto hidden = [&](size_t p) { return s.seen && p >= s.base && !s.seen[t * s.nodes + p - s.base]; };
+    // Where the token of a row stands: those that are seen of a tree one behind the other.
+    const auto stands = [&](size_t p) {
+      size_t place = std::min(p, s.seen ? s.base : p);
+      for (size_t node = s.base; s.seen && node < p; node++) place += s.seen[t * s.nodes + node - s.base];
+      return place;
+    };
+    const auto hidden = [&](size_t p) {
+      return stands(p) < from || (s.seen && p >= s.base && !s.seen[t * s.nodes + p - s.base]);
+    };
     for (size_t h = 0; h < s.width; h++)
       row[h] = turned(q + r * s.width, h, s.rotary ? cos : nullptr, sin, t, s.rotary);
     double top = -INFINITY, total = 0;
-    for (size_t p = from; p < to; p++) {
+    for (size_t p = 0; p < to; p++) {
       double score = 0;
       for (size_t h = 0; h < s.width; h++) score += row[h] * keys.at(head, p, h);
       score *= s.scale;
@@ -328,8 +336,9 @@ inline std::vector<double> attended(const jaxllm::AttentionShape& s, const float
       weights[p] = hidden(p) ? -INFINITY : score;
       top = std::max(top, weights[p]);
     }
-    for (size_t p = from; p < to; p++) total += weights[p] = exp(weights[p] - top);
-    for (size_t p = from; p < to; p++) {
+    if (top == -INFINITY) continue;  // sees nothing
+    for (size_t p = 0; p < to; p++) total += weights[p] = exp(weights[p] - top);
+    for (size_t p = 0; p < to; p++) {
       if (t < s.valid) mass[batch * s.capacity + p] += weights[p] / total;
       for (size_t h = 0; h < s.width; h++) out[r * s.width + h] += weights[p] / total * values.at(head, p, h);
     }

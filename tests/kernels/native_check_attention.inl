@@ -27,9 +27,12 @@ void check_attention(Random& random) {
   if (tree) {
     for (size_t t = 0; t < s.tokens; t++) {
       rows[t] = static_cast<int32_t>(s.base + before + t);
-      positions[t] = static_cast<int32_t>(s.base + random.below(before + t + 1));
-      for (size_t node = 0; node < s.nodes; node++)
-        seen.data()[t * s.nodes + node] = node == before + t || (node < before + t && random.below(2));
+      positions[t] = static_cast<int32_t>(s.base) - 1;
+      for (size_t node = 0; node < s.nodes; node++) {
+        const bool sees = node == before + t || (node < before + t && random.below(2));
+        seen.data()[t * s.nodes + node] = sees;
+        positions[t] += sees;
+      }
     }
     s.rows = rows.data(), s.seen = seen.data();
     stale = s.base + s.nodes;
@@ -83,6 +86,69 @@ void check_attention(Random& random) {
           if (i / s.width / s.group % s.kv_heads >= s.used_heads) continue;
           if (!(fabs(y.data()[i] - expected[i]) <= 5e-5)) {
             fail("attention is wrong", i / s.width, i % s.width, y.data()[i], expected[i], 5e-5);
+          }
+        }
+      });
+}
+
+// A tree's nodes read together give the bits that each gives alone, behind the nodes that lead to it.
+void check_tree(Random& random) {
+  AttentionShape s{};
+  s.batch = 1, s.kv_heads = s.used_heads = random.in(1, 2), s.group = random.in(1, 9);
+  s.tokens = s.nodes = s.valid = random.in(1, 40);
+  s.width = random.below(2) ? 16 * random.in(1, 4) : random.in(1, 40);
+  // Around the places where blocks and cuts end, too.
+  s.base =
+      random.below(2) ? random.below(1100) : 512 * random.in(1, 2) - std::min<size_t>(random.below(30), 20);
+  s.capacity = s.base + s.nodes + random.below(3);
+  s.window = random.below(2) ? 0 : random.in(1, 600);
+  s.scale = 1.0f / sqrtf(static_cast<float>(s.width));
+  s.softcap = random.below(2) ? 0.0f : 5.0f;
+  s.half = random.below(2);
+  shape = "tree of " + std::to_string(s.nodes) + " behind " + std::to_string(s.base) + " K " +
+          std::to_string(s.kv_heads) + " G " + std::to_string(s.group) + " H " + std::to_string(s.width) +
+          " window " + std::to_string(s.window) + (s.half ? " half" : "");
+  std::vector<std::vector<size_t>> paths(s.nodes);
+  std::vector<int32_t> rows(s.nodes), positions(s.nodes);
+  Buffer<uint8_t> seen(s.nodes * s.nodes);
+  std::fill_n(seen.data(), seen.size(), 0);
+  for (size_t node = 0; node < s.nodes; node++) {
+    if (node) paths[node] = paths[random.below(3) ? node - 1 : random.below(node)];
+    paths[node].push_back(node);
+    for (size_t each : paths[node]) seen.data()[node * s.nodes + each] = 1;
+    rows[node] = static_cast<int32_t>(s.base + node);
+    positions[node] = static_cast<int32_t>(s.base + paths[node].size()) - 1;
+  }
+  s.rows = rows.data(), s.positions = positions.data(), s.seen = seen.data();
+  const size_t of_row = s.kv_heads * s.width, of_query = of_row * s.group;
+  const Buffer<float> q(random.floats(s.nodes * of_query, false)), k(random.floats(s.nodes * of_row, false)),
+      v(random.floats(s.nodes * of_row, false));
+  const Rows old_keys(random, s.kv_heads, s.capacity, s.width, s.base, s.half);
+  const Rows old_values(random, s.kv_heads, s.capacity, s.width, s.base, s.half);
+  Rows keys = old_keys.copy(), values = old_values.copy();
+  Buffer<float> y(s.nodes * of_query), alone(of_query);
+  everywhere(
+      y,
+      [&] {
+        keys = old_keys.copy(), values = old_values.copy();
+        must(attention(q.data(), k.data(), v.data(), nullptr, nullptr, keys.bytes.data(), values.bytes.data(),
+                       s, y.data(), nullptr));
+      },
+      [&] {
+        keys = old_keys.copy(), values = old_values.copy();
+        const std::vector<size_t>& path = paths[random.below(s.nodes)];
+        AttentionShape one = s;
+        one.tokens = one.valid = 1, one.seen = nullptr, one.base = one.nodes = 0;
+        for (size_t i = 0; i < path.size(); i++) {
+          const int32_t row = static_cast<int32_t>(s.base + i);
+          one.rows = one.positions = &row;
+          must(attention(q.data() + path[i] * of_query, k.data() + path[i] * of_row,
+                         v.data() + path[i] * of_row, nullptr, nullptr, keys.bytes.data(),
+                         values.bytes.data(), one, alone.data(), nullptr));
+          for (size_t j = 0; j < of_query; j++) {
+            const float* among = y.data() + path[i] * of_query + j;
+            if (memcmp(alone.data() + j, among, sizeof(float)))
+              fail("a node alone gives other bits", path[i], j, alone.data()[j], *among, 0);
           }
         }
       });

@@ -5,11 +5,11 @@
 class Expected {
  public:
   Expected(const Weight& w, const Change& change, bool units_are_outputs, const std::vector<float>& x,
-           size_t rows, const float* residual)
+           size_t rows, const float* residual, bool widen)
       : rows_(rows), outputs_(w.outputs) {
     const std::vector<double> seen = rounded(x, rows, w.segments, w.inputs);
     add(w.dense, seen, residual);
-    if (!w.wider.empty()) add(w.wider, seen, residual);
+    if (widen && !w.wider.empty()) add(w.wider, seen, residual);
     const size_t inputs = w.segments * w.inputs;
     if (!change.rank) return;
     // Adapters see activations as they are.
@@ -76,11 +76,20 @@ class Expected {
   std::vector<Sums> sums_;
 };
 
+// Unless weights may be widened, a row alone gives the bits that it gives among others.
+void judge_alone(const float* alone, const float* among, size_t row, size_t count) {
+  for (size_t o = 0; o < count; o++) {
+    if (memcmp(alone + o, among + o, sizeof(float)))
+      fail("a row alone gives other bits", row, o, alone[o], among[o], 0);
+  }
+}
+
 void check_to_units(Random& random) {
   const size_t rows = random.rows(), count = random.below(3) + 1, inputs = random.in(1, 600);
   const int bits = random.below(2) ? 8 : 4, group = static_cast<int>(random.below(3)) * 32;
+  const bool widen = random.below(2);
   shape = "to_units rows " + std::to_string(rows) + " inputs " + std::to_string(inputs) + " bits " +
-          std::to_string(bits) + " group " + std::to_string(group);
+          std::to_string(bits) + " group " + std::to_string(group) + (widen ? " widened" : "");
   std::vector<Weight> weights;
   std::vector<Change> changes;
   std::vector<Outputs> results;
@@ -95,14 +104,14 @@ void check_to_units(Random& random) {
     weights.push_back(Weight::of_outputs(random, outputs, inputs, bits, group));
     changes.emplace_back(random, outputs, inputs);
     shape += " rank " + std::to_string(changes[i].rank);
-    expected.emplace_back(weights[i], changes[i], true, values, rows, nullptr);
+    expected.emplace_back(weights[i], changes[i], true, values, rows, nullptr, widen);
     memory.emplace_back(rows * stride);
     results.push_back({{}, {}, outputs, stride, nullptr});
     starts.push_back(starts[i] + rows * outputs);
   }
   for (size_t i = 0; i < count; i++) {
     const Weight& w = weights[i];
-    results[i].weight = {w.data.data(), w.scale.data(), bits, group, w.panels, inputs};
+    results[i].weight = {w.data.data(), w.scale.data(), bits, group, w.panels, inputs, widen};
     results[i].adapter = changes[i].adapter();
     results[i].y = memory[i].data();
   }
@@ -123,6 +132,13 @@ void check_to_units(Random& random) {
       },
       [&] {
         for (size_t i = 0; i < count; i++) expected[i].judge(y.data() + starts[i]);
+        if (widen) return;
+        const size_t row = rows / 2;
+        must(to_units(x.data() + row * inputs, 1, {nullptr, 0}, results.data(), count));
+        for (size_t i = 0; i < count; i++) {
+          const size_t outputs = results[i].outputs;
+          judge_alone(results[i].y, y.data() + starts[i] + row * outputs, row, outputs);
+        }
       });
 }
 
@@ -134,6 +150,7 @@ void check_from_units(Random& random) {
   shape = "from_units rows " + std::to_string(rows) + " segments " + std::to_string(segments) + " length " +
           std::to_string(length) + " outputs " + std::to_string(outputs) + " bits " + std::to_string(bits) +
           " group " + std::to_string(group);
+  const bool widen = random.below(2);
   const Weight w = Weight::of_inputs(random, segments, length, outputs, bits, group);
   const size_t inputs = segments * length, stride = inputs + random.below(2) * random.below(40);
   const std::vector<float> values = random.floats(rows * inputs), more = random.floats(rows * outputs);
@@ -144,16 +161,23 @@ void check_from_units(Random& random) {
     memcpy(h.data() + row * stride, values.data() + row * inputs, inputs * sizeof(float));
   const Buffer<float> residual(more);
   const float* add = random.below(2) ? residual.data() : nullptr;
-  const Reduction reduction{w.data.data(), w.scale.data(), bits, group, segments, w.blocks, w.panels};
-  const Expected expected(w, change, false, values, rows, add);
-  Buffer<float> y(rows * outputs);
+  const Reduction reduction{w.data.data(), w.scale.data(), bits, group, segments, w.blocks, w.panels, widen};
+  const Expected expected(w, change, false, values, rows, add, widen);
+  Buffer<float> y(rows * outputs), alone(outputs);
   everywhere(
       y,
       [&] {
         must(from_units(h.data(), rows, stride, reduction, change.adapter(), segments, length, outputs, add,
                         y.data()));
       },
-      [&] { expected.judge(y.data()); });
+      [&] {
+        expected.judge(y.data());
+        if (widen) return;
+        const size_t row = rows / 2;
+        must(from_units(h.data() + row * stride, 1, stride, reduction, change.adapter(), segments, length,
+                        outputs, add ? add + row * outputs : nullptr, alone.data()));
+        judge_alone(alone.data(), y.data() + row * outputs, row, outputs);
+      });
 }
 
 // A block is its parts, to the bit: products, activation, product.
@@ -161,16 +185,16 @@ void check_feed_forward(Random& random) {
   const size_t rows = random.rows(), width = random.in(1, 300), units = random.in(1, 300);
   const int bits = random.below(2) ? 8 : 4, group = static_cast<int>(random.below(3)) * 32;
   const int activation = static_cast<int>(random.below(4));
-  const bool gated = random.below(2), add = random.below(2);
+  const bool gated = random.below(2), add = random.below(2), widen = random.below(2);
   shape = "feed_forward rows " + std::to_string(rows) + " width " + std::to_string(width) + " units " +
           std::to_string(units) + " bits " + std::to_string(bits) + " group " + std::to_string(group);
   const Weight gate = Weight::of_outputs(random, units, width, bits, group);
   const Weight up = Weight::of_outputs(random, units, width, bits, group);
   const Weight down = Weight::of_inputs(random, 1, units, width, bits, group);
   const Change changes[3] = {{random, units, width}, {random, units, width}, {random, units, width}};
-  Block block{{gate.data.data(), gate.scale.data(), bits, group, gate.panels, width},
-              {up.data.data(), up.scale.data(), bits, group, up.panels, width},
-              {down.data.data(), down.scale.data(), bits, group, 1, down.blocks, down.panels},
+  Block block{{gate.data.data(), gate.scale.data(), bits, group, gate.panels, width, widen},
+              {up.data.data(), up.scale.data(), bits, group, up.panels, width, widen},
+              {down.data.data(), down.scale.data(), bits, group, 1, down.blocks, down.panels, widen},
               changes[0].adapter(),
               changes[1].adapter(),
               changes[2].adapter()};
@@ -207,7 +231,7 @@ void check_integers(Random& random) {
   const Weight w = Weight::of_outputs(random, outputs, inputs, 8, 0);
   Buffer<int8_t> x(rows * inputs);
   for (size_t i = 0; i < x.size(); i++) x.data()[i] = static_cast<int8_t>(random.below(255)) - 127;
-  const Units units{w.data.data(), nullptr, 8, 0, w.panels, inputs};
+  const Units units{w.data.data(), nullptr, 8, 0, w.panels, inputs, false};
   Buffer<float> y(rows * outputs);  // of the same size as int32
   static_assert(sizeof(float) == sizeof(int32_t));
   int32_t* sums = reinterpret_cast<int32_t*>(y.data());

@@ -127,6 +127,17 @@ def test_normed_to_units(rows, width):
         judge(outs, product, oracle.reads(weight))
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1, 300), (35, 7)])
+def test_add_normed(rows, width):
+    draw = np.random.default_rng(0)
+    x, more, scale = floats(draw, rows, width), floats(draw, rows, width), floats(draw, width)
+    norm, known = Norm(scale=scale, bias=None, eps=EPS), oracle.normed(x, scale, EPS)
+
+    expected = oracle.Known(known.value + more, known.error + 1e-7 * np.abs(more))
+    for got in answers(linear.add_normed, more, x, norm, xla=True).values():
+        oracle.accept(got, expected)
+
+
 def check_feed_forward(width, neurons, rows, form, seed, *, activation, gated, norm, add, xla):
     draw = np.random.default_rng(seed)
     up, gate = (weight_of(draw, (neurons, width), form, -1) for _ in "ug")

@@ -38,7 +38,7 @@ NOTHING = zeros(0)
 
 
 def formats(bits: int = 8, group: int = 0) -> dict[str, Any]:
-    return {"bits": np.int64(bits), "group": np.int64(group)}
+    return {"bits": np.int64(bits), "group": np.int64(group), "widen": True}
 
 
 # 20 outputs × 70 inputs: 2 panels, 3 blocks.
@@ -288,6 +288,22 @@ INTEGERS = {
 @pytest.mark.parametrize(("part", "result", "operands"), INTEGERS.values(), ids=INTEGERS)
 def test_integer_product(part, result, operands):
     refuse(part, "integer_product", result, operands)
+
+
+NORMED = {
+    "narrow rows": ("at least one row", X, [X.astype(F16), zeros(70), X]),
+    "another result": ("another shape", Y, [X, zeros(70), X]),
+    "no norm": ("norm's scale", X, [X, NOTHING, X]),
+    "short norm": ("norm's scale", X, [X, zeros(69), X]),
+    "no residual": ("the residual", X, [X, zeros(70), NOTHING]),
+    "short residual": ("the residual", X, [X, zeros(70), X[:3]]),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("part", "result", "operands"), NORMED.values(), ids=NORMED)
+def test_add_normed(part, result, operands):
+    refuse(part, "add_normed", result, operands, eps=F32(0))
 
 
 Q, NEW, CACHE, PLACES = zeros(1, 4, 2, 3, 16), zeros(1, 4, 2, 16), zeros(1, 2, 32, 16), zeros(4, dtype=I32)

@@ -14,7 +14,10 @@
 namespace jaxllm {
 namespace {
 
-constexpr size_t kCutKeys = 512, kMostCuts = 16;
+constexpr size_t kCutKeys = 512;
+static_assert(kCutKeys % kKeyBlock == 0);
+// Queries in a tile of a tree, whose cuts' parts are all there together.
+constexpr size_t kTreeRows = 64;
 // Fewer new tokens than this are written by the caller alone.
 constexpr size_t kFewTokens = 8;
 
@@ -87,6 +90,7 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
   a.tokens = s.tokens, a.group = s.group, a.width = s.width;
   a.rows = s.rows, a.positions = s.positions, a.window = s.window;
   a.seen = s.seen, a.base = s.base, a.nodes = s.nodes;
+  a.present = std::min(s.nodes, s.capacity - std::min(s.capacity, s.base));
   a.scale = s.scale, a.softcap = s.softcap;
   return a;
 }
@@ -95,23 +99,28 @@ Attention head_of(const Buffers& b, const AttentionShape& s, size_t used) {
 struct Division {
   size_t tokens;     // of a tile, at most
   size_t tiles;      // of a head
-  size_t cuts;       // of a tile's keys: more than one only where there is one tile
-  size_t cut_keys;   // of each but the last
+  size_t first_cut;  // of the keys that any token sees
+  size_t cuts;       // of a tile's keys
   size_t most_rows;  // queries of a tile
   size_t wide;       // floats of a row of sums
   size_t seen_keys;  // that a row's weights have room for; 0 where nobody wants them
 
-  Division(const AttentionShape& s, bool weights) : wide(padded_width(s.width)) {
-    tokens = std::max<size_t>(1, kAttentionRows / s.group);
+  Division(const AttentionShape& s, bool weights) : first_cut(0), cuts(1), wide(padded_width(s.width)) {
+    tokens = std::max<size_t>(1, (s.seen ? kTreeRows : kAttentionRows) / s.group);
     tiles = (s.tokens + tokens - 1) / tokens;
     most_rows = std::min(s.tokens, tokens) * s.group;
-    // One tile alone walks the whole cache: cut it, so that all threads have a part. The number of threads
-    // plays no role, lest it change results.
-    const size_t end = visible(s), begin = std::min(end, oldest(s, 0, s.tokens));
-    cuts = tiles > 1 ? 1 : std::min<size_t>(kMostCuts, end / kCutKeys + 1);
-    cut_keys = ((end - begin) / cuts / kKeyBlock + 1) * kKeyBlock;
-    // A cut begins with a whole block, and the last one takes what is left.
-    seen_keys = weights ? cut_keys + kKeyBlock : 0;
+    // One tile alone walks the whole cache: cut it, so that all threads have a part. Where depends neither on
+    // the number of threads nor on what else there is to do, lest they change results: a node of a tree is
+    // cut as a token alone.
+    const size_t end = visible(s);
+    size_t keys = end;
+    if (tiles == 1 || s.seen) {
+      first_cut = oldest(s, 0, s.tokens) / kCutKeys;
+      cuts = std::max<size_t>(1, (end + kCutKeys - 1) / kCutKeys - std::min(first_cut, end / kCutKeys));
+      keys = std::min(end, kCutKeys);
+    }
+    // Whole blocks, and in a tree rows behind the last place where a token stands.
+    seen_keys = weights ? (keys + s.nodes + kKeyBlock - 1) / kKeyBlock * kKeyBlock : 0;
   }
   // What a cut leaves: sums, largest scores and totals of its rows, and what they see of each key.
   size_t part_floats() const { return most_rows * (wide + 2 + seen_keys + seen_keys / kKeyBlock); }
@@ -131,8 +140,13 @@ struct Division {
     t.last = std::min(s.tokens, t.first + tokens);
     const size_t begin = oldest(s, t.first, t.last) / kKeyBlock * kKeyBlock;
     const size_t end = end_of(s, t.last - 1);
-    t.from = std::min(end, begin + cut * cut_keys);
-    t.to = cut + 1 == cuts ? end : std::min(end, begin + (cut + 1) * cut_keys);
+    t.from = std::min(end, begin), t.to = end;
+    if (cuts > 1) {
+      const size_t at = (first_cut + cut) * kCutKeys;
+      t.from = std::min(end, std::max(begin, at));
+      t.to = std::min(end, at + kCutKeys);
+    }
+    t.reach = s.seen && t.to > s.base / kKeyBlock * kKeyBlock ? end : t.to;
     return t;
   }
 };
@@ -145,30 +159,33 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
   for (size_t r = 0; r < rows; r++) {
     const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r,
                 *total = top + d.most_rows;
-    float best = -INFINITY, all = 0.0f, weights[kMostCuts];
+    float best = -INFINITY, all = 0.0f;
     for (size_t c = 0; c < d.cuts; c++) {
       if (total[c * stride] != 0.0f) best = std::max(best, top[c * stride]);
     }
-    for (size_t c = 0; c < d.cuts; c++) {
-      const bool seen = total[c * stride] != 0.0f;  // a cut may see nothing, or NaN
-      weights[c] = !seen ? 0.0f : d.cuts == 1 ? 1.0f : expf(top[c * stride] - best);
-      all += weights[c] * total[c * stride];
-    }
+    const auto weight = [&](size_t c) {
+      // A cut may see nothing, or NaN.
+      return total[c * stride] == 0.0f ? 0.0f : d.cuts == 1 ? 1.0f : expf(top[c * stride] - best);
+    };
+    for (size_t c = 0; c < d.cuts; c++) all += weight(c) * total[c * stride];
     // A row that saw nothing (more tokens than the cache holds) is all zeros.
     const float factor = all != 0.0f ? 1.0f / all : 0.0f;
     float* to = a.out + (t.first + r / a.group) * a.row_stride + r % a.group * a.width;
-    for (size_t h = 0; h < a.width; h++) to[h] = sums[h] * (weights[0] * factor);
-    for (size_t c = 1; c < d.cuts; c++) {
-      const float weight = weights[c] * factor;
-      for (size_t h = 0; h < a.width; h++) to[h] += sums[c * stride + h] * weight;
-    }
-    if (!mass || t.first + r / a.group >= s.valid) continue;
+    const bool counts = mass && t.first + r / a.group < s.valid;
+    bool first = true;
     for (size_t c = 0; c < d.cuts; c++) {
-      if (weights[c] == 0.0f) continue;
+      const float share = weight(c) * factor;
+      // What sees nothing is left out, lest it matter how many such cuts there are.
+      if (share == 0.0f) continue;
+      const float* from = sums + c * stride;
+      for (size_t h = 0; h < a.width; h++) to[h] = first ? from[h] * share : to[h] + from[h] * share;
+      first = false;
+      if (!counts) continue;
       AttentionTile cut = d.tile(s, t.first / d.tokens, c);
       d.lay_out(cut, parts + c * stride);
-      backend().add_mass(cut, r, weights[c] * factor, mass);
+      backend().add_mass(cut, r, share, mass);
     }
+    if (first) std::fill(to, to + a.width, 0.0f);
   }
 }
 
@@ -195,9 +212,12 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   if (!write_new_rows(b, s)) return kNoMemory;
   const Division d(s, mass != nullptr);
   const size_t part_bytes = d.part_floats() * sizeof(float);
+  // The cuts of a tile alone are tasks of their own, and whoever is last joins them; those of the many tiles
+  // of a tree are one thread's, one after another.
+  const bool shared = d.cuts > 1 && !s.seen;
   char* parts = nullptr;                     // of all heads and cuts
   std::atomic<uint32_t>* missing = nullptr;  // of each head, the cuts that are not done
-  if (d.cuts > 1) {
+  if (shared) {
     const size_t all_bytes = heads(s) * d.cuts * part_bytes;
     parts = static_cast<char*>(thread_scratch(kHidden, all_bytes + heads(s) * sizeof(*missing)));
     if (!parts) return kNoMemory;
@@ -211,33 +231,35 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   float* masses = mass ? static_cast<float*>(thread_scratch(kMass, mass_bytes)) : nullptr;
   if (mass && !masses) return kNoMemory;
   if (mass) memset(masses, 0, mass_bytes);
-  const Backend& kernels = backend();
+  const auto run = s.seen ? backend().attend_tree : backend().attend;
+  const size_t tasks_of_tile = shared ? d.cuts : 1, cuts_of_task = shared ? 1 : d.cuts;
   std::atomic<bool> failed{false};
   const auto attend = [&](size_t task) {
-    const size_t cut = task % d.cuts, head = task / d.cuts % heads(s);
-    const size_t tile = d.tiles - 1 - task / d.cuts / heads(s);
+    const size_t first_cut = task % tasks_of_tile, head = task / tasks_of_tile % heads(s);
     // The last tiles see most keys: they go first, so that no thread ends with the longest one.
-    AttentionTile t = d.tile(s, tile, cut);
+    const size_t tile = d.tiles - 1 - task / tasks_of_tile / heads(s);
     const Attention a = head_of(b, s, head);
-    const size_t scratch = attention_scratch((t.last - t.first) * s.group, s.width) * sizeof(float);
-    t.scratch = static_cast<float*>(thread_scratch(kTaskWork, scratch));
-    char* first = parts ? parts + head * d.cuts * part_bytes : nullptr;  // of the head's parts
-    void* part = parts ? first + cut * part_bytes : thread_scratch(kTaskOut, part_bytes);
-    if (!t.scratch || !part) {
+    const size_t scratch = attention_scratch(d.most_rows, s.width) * sizeof(float);
+    float* work = static_cast<float*>(thread_scratch(kTaskWork, scratch));
+    char* of_tile = shared ? parts + head * d.cuts * part_bytes
+                           : static_cast<char*>(thread_scratch(kTaskOut, d.cuts * part_bytes));
+    if (!work || !of_tile) {
       failed = true;
       return;
     }
-    d.lay_out(t, static_cast<float*>(part));
-    kernels.attend(a, t);
-    float* own = masses ? masses + (tile * heads(s) + head) * keys : nullptr;
-    if (!parts) {
-      join(a, s, t, d, t.sums, own);
-    } else if (missing[head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      // Whoever is last joins the parts of a head, always in the same order.
-      join(a, s, t, d, reinterpret_cast<float*>(first), own);
+    AttentionTile t{};
+    for (size_t cut = first_cut; cut < first_cut + cuts_of_task; cut++) {
+      t = d.tile(s, tile, cut);
+      t.scratch = work;
+      d.lay_out(t, reinterpret_cast<float*>(of_tile + cut * part_bytes));
+      run(a, t);
     }
+    if (shared && missing[head].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    // Always in the same order, whoever it is.
+    float* own = masses ? masses + (tile * heads(s) + head) * keys : nullptr;
+    join(a, s, t, d, reinterpret_cast<float*>(of_tile), own);
   };
-  parallel(heads(s) * d.tiles * d.cuts, attend, next);
+  parallel(heads(s) * d.tiles * tasks_of_tile, attend, next);
   if (failed) return kNoMemory;
   if (mass) add_parts(s, d, masses, keys, mass);
   return nullptr;

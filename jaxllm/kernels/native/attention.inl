@@ -166,24 +166,17 @@ void store_row(const float* x, size_t width, const float* cos, const float* sin,
   }
 }
 
-// One past the last row that a token may see.
-ALWAYS_INLINE size_t end_of_row(const Attention& a, size_t token) {
-  const size_t own = static_cast<size_t>(a.rows[token]) + 1, tree = a.base + a.nodes;
-  return a.seen && own < tree ? tree : own;
-}
-
 // Scores of one row's keys [from, to) of a block become their weights against the largest score so far, the
-// others zeros; what the row has summed up shrinks when that grows. Returns whether it sees any key. Where
-// there is a tree, key i of the block is seen as its node i + node says.
+// others zeros; what the row has summed up shrinks when that grows. Returns whether it sees any key.
 ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, float* sums, size_t wide,
-                         float* top, float* total, const uint8_t* seen, ptrdiff_t node) {
+                         float* top, float* total) {
   constexpr int kVectors = kKeyBlock / 16;
   F score[kVectors];
   if (from >= to) {
     UNROLL for (int i = 0; i < kVectors; i++) fstore(row + 16 * i, fzero());
     return false;
   }
-  const bool all = from == 0 && to == kKeyBlock && !seen;
+  const bool all = from == 0 && to == kKeyBlock;
   if (softcap > 0.0f) {
     const F cap = fset(softcap), inverse = fset(1.0f / softcap);
     UNROLL for (int i = 0; i < kVectors; i++) {
@@ -193,21 +186,6 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
   if (!all) {
     for (size_t s = 0; s < from; s++) row[s] = -1e30f;
     for (size_t s = to; s < kKeyBlock; s++) row[s] = -1e30f;
-    if (seen) {
-      bool any = from < to && node + static_cast<ptrdiff_t>(from) < 0;
-      for (size_t s = node < 0 ? static_cast<size_t>(-node) : 0; s < to; s++) {
-        if (s < from) continue;
-        if (seen[node + static_cast<ptrdiff_t>(s)]) {
-          any = true;
-        } else {
-          row[s] = -1e30f;
-        }
-      }
-      if (!any) {
-        UNROLL for (int i = 0; i < kVectors; i++) fstore(row + 16 * i, fzero());
-        return false;
-      }
-    }
   }
   F best = score[0] = fload(row);
   UNROLL for (int i = 1; i < kVectors; i++) {
@@ -229,9 +207,6 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
   if (!all) {
     for (size_t s = 0; s < from; s++) row[s] = 0.0f;
     for (size_t s = to; s < kKeyBlock; s++) row[s] = 0.0f;
-    for (size_t s = seen && node < 0 ? static_cast<size_t>(-node) : 0; seen && s < to; s++) {
-      if (!seen[node + static_cast<ptrdiff_t>(s)]) row[s] = 0.0f;
-    }
     UNROLL for (int i = 0; i < kVectors; i++) score[i] = fload(row + 16 * i);
   }
   F sum = score[0];
@@ -240,73 +215,107 @@ ALWAYS_INLINE bool weigh(float* row, size_t from, size_t to, float softcap, floa
   return true;
 }
 
+// Fewer queries of a block of keys than this use each key a few times only: they read along the head.
 constexpr size_t kFewRows = 8;
 
-void attend(const Attention& a, const AttentionTile& t) {
-  const size_t width = a.width, wide = padded_width(width), rows = (t.last - t.first) * a.group;
-  float* q = t.scratch;
-  float* scores = q + rows * wide;
-  float* keys = scores + rows * kKeyBlock;
-  float* values = keys + kKeyBlock * wide;
-  for (size_t r = 0; r < rows; r++) {
+// What a tile works in: queries [rows][wide], scores [rows][kKeyBlock], keys and values [kKeyBlock][wide].
+struct TileScratch {
+  size_t rows, wide;
+  float *q, *scores, *keys, *values;
+  TileScratch(const Attention& a, const AttentionTile& t)
+      : rows((t.last - t.first) * a.group),
+        wide(padded_width(a.width)),
+        q(t.scratch),
+        scores(q + rows * wide),
+        keys(scores + rows * kKeyBlock),
+        values(keys + kKeyBlock * wide) {}
+};
+
+// Scales and turns a tile's queries; nothing is summed up yet.
+void begin_tile(const Attention& a, const AttentionTile& t, const TileScratch& own) {
+  const size_t width = a.width, wide = own.wide;
+  for (size_t r = 0; r < own.rows; r++) {
     const size_t token = t.first + r / a.group;
     const float* from = a.q + token * a.row_stride + r % a.group * width;
-    for (size_t h = 0; h < wide; h++) q[r * wide + h] = h < width ? from[h] * a.scale : 0.0f;
-    if (a.cos) turn(q + r * wide, a.cos + token * a.rotary, a.sin + token * a.rotary, a.rotary);
+    float* q = own.q + r * wide;
+    for (size_t h = 0; h < wide; h++) q[h] = h < width ? from[h] * a.scale : 0.0f;
+    if (a.cos) turn(q, a.cos + token * a.rotary, a.sin + token * a.rotary, a.rotary);
     t.top[r] = -__builtin_inff();
     t.total[r] = 0.0f;
     for (size_t h = 0; h < wide; h += 16) fstore(t.sums + r * wide + h, fzero());
   }
-  // Few rows use each key a few times only: it is widened on the way instead of in scratch.
+}
+
+// scores [rows][kKeyBlock] of many rows by products of tiles; `turned` is scratch for the keys, heads first.
+void scores_of_many(size_t rows, const float* q, const float* keys, size_t count, size_t wide, float* turned,
+                    float* scores) {
+  for (size_t h = 0; h < wide; h++) {
+    for (size_t s = 0; s < count; s++) turned[h * kKeyBlock + s] = keys[s * wide + h];
+    for (size_t s = count; s < kKeyBlock; s++) turned[h * kKeyBlock + s] = 0.0f;
+  }
+  float_product(rows, kKeyBlock, q, wide, turned, kKeyBlock, wide, scores, kKeyBlock, false);
+}
+
+// The first row of the cache that a token at `position` may see.
+ALWAYS_INLINE size_t oldest_row(const Attention& a, size_t token) {
+  const size_t position = static_cast<size_t>(a.positions[token]);
+  return a.window && position + 1 > a.window ? position + 1 - a.window : 0;
+}
+
+// Weighs the keys [block, block + count) for row r, of which those before `end` are there for it.
+ALWAYS_INLINE bool weigh_row(const Attention& a, const AttentionTile& t, const TileScratch& own, size_t r,
+                             size_t block, size_t count, size_t end) {
+  const size_t oldest = oldest_row(a, t.first + r / a.group), last = end < block ? 0 : end - block;
+  const size_t to = last < count ? last : count;
+  const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
+  return weigh(own.scores + r * kKeyBlock, from, to, a.softcap, t.sums + r * own.wide, own.wide, t.top + r,
+               t.total + r);
+}
+
+// Keeps what row r sees of a block of keys for `add_mass`.
+ALWAYS_INLINE void keep_weights(const AttentionTile& t, const TileScratch& own, size_t r, size_t block) {
+  const size_t at = block - t.from;
+  memcpy(t.weights + r * t.keys + at, own.scores + r * kKeyBlock, kKeyBlock * sizeof(float));
+  t.tops[(r * t.keys + at) / kKeyBlock] = t.top[r];
+}
+
+void attend(const Attention& a, const AttentionTile& t) {
+  const TileScratch own(a, t);
+  const size_t width = a.width, wide = own.wide, rows = own.rows;
+  begin_tile(a, t, own);
+  // Few rows: what they read is widened on the way instead of in scratch.
   const bool halves = a.half && width == wide && rows < kFewRows;
   for (size_t block = t.from; block < t.to; block += kKeyBlock) {
     const size_t count = t.to - block < kKeyBlock ? t.to - block : kKeyBlock;
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.k) + block * width;
-      scores_of_few(rows, q, from, count, wide, scores);
+      scores_of_few(rows, own.q, from, count, wide, own.scores);
     } else if (rows < kFewRows) {
-      const float* from = cached_rows(a.k, a.half, width, wide, block, count, keys);
-      scores_of_few(rows, q, from, count, wide, scores);
+      const float* from = cached_rows(a.k, a.half, width, wide, block, count, own.keys);
+      scores_of_few(rows, own.q, from, count, wide, own.scores);
     } else {
-      const float* from = cached_rows(a.k, a.half, width, wide, block, count, values);
-      for (size_t h = 0; h < wide; h++) {
-        for (size_t s = 0; s < count; s++) keys[h * kKeyBlock + s] = from[s * wide + h];
-        for (size_t s = count; s < kKeyBlock; s++) keys[h * kKeyBlock + s] = 0.0f;
-      }
-      float_product(rows, kKeyBlock, q, wide, keys, kKeyBlock, wide, scores, kKeyBlock, false);
+      const float* from = cached_rows(a.k, a.half, width, wide, block, count, own.values);
+      scores_of_many(rows, own.q, from, count, wide, own.keys, own.scores);
     }
     bool any = false;
     for (size_t r = 0; r < rows; r++) {
-      const size_t token = t.first + r / a.group, position = static_cast<size_t>(a.positions[token]);
-      const size_t end = end_of_row(a, token);
-      const size_t last = end < block ? 0 : end - block;
-      const size_t to = last < count ? last : count;
-      const size_t oldest = a.window && position + 1 > a.window ? position + 1 - a.window : 0;
-      const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
-      float* row = scores + r * kKeyBlock;
-      const uint8_t* seen = a.seen && block + to > a.base ? a.seen + token * a.nodes : nullptr;
-      any |= weigh(row, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r, seen,
-                   static_cast<ptrdiff_t>(block) - static_cast<ptrdiff_t>(a.base));
-      if (t.weights) {
-        const size_t at = block - t.from;
-        memcpy(t.weights + r * t.keys + at, scores + r * kKeyBlock, kKeyBlock * sizeof(float));
-        t.tops[(r * t.keys + at) / kKeyBlock] = t.top[r];
-      }
+      any |= weigh_row(a, t, own, r, block, count, static_cast<size_t>(a.rows[t.first + r / a.group]) + 1);
+      if (t.weights) keep_weights(t, own, r, block);
     }
     if (!any) continue;
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.v) + block * width;
-      float_product(rows, wide, scores, kKeyBlock, from, width, count, t.sums, wide, true);
+      float_product(rows, wide, own.scores, kKeyBlock, from, width, count, t.sums, wide, true);
       continue;
     }
-    const float* from = cached_rows(a.v, a.half, width, wide, block, count, values);
-    float_product(rows, wide, scores, kKeyBlock, from, wide, count, t.sums, wide, true);
+    const float* from = cached_rows(a.v, a.half, width, wide, block, count, own.values);
+    float_product(rows, wide, own.scores, kKeyBlock, from, wide, count, t.sums, wide, true);
   }
 }
 
 void add_mass(const AttentionTile& t, size_t row, float factor, float* mass) {
   const float *weights = t.weights + row * t.keys, *tops = t.tops + row * t.keys / kKeyBlock;
-  for (size_t block = t.from; block < t.to; block += kKeyBlock, weights += kKeyBlock, tops++) {
+  for (size_t block = t.from; block < t.reach; block += kKeyBlock, weights += kKeyBlock, tops++) {
     const float shrink = factor * __builtin_expf(*tops - t.top[row]);
     // A block is all zeros of which the row sees no key, and its largest score may then be none.
     if (!(shrink > 0.0f)) continue;

@@ -41,6 +41,9 @@ struct Matrix {
   size_t panels;                                  // of the product: ceil(outputs / 16)
   size_t panel_stride, block_stride;              // bytes from one panel, one input block to the next
   size_t scale_panel_stride, scale_group_stride;  // scales from one panel, one group to the next
+  // Many rows may read 4-bit weights of groups as 8-bit ones that share a scale: faster, but not to the bit
+  // what a row by itself gives.
+  bool widen;
   size_t groups() const { return group ? (inputs.length + group - 1) / group : 1; }  // of a segment
 };
 
@@ -65,14 +68,15 @@ struct Attention {
   size_t tokens, group, width;
   const int32_t *rows, *positions;  // [tokens]: where they lie, ascending, and where they stand
   const uint8_t* seen;              // [tokens][nodes]: which rows from `base` on each sees, or null
-  size_t base, nodes;
-  size_t window;  // 0: all rows up to its own
+  size_t base, nodes, present;      // of the nodes, the first that the cache has room for
+  size_t window;                    // 0: all rows up to its own
   float scale, softcap;
 };
 
-// Tile of attention over keys [from, to) for tokens [first, last): unnormalized sums and what merges them.
+// Tile of attention over keys [from, to) for tokens [first, last): unnormalized sums and what merges them. A
+// tree's node stands behind its path: its keys lie before `reach`.
 struct AttentionTile {
-  size_t first, last, from, to;
+  size_t first, last, from, to, reach;
   float *sums, *top, *total;  // [rows][width rounded up to 16], [rows], [rows]
   float* scratch;             // attention_scratch() floats
   // What each row sees of each key, and each row's `top` when a block of keys was weighed; or null.
@@ -112,8 +116,10 @@ struct Backend {
   void (*rms_norm)(const float* x, const float* scale, float eps, size_t width, float* out);
   // One row: outputs of panels [from, to), to y[0...] (16 floats per panel).
   void (*row_panels)(const Matrix&, const Activations&, size_t from, size_t to, float* y);
-  // One row: what one span of inputs adds to panels [from, to).
+  // One row: what one span of inputs gives panels [from, to), before its scales; and from that of all spans,
+  // [all_spans][panels * 16], all outputs, y [panels * 16].
   void (*row_span)(const Matrix&, const Activations&, size_t span, size_t from, size_t to, float* y);
+  void (*join_spans)(const Matrix&, const Activations&, const float* parts, float* y);
   // Rows [from, to), at most kTaskRows of them, of at most kTaskPanels panels from `panel` on: out
   // [rows][kTaskPanels * 16]. Scratch: kTaskScratchBytes.
   void (*tile)(const Matrix&, const Activations&, size_t from, size_t to, size_t panel, size_t panels,
@@ -129,6 +135,8 @@ struct Backend {
   // gate = activation(gate) * up, or activation(gate) without up.
   void (*activate)(float* gate, const float* up, size_t count, int activation);
   void (*attend)(const Attention&, const AttentionTile&);
+  // The same for tokens of a tree, each to the bit as `attend` alone gives it behind its path.
+  void (*attend_tree)(const Attention&, const AttentionTile&);
   // Adds what one row of an attended tile attends to its keys, `factor` against its largest score, to mass
   // [keys, in whole blocks].
   void (*add_mass)(const AttentionTile&, size_t row, float factor, float* mass);

@@ -23,6 +23,7 @@ constexpr float kTiny = 1e-30f;
 #include "low_rank.inl"
 #include "activate.inl"
 #include "attention.inl"
+#include "attention_tree.inl"
 #include "document_attention.inl"
 #include "tokens.inl"
 #include "chunks.inl"
@@ -41,25 +42,10 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,
-                 quantize,
-                 rms_norm,
-                 row_panels,
-                 row_span,
-                 tile,
-                 tile_int32,
-                 low_sums,
-                 add_low,
-                 activate,
-                 attend,
-                 add_mass,
-                 store_row,
-                 unit_row,
-                 largest,
-                 read_words,
-                 load_chunk,
-                 attend_document,
-                 attend_document_back};
+  return Backend{
+      name,       quantize, rms_norm, row_panels, row_span,   join_spans,      tile,
+      tile_int32, low_sums, add_low,  activate,   attend,     attend_tree,     add_mass,
+      store_row,  unit_row, largest,  read_words, load_chunk, attend_document, attend_document_back};
 }
 
 }  // namespace

@@ -35,7 +35,8 @@ bool read_reduction(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits,
          static_cast<int>(group),
          segments,
          blocks,
-         panels};
+         panels,
+         false};
   return true;
 }
 
@@ -74,8 +75,8 @@ constexpr const char* kCount = "a count is out of range";
 // weight. Weights have `units` units each, of which counts[units_at] are computed; adapters have
 // counts[rank_at] ranks.
 Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
-                    ffi::RemainingRets results, int64_t bits, int64_t group, float eps, int64_t units,
-                    int64_t units_at, int64_t rank_at, Places adapters) {
+                    ffi::RemainingRets results, int64_t bits, int64_t group, bool widen, float eps,
+                    int64_t units, int64_t units_at, int64_t rank_at, Places adapters) {
   const Timer timer;
   constexpr size_t kMost = 8;
   size_t rows, width;
@@ -100,6 +101,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
       return wrong("a result has other rows");
     if (!read_units(*data, *scale, bits, group, width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
+    to[i].weight.widen = widen;
     if (!read_adapter(*left, *right, adapters, 3 * i, outputs, width, counts, rank_at, to[i].adapter))
       return wrong(kMisfit);
     if (outputs % units) return wrong("the outputs do not divide into units");
@@ -114,8 +116,8 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
 // [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed.
 Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer left, AnyBuffer right,
                       AnyBuffer residual, AnyBuffer counts, ffi::Result<AnyBuffer> y, int64_t bits,
-                      int64_t group, int64_t segments, bool stacked, int64_t units_at, int64_t rank_at,
-                      Places adapters) {
+                      int64_t group, bool widen, int64_t segments, bool stacked, int64_t units_at,
+                      int64_t rank_at, Places adapters) {
   const Timer timer;
   size_t rows, width, out_rows, outputs;
   if (!read_rows(h, ffi::DataType::F32, rows, width))
@@ -128,6 +130,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
   Reduction weight;
   if (!read_reduction(data, scale, bits, group, count, length, outputs, weight))
     return wrong("the weight's shape does not fit");
+  weight.widen = widen;
   Adapter adapter;
   if (adapters.size() != 3 ||
       !read_adapter(left, right, adapters, 0, width, outputs, counts, rank_at, adapter)) {
@@ -144,7 +147,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
 // x [rows, width], norm scale, counts, then data, scale and both sides of an adapter of gate (empty: none),
 // up and down -> y [rows, width]. Of the `units` counts[units_at] are computed.
 Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
-                        ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, int64_t units,
+                        ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, bool widen, int64_t units,
                         int64_t activation, bool residual, float eps, int64_t units_at, int64_t rank_at,
                         Places adapters) {
   const Timer timer;
@@ -177,8 +180,26 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Rema
     if (!read_adapter(*left, *right, adapters, 3 * i, all, width, counts, rank_at, *read[i]))
       return wrong(kMisfit);
   }
+  block.gate.widen = block.up.widen = block.down.widen = widen;
   return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, block, used,
                              static_cast<int>(activation), residual, y->reinterpret_data<float>()));
+}
+
+// x [rows, width], norm scale, residual like x -> y like x.
+Error add_normed_call(AnyBuffer x, AnyBuffer norm, AnyBuffer residual, ffi::Result<AnyBuffer> y, float eps) {
+  const Timer timer;
+  size_t rows, width;
+  if (!read_rows(x, ffi::DataType::F32, rows, width))
+    return wrong("activations must be float32 with at least one row");
+  if (y->element_type() != ffi::DataType::F32 || y->element_count() != x.element_count())
+    return wrong("the result has another shape");
+  Norm applied{nullptr, eps};
+  if (!read_floats(norm, width, applied.scale) || !applied.scale)
+    return wrong("a norm's scale must be float32 of the activations' width");
+  const float* more;
+  if (!read_floats(residual, rows * width, more) || !more) return wrong("the residual has another shape");
+  add_normed(x.reinterpret_data<float>(), rows, width, applied, more, y->reinterpret_data<float>());
+  return Error::Success();
 }
 
 // x [rows, inputs] int8, data [panels, blocks, 512] -> y [rows, outputs] int32.
@@ -194,7 +215,7 @@ Error integer_product_call(AnyBuffer x, AnyBuffer data, ffi::Result<AnyBuffer> y
       divide_up(outputs, kPanel) > dim(data, 0)) {
     return wrong("the weight's shape does not fit");
   }
-  const Units weight{data.untyped_data(), nullptr, 8, 0, dim(data, 0), width};
+  const Units weight{data.untyped_data(), nullptr, 8, 0, dim(data, 0), width, false};
   return result(
       integer_product(x.reinterpret_data<int8_t>(), rows, weight, outputs, y->reinterpret_data<int32_t>()));
 }
@@ -214,7 +235,8 @@ bool read_units(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int
          static_cast<int>(bits),
          static_cast<int>(group),
          panels,
-         inputs};
+         inputs,
+         false};
   return true;
 }
 
@@ -227,6 +249,7 @@ XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                            .RemainingRets()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
+                           .Attr<bool>("widen")
                            .Attr<float>("eps")
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("units_at")
@@ -244,6 +267,7 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
+                           .Attr<bool>("widen")
                            .Attr<int64_t>("segments")
                            .Attr<bool>("stacked")
                            .Attr<int64_t>("units_at")
@@ -258,6 +282,7 @@ XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
+                           .Attr<bool>("widen")
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("activation")
                            .Attr<bool>("residual")
@@ -265,6 +290,9 @@ XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                            .Attr<int64_t>("units_at")
                            .Attr<int64_t>("rank_at")
                            .Attr<Places>("adapters"));
+XLA_FFI_DEFINE_HANDLER(
+    AddNormed, add_normed_call,
+    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>().Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER(IntegerProduct, integer_product_call,
                        ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 
@@ -272,6 +300,7 @@ const Target kProductTargets[] = {
     {"jaxllm_to_units", reinterpret_cast<void*>(+ToUnits)},
     {"jaxllm_from_units", reinterpret_cast<void*>(+FromUnits)},
     {"jaxllm_feed_forward", reinterpret_cast<void*>(+FeedForward)},
+    {"jaxllm_add_normed", reinterpret_cast<void*>(+AddNormed)},
     {"jaxllm_integer_product", reinterpret_cast<void*>(+IntegerProduct)},
     {nullptr, nullptr},
 };

@@ -22,6 +22,7 @@ Matrix matrix_of(const Units& w, size_t outputs) {
   m.scale = w.scale;
   m.bits = w.bits;
   m.group = w.group;
+  m.widen = w.widen;
   m.inputs = {1, w.inputs};
   m.panels = panels_of(outputs);
   m.block_stride = block_bytes(w.bits);
@@ -37,6 +38,7 @@ Matrix matrix_of(const Reduction& w, size_t segments, size_t length, size_t outp
   m.scale = w.scale;
   m.bits = w.bits;
   m.group = w.group;
+  m.widen = w.widen;
   m.inputs = {segments, length};
   m.panels = panels_of(outputs);
   m.panel_stride = block_bytes(w.bits);
@@ -195,8 +197,9 @@ bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const flo
   const size_t team = static_cast<size_t>(threads()), last = std::min(spans, team), whole = spans - last;
   const size_t cuts = std::max<size_t>(1, std::min((4 * team + last - 1) / last, m.panels / 8));
   const size_t per_cut = (m.panels + cuts - 1) / cuts;
-  float* parts = static_cast<float*>(thread_scratch(kTaskOut, spans * padded * sizeof(float)));
+  float* parts = static_cast<float*>(thread_scratch(kTaskOut, (spans + 1) * padded * sizeof(float)));
   if (!parts) return false;
+  float* sums = parts + spans * padded;
   const Backend& kernels = backend();
   parallel(
       whole + last * cuts,
@@ -207,10 +210,8 @@ bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const flo
         if (from < to) kernels.row_span(m, a, span, from, to, parts + span * padded + from * kPanel);
       },
       next);
-  for (size_t i = 0; i < outputs; i++) y[i] = parts[i] + (residual ? residual[i] : 0.0f);
-  for (size_t span = 1; span < spans; span++) {
-    for (size_t i = 0; i < outputs; i++) y[i] += parts[span * padded + i];
-  }
+  kernels.join_spans(m, a, parts, sums);
+  for (size_t i = 0; i < outputs; i++) y[i] = residual ? sums[i] + residual[i] : sums[i];
   change.add(0, 1, 0, outputs, y, outputs);
   return true;
 }
@@ -252,6 +253,18 @@ bool reduce(const Matrix& m, const Activations& a, size_t rows, size_t outputs, 
 }
 
 }  // namespace
+
+void add_normed(const float* x, size_t rows, size_t width, Norm norm, const float* residual, float* y) {
+  constexpr size_t kRowsPerTask = 16;
+  parallel((rows + kRowsPerTask - 1) / kRowsPerTask, [&](size_t task) {
+    for (size_t row = task * kRowsPerTask; row < std::min(rows, (task + 1) * kRowsPerTask); row++) {
+      const float* more = residual + row * width;
+      float* to = y + row * width;
+      backend().rms_norm(x + row * width, norm.scale, norm.eps, width, to);
+      for (size_t i = 0; i < width; i++) to[i] += more[i];
+    }
+  });
+}
 
 Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results, size_t count) {
   constexpr size_t kMost = 8;

@@ -16,12 +16,14 @@ struct Units {
   const void *data, *scale;
   int bits, group;
   size_t panels, inputs;  // as stored
+  bool widen;             // see Matrix
 };
 // A weight whose units are inputs, [segments][blocks][panels] blocks.
 struct Reduction {
   const void *data, *scale;
   int bits, group;
   size_t segments, blocks, panels;  // as stored; blocks of a segment
+  bool widen;                       // see Matrix
 };
 
 // A low-rank change to a weight (LoRA): left * right is added to it, in floats. Rank 0 is none.
@@ -36,6 +38,9 @@ struct Norm {
   const float* scale;  // [width], or null
   float eps;
 };
+
+// y [rows][width] = residual + norm(x), like it.
+void add_normed(const float* x, size_t rows, size_t width, Norm norm, const float* residual, float* y);
 
 // Results: null, or what went wrong (out of memory is all that can).
 using Failure = const char*;

@@ -1,4 +1,6 @@
 // Products of one row of activations, bound by how fast weights are read: part of compute.inl.
+//
+// Sums are made in the order of tile.inl, so that a row comes out the same alone and among others.
 
 // Sum over one block's 32 inputs, on top of `sum`.
 template <int Bits>
@@ -61,18 +63,27 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
       const size_t segment = span / in.spans();
       const uint8_t* w = data + first * m.block_stride;
       const int8_t* x = a.q + first * kBlock;
-      F part;
       if (Grouped) {
+        F part = fzero();
         const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + panel * m.scale_panel_stride +
                                 segment * groups * m.scale_group_stride;
         const size_t local = first - segment * in.blocks();
-        part = fzero();
-        for (size_t b = 0; b < count; b++, w += m.block_stride, x += kBlock) {
-          prefetch_block<Bits>(w, kAhead);
-          const I sum = block_dot<Bits>(w, x, iset(-bias<Bits>() * a.block_sum[first + b]));
+        for (size_t b = 0; b < count;) {
           const F channel = fload_half(scale + ((local + b) >> shift) * m.scale_group_stride);
-          part = fma(to_float(sum), channel, part);
+          // A span begins with a group, and a group of two blocks may end after its first.
+          const bool two = shift && b + 1 < count;
+          const int32_t* sums = a.block_sum + first + b;
+          prefetch_block<Bits>(w, kAhead);
+          I dots = block_dot<Bits>(w, x, iset(-bias<Bits>() * (two ? sums[0] + sums[1] : sums[0])));
+          b++, w += m.block_stride, x += kBlock;
+          if (two) {
+            prefetch_block<Bits>(w, kAhead);
+            dots = block_dot<Bits>(w, x, dots);
+            b++, w += m.block_stride, x += kBlock;
+          }
+          part = fma(to_float(dots), channel, part);
         }
+        total = fma(part, fset(a.scale[span]), total);
       } else {
         I even = iset(-bias<Bits>() * a.span_sum[span]), odd = izero();
         size_t b = 0;
@@ -85,50 +96,69 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
         if (b < count) even = block_dot<Bits>(w, x, even);
         const float* scale = static_cast<const float*>(m.scale);
         const F channel = fload(scale + (segment * m.scale_group_stride + panel * m.scale_panel_stride));
-        part = fmul(to_float(iadd(even, odd)), channel);
+        total = fma(to_float(iadd(even, odd)), fmul(fset(a.scale[span]), channel), total);
       }
-      total = fma(part, fset(a.scale[span]), total);
     }
     fstore(y, total);
   }
 }
 
-// The panels of one input block lie in a row of memory, and so do the rows: they are read in that order,
-// while the sums of all panels wait in y, as whole numbers until their scale is known.
+// The panels of one input block lie in a row of memory, and so do the rows: they are read in that order, both
+// rows of a group of two together, while the sums of all panels wait in y, as whole numbers where all of a
+// span shares its scales.
 template <int Bits, bool Grouped>
 void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
   const size_t first = in.span_block(span), count = in.span_blocks(span), panels = to - from;
   const size_t segment = span / in.spans(), local = first - segment * in.blocks(), shift = group_shift(m);
   const size_t run = panels * m.panel_stride;  // of a block's row; the next one's begins block_stride on
-  const size_t skip = m.block_stride - run;
-  for (size_t b = 0; b < count; b++) {
+  for (size_t b = 0; b < count;) {
+    const bool two = Grouped && shift && b + 1 < count;
+    const size_t skip = (two ? 2 : 1) * m.block_stride - run;
     const uint8_t* w = m.data + (first + b) * m.block_stride + from * m.panel_stride;
     const int8_t* bytes = a.q + (first + b) * kBlock;
+    const int32_t* sums = a.block_sum + first + b;
     X x[8];
     UNROLL for (int i = 0; i < 8; i++) x[i] = xload(bytes + 4 * i);
     const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + from * m.scale_panel_stride +
                             (segment * m.groups() + ((local + b) >> shift)) * m.scale_group_stride;
-    const I none = iset(-bias<Bits>() * (Grouped ? a.block_sum[first + b] : a.span_sum[span]));
+    const I none = iset(-bias<Bits>() * (!Grouped ? a.span_sum[span] : two ? sums[0] + sums[1] : sums[0]));
     for (size_t p = 0, at = 0; p < panels; p++, at += m.panel_stride) {
-      prefetch_block<Bits>(w + at, at + kAhead < run ? kAhead : kAhead + skip);
+      const size_t ahead = at + kAhead < run ? kAhead : kAhead + skip;
+      prefetch_block<Bits>(w + at, ahead);
       float* sum = y + p * kPanel;
       if (Grouped) {
-        const I dots = block_dot_with<Bits>(w + at, x, none);
+        I dots = block_dot_with<Bits>(w + at, x, none);
+        if (two) {
+          prefetch_block<Bits>(w + m.block_stride + at, ahead);
+          dots = block_dot<Bits>(w + m.block_stride + at, bytes + kBlock, dots);
+        }
         const F channel = fload_half(scale + p * m.scale_panel_stride);
         fstore(sum, fma(to_float(dots), channel, b ? fload(sum) : fzero()));
       } else {
         istore(sum, block_dot_with<Bits>(w + at, x, b ? iload(sum) : none));
       }
     }
+    b += two ? 2 : 1;
   }
-  const F row = fset(a.scale[span]);
-  const float* scale = static_cast<const float*>(m.scale) + segment * m.scale_group_stride;
-  for (size_t p = 0; p < panels; p++) {
-    float* sum = y + p * kPanel;
-    const F part =
-        Grouped ? fload(sum) : fmul(to_float(iload(sum)), fload(scale + (from + p) * m.scale_panel_stride));
-    fstore(sum, fmul(part, row));
+}
+
+void join_spans(const Matrix& m, const Activations& a, const float* parts, float* y) {
+  const size_t spans = m.inputs.all_spans(), stride = m.panels * kPanel;
+  for (size_t panel = 0; panel < m.panels; panel++) {
+    F total = fzero();
+    for (size_t span = 0; span < spans; span++) {
+      const float* part = parts + span * stride + panel * kPanel;
+      const F row = fset(a.scale[span]);
+      if (m.group) {
+        total = fma(fload(part), row, total);
+      } else {
+        const float* scale = static_cast<const float*>(m.scale) +
+                             (span / m.inputs.spans() * m.scale_group_stride + panel * m.scale_panel_stride);
+        total = fma(to_float(iload(part)), fmul(row, fload(scale)), total);
+      }
+    }
+    fstore(y + panel * kPanel, total);
   }
 }
 

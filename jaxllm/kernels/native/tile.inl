@@ -237,7 +237,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
 void tile(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
           float* out, void* scratch) {
 #ifdef LANES_WIDEN
-  if (m.group && m.bits == 4 && to - from >= kWidenedRows) {
+  if (m.widen && m.group && m.bits == 4 && to - from >= kWidenedRows) {
     return tile_of<false, kWidened>(m, a, from, to, panel, panels, out, scratch);
   }
 #endif

@@ -44,7 +44,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("speculative")
     parts = elastic_parts(Ladder(levels=(25, 100)))
     write_tiny_bundle(folder / "target.jaxllm", "int8", cfg=CFG, params=sharp(CFG), parts=parts)
-    write_tiny_bundle(folder / "floats.jaxllm", cfg=CFG, params=sharp(CFG))
     write_tiny_bundle(folder / "small.jaxllm", "int8", cfg=SMALL, params=sharp(SMALL))
     return folder
 
@@ -52,11 +51,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(folder):
     return Engine.open(folder / "target.jaxllm", options=OPTIONS)
-
-
-@pytest.fixture(scope="module")
-def plain_floats(folder):
-    return Engine.open(folder / "floats.jaxllm", options=OPTIONS)
 
 
 def speculation(folder, drafter, **options):
@@ -126,9 +120,7 @@ def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
         assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
 
 
-def test_conversations_stops_and_full_contexts(folder, plain_floats):
-    # In floats: over so many tokens a tree at 8 bits is read with other rounding than its tokens one by one.
-    plain = plain_floats
+def test_conversations_stops_and_full_contexts(folder, plain):
     engine = open_drafted(folder, plain, speculation(folder, "itself"))
     found = []
     for each in (plain, engine):
@@ -144,8 +136,7 @@ def test_conversations_stops_and_full_contexts(folder, plain_floats):
     assert found[1][4] == "length"
 
 
-def test_an_answer_that_is_left_harms_no_later_one(folder, plain_floats):
-    plain = plain_floats
+def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
     engine = open_drafted(folder, plain, speculation(folder, "itself"))
     session = Session()
     answering = engine.stream(PROMPT, GREEDY, session=session)

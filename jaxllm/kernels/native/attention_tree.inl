@@ -1,0 +1,105 @@
+// Attention of a token tree's nodes (LLMCad, arXiv 2309.04255, section 3.2), each as if it came alone behind
+// the nodes that lead to it: part of compute.inl.
+//
+// Sums are made in the order in which `attend` makes them for one token at a time, so that verifying a tree
+// gives to the bit what plain decoding gives. Keys before the tree are weighed for all nodes together, a
+// block at a time. From the block in which the tree begins on, each node has blocks of its own: rows before
+// the tree, then those of its path, each where its token stands.
+
+// Calls `use(i, row)` for the i-th node of the path to a token, itself included; returns how many there are.
+template <class Use>
+ALWAYS_INLINE size_t walk_path(const Attention& a, size_t token, const Use& use) {
+  size_t length = 0;
+  for (size_t node = 0; node < a.present; node++) {
+    if (a.seen[token * a.nodes + node]) use(length++, a.base + node);
+  }
+  return length;
+}
+
+// Keys or values of a token's own block [block, block + count), as floats [count][wide].
+void gather(const Attention& a, const void* cache, size_t token, size_t block, size_t count, size_t wide,
+            float* out) {
+  const auto copy = [&](size_t row, size_t at, size_t rows) {
+    float* to = out + at * wide;
+    const float* from = cached_rows(cache, a.half, a.width, wide, row, rows, to);
+    if (from != to) memcpy(to, from, rows * wide * sizeof(float));
+  };
+  if (block < a.base) copy(block, 0, a.base - block < count ? a.base - block : count);
+  walk_path(a, token, [&](size_t i, size_t row) {
+    const size_t stands = a.base + i;
+    if (stands >= block && stands < block + count) copy(row, stands - block, 1);
+  });
+}
+
+// What row r sees of its token's own blocks [begin, end) goes to the rows of the cache where the keys lie,
+// all against the largest score that the tile ends with.
+void scatter_weights(const Attention& a, const AttentionTile& t, size_t r, size_t begin, size_t end) {
+  float* weights = t.weights + r * t.keys;
+  float* tops = t.tops + r * t.keys / kKeyBlock;
+  for (size_t at = begin - t.from; at < t.keys; at += kKeyBlock) {
+    float& top = tops[at / kKeyBlock];
+    const float shrink = at < end - t.from ? __builtin_expf(top - t.top[r]) : 0.0f;
+    top = t.top[r];
+    // What saw no key has no largest score either.
+    for (size_t i = at; i < at + kKeyBlock; i++) weights[i] = shrink > 0.0f ? weights[i] * shrink : 0.0f;
+  }
+  const size_t token = t.first + r / a.group;
+  size_t left = walk_path(a, token, [](size_t, size_t) {});
+  // Rows do not lie before the places where their tokens stand: from the last on, none is in another's way.
+  for (size_t node = a.present; node-- > 0;) {
+    if (!a.seen[token * a.nodes + node]) continue;
+    const size_t stands = a.base + --left, row = a.base + node;
+    if (stands < begin || stands >= end || row == stands) continue;
+    weights[row - t.from] = weights[stands - t.from];
+    weights[stands - t.from] = 0.0f;
+  }
+}
+
+void attend_tree(const Attention& a, const AttentionTile& t) {
+  const TileScratch own(a, t);
+  const size_t wide = own.wide, tree = a.base / kKeyBlock * kKeyBlock;
+  const size_t shared = t.to < tree ? t.to : tree;  // where the blocks end that all nodes see
+  const bool few = a.group < kFewRows;              // as of one token
+  begin_tile(a, t, own);
+  for (size_t block = t.from; block < shared; block += kKeyBlock) {
+    const float* keys = cached_rows(a.k, a.half, a.width, wide, block, kKeyBlock, own.values);
+    if (few) {
+      scores_of_few(own.rows, own.q, keys, kKeyBlock, wide, own.scores);
+    } else {
+      scores_of_many(own.rows, own.q, keys, kKeyBlock, wide, own.keys, own.scores);
+    }
+    bool any = false;
+    for (size_t r = 0; r < own.rows; r++) {
+      any |= weigh_row(a, t, own, r, block, kKeyBlock, shared);
+      if (t.weights) keep_weights(t, own, r, block);
+    }
+    if (!any) continue;
+    const float* values = cached_rows(a.v, a.half, a.width, wide, block, kKeyBlock, own.values);
+    float_product(own.rows, wide, own.scores, kKeyBlock, values, wide, kKeyBlock, t.sums, wide, true);
+  }
+  const size_t begin = t.from < tree ? tree : t.from;
+  if (t.to <= begin) return;
+  for (size_t token = t.first; token < t.last; token++) {
+    const size_t behind = a.base + walk_path(a, token, [](size_t, size_t) {});
+    const size_t end = behind < t.to ? behind : t.to, first = (token - t.first) * a.group;
+    float *q = own.q + first * wide, *scores = own.scores + first * kKeyBlock;
+    for (size_t block = begin; block < end; block += kKeyBlock) {
+      const size_t count = end - block < kKeyBlock ? end - block : kKeyBlock;
+      gather(a, a.k, token, block, count, wide, own.values);
+      if (few) {
+        scores_of_few(a.group, q, own.values, count, wide, scores);
+      } else {
+        scores_of_many(a.group, q, own.values, count, wide, own.keys, scores);
+      }
+      for (size_t r = first; r < first + a.group; r++) {
+        weigh_row(a, t, own, r, block, count, end);
+        if (t.weights) keep_weights(t, own, r, block);
+      }
+      gather(a, a.v, token, block, count, wide, own.values);
+      float* sums = t.sums + first * wide;
+      float_product(a.group, wide, scores, kKeyBlock, own.values, wide, count, sums, wide, true);
+    }
+    for (size_t r = first; t.weights && r < first + a.group; r++)
+      scatter_weights(a, t, r, begin, end < begin ? begin : end);
+  }
+}
