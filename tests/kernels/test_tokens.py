@@ -13,7 +13,7 @@ from jaxllm.quant import embedding_rows
 from jaxllm.sampling import largest
 from tests.kernels.drawing import WIDTHS, answers, weight_of
 from tests.kernels.switching import fall_back, needs_native
-from tests.kernels.test_refusals import DATA, FIT, SCALE, formats, refuse, zeros
+from tests.kernels.test_refusals import DATA, FIT, SCALE, refuse, zeros
 
 every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 
@@ -99,7 +99,7 @@ def test_shapes_that_do_not_fit_are_refused():
     tokens, rows = np.zeros(4, np.int32), zeros(4, 70)
 
     def of(outputs):
-        return {**formats(), "outputs": np.int64(outputs)}
+        return {"bits": np.int64(8), "group": np.int64(0), "outputs": np.int64(outputs)}
 
     fit = FIT.removeprefix("a ")
     for why, name, result, operands, attributes in (
