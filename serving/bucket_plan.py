@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from jaxllm.config import Bucket, Kind
 from jaxllm.errors import ConfigError
@@ -86,7 +87,7 @@ class BucketPlan(abc.ABC):
 
         They come in the order in which the request needs them, the slowest to build of a step first.
         """
-        cache = self._request_cache(prompt_tokens, max_tokens)
+        cache = self.cache_for(prompt_tokens + max_tokens)
         chunks = dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens))
         return [
             *(self._prefill_bucket(chunk, cache) for chunk in chunks),
@@ -112,10 +113,13 @@ class BucketPlan(abc.ABC):
         """The bucket that says which experts the tokens of rows of documents visit."""
         return Bucket(kind="routing", tokens=tokens, rows=rows, level=self.graphs_level)
 
-    def _request_cache(self, prompt_tokens: int, max_tokens: int) -> int:
-        """The cache length of one request."""
-        total = min(prompt_tokens + max_tokens, self.options.context_tokens)
-        return next(c for c in self.options.cache_tokens if c >= total)
+    def cache_for(self, tokens: int) -> int:
+        """The cache length of a request of so many tokens, the answer's among them."""
+        return next(c for c in self.options.cache_tokens if c >= min(tokens, self.options.context_tokens))
+
+    def of_cache(self, buckets: Iterable[Bucket], cache: int) -> list[Bucket]:
+        """Those that serve one length of cache: its own, and those that have to do with none."""
+        return [each for each in buckets if each.cache_tokens in (0, cache) and each.kind != "grow"]
 
     def _grow_buckets(self) -> list[Bucket]:
         return [self._grow_bucket(*pair) for pair in itertools.pairwise(self.options.cache_tokens)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,17 +10,20 @@ import numpy as np
 from jaxllm.branching import Packed
 from jaxllm.config import Bucket
 from jaxllm.documents import Branches
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, Places
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_table import GraphTable
-from serving.lowering import MAX_STOP_IDS
+from serving.lowering import MAX_STOP_IDS, embedding_params, layer_params
 from serving.speculative.verdict import Verdict
 
 
 class BucketTable(GraphTable):
     """The graphs of a model whose weights are in memory (see `GraphTable`), as calls."""
+
+    # Of the parameters that `_layers` and `_embedding` hold by layers.
+    _sorted_version: tuple[int, int] | None = None
 
     def rehearse(self) -> None:
         """Runs every prefill, sample and decode graph of this level once.
@@ -43,6 +47,24 @@ class BucketTable(GraphTable):
             tokens.block_until_ready()
 
     # -- running them ---------------------------------------------------------------------------
+
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `GraphTable.begin_layers`."""
+        self._sort_parameters()
+        bucket = self.embed_bucket(len(tokens) // self.options.kv_chunk_tokens)
+        return self.graph(bucket)(self._embedding, tokens[None], np.asarray(at.positions))
+
+    def run_layer(self, bucket: Bucket, layer: int, *operands: Any) -> Any:
+        """See `GraphTable.run_layer`."""
+        self._sort_parameters()
+        return self.graph(bucket)(self._layers[layer], *operands)
+
+    def _sort_parameters(self) -> None:
+        """Sorts the parameters by layers, once for each adapter that comes."""
+        if self._sorted_version != self.weights_version:
+            self._layers = [layer_params(self._params, layer, like) for layer, like in enumerate(self.alike)]
+            self._embedding = embedding_params(self._params)
+            self._sorted_version = self.weights_version
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""

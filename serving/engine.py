@@ -282,11 +282,13 @@ class Engine:
             if self._speculative is not None:
                 self._speculative.fill(progress)
         elif 0 < prompt_tokens <= self.options.context_tokens:
-            needed = self.table.request_buckets(prompt_tokens, max_tokens)
+            table = self.table if self._speculative is None else self._speculative
+            needed = table.request_buckets(prompt_tokens, max_tokens)
             first = [bucket for bucket in needed if bucket.kind != "decode"]
             self.table.fill(first, progress, later=needed)
             if self._speculative is not None:
-                self._speculative.fill(progress)
+                tokens = prompt_tokens + max_tokens if max_tokens else None
+                self._speculative.fill(progress, tokens=tokens)
 
     def stream(
         self,

@@ -6,7 +6,6 @@ a CPU stored chunks are read where they are in memory; elsewhere they are handed
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +14,9 @@ from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.bucket_plan import ENCODED_CHUNKS
-from serving.buckets import BucketTable
 from serving.contexts.blobs import Blobs, Stored
-from serving.lowering import counts_alone, embedding_params, layer_params, source_shape
+from serving.graph_table import GraphTable
+from serving.lowering import counts_alone, source_shape
 
 
 class ContextGraphs:
@@ -29,7 +28,7 @@ class ContextGraphs:
       layer_bytes: of one chunk in each layer `[L]`, by width.
     """
 
-    def __init__(self, table: BucketTable) -> None:
+    def __init__(self, table: GraphTable) -> None:
         """Takes a table; its options name a codec.
 
         Raises:
@@ -47,9 +46,6 @@ class ContextGraphs:
         self._heads = [shape.heads for shape in stored]
         sizes = [self._form.sizes(shape) for shape in stored]
         self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
-        self._version: tuple[int, int] | None = None
-        self._layers: list[Any] = []
-        self._embedding: dict = {}
 
     @property
     def layers(self) -> int:
@@ -94,11 +90,7 @@ class ContextGraphs:
 
     def embed(self, tokens: Sequence[int], at: Places) -> jax.Array:
         """What the first layer takes of a context's `tokens` at some places, `[1, T, D]`."""
-        self._take_parameters()
-        positions = np.asarray(at.positions)
-        row = np.asarray(tokens, np.int32)[positions][None]
-        bucket = self.table.embed_bucket(len(positions) // self.chunk_tokens)
-        return self.table.graph(bucket)(self._embedding, row, positions)
+        return self.table.begin_layers(np.asarray(tokens, np.int32)[np.asarray(at.positions)], at)
 
     def restore_layer(
         self,
@@ -120,13 +112,12 @@ class ContextGraphs:
         Returns:
           The next layer's input, and this layer's keys and values.
         """
-        self._take_parameters()
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         source = self._source(cache, layer, {chunk: blob for chunk, (_, blob) in chunks.items()})
         count = len(at.positions) // self.chunk_tokens
-        graph = self.table.graph(self.table.restore_bucket(count, cache.capacity_tokens, layer))
+        bucket = self.table.restore_bucket(count, cache.capacity_tokens, layer)
         past = cache.keys[layer], cache.values[layer]
-        return graph(self._layers[layer], x, at, past, source, bits)
+        return self.table.run_layer(bucket, layer, x, at, past, source, bits)
 
     def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
         """Chunks of a cache as they are stored, by number, of the widths that are given."""
@@ -164,15 +155,6 @@ class ContextGraphs:
                     x, (keys[layer], values[layer]) = self.restore_layer(layer, x, at, cache, {})
                 cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
             jax.block_until_ready(cache.keys)
-
-    def _take_parameters(self) -> None:
-        """Sorts the parameters by layers, once for each adapter that comes."""
-        if self._version == self.table.weights_version:
-            return
-        params, alike = self.table.params, self.table.alike
-        self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
-        self._embedding = embedding_params(params)
-        self._version = self.table.weights_version
 
     def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
         (count, *_), _ = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)

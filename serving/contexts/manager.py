@@ -21,7 +21,6 @@ import numpy as np
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST
-from serving.buckets import BucketTable
 from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import Resident, find_policy
@@ -34,6 +33,7 @@ from serving.contexts.restore import Restoration, restore
 from serving.contexts.store import ContextStore
 from serving.engine import Engine
 from serving.generation import Session
+from serving.graph_table import GraphTable
 
 # A device that is asked for two things at a time is not idle in between.
 _READERS = 2
@@ -284,7 +284,7 @@ class Contexts:
         if self._last[0] == name:
             self._last = ("", Session())
 
-    def _room(self, table: BucketTable, spare: Session, tokens: int) -> KVCache:
+    def _room(self, table: GraphTable, spare: Session, tokens: int) -> KVCache:
         """A cache with room for `tokens`: the one of the context before, if its form fits.
 
         Clearing new memory takes as long as decoding chunks into it.

@@ -27,8 +27,8 @@ class Drafter(Protocol):
     step_s: float
     steps: int
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles all that drafting takes."""
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """Compiles all that drafting takes, or what it takes in a request of so many tokens."""
         ...
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:

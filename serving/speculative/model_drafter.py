@@ -64,10 +64,15 @@ class ModelDrafter:
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
 
-    def warm_up(self, progress: Progress | None = None) -> None:
-        """Compiles all that drafting takes, and runs it once."""
-        self._table.fill([*self._table.all_buckets(), *self._table.draft_buckets()], progress)
-        for capacity in self._table.options.cache_tokens:
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """See `Drafter`. All is run once."""
+        buckets = [*self._table.all_buckets(), *self._table.draft_buckets()]
+        caches = self._table.options.cache_tokens
+        if tokens is not None:
+            caches = (self._table.cache_for(tokens + 1 + self._shape.room),)
+            buckets = self._table.of_cache(buckets, *caches)
+        self._table.fill(buckets, progress)
+        for capacity in caches:
             if capacity > self._shape.room:
                 self._forget()
                 self._cache = self._table.start(capacity)

@@ -38,9 +38,9 @@ class NgramDrafter:
         self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
         self._length, self._tree = 0, root_alone(0, shape.room)
 
-    def warm_up(self, progress: Progress | None = None) -> None:
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """There is nothing to compile."""
-        del progress
+        del progress, tokens
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         """See `Drafter`."""

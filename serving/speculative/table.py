@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import Bucket, ModelConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
@@ -95,11 +95,20 @@ class SpeculativeTable:
         """The target's."""
         return self.target.weights_version
 
-    def fill(self, progress: Progress | None = None) -> None:
-        """Compiles all that rounds take, the target's own graphs left aside."""
-        nodes = self._options.trees.nodes
-        self.target.fill([bucket for each in nodes for bucket in self.target.tree_buckets(each)], progress)
-        self._drafter.warm_up(progress)
+    def fill(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """Compiles all that rounds take, the target's own graphs left aside; with `tokens` what a request of
+        so many takes, the answer's among them."""
+        buckets = [
+            bucket for nodes in self._options.trees.nodes for bucket in self.target.tree_buckets(nodes)
+        ]
+        if tokens is not None:
+            buckets = self.target.of_cache(buckets, self.target.cache_for(self._with_tree(tokens)))
+        self.target.fill(buckets, progress)
+        self._drafter.warm_up(progress, tokens=tokens)
+
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """The target's own graphs for one request (see `BucketPlan.request_buckets`)."""
+        return self.target.request_buckets(prompt_tokens, self._with_tree(max_tokens))
 
     # -- calls of a table ------------------------------------------------------------------------
 

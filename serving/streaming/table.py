@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -63,11 +64,16 @@ class StreamedTable(GraphTable):
             buckets += [self._rows_bucket(tokens), self._norm_bucket(tokens, 1)]
             buckets += [bucket for cache in caches for bucket in self._layer_buckets("layer", tokens, cache)]
         buckets += [self._start_bucket(cache) for cache in caches]
-        return buckets + self._grow_buckets()
+        buckets += self._grow_buckets()
+        return buckets + (self.context_buckets() if self.options.kv_codec else [])
+
+    def embed_bucket(self, chunks: int) -> Bucket:
+        """The bucket that embeds the tokens of some chunks: rows of the table come one by one."""
+        return self._rows_bucket(chunks * self.options.kv_chunk_tokens)
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """The fewest buckets that answer one request (see `BucketPlan.request_buckets`)."""
-        cache = self._request_cache(prompt_tokens, max_tokens)
+        cache = self.cache_for(prompt_tokens + max_tokens)
         lengths = [*dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens)), 1]
         buckets = [self._start_bucket(cache), Bucket(kind="sample"), *self._head_buckets(1)]
         for tokens in lengths:
@@ -182,8 +188,7 @@ class StreamedTable(GraphTable):
           cache: donated. Its length stays as it is.
           meanwhile: other work, while weights are waited for.
         """
-        self.weights.begin(self.cfg)
-        outputs = [self._embedded(tokens, at) for tokens, at in chunks]
+        outputs = [self.begin_layers(tokens, at) for tokens, at in chunks]
         keys, values, mass = list(cache.keys), list(cache.values), cache.mass
         for layer in range(self.cfg.layers):
             past = keys[layer], values[layer]
@@ -197,11 +202,18 @@ class StreamedTable(GraphTable):
             keys[layer], values[layer] = past
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
 
-    def _embedded(self, tokens: np.ndarray, at: Places) -> jax.Array:
-        """What the first layer takes, `[1, T, D]`."""
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `GraphTable.begin_layers`."""
+        self.weights.begin(self.cfg)
         table, rows = self.weights.rows(tokens.tolist())
         graph = self.graph(self._rows_bucket(len(tokens)))
         return graph({**self._embedding, "embed.tokens": table}, rows, np.asarray(at.positions))
+
+    def run_layer(self, bucket: Bucket, layer: int, *operands: Any) -> Any:
+        """See `GraphTable.run_layer`."""
+        with self.weights.layer(self, layer) as weights:
+            # The next piece takes the place of this one.
+            return jax.block_until_ready(self.graph(bucket)(weights, *operands))
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 behind N of a pass's tokens."""

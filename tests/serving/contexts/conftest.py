@@ -11,6 +11,7 @@ from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.options import EngineOptions
+from tests.serving.streaming.conftest import budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 # The first and the last layer share graphs, the one between has none like it.
@@ -22,16 +23,21 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory):
-    """An engine by codec, format of weights and levels."""
+    """An engine by codec, format of weights, levels, and the share of weights that there is memory for."""
 
     @functools.cache
-    def opened(codec, weights="f32", levels=()):
+    def opened(codec, weights="f32", levels=(), share=None):
+        options = dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels)
+        if share is not None:
+            whole = opened(codec, weights, levels)
+            options = dataclasses.replace(options, memory_bytes=budget(whole, share))
+            return Engine.open(whole.bundle.path, options=options)
         folder = tmp_path_factory.mktemp("contexts")
         parts = elastic_parts(Ladder(levels=(*levels, 100))) if levels else None
         path = write_tiny_bundle(
             folder / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts
         )
-        return Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels))
+        return Engine.open(path, options=options)
 
     return opened
 
@@ -41,11 +47,13 @@ def kept(engine_of, tmp_path):
     """Contexts in a folder of the test's, by codec; opened again by calling again."""
     opened = []
 
-    def again(codec="raw", weights="f32", levels=(), **options):
+    def again(codec="raw", weights="f32", levels=(), share=None, **options):
         while opened:
             opened.pop().close()
         folder = tmp_path / "store"
-        contexts = Contexts(engine_of(codec, weights, levels), ContextOptions(folder=folder, **options))
+        contexts = Contexts(
+            engine_of(codec, weights, levels, share), ContextOptions(folder=folder, **options)
+        )
         opened.append(contexts)
         return contexts
 

@@ -45,6 +45,26 @@ def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
     assert say(found(contexts, context), TURNS[0][2]).generation.tokens == wanted[2]
 
 
+def test_so_it_is_where_weights_come_from_storage_too(kept, compiles):
+    wanted = answers_without_contexts(kept(weights="int8").engine, TURNS[0])
+    contexts = kept(weights="int8", share=0.8)
+    assert contexts.engine.streamed is not None
+    context = new(contexts)
+    with compiles() as count:
+        assert say(context, TURNS[0][0]).generation.tokens == wanted[0]
+        damaged(contexts, context, 1)
+        contexts = kept(weights="int8", share=0.8)
+        contexts._delays[100] = READ
+        answer = say(found(contexts, context), TURNS[0][1])
+        assert (answer.restoration.read, answer.restoration.computed) == ((0,), (1,))
+        assert answer.generation.tokens == wanted[1]
+        contexts = kept(weights="int8", share=0.8)
+        answer = say(found(contexts, context), TURNS[0][2])
+        assert len(answer.restoration.read) + len(answer.restoration.computed) == 3
+        assert answer.generation.tokens == wanted[2]
+    assert count() == 0
+
+
 def test_a_segment_that_is_gone_is_computed_from_the_text(kept):
     contexts = kept()
     wanted = answers_without_contexts(contexts.engine, TURNS[0])

@@ -65,13 +65,13 @@ def speculation(folder, drafter, **options):
     )
 
 
-def open_drafted(folder, plain, options, share=0.0):
+def open_drafted(folder, plain, options, share=0.0, *, warm_up=True):
     others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
     memory = int((others + share * plain.bundle.weight_bytes) * 16 / 15)
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
     engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)
-    return Engine.open(plain.bundle.path, options=engine_options, speculation=options)
+    return Engine.open(plain.bundle.path, options=engine_options, speculation=options, warm_up=warm_up)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,17 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
             # Weights are waited for, and the draft goes on meanwhile.
             assert counts.hidden_steps
     engine.close()
+
+
+@pytest.mark.parametrize("share", [0, 0.7])
+def test_one_request_takes_graphs_of_one_cache(folder, plain, share):
+    options = speculation(folder, "small")
+    engine = open_drafted(folder, plain, options, share, warm_up=False)
+    engine.warm_up(prompt_tokens=20, max_tokens=20)
+    assert {bucket.cache_tokens for bucket in engine.table.bucket_ms} <= {0, 64}
+    config = dataclasses.replace(GREEDY, max_tokens=20)
+    assert engine.generate(PROMPT, config).tokens == plain.generate(PROMPT, config).tokens
+    assert engine.speculative.counts.rounds
 
 
 def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):

@@ -131,8 +131,6 @@ def test_too_small_a_budget_says_how_much_it_takes(bundle_of, resident_of):
         open_streamed(bundle_of(), resident_of(), 0.05)
     with pytest.raises(ConfigError, match="memory_bytes must not be negative"):
         dataclasses.replace(OPTIONS, memory_bytes=-1)
-    with pytest.raises(ConfigError, match="contexts that outlive calls"):
-        dataclasses.replace(OPTIONS, memory_bytes=1 << 20, kv_codec="raw")
 
 
 def test_a_damaged_file_is_refused(bundle_of, resident_of, tmp_path):
