@@ -99,7 +99,7 @@ struct Division {
   size_t cut_keys;   // of each but the last
   size_t most_rows;  // queries of a tile
   size_t wide;       // floats of a row of sums
-  size_t seen_keys;  // that a row's weights have room for; 0 where nobody wants them
+  size_t seen_keys;  // that weights have room for; 0 where nobody wants them
 
   Division(const AttentionShape& s, bool weights) : wide(padded_width(s.width)) {
     tokens = std::max<size_t>(1, kAttentionRows / s.group);
@@ -113,16 +113,16 @@ struct Division {
     // A cut begins with a whole block, and the last one takes what is left.
     seen_keys = weights ? cut_keys + kKeyBlock : 0;
   }
+  size_t room() const { return padded_width(most_rows); }
   // What a cut leaves: sums, largest scores and totals of its rows, and what they see of each key.
-  size_t part_floats() const { return most_rows * (wide + 2 + seen_keys + seen_keys / kKeyBlock); }
+  size_t part_floats() const { return most_rows * (wide + seen_keys) + room() * (2 + seen_keys / kKeyBlock); }
 
   void lay_out(AttentionTile& t, float* part) const {
     t.sums = part;
     t.top = t.sums + most_rows * wide;
-    t.total = t.top + most_rows;
-    t.weights = seen_keys ? t.total + most_rows : nullptr;
+    t.total = t.top + room();
+    t.weights = seen_keys ? t.total + room() : nullptr;
     t.tops = t.weights + most_rows * seen_keys;
-    t.keys = seen_keys;
   }
 
   AttentionTile tile(const AttentionShape& s, size_t tile, size_t cut) const {
@@ -143,8 +143,8 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
           float* parts, float* mass) {
   const size_t stride = d.part_floats(), rows = (t.last - t.first) * a.group;
   for (size_t r = 0; r < rows; r++) {
-    const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r,
-                *total = top + d.most_rows;
+    const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r;
+    float* total = parts + d.most_rows * d.wide + d.room() + r;  // and then what weights are multiplied by
     float best = -INFINITY, all = 0.0f, weights[kMostCuts];
     for (size_t c = 0; c < d.cuts; c++) {
       if (total[c * stride] != 0.0f) best = std::max(best, top[c * stride]);
@@ -162,13 +162,14 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
       const float weight = weights[c] * factor;
       for (size_t h = 0; h < a.width; h++) to[h] += sums[c * stride + h] * weight;
     }
-    if (!mass || t.first + r / a.group >= s.valid) continue;
-    for (size_t c = 0; c < d.cuts; c++) {
-      if (weights[c] == 0.0f) continue;
-      AttentionTile cut = d.tile(s, t.first / d.tokens, c);
-      d.lay_out(cut, parts + c * stride);
-      backend().add_mass(cut, r, weights[c] * factor, mass);
-    }
+    if (!mass) continue;
+    const bool real = t.first + r / a.group < s.valid;
+    for (size_t c = 0; c < d.cuts; c++) total[c * stride] = real ? weights[c] * factor : 0.0f;
+  }
+  for (size_t c = 0; mass && c < d.cuts; c++) {
+    AttentionTile cut = d.tile(s, t.first / d.tokens, c);
+    d.lay_out(cut, parts + c * stride);
+    backend().add_mass(cut, rows, cut.total, mass);
   }
 }
 

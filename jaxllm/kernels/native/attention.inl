@@ -261,6 +261,8 @@ void attend(const Attention& a, const AttentionTile& t) {
   const bool halves = a.half && width == wide && rows < kFewRows;
   for (size_t block = t.from; block < t.to; block += kKeyBlock) {
     const size_t count = t.to - block < kKeyBlock ? t.to - block : kKeyBlock;
+    // Weights that are asked for later stay where they are computed.
+    if (t.weights) scores = t.weights + (block - t.from) * rows;
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.k) + block * width;
       scores_of_few(rows, q, from, count, wide, scores);
@@ -287,11 +289,9 @@ void attend(const Attention& a, const AttentionTile& t) {
       const uint8_t* seen = a.seen && block + to > a.base ? a.seen + token * a.nodes : nullptr;
       any |= weigh(row, from, to, a.softcap, t.sums + r * wide, wide, t.top + r, t.total + r, seen,
                    static_cast<ptrdiff_t>(block) - static_cast<ptrdiff_t>(a.base));
-      if (t.weights) {
-        const size_t at = block - t.from;
-        memcpy(t.weights + r * t.keys + at, scores + r * kKeyBlock, kKeyBlock * sizeof(float));
-        t.tops[(r * t.keys + at) / kKeyBlock] = t.top[r];
-      }
+    }
+    if (t.weights) {
+      memcpy(t.tops + (block - t.from) / kKeyBlock * padded_width(rows), t.top, rows * sizeof(float));
     }
     if (!any) continue;
     if (halves) {
@@ -304,14 +304,23 @@ void attend(const Attention& a, const AttentionTile& t) {
   }
 }
 
-void add_mass(const AttentionTile& t, size_t row, float factor, float* mass) {
-  const float *weights = t.weights + row * t.keys, *tops = t.tops + row * t.keys / kKeyBlock;
-  for (size_t block = t.from; block < t.to; block += kKeyBlock, weights += kKeyBlock, tops++) {
-    const float shrink = factor * __builtin_expf(*tops - t.top[row]);
-    // A block is all zeros of which the row sees no key, and its largest score may then be none.
-    if (!(shrink > 0.0f)) continue;
-    for (size_t i = 0; i < kKeyBlock; i += 16) {
-      fstore(mass + block + i, fma(fset(shrink), fload(weights + i), fload(mass + block + i)));
+void add_mass(const AttentionTile& t, size_t rows, const float* factors, float* mass) {
+  constexpr int kVectors = kKeyBlock / 16;
+  const float *weights = t.weights, *tops = t.tops;
+  for (size_t block = t.from; block < t.to; block += kKeyBlock, tops += padded_width(rows)) {
+    F sum[kVectors];
+    UNROLL for (int i = 0; i < kVectors; i++) sum[i] = fload(mass + block + 16 * i);
+    for (size_t first = 0; first < rows; first += 16) {
+      float shrink[16];
+      const F grown = fsub(fload(tops + first), fload(t.top + first));
+      fstore(shrink, fmul(fload(factors + first), exponential(grown)));
+      for (size_t r = first; r < rows && r < first + 16; r++, weights += kKeyBlock) {
+        // A block is all zeros of which the row sees no key, and its largest score may then be none.
+        if (!(shrink[r - first] > 0.0f)) continue;
+        const F factor = fset(shrink[r - first]);
+        UNROLL for (int i = 0; i < kVectors; i++) sum[i] = fma(factor, fload(weights + 16 * i), sum[i]);
+      }
     }
+    UNROLL for (int i = 0; i < kVectors; i++) fstore(mass + block + 16 * i, sum[i]);
   }
 }

@@ -75,9 +75,8 @@ struct AttentionTile {
   size_t first, last, from, to;
   float *sums, *top, *total;  // [rows][width rounded up to 16], [rows], [rows]
   float* scratch;             // attention_scratch() floats
-  // What each row sees of each key, and each row's `top` when a block of keys was weighed; or null.
-  float *weights, *tops;  // [rows][keys], [rows][keys / kKeyBlock]
-  size_t keys;            // of a row of weights: whole blocks
+  // Of each block of keys what each row sees of them, and each row's `top` when they were weighed; or null.
+  float *weights, *tops;  // [blocks][rows][kKeyBlock], [blocks][rows rounded up to 16]
 };
 
 // One kv head of one document: a run of tokens of a packed row that see each other and nothing else.
@@ -129,9 +128,10 @@ struct Backend {
   // gate = activation(gate) * up, or activation(gate) without up.
   void (*activate)(float* gate, const float* up, size_t count, int activation);
   void (*attend)(const Attention&, const AttentionTile&);
-  // Adds what one row of an attended tile attends to its keys, `factor` against its largest score, to mass
-  // [keys, in whole blocks].
-  void (*add_mass)(const AttentionTile&, size_t row, float factor, float* mass);
+  // Adds what the rows of an attended tile attend to its keys to mass [keys, in whole blocks], each row's
+  // weights against its `top` times its factor: those that are not above 0 add nothing. Reads whole vectors
+  // of factors and of `top`.
+  void (*add_mass)(const AttentionTile&, size_t rows, const float* factors, float* mass);
   // Turns a row of `width` if cos is not null, and stores it as half or float. Scratch: padded_width floats.
   void (*store_row)(const float* x, size_t width, const float* cos, const float* sin, size_t rotary,
                     bool half, void* out, float* scratch);
