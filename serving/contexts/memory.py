@@ -184,10 +184,14 @@ class ChunkMemory:
         """Lets the chunks of a context leave again when room is needed."""
         self._locked.discard(context)
 
+    def cut(self, context: str, count: int) -> None:
+        """Drops all of a context but its first `count` chunks."""
+        for chunk in [chunk for chunk in self._chunks.get(context, {}) if chunk >= count]:
+            self._drop(context, chunk)
+
     def forget(self, context: str) -> None:
         """Drops all of a context."""
-        for chunk in list(self._chunks.get(context, {})):
-            self._drop(context, chunk)
+        self.cut(context, 0)
         self._locked.discard(context)
         self._pinned.discard(context)
 

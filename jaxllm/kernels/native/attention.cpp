@@ -138,13 +138,13 @@ struct Division {
 };
 
 // The softmax over all cuts of a tile, from what each left: parts of part_floats() floats, one after another.
-// To `mass` [keys], unless it is null, what the `valid` tokens' rows attend to each key is added.
+// Totals become what `add_mass` multiplies by: 0 for rows of tokens that are not valid.
 void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, const Division& d,
-          float* parts, float* mass) {
+          float* parts) {
   const size_t stride = d.part_floats(), rows = (t.last - t.first) * a.group;
   for (size_t r = 0; r < rows; r++) {
     const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r;
-    float* total = parts + d.most_rows * d.wide + d.room() + r;  // and then what weights are multiplied by
+    float* total = parts + d.most_rows * d.wide + d.room() + r;
     float best = -INFINITY, all = 0.0f, weights[kMostCuts];
     for (size_t c = 0; c < d.cuts; c++) {
       if (total[c * stride] != 0.0f) best = std::max(best, top[c * stride]);
@@ -162,24 +162,28 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
       const float weight = weights[c] * factor;
       for (size_t h = 0; h < a.width; h++) to[h] += sums[c * stride + h] * weight;
     }
-    if (!mass) continue;
     const bool real = t.first + r / a.group < s.valid;
     for (size_t c = 0; c < d.cuts; c++) total[c * stride] = real ? weights[c] * factor : 0.0f;
   }
-  for (size_t c = 0; mass && c < d.cuts; c++) {
-    AttentionTile cut = d.tile(s, t.first / d.tokens, c);
-    d.lay_out(cut, parts + c * stride);
-    backend().add_mass(cut, rows, cut.total, mass);
+}
+
+// To sums [batch][keys] what a joined token attends to, from the parts of all heads, one after another.
+void add_heads(const AttentionShape& s, const Division& d, float* parts, size_t keys, float* sums) {
+  for (size_t head = 0; head < heads(s); head++) {
+    for (size_t cut = 0; cut < d.cuts; cut++, parts += d.part_floats()) {
+      AttentionTile t = d.tile(s, 0, cut);
+      d.lay_out(t, parts);
+      backend().add_mass(t, s.tokens * s.group, t.total, sums + head / s.used_heads * keys);
+    }
   }
 }
 
-// mass [batch][capacity] += the sums of parts [tiles][heads][keys], each tile's and head's.
-void add_parts(const AttentionShape& s, const Division& d, const float* parts, size_t keys, float* mass) {
-  for (size_t tile = 0; tile < d.tiles; tile++) {
-    for (size_t head = 0; head < heads(s); head++, parts += keys) {
-      float* to = mass + head / s.used_heads * s.capacity;
-      for (size_t key = 0; key < visible(s); key++) to[key] += parts[key];
-    }
+// mass [batch][capacity] += sums [tiles][batch][count][keys].
+void add_sums(const AttentionShape& s, const Division& d, const float* sums, size_t count, size_t keys,
+              float* mass) {
+  for (size_t i = 0; i < d.tiles * s.batch * count; i++, sums += keys) {
+    float* to = mass + i / count % s.batch * s.capacity;
+    for (size_t key = 0; key < visible(s); key++) to[key] += sums[key];
   }
 }
 
@@ -206,12 +210,14 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     for (size_t i = 0; i < heads(s); i++)
       new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(d.cuts));
   }
-  // Of each head and tile its own, so that sums do not depend on which thread was first; whole blocks.
+  // What is attended to, in whole blocks of keys. Heads and tiles that have no parts have sums of their own,
+  // so that these do not depend on which thread was first.
   const size_t keys = (visible(s) + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-  const size_t mass_bytes = heads(s) * d.tiles * keys * sizeof(float);
-  float* masses = mass ? static_cast<float*>(thread_scratch(kMass, mass_bytes)) : nullptr;
-  if (mass && !masses) return kNoMemory;
-  if (mass) memset(masses, 0, mass_bytes);
+  const size_t summed = parts ? 1 : s.used_heads;
+  const size_t sums_bytes = d.tiles * s.batch * summed * keys * sizeof(float);
+  float* sums = mass ? static_cast<float*>(thread_scratch(kMass, sums_bytes)) : nullptr;
+  if (mass && !sums) return kNoMemory;
+  if (mass) memset(sums, 0, sums_bytes);
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
   const auto attend = [&](size_t task) {
@@ -230,17 +236,23 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     }
     d.lay_out(t, static_cast<float*>(part));
     kernels.attend(a, t);
-    float* own = masses ? masses + (tile * heads(s) + head) * keys : nullptr;
     if (!parts) {
-      join(a, s, t, d, t.sums, own);
+      join(a, s, t, d, t.sums);
+      if (mass) {
+        const size_t rows = (t.last - t.first) * s.group;
+        kernels.add_mass(t, rows, t.total, sums + (tile * heads(s) + head) * keys);
+      }
     } else if (missing[head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       // Whoever is last joins the parts of a head, always in the same order.
-      join(a, s, t, d, reinterpret_cast<float*>(first), own);
+      join(a, s, t, d, reinterpret_cast<float*>(first));
     }
   };
   parallel(heads(s) * d.tiles * d.cuts, attend, next);
   if (failed) return kNoMemory;
-  if (mass) add_parts(s, d, masses, keys, mass);
+  if (mass) {
+    if (parts) add_heads(s, d, reinterpret_cast<float*>(parts), keys, sums);
+    add_sums(s, d, sums, summed, keys, mass);
+  }
   return nullptr;
 }
 

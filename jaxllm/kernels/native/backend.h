@@ -91,7 +91,7 @@ struct Document {
 
 // Keys or values of one kv head of a chunk, as bytes, and where its rows go.
 struct Chunk {
-  const uint8_t* data;         // [tokens][width * bits / 8] levels of 8, 4 or 2 bits
+  const uint8_t* data;         // [tokens][width * bits / 8] levels of 8, 4 or 2 bits; of 0 bits, the rows
   const uint8_t *low, *scale;  // halves, not aligned: [width], or by token [tokens]
   int bits;
   bool by_token;
@@ -140,7 +140,9 @@ struct Backend {
   // The first index of the largest number, or of the first NaN.
   int32_t (*largest)(const float* x, size_t count);
   int64_t (*read)(const void* data, size_t bytes);
+  // Other threads see its rows after `stream_fence`, which takes as long as many rows.
   void (*load_chunk)(const Chunk&, float* scratch);
+  void (*stream_fence)();
   // Causal attention: out like q, and what the backward pass needs besides. Scratch: document_scratch.
   void (*attend_document)(const Document&, float* out, float* lse, float* scratch);
   // From what reaches `out`, like q, what reaches q, k and v. Scratch: document_gradients_scratch.

@@ -58,6 +58,7 @@ constexpr Backend table(const char* name) {
                  largest,
                  read_words,
                  load_chunk,
+                 stream_fence,
                  attend_document,
                  attend_document_back};
 }

@@ -25,13 +25,17 @@ def engine_of(tmp_path_factory):
     """An engine by codec, format of weights and levels."""
 
     @functools.cache
-    def opened(codec, weights="f32", levels=()):
+    def made(codec, weights, levels):
         folder = tmp_path_factory.mktemp("contexts")
         parts = elastic_parts(Ladder(levels=(*levels, 100))) if levels else None
         path = write_tiny_bundle(
             folder / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts
         )
         return Engine.open(path, options=dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels))
+
+    def opened(codec, weights="f32", levels=()):
+        # Arguments that are left out name no other engine.
+        return made(codec, weights, levels)
 
     return opened
 
