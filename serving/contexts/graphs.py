@@ -184,8 +184,9 @@ class ContextGraphs:
         """What `_source` gives for each layer, `[L, N, 2]`."""
         (count, *rest), _ = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)
         places = np.zeros((self.layers, count), np.uint64)
-        for chunk, each in blobs.items():
-            places[:, chunk] = (each if isinstance(each, Blobs) else Blobs(each)).addresses
+        if blobs:
+            each = [each if isinstance(each, Blobs) else Blobs(each) for each in blobs.values()]
+            places[:, list(blobs)] = np.stack([blob.addresses for blob in each], axis=1)
         return places.view(np.uint32).reshape(self.layers, count, *rest)
 
     def _source(self, cache: KVCache, layer: int, blobs: Mapping[int, np.ndarray]) -> np.ndarray:

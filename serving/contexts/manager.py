@@ -239,16 +239,13 @@ class Contexts:
             raise
 
     def finish(self, name: str, session: Session, tokens: Sequence[int], first: int) -> Record:
-        """Stores a context when its call has ended, and unlocks it.
+        """Stores a context when its call has ended, unlocks it, and returns its record.
 
         Args:
           name: of the context.
           session: its cache, and the tokens that this holds.
           tokens: all of the context's now.
           first: the position of the first token that the call fed; of no matter where it has slid since.
-
-        Returns:
-          Its record.
 
         Raises:
           BudgetExceeded: a quota or the device has no room; the context is as it was before the call.
@@ -284,8 +281,7 @@ class Contexts:
                 record = self._written(record, {n: coded[n] for n in coded if n in changed})
             else:
                 record = self._written(record.lose(changed), {})
-            if self._slid is not None:
-                self.memory.cut(name, 1)
+            self.memory.cut(name, len(record.bits) if self._slid is None else 1)
             self._load(graphs, name, coded)
             session.cache = session.cache.uncounted()
             self._last = (name, session)

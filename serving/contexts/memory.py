@@ -68,8 +68,8 @@ class ChunkMemory:
         self.pin(context, pinned)
         self._uses += 1
         there = self._chunks.get(context, {})
-        for chunk, each in there.items():
-            there[chunk] = dataclasses.replace(each, used=self._uses)
+        for each in there.values():
+            each.used = self._uses
         return [chunk for chunk in range(count) if chunk not in there]
 
     def pin(self, context: str, pinned: bool) -> None:
