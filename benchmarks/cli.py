@@ -1,5 +1,6 @@
 """`jaxllm bench NAME`."""
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -8,6 +9,7 @@ from benchmarks import engine as engine_bench
 from benchmarks.contexts import quality as contexts_quality
 from benchmarks.contexts import run as contexts_bench
 from benchmarks.contexts.figures import draw as draw_contexts
+from benchmarks.devices import DEVICES
 from benchmarks.elastic import run as elastic_bench
 from benchmarks.elastic.figures import draw
 from benchmarks.elastic.shape import elastic_shape
@@ -18,6 +20,7 @@ from benchmarks.speculative import run as speculative_bench
 from benchmarks.speculative.memory import memory_rows
 from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from serving.console import Size, progress_bars
+from serving.contexts.switching import PATTERNS
 from serving.models import find_model, open_model
 from serving.options import EngineOptions
 
@@ -267,6 +270,16 @@ def speculative_command(
 )
 @click.option("--data", type=click.Path(path_type=Path), help="The folder of texts and tasks.")
 @click.option("--only-quality", is_flag=True, help="Leave out all that is timed.")
+@click.option(
+    "--contexts", "counts", type=click.IntRange(min=1), multiple=True, help="Only so many active contexts."
+)
+@click.option(
+    "--pattern", "patterns", type=click.Choice(list(PATTERNS)), multiple=True, help="Only this pattern."
+)
+@click.option(
+    "--device", "devices", type=click.Choice(list(DEVICES)), multiple=True, help="Only this storage."
+)
+@click.option("--only-switches", is_flag=True, help="Leave out ablations, sizes of chunks and speed.")
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -277,6 +290,10 @@ def contexts_command(
     quality: Path | None,
     data: Path | None,
     only_quality: bool,
+    counts: tuple[int, ...],
+    patterns: tuple[str, ...],
+    devices: tuple[str, ...],
+    only_switches: bool,
     quick: bool,
     plot: Path | None,
     as_json: bool,
@@ -289,6 +306,15 @@ def contexts_command(
     if (quality is None) != (data is None) or (only_quality and quality is None):
         raise click.UsageError("quality is measured of a trained model: --quality BUNDLE --data DIR")
     plan = contexts_bench.Plan.quick() if quick else contexts_bench.Plan()
+    chosen = tuple(sorted(set(counts))) or plan.contexts
+    plan = dataclasses.replace(
+        plan,
+        contexts=chosen,
+        fitting=min(plan.fitting, chosen[-1]),
+        patterns=patterns or plan.patterns,
+        devices=tuple(DEVICES[name] for name in devices) or plan.devices,
+        variants=not only_switches,
+    )
     judged = contexts_quality.QualityPlan.quick() if quick else contexts_quality.QualityPlan()
     rows = []
     with progress_bars() as progress:

@@ -5,6 +5,8 @@ ready, so that only its own speed shows. Computing stays this machine's.
 """
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from serving.direct_io import Storage
 
@@ -42,3 +44,5 @@ EMULATED = (
     emulated("eMMC 5.1", 250, 125, 11_000),
     emulated("eUFS 3.1", 2100, 1200, 100_000),
 )
+# By what they are asked for.
+DEVICES: Mapping[str, Device] = MappingProxyType({"real": REAL, "emmc": EMULATED[0], "eufs": EMULATED[1]})

@@ -5,13 +5,14 @@ Pure functions of static shapes, as in `steps.py`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache, Places
-from jaxllm.kv.chunks import load_chunks
+from jaxllm.kv.chunks import Past, load_chunks
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.layers import normalize
 from jaxllm.models.decoder import forward_layer, logits
@@ -48,7 +49,7 @@ def head_piece(table: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arr
 def load_cache(
     params: Params,
     cache: KVCache,
-    sources: tuple[jax.Array, ...],
+    sources: jax.Array | tuple[jax.Array, ...],
     bits: jax.Array,
     *,
     cfg: ModelConfig,
@@ -59,21 +60,13 @@ def load_cache(
     Args:
       params: what says how many units are used, where anything does (see `jaxllm.used_units`).
       cache: of one sequence; donated. Its length is the caller's business.
-      sources: of each layer, where its blobs are (see `load_chunks`).
-      bits: `[N]` int32 of the chunks from the first on; negative for none.
+      sources: where the blobs of all layers are, and
+      bits: how wide they are (see `load_chunks`).
       cfg: the model.
       form: how they were stored.
     """
-    # Layers do not wait for one another: XLA's own threads share them.
-    alone = cfg.layers == 1
-    layers = [
-        _load_layer(
-            params, (cache.keys[layer], cache.values[layer]), source, bits,
-            layer=layer, form=form, spread=alone,
-        )
-        for layer, source in zip(range(cfg.layers), sources, strict=True)
-    ]  # fmt: skip
-    keys, values = zip(*layers, strict=True)
+    pasts = list(zip(cache.keys, cache.values, strict=True))
+    keys, values = zip(*_loaded(params, pasts, sources, bits, range(cfg.layers), form=form), strict=True)
     return dataclasses.replace(cache, keys=keys, values=values)
 
 
@@ -99,7 +92,8 @@ def restore_layer(
       x: `[1, T, D]`, the layer's input; donated.
       at: where the T tokens stand.
       past: keys and values `[1, K, S, H]`; donated.
-      source, bits: see `load_chunks`.
+      source: where the layer's blobs are: addresses `[N, 2]`, or the blobs themselves.
+      bits: how wide they are (see `load_chunks`).
       cfg: the model.
       layer: its index.
       form: how chunks were stored.
@@ -107,22 +101,23 @@ def restore_layer(
     Returns:
       The next layer's input, keys and values.
     """
-    past = _load_layer(params, past, source, bits, layer=layer, form=form)
+    sources = source[None] if source.dtype == jnp.uint32 else (source,)
+    (past,) = _loaded(params, [past], sources, bits, [layer], form=form)
     x, past, _ = forward_layer(params, x, at, past, cfg=cfg, layer=layer)
     return x, past
 
 
-def _load_layer(
+def _loaded(
     params: Params,
-    past: tuple[jax.Array, jax.Array],
-    source: jax.Array,
+    pasts: Sequence[Past],
+    sources: jax.Array | tuple[jax.Array, ...],
     bits: jax.Array,
+    layers: Sequence[int],
     *,
-    layer: int,
     form: ChunkFormat,
-    spread: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    used, _ = used_in_layer(LayerParams(params, "").counts, layer)
+) -> tuple[Past, ...]:
+    """`load_chunks` into some layers."""
+    counts = LayerParams(params, "").counts
     # Blobs that come by value have all of the cache's heads.
-    used = used if source.dtype == jnp.uint32 else None
-    return load_chunks(past, source, bits, form=form, used=used, spread=spread)
+    used = [used_in_layer(counts, layer)[0] for layer in layers] if isinstance(sources, jax.Array) else ()
+    return load_chunks(pasts, sources, bits, form=form, used=used)

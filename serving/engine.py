@@ -35,6 +35,7 @@ from serving.graph_table import Progress
 from serving.levels import Levels
 from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
+from serving.sliding import Sliding
 from serving.speculative.options import SpeculationOptions
 from serving.streaming.footprint import drafter_bytes, streamed_weights
 from serving.streaming.table import StreamedTable
@@ -297,6 +298,7 @@ class Engine:
         *,
         level: int | None = None,
         session: Session | None = None,
+        sliding: Sliding | None = None,
     ) -> Generation:
         """Answers a prompt: text (special tokens are added) or token ids.
 
@@ -306,6 +308,7 @@ class Engine:
           level: the sub-model that answers, in percent, one of `EngineOptions.levels` or 100; None for the
             one that this engine is (`at`).
           session: a conversation whose cache is used and extended.
+          sliding: how an answer goes on that outgrows the context; None to end it there.
 
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
@@ -322,7 +325,7 @@ class Engine:
         table = self.table if level is None else self.table.at(level)
         if self._speculative is not None and table is self.table:
             table = self._speculative
-        return Generation(table, self.tokenizer, session, prompt, config, seed)
+        return Generation(table, self.tokenizer, session, prompt, config, seed, sliding)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
         """`stream`, run to the end."""

@@ -19,6 +19,7 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.lowering import MAX_STOP_IDS
 from serving.options import EngineOptions
+from serving.sliding import Sliding, kept_tokens, slid
 from serving.text import TextStream
 
 # A dispatch decodes as many tokens as fit this time, so that text flows, a cancel is obeyed soon, and
@@ -152,6 +153,7 @@ class Generation(Iterator[str]):
       prompt_tokens: number of tokens of the prompt.
       reused_tokens: how many of them were in the session's cache already.
       tokens: ids of the answer so far, a stop token included.
+      sequence: prompt and answer, without what slid out of the window: what the next turn goes on from.
       text: the answer so far.
       finish_reason: "stop" (end token or stop string), "length" (max_tokens or the window), or None
         while running or when closed early.
@@ -168,21 +170,24 @@ class Generation(Iterator[str]):
         prompt: Sequence[int],
         config: GenerationConfig,
         seed: int,
+        sliding: Sliding | None = None,
     ) -> None:
         _check_prompt(prompt, table)
+        _check_sliding(sliding, table)
         self.prompt_tokens = len(prompt)
         self.reused_tokens = 0
         self.tokens: list[int] = []
+        self.sequence = list(prompt)
         self.text = ""
         self.finish_reason: Literal["stop", "length"] | None = None
         self.stop_string: str | None = None
         self.seed = seed
         self.timings = Timings()
-        self._table, self._session, self._config = table, session, config
+        self._table, self._session, self._config, self._sliding = table, session, config, sliding
         self._stream = TextStream(tokenizer, config.stop)
         self._stop_ids = config.stop_ids(tokenizer.eos_ids)
         self._sampler = sampler_state(config.sampling, prompt, table.cfg.vocab_size, seed)
-        self._pieces = self._run(list(prompt))
+        self._pieces = self._run()
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -199,9 +204,9 @@ class Generation(Iterator[str]):
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def _run(self, prompt: list[int]) -> Iterator[str]:
+    def _run(self) -> Iterator[str]:
         began = time.perf_counter()
-        token = self._prefill(prompt)
+        token = self._prefill(list(self.sequence))
         # Reading the token waits for the device: this is the first moment that a user could see it.
         blocks = [int(np.asarray(token)[0])]
         self.timings.ttft_ms = self._elapsed_ms(began)
@@ -212,7 +217,9 @@ class Generation(Iterator[str]):
             if piece:
                 self.text += piece
                 yield piece
-            limit = self._table.decode_limit(pace, self._remaining(len(prompt)))
+            if self.finish_reason is None and self._room <= 0 < self._wanted and self._sliding is not None:
+                self._slide(self._sliding)
+            limit = self._table.decode_limit(pace, min(self._wanted, self._room))
             if self.finish_reason is None and limit <= 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
@@ -248,8 +255,7 @@ class Generation(Iterator[str]):
     def _decode(self, token: jax.Array, limit: int) -> tuple[jax.Array, list[int]]:
         """Decodes up to `limit` tokens: the last one as the graphs take it, and all of them."""
         session, table = self._session, self._table
-        if session.weights_version != table.weights_version:
-            raise ContextGone("the model's adapter was changed in the middle of an answer; ask again")
+        self._require_same_weights()
         pending = self.tokens[-1]
         held, cache = session.take()
         assert cache is not None
@@ -261,6 +267,24 @@ class Generation(Iterator[str]):
         held += [pending, *block[:-1]]
         session.cache, session.tokens = cache, held
         return np.array(block[-1:], np.int32), block
+
+    def _slide(self, sliding: Sliding) -> None:
+        """Forgets the middle of the sequence, and feeds its newest tokens where they come to stand."""
+        session, table, sinks = self._session, self._table, sliding.sink_tokens
+        self._require_same_weights()
+        if sliding.leaving is not None:
+            sliding.leaving()
+        kept = slid(self.sequence, sink_tokens=sinks, most=kept_tokens(table.options.context_tokens))
+        _, cache = session.take()
+        assert cache is not None
+        # The last token is not in the cache: decoding feeds it.
+        _, cache = table.prefill(cache, kept[sinks:-1], sinks)
+        session.cache, session.tokens = cache, kept[:-1]
+        self.sequence = kept
+
+    def _require_same_weights(self) -> None:
+        if self._session.weights_version != self._table.weights_version:
+            raise ContextGone("the model's adapter was changed in the middle of an answer; ask again")
 
     def _take(self, block: list[int]) -> str:
         """Adds a block to the answer, up to where it stops; returns the new text."""
@@ -274,15 +298,20 @@ class Generation(Iterator[str]):
             self.finish_reason = "stop"
             block = block[: visible + 1]
         self.tokens += block
+        self.sequence += block
         # What was decoded behind the stop is not part of the conversation.
-        del self._session.tokens[self.prompt_tokens + len(self.tokens) :]
+        del self._session.tokens[len(self.sequence) :]
         return piece
 
-    def _remaining(self, prompt_tokens: int) -> int:
-        """Tokens that may still be decoded: of the request, and of the window."""
-        asked = self._config.max_tokens - len(self.tokens)
-        room = self._table.options.context_tokens - prompt_tokens - len(self.tokens) + 1
-        return min(asked, room)
+    @property
+    def _wanted(self) -> int:
+        """Tokens that the request still asks for."""
+        return self._config.max_tokens - len(self.tokens)
+
+    @property
+    def _room(self) -> int:
+        """Tokens that may still be decoded in the window: the last one need not fit."""
+        return self._table.options.context_tokens - len(self.sequence) + 1
 
     @staticmethod
     def _elapsed_ms(began: float) -> float:
@@ -310,3 +339,13 @@ def _check_prompt(prompt: Sequence[int], table: Decoder) -> None:
     worst = max(prompt) if min(prompt) >= 0 else min(prompt)
     if not 0 <= worst < vocab:
         raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")
+
+
+def _check_sliding(sliding: Sliding | None, table: Decoder) -> None:
+    # Besides those that stay one token must be fed again, and one is decoded from.
+    most = kept_tokens(table.options.context_tokens) - 2
+    if sliding is not None and not 0 <= sliding.sink_tokens <= most:
+        raise ConfigError(
+            f"{sliding.sink_tokens} tokens cannot stay where a context of {table.options.context_tokens} "
+            f"slides: at most {max(0, most)} may; ask for fewer, or for a longer --context"
+        )

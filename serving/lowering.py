@@ -153,14 +153,17 @@ def _lower_context(
         numbers = jax.ShapeDtypeStruct((ENCODED_CHUNKS,), jnp.int32)
         encode = functools.partial(encode_chunks, form=form, bits=bucket.bits)
         return jax.jit(encode).lower(past, numbers)
-    sources = tuple(
+    sources = [
         jax.ShapeDtypeStruct(*source_shape(cfg, options, each, bucket.cache_tokens))
         for each in range(cfg.layers)
-    )
+    ]
     bits = jax.ShapeDtypeStruct(sources[0].shape[:1], jnp.int32)
     if bucket.kind == "load":
+        addresses = reads_addresses(jnp.dtype(options.cache_dtype))
+        every = jax.ShapeDtypeStruct((cfg.layers, *sources[0].shape), jnp.uint32)
+        of_all = every if addresses else tuple(sources)
         load = functools.partial(load_cache, cfg=cfg, form=form)
-        return jax.jit(load, donate_argnums=(1,)).lower(_shapes(counts_alone(params)), cache, sources, bits)
+        return jax.jit(load, donate_argnums=(1,)).lower(_shapes(counts_alone(params)), cache, of_all, bits)
 
     def restored(params: Params | CountedSubModel, *rest: Any) -> Any:
         return restore_layer(part_of_sub_model(params, cfg), *rest, cfg=cfg, layer=layer, form=form)

@@ -41,6 +41,7 @@ class Plan:
       calls: of each trace.
       devices: whose storage chunks are on; on the first one all patterns are run, on others the first.
       chunk_tokens: sizes of chunks to compare, besides the paper's.
+      variants: whether ours is run without its techniques and in other chunks, and beside no contexts at all.
       repeats: of each timing of inference.
       seed: of all draws.
     """
@@ -51,6 +52,7 @@ class Plan:
     calls: int = 30
     devices: tuple[Device, ...] = (REAL, *EMULATED)
     chunk_tokens: tuple[int, ...] = (8, 32, 64)
+    variants: bool = True
     repeats: int = 5
     seed: int = 0
 
@@ -212,6 +214,8 @@ def run(
         case = f"{pattern}, {budget / 1e6:.0f} MB, {device.name}"
         for limit_ms in LIMITS_MS:
             rows += most_contexts(case, of, limit_ms)
+    if not plan.variants:
+        return rows
     rows += _variant_rows(bench, budget, tell)
     return rows + speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
 

@@ -282,8 +282,7 @@ def attention(
 
 
 def load_chunks(
-    keys: jax.Array,
-    values: jax.Array,
+    pasts: Sequence[tuple[jax.Array, jax.Array]],
     addresses: jax.Array,
     bits: jax.Array,
     *,
@@ -291,34 +290,34 @@ def load_chunks(
     keys_by_token: bool,
     values_by_token: bool,
     rotated: bool,
-    used: UsedUnits | None = None,
-    spread: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """Decodes chunks of `tokens` tokens into one layer's cache `[1, K, S, H]`, in place.
+    used: Sequence[UsedUnits | None] = (),
+) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    """Decodes chunks of `tokens` tokens into the caches of some layers, in place.
 
-    Chunk i is read from this process's memory at `addresses[i]` (uint32 `[N, 2]`, the lower half first), a
-    blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are, negative for no
-    chunk). Of the K heads a blob has those that are used. Whoever calls the graph sees to it that the blobs
-    are there, and whole, until it has run. All threads share the work if it is to be `spread`; not where XLA
-    runs several such calls beside one another, on threads of its own.
+    Chunk i of layer l is read from this process's memory at `addresses[l, i]` (uint32 `[L, N, 2]`, the lower
+    half first), a blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are,
+    negative for no chunk), and goes to `pasts[l]`, keys and values `[1, K, S, H]`; S and H are those of all
+    layers. Of the K heads a layer's blobs have those that are used, or all. Whoever calls the graph sees to
+    it that the blobs are there, and whole, until it has run.
     """
-    counts, places = _counts(used)
-    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (keys, values)]
-    call = jax.ffi.ffi_call(_target("load_chunks"), results, input_output_aliases={0: 0, 1: 1})
-    keys, values = call(
-        keys,
-        values,
+    counts, places = zip(*[_counts(each) for each in used or [None] * len(pasts)], strict=True)
+    flat = [rows for past in pasts for rows in past]
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in flat]
+    aliases = {3 + place: place for place in range(len(flat))}
+    call = jax.ffi.ffi_call(_target("load_chunks"), results, input_output_aliases=aliases)
+    loaded = call(
         addresses,
         bits,
-        counts,
+        # The same of all layers: that of the model.
+        counts[0],
+        *flat,
         tokens=np.int64(tokens),
         keys_by_token=keys_by_token,
         values_by_token=values_by_token,
         rotated=rotated,
-        heads_at=places["units_at"],
-        spread=spread,
+        heads_at=np.array([each["units_at"] for each in places], np.int64),
     )
-    return keys, values
+    return tuple(zip(loaded[::2], loaded[1::2], strict=True))
 
 
 def document_attention(

@@ -9,6 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -35,6 +36,11 @@ class KVCache:
     def capacity_tokens(self) -> int:
         """Positions that fit (S)."""
         return self.keys[0].shape[2]
+
+    def uncounted(self) -> "KVCache":
+        """The same, and nothing was attended to yet."""
+        mass = np.zeros((self.keys[0].shape[0], self.capacity_tokens), np.float32)
+        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: graphs take it
 
 
 @jax.tree_util.register_dataclass

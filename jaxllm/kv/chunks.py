@@ -3,6 +3,8 @@
 A chunk's number is its place: chunk n of C tokens stands at positions `[n·C, (n+1)·C)`.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,9 @@ from jaxllm.used_units import UsedUnits
 
 # Of a chunk, unless somebody wants another number (LLMS, section 3.2).
 CHUNK_TOKENS = 16
+
+# One layer's keys and values.
+Past = tuple[jax.Array, jax.Array]
 
 
 def chunk_shapes(cfg: ModelConfig, *, tokens: int = CHUNK_TOKENS, dtype: str) -> tuple[ChunkShape, ...]:
@@ -50,48 +55,39 @@ def encode_chunks(
 
 
 def load_chunks(
-    past: tuple[jax.Array, jax.Array],
-    source: jax.Array,
+    pasts: Sequence[Past],
+    sources: jax.Array | Sequence[jax.Array],
     bits: jax.Array,
     *,
     form: ChunkFormat,
-    used: UsedUnits | None = None,
-    spread: bool = True,
-) -> tuple[jax.Array, jax.Array]:
-    """One layer's keys and values `[1, K, S, H]` with stored chunks at their places.
+    used: Sequence[UsedUnits | None] = (),
+) -> tuple[Past, ...]:
+    """Keys and values `[1, K, S, H]` of some layers with stored chunks at their places.
 
     Args:
-      past: keys and values; donate them where they are read natively.
-      source: where the blobs of chunks 0, 1, ... are: addresses uint32 `[N, 2]` (see `native.load_chunks`),
-        or the blobs themselves, uint8 `[N, most]`, each padded to that of the widest.
+      pasts: of each layer keys and values; donate them where they are read natively.
+      sources: where the blobs of chunks 0, 1, ... are: addresses uint32 `[L, N, 2]` (see
+        `native.load_chunks`), or of each layer the blobs themselves, uint8 `[N, most]`, each padded to that
+        of the widest.
       bits: int32 `[N]`, a width of `form`; negative for no chunk.
       form: how they were stored.
-      used: how many of the K heads the blobs have; None for all. Only addresses can be read so.
-      spread: see `native.load_chunks`.
+      used: of each layer how many of the K heads the blobs have; none for all. Only addresses can be read so.
     """
     codec = form.codec
-    if source.dtype == jnp.uint32:
+    if isinstance(sources, jax.Array):
         return native.load_chunks(
-            *past,
-            source,
+            pasts,
+            sources,
             bits,
             tokens=form.tokens,
             keys_by_token=codec.keys == "token",
             values_by_token=codec.values == "token",
             rotated=codec.rotated,
             used=used,
-            spread=spread,
         )
-    assert used is None
-    keys, values = past
-    capacity = keys.shape[2]
-    shape = ChunkShape(heads=keys.shape[1], tokens=form.tokens, width=keys.shape[3], dtype=keys.dtype.name)
-    for width, size in form.sizes(shape).items():
-        # Chunks of other widths, and none, aim behind the cache.
-        at = jnp.where(bits == width, jnp.arange(len(bits), dtype=jnp.int32), capacity)
-        of_keys, of_values = codec.decode(source[:, :size], shape, width)
-        keys, values = place_chunks(keys, of_keys, at), place_chunks(values, of_values, at)
-    return keys, values
+    return tuple(
+        _load_layer(past, source, bits, form=form) for past, source in zip(pasts, sources, strict=True)
+    )
 
 
 def reads_addresses(dtype: jnp.dtype) -> bool:
@@ -109,3 +105,15 @@ def place_chunks(rows: jax.Array, chunks: jax.Array, at: jax.Array) -> jax.Array
     places = (at[:, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)).reshape(-1)
     flat = chunks.swapaxes(0, 1).reshape(heads, count * tokens, width)
     return rows.at[0, :, places].set(flat.swapaxes(0, 1).astype(rows.dtype), mode="drop")
+
+
+def _load_layer(past: Past, source: jax.Array, bits: jax.Array, *, form: ChunkFormat) -> Past:
+    keys, values = past
+    capacity = keys.shape[2]
+    shape = ChunkShape(heads=keys.shape[1], tokens=form.tokens, width=keys.shape[3], dtype=keys.dtype.name)
+    for width, size in form.sizes(shape).items():
+        # Chunks of other widths, and none, aim behind the cache.
+        at = jnp.where(bits == width, jnp.arange(len(bits), dtype=jnp.int32), capacity)
+        of_keys, of_values = form.codec.decode(source[:, :size], shape, width)
+        keys, values = place_chunks(keys, of_keys, at), place_chunks(values, of_values, at)
+    return keys, values

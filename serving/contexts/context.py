@@ -19,6 +19,7 @@ from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
 from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig, Session
+from serving.sliding import Sliding
 
 # Stands for a turn's text while a template is looked at; no text has it.
 _PLACE = "\ue000\ue001\ue000"
@@ -130,14 +131,14 @@ class Context:
           max_tokens: most tokens of the answer.
           stop: strings that end it.
           ignore_eos: go on past the model's end tokens.
-          slide: where all of it together would be longer than the model's window, forget the middle of what
-            was said before (see `Contexts.slide`).
+          slide: where all of it together outgrows the model's window, forget the middle of what was said
+            before, and again whenever the answer outgrows it (see `serving.sliding`).
           sampling: how tokens are chosen; greedy by default.
 
         Raises:
           ContextGone: see `record`.
           ConfigError: the prompt is empty or malformed, or an instruction comes late.
-          ContextOverflow: all of it together is longer than the model's window.
+          ContextOverflow: what was said before and the prompt are longer than the model's window.
 
         The first piece raises BudgetExceeded where the context would not fit into memory, the last where it
         cannot be stored; it is then as it was before the call.
@@ -150,16 +151,18 @@ class Context:
             raise ConfigError("an instruction comes with a prompt of text, not with token ids")
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one token of text")
+        contexts, app, name, session, sliding = self._contexts, self.app, self.name, Session(), None
         if slide:
-            room = engine.options.context_tokens - len(prompt) - max_tokens
-            record = self._contexts.slide(self.app, self.name, max(0, room))
+            record = contexts.slide(app, name, max(0, engine.options.context_tokens - len(prompt)))
+            sliding = Sliding(
+                sink_tokens=engine.options.kv_chunk_tokens,
+                leaving=lambda: contexts.leaving(name, session, generation.reused_tokens),
+            )
         whole = [*record.tokens, *prompt]
         config = GenerationConfig(
             max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
         )
-        session = Session()
-        generation = engine.stream(whole, config, level=record.origin.level, session=session)
-        contexts, app, name = self._contexts, self.app, self.name
+        generation = engine.stream(whole, config, level=record.origin.level, session=session, sliding=sliding)
 
         def begin() -> Restoration:
             if contexts.record(app, name).tokens != record.tokens:
@@ -172,7 +175,7 @@ class Context:
             if not generation.tokens:
                 contexts.abandon(name)
                 return
-            contexts.finish(name, session, [*whole, *generation.tokens], generation.reused_tokens)
+            contexts.finish(name, session, generation.sequence, generation.reused_tokens)
 
         return ContextAnswer(generation, begin, finish)
 

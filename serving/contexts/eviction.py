@@ -14,9 +14,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.codecs import RAW
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class Resident:
-    """A chunk in memory.
+    """A chunk in memory. Only `used` changes while it is there: a context that is called has a hundred of
+    them, and making them anew takes part of a switch's time.
 
     Attributes:
       context: name of its context.

@@ -162,13 +162,14 @@ class ContextGraphs:
         bits[list(widths)] = list(widths.values())
         return bits
 
-    def _addresses(self, cache: KVCache, blobs: Mapping[int, Sequence[np.ndarray]]) -> tuple[np.ndarray, ...]:
-        """What `_source` gives for each layer."""
+    def _addresses(self, cache: KVCache, blobs: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
+        """What `_source` gives for each layer, `[L, N, 2]`."""
         (count, *rest), _ = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)
         places = np.zeros((self.layers, count), np.uint64)
-        for chunk, each in blobs.items():
-            places[:, chunk] = (each if isinstance(each, Blobs) else Blobs(each)).addresses
-        return tuple(places.view(np.uint32).reshape(self.layers, count, *rest))
+        if blobs:
+            each = [each if isinstance(each, Blobs) else Blobs(each) for each in blobs.values()]
+            places[:, list(blobs)] = np.stack([blob.addresses for blob in each], axis=1)
+        return places.view(np.uint32).reshape(self.layers, count, *rest)
 
     def _source(self, cache: KVCache, layer: int, blobs: Mapping[int, np.ndarray]) -> np.ndarray:
         shape, dtype = source_shape(self._cfg, self.table.options, layer, cache.capacity_tokens)

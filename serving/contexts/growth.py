@@ -13,6 +13,15 @@ from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
 
 
+def sinking(before: Record, graphs: ContextGraphs, *, mass: np.ndarray, first: int, held: int) -> Record:
+    """The record of a context that keeps its first chunk alone, with the attention that this got so far; the
+    arguments are those of `grown`."""
+    got, seen = _attended(before, graphs, mass=mass, first=first, held=held)
+    return dataclasses.replace(
+        before, bits=before.bits[:1], mass=tuple(got[:1].tolist()), seen=tuple(seen[:1].tolist())
+    )
+
+
 def grown(
     before: Record,
     graphs: ContextGraphs,
@@ -37,14 +46,9 @@ def grown(
     Returns:
       The record with the widths that chunks are to have: none rises above what it is stored at.
     """
-    size, cfg = graphs.chunk_tokens, graphs.table.cfg
-    count = held // size
-    heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
-    got = chunk_mass(mass, count, size)
-    seen = sightings(first, held, count, size, heads=heads, windows=cfg.attention_windows)
+    got, seen = _attended(before, graphs, mass=mass, first=first, held=held)
+    count = len(got)
     known = min(count, len(before.bits))
-    got[:known] += before.mass[:known]
-    seen[:known] += before.seen[:known]
     if graphs.widths == (RAW,):
         bits = np.full(count, RAW)
     else:
@@ -70,3 +74,18 @@ def most_bytes(graphs: ContextGraphs, options: ContextOptions, chunks: int) -> i
     scales = 2 * graphs.chunk_bytes(4) - graphs.chunk_bytes(8)
     levels = graphs.chunk_bytes(8) - scales
     return int(chunks * (scales + options.ratio * levels)) + 1
+
+
+def _attended(
+    before: Record, graphs: ContextGraphs, *, mass: np.ndarray, first: int, held: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The attention that each whole chunk got so far, and that it could have got, `[N]` each."""
+    size, cfg = graphs.chunk_tokens, graphs.table.cfg
+    count = held // size
+    heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
+    got = chunk_mass(mass, count, size)
+    seen = sightings(first, held, count, size, heads=heads, windows=cfg.attention_windows)
+    known = min(count, len(before.mass))
+    got[:known] += before.mass[:known]
+    seen[:known] += before.seen[:known]
+    return got, seen

@@ -13,7 +13,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import Resident, find_policy
 from serving.contexts.graphs import ContextGraphs
-from serving.contexts.growth import grown, most_bytes
+from serving.contexts.growth import grown, most_bytes, sinking
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Origin, Record
@@ -34,6 +34,7 @@ from serving.contexts.store import ContextStore
 from serving.engine import Engine
 from serving.generation import Session
 from serving.graph_table import GraphTable
+from serving.sliding import kept_tokens, slid
 
 # A device that is asked for two things at a time is not idle in between.
 _READERS = 2
@@ -70,6 +71,8 @@ class Contexts:
             app_quota_bytes=options.app_quota_bytes,
         )
         self._running = ""
+        # The context that answers as it will go on, where it has forgotten its middle meanwhile.
+        self._slid: Record | None = None
         # Whose cache is still there, and the cache.
         self._last: tuple[str, Session] = ("", Session())
         self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
@@ -139,9 +142,8 @@ class Contexts:
     def slide(self, app: str, name: str, room_tokens: int) -> Record:
         """Forgets the middle of a context that has more than `room_tokens` tokens.
 
-        Its first chunk stays, for that is where attention goes that has nowhere else to go (attention sinks,
-        arXiv 2309.17453), and its newest tokens, to half the window at most: so that this happens seldom, for
-        they are computed again where they stand then.
+        Its first chunk stays, and its newest tokens, which are computed again where they stand then (see
+        `serving.sliding`).
 
         Raises:
           ContextGone: see `record`.
@@ -151,12 +153,32 @@ class Contexts:
         if len(record.tokens) <= room_tokens:
             return record
         self._require_quiet(name)
-        newest = max(0, min(room_tokens, self.engine.options.context_tokens // 2) - size)
-        tokens = record.tokens[:size] + record.tokens[len(record.tokens) - newest :]
+        most = min(room_tokens, kept_tokens(self.engine.options.context_tokens))
+        tokens = slid(record.tokens, sink_tokens=size, most=most)
         first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen")}
-        record = self.store.commit(dataclasses.replace(record, tokens=tokens, **first))
-        self._forget(name)
+        record = self.store.commit(dataclasses.replace(record, tokens=tuple(tokens), **first))
+        self.memory.cut(name, 1)
+        self._forget_cache(name)
         return record
+
+    def leaving(self, name: str, session: Session, first: int) -> None:
+        """Notes that the context that answers is about to forget its middle: of its chunks the first one
+        stays, with the attention that it got, and what follows will be others.
+
+        Storage and memory are as they were until `finish`.
+
+        Args:
+          name: of the context.
+          session: its cache, and the tokens that this holds; what was attended to is counted anew from here.
+          first: the position of the first token that the call fed.
+        """
+        before = self._slid or self.store.record(name)
+        cache, graphs = session.cache, self._graphs[before.origin.level]
+        assert cache is not None
+        first = graphs.chunk_tokens if self._slid else first
+        mass = np.asarray(cache.mass)[0]
+        self._slid = sinking(before, graphs, mass=mass, first=first, held=len(session.tokens))
+        session.cache = cache.uncounted()
 
     def delete(self, name: str) -> None:
         """Forgets a context.
@@ -167,7 +189,8 @@ class Contexts:
         """
         self._require_quiet(name)
         self.store.delete(name)
-        self._forget(name)
+        self.memory.forget(name)
+        self._forget_cache(name)
 
     def begin(
         self, app: str, name: str, session: Session, *, prompt_tokens: int, most_tokens: int
@@ -216,16 +239,13 @@ class Contexts:
             raise
 
     def finish(self, name: str, session: Session, tokens: Sequence[int], first: int) -> Record:
-        """Stores a context when its call has ended, and unlocks it.
+        """Stores a context when its call has ended, unlocks it, and returns its record.
 
         Args:
           name: of the context.
           session: its cache, and the tokens that this holds.
           tokens: all of the context's now.
-          first: the position of the first token that the call fed.
-
-        Returns:
-          Its record.
+          first: the position of the first token that the call fed; of no matter where it has slid since.
 
         Raises:
           BudgetExceeded: a quota or the device has no room; the context is as it was before the call.
@@ -235,8 +255,11 @@ class Contexts:
             if session.cache is None:
                 raise ContextGone(f"the context {name} lost its cache to an error; it is as it was before")
             graphs, resident = self._graphs[before.origin.level], self.memory.chunks(name)
+            if self._slid is not None:
+                before, first = self._slid, graphs.chunk_tokens
+                resident = {chunk: each for chunk, each in resident.items() if chunk == 0}
             record = grown(
-                _with_resident(before, resident),
+                before.beside({chunk: each.bits for chunk, each in resident.items()}),
                 graphs,
                 self.options,
                 tokens=tokens,
@@ -258,10 +281,9 @@ class Contexts:
                 record = self._written(record, {n: coded[n] for n in coded if n in changed})
             else:
                 record = self._written(record.lose(changed), {})
+            self.memory.cut(name, len(record.bits) if self._slid is None else 1)
             self._load(graphs, name, coded)
-            positions = session.cache.capacity_tokens
-            # What was attended to so far is in the record.
-            session.cache = dataclasses.replace(session.cache, mass=np.zeros((1, positions), np.float32))
+            session.cache = session.cache.uncounted()
             self._last = (name, session)
             return record
         finally:
@@ -272,15 +294,13 @@ class Contexts:
         self.memory.own(name)
         self.memory.release(name)
         if self._running == name:
-            self._running = ""
+            self._running, self._slid = "", None
 
     def _require_quiet(self, name: str) -> None:
         if name == self._running:
             raise ConfigError(f"the context {name} is answering; close its answer first")
 
-    def _forget(self, name: str) -> None:
-        """What memory holds of a context."""
-        self.memory.forget(name)
+    def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
 
@@ -372,14 +392,6 @@ class Contexts:
             chunk_tokens=options.kv_chunk_tokens,
             dtype=options.cache_dtype,
         )
-
-
-def _with_resident(record: Record, resident: Mapping[int, Resident]) -> Record:
-    """A record with the widths of those chunks that are in memory alone."""
-    bits = tuple(
-        resident[n].bits if width == LOST and n in resident else width for n, width in enumerate(record.bits)
-    )
-    return dataclasses.replace(record, bits=bits)
 
 
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:

@@ -68,8 +68,8 @@ class ChunkMemory:
         self.pin(context, pinned)
         self._uses += 1
         there = self._chunks.get(context, {})
-        for chunk, each in there.items():
-            there[chunk] = dataclasses.replace(each, used=self._uses)
+        for each in there.values():
+            each.used = self._uses
         return [chunk for chunk in range(count) if chunk not in there]
 
     def pin(self, context: str, pinned: bool) -> None:
@@ -184,10 +184,14 @@ class ChunkMemory:
         """Lets the chunks of a context leave again when room is needed."""
         self._locked.discard(context)
 
+    def cut(self, context: str, count: int) -> None:
+        """Drops all of a context but its first `count` chunks."""
+        for chunk in [chunk for chunk in self._chunks.get(context, {}) if chunk >= count]:
+            self._drop(context, chunk)
+
     def forget(self, context: str) -> None:
         """Drops all of a context."""
-        for chunk in list(self._chunks.get(context, {})):
-            self._drop(context, chunk)
+        self.cut(context, 0)
         self._locked.discard(context)
         self._pinned.discard(context)
 

@@ -94,6 +94,11 @@ class Record:
         files = tuple("" if place in chunks else each for place, each in enumerate(self.files))
         return dataclasses.replace(self, bits=bits, files=files)
 
+    def beside(self, resident: Mapping[int, int]) -> "Record":
+        """This context with the widths of those chunks that are in memory alone, by number."""
+        bits = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(self.bits))
+        return dataclasses.replace(self, bits=bits)
+
     def write(self, path: Path) -> None:
         """Replaces the record's file, whole or not at all."""
         # Not `asdict`, which copies every token.

@@ -1,7 +1,8 @@
 // Chunks of a cache from bytes, beside a plain decoding in double: part of native_check.cpp.
 
 // One head's keys or values of a chunk, [tokens][width], from its part of a blob (jaxllm/kv/codecs.py).
-std::vector<double> decoded(const ChunksShape& s, const uint8_t* part, int bits, bool by_token, size_t head) {
+std::vector<double> decoded(const ChunksShape& s, size_t heads, const uint8_t* part, int bits, bool by_token,
+                            size_t head) {
   const size_t row_bytes = s.width * static_cast<size_t>(bits) / 8, levels = s.tokens * row_bytes;
   const size_t shared = by_token ? s.tokens : s.width;
   const auto half_at = [](const uint8_t* p) {
@@ -14,8 +15,8 @@ std::vector<double> decoded(const ChunksShape& s, const uint8_t* part, int bits,
     const size_t t = i / s.width, h = i % s.width;
     const uint8_t byte = part[head * levels + t * row_bytes + h % row_bytes];
     const int level = byte >> h / row_bytes * static_cast<size_t>(bits) & ((1 << bits) - 1);
-    const uint8_t* low = part + s.kv_heads * levels + 2 * (head * shared + (by_token ? t : h));
-    out[i] = half_at(low) + half_at(low + 2 * s.kv_heads * shared) * level;
+    const uint8_t* low = part + heads * levels + 2 * (head * shared + (by_token ? t : h));
+    out[i] = half_at(low) + half_at(low + 2 * heads * shared) * level;
   }
   if (!s.rotated) return out;
   const size_t block = s.width & (~s.width + 1);
@@ -32,18 +33,18 @@ std::vector<double> decoded(const ChunksShape& s, const uint8_t* part, int bits,
 
 void check_chunks(Random& random) {
   ChunksShape s{};
-  s.kv_heads = random.in(1, 3), s.tokens = random.in(1, 20), s.width = 4 * random.in(1, 40);
-  s.half = random.below(2), s.rotated = random.below(3) == 0, s.spread = random.below(2);
+  s.tokens = random.in(1, 20), s.width = 4 * random.in(1, 40);
+  s.half = random.below(2), s.rotated = random.below(3) == 0;
   s.keys_by_token = s.rotated || random.below(2), s.values_by_token = s.rotated || random.below(2);
-  const size_t count = random.in(1, 6), element = s.half ? 2 : 4;
+  const size_t count = random.in(1, 20), element = s.half ? 2 : 4, heads = random.in(1, 3);
   // The last chunks may be cut at the capacity, or lie beyond it.
   s.capacity = random.in(1, count * s.tokens + 3);
   shape = "chunks " + std::to_string(count) + " of " + std::to_string(s.tokens) + " K " +
-          std::to_string(s.kv_heads) + " H " + std::to_string(s.width) + " S " + std::to_string(s.capacity) +
+          std::to_string(heads) + " H " + std::to_string(s.width) + " S " + std::to_string(s.capacity) +
           (s.half ? " half" : "") + (s.rotated ? " rotated" : "");
-  const size_t values = s.kv_heads * s.tokens * s.width, cache = s.kv_heads * s.capacity * s.width * element;
+  const size_t values = heads * s.tokens * s.width, cache = heads * s.capacity * s.width * element;
   const auto part_bytes = [&](int bits, bool by_token) {
-    return values * static_cast<size_t>(bits) / 8 + 4 * s.kv_heads * (by_token ? s.tokens : s.width);
+    return values * static_cast<size_t>(bits) / 8 + 4 * heads * (by_token ? s.tokens : s.width);
   };
   std::vector<Buffer<uint8_t>> blobs;
   std::vector<const uint8_t*> at(count);
@@ -63,24 +64,27 @@ void check_chunks(Random& random) {
     }
     at[i] = blobs[i].data();
   }
-  Buffer<float> y(2 * cache / sizeof(float));
+  // Two layers of the same chunks.
+  Buffer<float> y(4 * cache / sizeof(float));
   everywhere(
       y,
       [&] {
         char* keys = reinterpret_cast<char*>(y.data());
-        must(load_chunks(at.data(), bits.data(), count, s, keys, keys + cache));
+        const ChunksLayer layers[] = {{at.data(), heads, keys, keys + cache},
+                                      {at.data(), heads, keys + 2 * cache, keys + 3 * cache}};
+        must(load_chunks(layers, 2, bits.data(), count, s));
       },
       [&] {
         const float untouched = NAN;
-        for (size_t i = 0; i < count * s.kv_heads * 2; i++) {
-          const size_t chunk = i / 2 / s.kv_heads, head = i / 2 % s.kv_heads, from = chunk * s.tokens;
+        for (size_t i = 0; i < count * heads * 4; i++) {
+          const size_t chunk = i / 4 / heads, head = i / 4 % heads, from = chunk * s.tokens;
           const uint8_t* part = at[chunk];
           const bool by_token = i % 2 ? s.values_by_token : s.keys_by_token;
           if (i % 2) part += bits[chunk] > 0 ? part_bytes(bits[chunk], s.keys_by_token) : values * element;
           std::vector<double> wanted;
-          if (bits[chunk] > 0) wanted = decoded(s, part, bits[chunk], by_token, head);
+          if (bits[chunk] > 0) wanted = decoded(s, heads, part, bits[chunk], by_token, head);
           for (size_t j = 0; j < s.tokens * s.width && from + j / s.width < s.capacity; j++) {
-            const uint8_t* got = reinterpret_cast<const uint8_t*>(y.data()) + i % 2 * cache +
+            const uint8_t* got = reinterpret_cast<const uint8_t*>(y.data()) + i % 4 * cache +
                                  ((head * s.capacity + from) * s.width + j) * element;
             const uint8_t* same = reinterpret_cast<const uint8_t*>(&untouched) +
                                   (element == 2 ? (head * s.capacity + from) * s.width + j : 0) % 2 * 2;

@@ -1,7 +1,5 @@
 """Chunks from bytes to a cache, on every processor's kernels: what the codec itself decodes, in its place."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,32 +30,44 @@ def door(name):
         values_by_token=codec.values == "token",
         rotated=codec.rotated,
     )
-    return functools.partial(native.load_chunks, **options)
+
+    def load(*args):
+        """Into any number of layers: keys, values, keys, values, ..., addresses and bits."""
+        *rows, addresses, bits = args
+        pasts = tuple(zip(rows[::2], rows[1::2], strict=True))
+        return [each for past in native.load_chunks(pasts, addresses, bits, **options) for each in past]
+
+    return load
 
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("width", [4, 16, 20, 64, 96])
 def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
-    """Chunks of every width and none, side by side; the last one reaches past the cache's end."""
+    """Chunks of every width and none, side by side, in two layers of different heads; the last one reaches
+    past the cache's end."""
     draw = np.random.default_rng(width)
-    shape = ChunkShape(heads=3, tokens=C, width=width, dtype=dtype)
-    bits = np.array([8, -1, 2, RAW, 4, 8, RAW, 2], np.int32)
+    bits = np.array([8, -1, 2, RAW, 4, 8, RAW, 2, 4], np.int32)
     capacity = len(bits) * C - 5
-    chunks = [draw.normal(size=(2, 1, 3, C, width)).astype(np.float32) * 3 + 1 for _ in bits]
-    keys, values = draw.normal(size=(2, 1, 3, capacity, width)).astype(dtype)
-    codec = CODECS[name]
-    blobs, wanted = [], (jnp.asarray(keys), jnp.asarray(values))
-    for place, (each, each_bits) in enumerate(zip(chunks, bits, strict=True)):
-        if each_bits < 0:
-            blobs.append(None)
-            continue
-        coded = codec.encode(*(jnp.asarray(part) for part in each), shape, int(each_bits))
-        blobs.append(np.asarray(coded[0]).copy())
-        back = codec.decode(coded, shape, int(each_bits))
-        at = np.array([place], np.int32)
-        wanted = tuple(place_chunks(rows, part, at) for rows, part in zip(wanted, back, strict=True))
-    for kernels, found in answers(door(name), keys, values, addresses_of(blobs), bits).items():
+    codec, blobs, rows, wanted = CODECS[name], [], [], []
+    for heads in (3, 2):
+        shape = ChunkShape(heads=heads, tokens=C, width=width, dtype=dtype)
+        past = draw.normal(size=(2, 1, heads, capacity, width)).astype(dtype)
+        after = [jnp.asarray(each) for each in past]
+        for place, each_bits in enumerate(bits.tolist()):
+            if each_bits < 0:
+                blobs.append(None)
+                continue
+            chunk = [draw.normal(size=(1, heads, C, width)).astype(np.float32) * 3 + 1 for _ in "kv"]
+            coded = codec.encode(*map(jnp.asarray, chunk), shape, each_bits)
+            blobs.append(np.asarray(coded[0]).copy())
+            back = codec.decode(coded, shape, each_bits)
+            at = np.array([place], np.int32)
+            after = [place_chunks(*pair, at) for pair in zip(after, back, strict=True)]
+        rows += list(past)
+        wanted += after
+    addresses = addresses_of(blobs).reshape(2, len(bits), 2)
+    for kernels, found in answers(door(name), *rows, addresses, bits).items():
         for got, expected in zip(found, wanted, strict=True):
             assert got.dtype == expected.dtype
             room = 2e-3 if dtype == "float16" else 1e-5
@@ -87,10 +97,10 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
 
     def door(keys, values, source, widths, counts):
         used = UsedUnits(counts, 1, 0)
-        return load_chunks((keys, values), source, widths, form=form, used=used)
+        return load_chunks([(keys, values)], source, widths, form=form, used=[used])[0]
 
     counts = np.array([[9, 9, 9], [2, 9, 9]], np.int32)
-    given = keys, values, addresses_of([cut[0]]), np.array([bits], np.int32), counts
+    given = keys, values, addresses_of([cut[0]])[None], np.array([bits], np.int32), counts
     for kernels, found in answers(door, *given).items():
         for got, was, expected in zip(found, (keys, values), wanted, strict=True):
             np.testing.assert_allclose(got[:, :2], expected[:, :2], atol=1e-5, err_msg=kernels)
@@ -100,11 +110,11 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
 @pytest.mark.parametrize("heads", [0, 4, -1])
 def test_heads_that_a_cache_has_not_are_refused(heads):
     past = (jnp.zeros((1, 3, C, 8)), jnp.zeros((1, 3, C, 8)))
-    form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 2), np.uint32)
+    form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 1, 2), np.uint32)
 
     def door(counts):
         used = UsedUnits(counts, 0, 0)
-        return load_chunks(past, jnp.asarray(nowhere), jnp.asarray([-1], jnp.int32), form=form, used=used)
+        return load_chunks([past], jnp.asarray(nowhere), jnp.asarray([-1], jnp.int32), form=form, used=[used])
 
     with pytest.raises(Exception, match="a count is out of range"):
         jax.block_until_ready(jax.jit(door)(jnp.array([[heads, 1, 1]], jnp.int32)))
@@ -123,10 +133,22 @@ def test_blobs_by_value_are_what_blobs_by_address_are():
         blobs.append(blob)
         if blob is not None:
             source[place, : blob.size] = blob
-    plain = load_chunks(past, jnp.asarray(source), jnp.asarray(bits), form=form)
-    door = functools.partial(load_chunks, form=form)
-    for found in answers(
-        lambda *past_and: door(past_and[:2], *past_and[2:]), *past, addresses_of(blobs), bits
-    ).values():
+    (plain,) = load_chunks([past], [jnp.asarray(source)], jnp.asarray(bits), form=form)
+
+    def door(keys, values, source, bits):
+        return load_chunks([(keys, values)], source, bits, form=form)[0]
+
+    for found in answers(door, *past, addresses_of(blobs)[None], bits).values():
         for got, expected in zip(found, plain, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_layers_of_different_caches_are_refused():
+    short, long = (jnp.zeros((1, 3, tokens, 8)) for tokens in (C, 2 * C))
+    form, nowhere = ChunkFormat.named("raw", C), jnp.zeros((2, 1, 2), jnp.uint32)
+
+    def door(bits):
+        return load_chunks([(short, short), (long, long)], nowhere, bits, form=form)
+
+    with pytest.raises(Exception, match="caches of one length"):
+        jax.block_until_ready(jax.jit(door)(jnp.array([-1], jnp.int32)))

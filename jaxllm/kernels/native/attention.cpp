@@ -103,7 +103,7 @@ struct Division {
   size_t cuts;       // of a tile's keys
   size_t most_rows;  // queries of a tile
   size_t wide;       // floats of a row of sums
-  size_t seen_keys;  // that a row's weights have room for; 0 where nobody wants them
+  size_t seen_keys;  // that weights have room for; 0 where nobody wants them
 
   Division(const AttentionShape& s, bool weights) : first_cut(0), cuts(1), wide(padded_width(s.width)) {
     tokens = std::max<size_t>(1, (s.seen ? kTreeRows : kAttentionRows) / s.group);
@@ -122,16 +122,16 @@ struct Division {
     // Whole blocks, and in a tree rows behind the last place where a token stands.
     seen_keys = weights ? (keys + s.nodes + kKeyBlock - 1) / kKeyBlock * kKeyBlock : 0;
   }
+  size_t room() const { return padded_width(most_rows); }
   // What a cut leaves: sums, largest scores and totals of its rows, and what they see of each key.
-  size_t part_floats() const { return most_rows * (wide + 2 + seen_keys + seen_keys / kKeyBlock); }
+  size_t part_floats() const { return most_rows * (wide + seen_keys) + room() * (2 + seen_keys / kKeyBlock); }
 
   void lay_out(AttentionTile& t, float* part) const {
     t.sums = part;
     t.top = t.sums + most_rows * wide;
-    t.total = t.top + most_rows;
-    t.weights = seen_keys ? t.total + most_rows : nullptr;
+    t.total = t.top + room();
+    t.weights = seen_keys ? t.total + room() : nullptr;
     t.tops = t.weights + most_rows * seen_keys;
-    t.keys = seen_keys;
   }
 
   AttentionTile tile(const AttentionShape& s, size_t tile, size_t cut) const {
@@ -152,13 +152,13 @@ struct Division {
 };
 
 // The softmax over all cuts of a tile, from what each left: parts of part_floats() floats, one after another.
-// To `mass` [keys], unless it is null, what the `valid` tokens' rows attend to each key is added.
+// Totals become what `add_mass` multiplies by: 0 for rows of tokens that are not valid.
 void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, const Division& d,
-          float* parts, float* mass) {
+          float* parts) {
   const size_t stride = d.part_floats(), rows = (t.last - t.first) * a.group;
   for (size_t r = 0; r < rows; r++) {
-    const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r,
-                *total = top + d.most_rows;
+    const float *sums = parts + r * d.wide, *top = parts + d.most_rows * d.wide + r;
+    float* total = parts + d.most_rows * d.wide + d.room() + r;
     float best = -INFINITY, all = 0.0f;
     for (size_t c = 0; c < d.cuts; c++) {
       if (total[c * stride] != 0.0f) best = std::max(best, top[c * stride]);
@@ -171,31 +171,38 @@ void join(const Attention& a, const AttentionShape& s, const AttentionTile& t, c
     // A row that saw nothing (more tokens than the cache holds) is all zeros.
     const float factor = all != 0.0f ? 1.0f / all : 0.0f;
     float* to = a.out + (t.first + r / a.group) * a.row_stride + r % a.group * a.width;
-    const bool counts = mass && t.first + r / a.group < s.valid;
+    const bool real = t.first + r / a.group < s.valid;
     bool first = true;
     for (size_t c = 0; c < d.cuts; c++) {
       const float share = weight(c) * factor;
+      total[c * stride] = real ? share : 0.0f;
       // What sees nothing is left out, lest it matter how many such cuts there are.
       if (share == 0.0f) continue;
       const float* from = sums + c * stride;
       for (size_t h = 0; h < a.width; h++) to[h] = first ? from[h] * share : to[h] + from[h] * share;
       first = false;
-      if (!counts) continue;
-      AttentionTile cut = d.tile(s, t.first / d.tokens, c);
-      d.lay_out(cut, parts + c * stride);
-      backend().add_mass(cut, r, share, mass);
     }
     if (first) std::fill(to, to + a.width, 0.0f);
   }
 }
 
-// mass [batch][capacity] += the sums of parts [tiles][heads][keys], each tile's and head's.
-void add_parts(const AttentionShape& s, const Division& d, const float* parts, size_t keys, float* mass) {
-  for (size_t tile = 0; tile < d.tiles; tile++) {
-    for (size_t head = 0; head < heads(s); head++, parts += keys) {
-      float* to = mass + head / s.used_heads * s.capacity;
-      for (size_t key = 0; key < visible(s); key++) to[key] += parts[key];
+// To sums [batch][keys] what a joined token attends to, from the parts of all heads, one after another.
+void add_heads(const AttentionShape& s, const Division& d, float* parts, size_t keys, float* sums) {
+  for (size_t head = 0; head < heads(s); head++) {
+    for (size_t cut = 0; cut < d.cuts; cut++, parts += d.part_floats()) {
+      AttentionTile t = d.tile(s, 0, cut);
+      d.lay_out(t, parts);
+      backend().add_mass(t, s.tokens * s.group, t.total, sums + head / s.used_heads * keys);
     }
+  }
+}
+
+// mass [batch][capacity] += sums [tiles][batch][count][keys].
+void add_sums(const AttentionShape& s, const Division& d, const float* sums, size_t count, size_t keys,
+              float* mass) {
+  for (size_t i = 0; i < d.tiles * s.batch * count; i++, sums += keys) {
+    float* to = mass + i / count % s.batch * s.capacity;
+    for (size_t key = 0; key < visible(s); key++) to[key] += sums[key];
   }
 }
 
@@ -225,13 +232,16 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     for (size_t i = 0; i < heads(s); i++)
       new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(d.cuts));
   }
-  // Of each head and tile its own, so that sums do not depend on which thread was first; whole blocks.
+  // What is attended to, in whole blocks of keys. Heads and tiles that have no parts have sums of their own,
+  // so that these do not depend on which thread was first.
   const size_t keys = (visible(s) + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-  const size_t mass_bytes = heads(s) * d.tiles * keys * sizeof(float);
-  float* masses = mass ? static_cast<float*>(thread_scratch(kMass, mass_bytes)) : nullptr;
-  if (mass && !masses) return kNoMemory;
-  if (mass) memset(masses, 0, mass_bytes);
-  const auto run = s.seen ? backend().attend_tree : backend().attend;
+  const size_t summed = shared ? 1 : s.used_heads;
+  const size_t sums_bytes = d.tiles * s.batch * summed * keys * sizeof(float);
+  float* sums = mass ? static_cast<float*>(thread_scratch(kMass, sums_bytes)) : nullptr;
+  if (mass && !sums) return kNoMemory;
+  if (mass) memset(sums, 0, sums_bytes);
+  const Backend& kernels = backend();
+  const auto run = s.seen ? kernels.attend_tree : kernels.attend;
   const size_t tasks_of_tile = shared ? d.cuts : 1, cuts_of_task = shared ? 1 : d.cuts;
   std::atomic<bool> failed{false};
   const auto attend = [&](size_t task) {
@@ -256,12 +266,20 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     }
     if (shared && missing[head].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     // Always in the same order, whoever it is.
-    float* own = masses ? masses + (tile * heads(s) + head) * keys : nullptr;
-    join(a, s, t, d, reinterpret_cast<float*>(of_tile), own);
+    join(a, s, t, d, reinterpret_cast<float*>(of_tile));
+    for (size_t cut = 0; mass && !shared && cut < d.cuts; cut++) {
+      t = d.tile(s, tile, cut);
+      d.lay_out(t, reinterpret_cast<float*>(of_tile + cut * part_bytes));
+      const size_t rows = (t.last - t.first) * s.group;
+      kernels.add_mass(t, rows, t.total, sums + (tile * heads(s) + head) * keys);
+    }
   };
   parallel(heads(s) * d.tiles * tasks_of_tile, attend, next);
   if (failed) return kNoMemory;
-  if (mass) add_parts(s, d, masses, keys, mass);
+  if (mass) {
+    if (parts) add_heads(s, d, reinterpret_cast<float*>(parts), keys, sums);
+    add_sums(s, d, sums, summed, keys, mass);
+  }
   return nullptr;
 }
 

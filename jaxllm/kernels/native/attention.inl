@@ -229,6 +229,14 @@ struct TileScratch {
         scores(q + rows * wide),
         keys(scores + rows * kKeyBlock),
         values(keys + kKeyBlock * wide) {}
+  // Where the rows' scores of a block of keys become weights. Those that are asked for later stay there.
+  float* weights_of(const AttentionTile& t, size_t block) const {
+    return t.weights ? t.weights + (block - t.from) * rows : scores;
+  }
+  // Where the rows' largest scores are kept beside them.
+  float* tops_of(const AttentionTile& t, size_t block) const {
+    return t.tops + (block - t.from) / kKeyBlock * padded_width(rows);
+  }
 };
 
 // Scales and turns a tile's queries; nothing is summed up yet.
@@ -262,21 +270,13 @@ ALWAYS_INLINE size_t oldest_row(const Attention& a, size_t token) {
   return a.window && position + 1 > a.window ? position + 1 - a.window : 0;
 }
 
-// Weighs the keys [block, block + count) for row r, of which those before `end` are there for it.
-ALWAYS_INLINE bool weigh_row(const Attention& a, const AttentionTile& t, const TileScratch& own, size_t r,
-                             size_t block, size_t count, size_t end) {
+// Weighs row r's scores of the keys [block, block + count), of which those before `end` are there for it.
+ALWAYS_INLINE bool weigh_row(const Attention& a, const AttentionTile& t, const TileScratch& own,
+                             float* scores, size_t r, size_t block, size_t count, size_t end) {
   const size_t oldest = oldest_row(a, t.first + r / a.group), last = end < block ? 0 : end - block;
   const size_t to = last < count ? last : count;
   const size_t from = oldest > block ? (oldest - block < to ? oldest - block : to) : 0;
-  return weigh(own.scores + r * kKeyBlock, from, to, a.softcap, t.sums + r * own.wide, own.wide, t.top + r,
-               t.total + r);
-}
-
-// Keeps what row r sees of a block of keys for `add_mass`.
-ALWAYS_INLINE void keep_weights(const AttentionTile& t, const TileScratch& own, size_t r, size_t block) {
-  const size_t at = block - t.from;
-  memcpy(t.weights + r * t.keys + at, own.scores + r * kKeyBlock, kKeyBlock * sizeof(float));
-  t.tops[(r * t.keys + at) / kKeyBlock] = t.top[r];
+  return weigh(scores, from, to, a.softcap, t.sums + r * own.wide, own.wide, t.top + r, t.total + r);
 }
 
 void attend(const Attention& a, const AttentionTile& t) {
@@ -287,40 +287,51 @@ void attend(const Attention& a, const AttentionTile& t) {
   const bool halves = a.half && width == wide && rows < kFewRows;
   for (size_t block = t.from; block < t.to; block += kKeyBlock) {
     const size_t count = t.to - block < kKeyBlock ? t.to - block : kKeyBlock;
+    float* scores = own.weights_of(t, block);
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.k) + block * width;
-      scores_of_few(rows, own.q, from, count, wide, own.scores);
+      scores_of_few(rows, own.q, from, count, wide, scores);
     } else if (rows < kFewRows) {
       const float* from = cached_rows(a.k, a.half, width, wide, block, count, own.keys);
-      scores_of_few(rows, own.q, from, count, wide, own.scores);
+      scores_of_few(rows, own.q, from, count, wide, scores);
     } else {
       const float* from = cached_rows(a.k, a.half, width, wide, block, count, own.values);
-      scores_of_many(rows, own.q, from, count, wide, own.keys, own.scores);
+      scores_of_many(rows, own.q, from, count, wide, own.keys, scores);
     }
     bool any = false;
     for (size_t r = 0; r < rows; r++) {
-      any |= weigh_row(a, t, own, r, block, count, static_cast<size_t>(a.rows[t.first + r / a.group]) + 1);
-      if (t.weights) keep_weights(t, own, r, block);
+      const size_t end = static_cast<size_t>(a.rows[t.first + r / a.group]) + 1;
+      any |= weigh_row(a, t, own, scores + r * kKeyBlock, r, block, count, end);
     }
+    if (t.weights) memcpy(own.tops_of(t, block), t.top, rows * sizeof(float));
     if (!any) continue;
     if (halves) {
       const uint16_t* from = static_cast<const uint16_t*>(a.v) + block * width;
-      float_product(rows, wide, own.scores, kKeyBlock, from, width, count, t.sums, wide, true);
+      float_product(rows, wide, scores, kKeyBlock, from, width, count, t.sums, wide, true);
       continue;
     }
     const float* from = cached_rows(a.v, a.half, width, wide, block, count, own.values);
-    float_product(rows, wide, own.scores, kKeyBlock, from, wide, count, t.sums, wide, true);
+    float_product(rows, wide, scores, kKeyBlock, from, wide, count, t.sums, wide, true);
   }
 }
 
-void add_mass(const AttentionTile& t, size_t row, float factor, float* mass) {
-  const float *weights = t.weights + row * t.keys, *tops = t.tops + row * t.keys / kKeyBlock;
-  for (size_t block = t.from; block < t.reach; block += kKeyBlock, weights += kKeyBlock, tops++) {
-    const float shrink = factor * __builtin_expf(*tops - t.top[row]);
-    // A block is all zeros of which the row sees no key, and its largest score may then be none.
-    if (!(shrink > 0.0f)) continue;
-    for (size_t i = 0; i < kKeyBlock; i += 16) {
-      fstore(mass + block + i, fma(fset(shrink), fload(weights + i), fload(mass + block + i)));
+void add_mass(const AttentionTile& t, size_t rows, const float* factors, float* mass) {
+  constexpr int kVectors = kKeyBlock / 16;
+  const float *weights = t.weights, *tops = t.tops;
+  for (size_t block = t.from; block < t.reach; block += kKeyBlock, tops += padded_width(rows)) {
+    F sum[kVectors];
+    UNROLL for (int i = 0; i < kVectors; i++) sum[i] = fload(mass + block + 16 * i);
+    for (size_t first = 0; first < rows; first += 16) {
+      float shrink[16];
+      const F grown = fsub(fload(tops + first), fload(t.top + first));
+      fstore(shrink, fmul(fload(factors + first), exponential(grown)));
+      for (size_t r = first; r < rows && r < first + 16; r++, weights += kKeyBlock) {
+        // A block is all zeros of which the row sees no key, and its largest score may then be none.
+        if (!(shrink[r - first] > 0.0f)) continue;
+        const F factor = fset(shrink[r - first]);
+        UNROLL for (int i = 0; i < kVectors; i++) sum[i] = fma(factor, fload(weights + 16 * i), sum[i]);
+      }
     }
+    UNROLL for (int i = 0; i < kVectors; i++) fstore(mass + block + 16 * i, sum[i]);
   }
 }

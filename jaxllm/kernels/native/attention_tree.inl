@@ -33,15 +33,20 @@ void gather(const Attention& a, const void* cache, size_t token, size_t block, s
 
 // What row r sees of its token's own blocks [begin, end) goes to the rows of the cache where the keys lie,
 // all against the largest score that the tile ends with.
-void scatter_weights(const Attention& a, const AttentionTile& t, size_t r, size_t begin, size_t end) {
-  float* weights = t.weights + r * t.keys;
-  float* tops = t.tops + r * t.keys / kKeyBlock;
-  for (size_t at = begin - t.from; at < t.keys; at += kKeyBlock) {
-    float& top = tops[at / kKeyBlock];
-    const float shrink = at < end - t.from ? __builtin_expf(top - t.top[r]) : 0.0f;
+void scatter_weights(const Attention& a, const AttentionTile& t, const TileScratch& own, size_t r,
+                     size_t begin, size_t end) {
+  const auto weight = [&](size_t row) -> float& {
+    return own.weights_of(t, row / kKeyBlock * kKeyBlock)[r * kKeyBlock + row % kKeyBlock];
+  };
+  for (size_t block = begin; block < t.reach; block += kKeyBlock) {
+    float& top = own.tops_of(t, block)[r];
+    const float shrink = block < end ? __builtin_expf(top - t.top[r]) : 0.0f;
     top = t.top[r];
     // What saw no key has no largest score either.
-    for (size_t i = at; i < at + kKeyBlock; i++) weights[i] = shrink > 0.0f ? weights[i] * shrink : 0.0f;
+    for (size_t i = 0; i < kKeyBlock; i++) {
+      float& each = own.weights_of(t, block)[r * kKeyBlock + i];
+      each = shrink > 0.0f ? each * shrink : 0.0f;
+    }
   }
   const size_t token = t.first + r / a.group;
   size_t left = walk_path(a, token, [](size_t, size_t) {});
@@ -50,8 +55,8 @@ void scatter_weights(const Attention& a, const AttentionTile& t, size_t r, size_
     if (!a.seen[token * a.nodes + node]) continue;
     const size_t stands = a.base + --left, row = a.base + node;
     if (stands < begin || stands >= end || row == stands) continue;
-    weights[row - t.from] = weights[stands - t.from];
-    weights[stands - t.from] = 0.0f;
+    weight(row) = weight(stands);
+    weight(stands) = 0.0f;
   }
 }
 
@@ -62,44 +67,44 @@ void attend_tree(const Attention& a, const AttentionTile& t) {
   const bool few = a.group < kFewRows;              // as of one token
   begin_tile(a, t, own);
   for (size_t block = t.from; block < shared; block += kKeyBlock) {
+    float* scores = own.weights_of(t, block);
     const float* keys = cached_rows(a.k, a.half, a.width, wide, block, kKeyBlock, own.values);
     if (few) {
-      scores_of_few(own.rows, own.q, keys, kKeyBlock, wide, own.scores);
+      scores_of_few(own.rows, own.q, keys, kKeyBlock, wide, scores);
     } else {
-      scores_of_many(own.rows, own.q, keys, kKeyBlock, wide, own.keys, own.scores);
+      scores_of_many(own.rows, own.q, keys, kKeyBlock, wide, own.keys, scores);
     }
     bool any = false;
-    for (size_t r = 0; r < own.rows; r++) {
-      any |= weigh_row(a, t, own, r, block, kKeyBlock, shared);
-      if (t.weights) keep_weights(t, own, r, block);
-    }
+    for (size_t r = 0; r < own.rows; r++)
+      any |= weigh_row(a, t, own, scores + r * kKeyBlock, r, block, kKeyBlock, shared);
+    if (t.weights) memcpy(own.tops_of(t, block), t.top, own.rows * sizeof(float));
     if (!any) continue;
     const float* values = cached_rows(a.v, a.half, a.width, wide, block, kKeyBlock, own.values);
-    float_product(own.rows, wide, own.scores, kKeyBlock, values, wide, kKeyBlock, t.sums, wide, true);
+    float_product(own.rows, wide, scores, kKeyBlock, values, wide, kKeyBlock, t.sums, wide, true);
   }
   const size_t begin = t.from < tree ? tree : t.from;
   if (t.to <= begin) return;
   for (size_t token = t.first; token < t.last; token++) {
     const size_t behind = a.base + walk_path(a, token, [](size_t, size_t) {});
     const size_t end = behind < t.to ? behind : t.to, first = (token - t.first) * a.group;
-    float *q = own.q + first * wide, *scores = own.scores + first * kKeyBlock;
+    float* sums = t.sums + first * wide;
     for (size_t block = begin; block < end; block += kKeyBlock) {
       const size_t count = end - block < kKeyBlock ? end - block : kKeyBlock;
+      float *q = own.q + first * wide, *scores = own.weights_of(t, block) + first * kKeyBlock;
       gather(a, a.k, token, block, count, wide, own.values);
       if (few) {
         scores_of_few(a.group, q, own.values, count, wide, scores);
       } else {
         scores_of_many(a.group, q, own.values, count, wide, own.keys, scores);
       }
-      for (size_t r = first; r < first + a.group; r++) {
-        weigh_row(a, t, own, r, block, count, end);
-        if (t.weights) keep_weights(t, own, r, block);
+      for (size_t i = 0; i < a.group; i++) {
+        weigh_row(a, t, own, scores + i * kKeyBlock, first + i, block, count, end);
+        if (t.weights) own.tops_of(t, block)[first + i] = t.top[first + i];
       }
       gather(a, a.v, token, block, count, wide, own.values);
-      float* sums = t.sums + first * wide;
       float_product(a.group, wide, scores, kKeyBlock, own.values, wide, count, sums, wide, true);
     }
-    for (size_t r = first; t.weights && r < first + a.group; r++)
-      scatter_weights(a, t, r, begin, end < begin ? begin : end);
+    for (size_t i = 0; t.weights && i < a.group; i++)
+      scatter_weights(a, t, own, first + i, begin, end < begin ? begin : end);
   }
 }

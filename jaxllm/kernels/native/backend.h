@@ -79,9 +79,8 @@ struct AttentionTile {
   size_t first, last, from, to, reach;
   float *sums, *top, *total;  // [rows][width rounded up to 16], [rows], [rows]
   float* scratch;             // attention_scratch() floats
-  // What each row sees of each key, and each row's `top` when a block of keys was weighed; or null.
-  float *weights, *tops;  // [rows][keys], [rows][keys / kKeyBlock]
-  size_t keys;            // of a row of weights: whole blocks
+  // Of each block of keys what each row sees of them, and each row's `top` when they were weighed; or null.
+  float *weights, *tops;  // [blocks][rows][kKeyBlock], [blocks][rows rounded up to 16]
 };
 
 // One kv head of one document: a run of tokens of a packed row that see each other and nothing else.
@@ -96,7 +95,7 @@ struct Document {
 
 // Keys or values of one kv head of a chunk, as bytes, and where its rows go.
 struct Chunk {
-  const uint8_t* data;         // [tokens][width * bits / 8] levels of 8, 4 or 2 bits
+  const uint8_t* data;         // [tokens][width * bits / 8] levels of 8, 4 or 2 bits; of 0 bits, the rows
   const uint8_t *low, *scale;  // halves, not aligned: [width], or by token [tokens]
   int bits;
   bool by_token;
@@ -137,9 +136,10 @@ struct Backend {
   void (*attend)(const Attention&, const AttentionTile&);
   // The same for tokens of a tree, each to the bit as `attend` alone gives it behind its path.
   void (*attend_tree)(const Attention&, const AttentionTile&);
-  // Adds what one row of an attended tile attends to its keys, `factor` against its largest score, to mass
-  // [keys, in whole blocks].
-  void (*add_mass)(const AttentionTile&, size_t row, float factor, float* mass);
+  // Adds what the rows of an attended tile attend to its keys to mass [keys, in whole blocks], each row's
+  // weights against its `top` times its factor: those that are not above 0 add nothing. Reads whole vectors
+  // of factors and of `top`.
+  void (*add_mass)(const AttentionTile&, size_t rows, const float* factors, float* mass);
   // Turns a row of `width` if cos is not null, and stores it as half or float. Scratch: padded_width floats.
   void (*store_row)(const float* x, size_t width, const float* cos, const float* sin, size_t rotary,
                     bool half, void* out, float* scratch);
@@ -148,7 +148,9 @@ struct Backend {
   // The first index of the largest number, or of the first NaN.
   int32_t (*largest)(const float* x, size_t count);
   int64_t (*read)(const void* data, size_t bytes);
+  // Other threads see its rows after `stream_fence`, which takes as long as many rows.
   void (*load_chunk)(const Chunk&, float* scratch);
+  void (*stream_fence)();
   // Causal attention: out like q, and what the backward pass needs besides. Scratch: document_scratch.
   void (*attend_document)(const Document&, float* out, float* lse, float* scratch);
   // From what reaches `out`, like q, what reaches q, k and v. Scratch: document_gradients_scratch.

@@ -63,7 +63,8 @@ void halves(const uint8_t* from, size_t count, float* out) {
 ALWAYS_INLINE float settled(int shift) { return 1.0f / static_cast<float>(1 << shift); }
 
 // The rows of a chunk whose channels have scales of their own, as halves: straight to where they stand. A
-// cache is larger than the processor's caches, and what is written whole need not be read before.
+// cache is larger than the processor's caches, and what is written whole need not be read before. Others see
+// it after `stream_fence`.
 template <int Bits>
 void stream_rows(const Chunk& c, const float* low, const float* scale) {
   constexpr int kPlanes = 8 / Bits;
@@ -79,7 +80,6 @@ void stream_rows(const Chunk& c, const float* low, const float* scale) {
       }
     }
   }
-  stream_fence();
 }
 
 // Whether a chunk's rows come in whole vectors and stand where they can be streamed to.
@@ -89,7 +89,19 @@ bool streams(const Chunk& c) {
          reinterpret_cast<uintptr_t>(c.out) % 32 == 0;
 }
 
+// Rows as they are.
+void stream_same(const Chunk& c) {
+  const size_t bytes = c.tokens * c.width * (c.half ? 2 : 4);
+  char* out = static_cast<char*>(c.out);
+  if (bytes % 32 || reinterpret_cast<uintptr_t>(out) % 32) {
+    memcpy(out, c.data, bytes);
+    return;
+  }
+  for (size_t i = 0; i < bytes; i += 32) stream_bytes32(out + i, c.data + i);
+}
+
 void load_chunk(const Chunk& c, float* scratch) {
+  if (c.bits == 0) return stream_same(c);
   const size_t wide = padded_width(c.width), row_bytes = c.width * static_cast<size_t>(c.bits) / 8;
   float *row = scratch, *low = row + wide, *scale = low + wide, *rest = scale + wide;
   if (!c.by_token) {

@@ -42,6 +42,9 @@ inline void fstream_half(uint16_t* p, F x) {
   _mm_stream_si128(q, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
   _mm_stream_si128(q + 1, _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
 }
+inline void stream_bytes32(void* p, const void* from) {
+  _mm256_stream_si256(static_cast<__m256i*>(p), _mm256_loadu_si256(static_cast<const __m256i*>(from)));
+}
 inline void stream_fence() { _mm_sfence(); }
 inline void fstore(float* p, F x) {
   _mm256_storeu_ps(p, x.a);

@@ -30,6 +30,9 @@ inline void fstore_half(uint16_t* p, F a) {
 inline void fstream_half(uint16_t* p, F a) {
   _mm256_stream_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
 }
+inline void stream_bytes32(void* p, const void* from) {
+  _mm256_stream_si256(static_cast<__m256i*>(p), _mm256_loadu_si256(static_cast<const __m256i*>(from)));
+}
 inline void stream_fence() { _mm_sfence(); }
 inline void fstore(float* p, F a) { _mm512_storeu_ps(p, a); }
 inline F fadd(F a, F b) { return _mm512_add_ps(a, b); }

@@ -54,6 +54,7 @@ inline void fstore_half(uint16_t* p, F a) {
   for (int j = 0; j < 4; j++) vst1_u16(p + 4 * j, vreinterpret_u16_f16(vcvt_f16_f32(a.v[j])));
 }
 inline void fstream_half(uint16_t* p, F a) { fstore_half(p, a); }
+inline void stream_bytes32(void* p, const void* from) { memcpy(p, from, 32); }
 inline void stream_fence() {}
 inline void fstore(float* p, F a) {
   for (int j = 0; j < 4; j++) vst1q_f32(p + 4 * j, a.v[j]);

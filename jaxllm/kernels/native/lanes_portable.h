@@ -64,6 +64,7 @@ inline void fstore_half(uint16_t* p, F a) {
   for (int j = 0; j < 16; j++) p[j] = float_to_half(a.v[j]);
 }
 inline void fstream_half(uint16_t* p, F a) { fstore_half(p, a); }
+inline void stream_bytes32(void* p, const void* from) { memcpy(p, from, 32); }
 inline void stream_fence() {}
 inline void fstore(float* p, F a) { memcpy(p, a.v, sizeof a.v); }
 inline F fadd(F a, F b) { EACH(F, a.v[j] + b.v[j]); }

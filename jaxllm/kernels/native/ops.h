@@ -101,19 +101,22 @@ struct AttentionShape {
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 
-// Chunks of one layer as bytes, and the cache that they go to, [kv_heads][capacity][width].
+// Chunks as bytes, and the caches of layers that they go to, [heads][capacity][width].
 struct ChunksShape {
-  size_t kv_heads;  // in the blobs: the first ones of the cache's
   size_t tokens, width, capacity;
-  bool half;  // the cache is of halves, else of floats
+  bool half;  // caches are of halves, else of floats
   bool keys_by_token, values_by_token, rotated;
-  bool spread;  // over the threads, where nothing else runs beside it
 };
-// Chunk i goes to positions [i * tokens, (i + 1) * tokens), cut at the capacity, from the blob at blobs[i]
-// with levels of bits[i]: 8, 4, 2, or 0 for rows as the cache holds them. A negative width leaves its place
-// alone.
-Failure load_chunks(const uint8_t* const* blobs, const int32_t* bits, size_t count, const ChunksShape& shape,
-                    void* keys, void* values);
+struct ChunksLayer {
+  const uint8_t* const* blobs;
+  size_t kv_heads;  // in the blobs: the first ones of the cache's
+  void *keys, *values;
+};
+// Chunk i of `count` goes to positions [i * tokens, (i + 1) * tokens) of each layer, cut at the capacity,
+// from the blob at its blobs[i] with levels of bits[i]: 8, 4, 2, or 0 for rows as the cache holds them. A
+// negative width leaves its place alone.
+Failure load_chunks(const ChunksLayer* layers, size_t layer_count, const int32_t* bits, size_t count,
+                    const ChunksShape& shape);
 
 struct DocumentShape {
   size_t batch, tokens, kv_heads, group, width;

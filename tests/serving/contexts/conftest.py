@@ -26,10 +26,10 @@ def engine_of(tmp_path_factory):
     """An engine by codec, format of weights, levels, and the share of weights that there is memory for."""
 
     @functools.cache
-    def opened(codec, weights="f32", levels=(), share=None):
+    def made(codec, weights, levels, share):
         options = dataclasses.replace(OPTIONS, kv_codec=codec, levels=levels)
         if share is not None:
-            whole = opened(codec, weights, levels)
+            whole = made(codec, weights, levels, None)
             options = dataclasses.replace(options, memory_bytes=budget(whole, share))
             return Engine.open(whole.bundle.path, options=options)
         folder = tmp_path_factory.mktemp("contexts")
@@ -38,6 +38,10 @@ def engine_of(tmp_path_factory):
             folder / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts
         )
         return Engine.open(path, options=options)
+
+    def opened(codec, weights="f32", levels=(), share=None):
+        # Arguments that are left out name no other engine.
+        return made(codec, weights, levels, share)
 
     return opened
 

@@ -127,11 +127,12 @@ def _look(known: Known, root: Path, under_way: str | None, *, new_one: bool) -> 
 
 
 def _goes_on(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
-    """Whether a context holds what it held before, or slid: then its first chunk and its newest tokens."""
+    """Whether a context holds what it held before, or slid: then its first chunk, and of its newest tokens
+    those that an answer left."""
     slid = (
         before[:CHUNK_TOKENS] == after[:CHUNK_TOKENS]
         and before[kept:] == after[CHUNK_TOKENS : CHUNK_TOKENS + len(before) - kept]
-        for kept in range(CHUNK_TOKENS, len(before))
+        for kept in range(CHUNK_TOKENS, len(before) + 1)
     )
     return after[: len(before)] == before or any(slid)
 
@@ -157,7 +158,8 @@ def _act(said: Connection, contexts: Contexts, draw: random.Random) -> None:
     elif len(records) > _MOST_CONTEXTS:
         deed = "delete"
     else:
-        deed = draw.choices(["say", "check", "slide", "pin", "new", "delete"], [10, 3, 2, 2, 2, 1])[0]
+        deeds = ["say", "check", "slide", "stream", "pin", "new", "delete"]
+        deed = draw.choices(deeds, [10, 3, 2, 2, 2, 2, 1])[0]
     if deed == "new":
         said.send(("begin", deed, None))
         made = contexts.create(draw.choice(_APPS))
@@ -174,15 +176,19 @@ def _act(said: Connection, contexts: Contexts, draw: random.Random) -> None:
         context.pin(draw.random() < 0.3)
     else:
         prompt = [draw.randrange(250) for _ in range(draw.randint(1, 30))]
-        _say(contexts, context, prompt, check=deed == "check", slide=deed == "slide")
+        # One that outgrows the window, or a few words.
+        count = contexts.engine.options.context_tokens if deed == "stream" else 4
+        _say(contexts, context, prompt, count, check=deed == "check", slide=deed in ("slide", "stream"))
     said.send(("end", record.name, context.tokens))
 
 
-def _say(contexts: Contexts, context: Context, prompt: list[int], *, check: bool, slide: bool) -> None:
+def _say(
+    contexts: Contexts, context: Context, prompt: list[int], count: int, *, check: bool, slide: bool
+) -> None:
     room = contexts.engine.options.context_tokens - len(context.tokens)
     slide = slide or len(prompt) + 8 > room
     before = context.tokens
-    answer = context.generate(prompt, max_tokens=4, ignore_eos=True, slide=slide).result()
+    answer = context.generate(prompt, max_tokens=count, ignore_eos=True, slide=slide).result()
     if check and not slide:
         # What came back is what a prefill of the same tokens would have made.
         config = GenerationConfig(max_tokens=4, ignore_eos=True)

@@ -138,7 +138,7 @@ def test_a_context_slides_past_the_window(kept):
     with pytest.raises(ContextOverflow):
         say(context, TURNS[1][0])
     assert context.tokens == before
-    # Of 128 there is room for 87 before; half of 128 are kept.
+    # Of 128 there is room for 91 before; half of 128 are kept.
     answer = context.generate(TURNS[1][0], max_tokens=4, ignore_eos=True, slide=True).result()
     wanted = [*before[:C], *before[-48:], *TURNS[1][0]]
     config = GenerationConfig(max_tokens=4, ignore_eos=True)
