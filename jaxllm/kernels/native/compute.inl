@@ -41,26 +41,10 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,
-                 quantize,
-                 rms_norm,
-                 row_panels,
-                 row_span,
-                 tile,
-                 tile_int32,
-                 low_sums,
-                 add_low,
-                 activate,
-                 attend,
-                 add_mass,
-                 store_row,
-                 unit_row,
-                 largest,
-                 read_words,
-                 load_chunk,
-                 stream_fence,
-                 attend_document,
-                 attend_document_back};
+  return Backend{name,       quantize,   rms_norm,     row_panels,      row_span,
+                 tile,       tile_int32, low_sums,     add_low,         activate,
+                 attend,     add_mass,   store_row,    unit_row,        largest,
+                 read_words, load_chunk, stream_fence, attend_document, attend_document_back};
 }
 
 }  // namespace
