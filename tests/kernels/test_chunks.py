@@ -53,17 +53,16 @@ def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
     for heads in (3, 2):
         shape = ChunkShape(heads=heads, tokens=C, width=width, dtype=dtype)
         past = draw.normal(size=(2, 1, heads, capacity, width)).astype(dtype)
-        after = [jnp.asarray(each) for each in past]
-        for place, each_bits in enumerate(bits.tolist()):
-            if each_bits < 0:
-                blobs.append(None)
-                continue
-            chunk = [draw.normal(size=(1, heads, C, width)).astype(np.float32) * 3 + 1 for _ in "kv"]
-            coded = codec.encode(*map(jnp.asarray, chunk), shape, each_bits)
-            blobs.append(np.asarray(coded[0]).copy())
-            back = codec.decode(coded, shape, each_bits)
-            at = np.array([place], np.int32)
+        chunks = draw.normal(size=(2, len(bits), heads, C, width)).astype(np.float32) * 3 + 1
+        after, own = [jnp.asarray(each) for each in past], [None] * len(bits)
+        for each in (RAW, *WIDTHS):
+            at = np.flatnonzero(bits == each).astype(np.int32)
+            coded = codec.encode(*map(jnp.asarray, chunks[:, at]), shape, each)
+            for place, blob in zip(at, np.asarray(coded), strict=True):
+                own[place] = blob.copy()
+            back = codec.decode(coded, shape, each)
             after = [place_chunks(*pair, at) for pair in zip(after, back, strict=True)]
+        blobs += own
         rows += list(past)
         wanted += after
     addresses = addresses_of(blobs).reshape(2, len(bits), 2)
