@@ -2,7 +2,17 @@
 (`weights`). Products are in `linear.py`."""
 
 from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, to_blocks
-from jaxllm.quant.formats import GROUPS, INT4_GROUP, QArray, pack_int4, packed_columns, quantize
+from jaxllm.quant.formats import (
+    BITS,
+    GROUPS,
+    INT4_GROUP,
+    Bits,
+    QArray,
+    pack_int2,
+    pack_int4,
+    packed_columns,
+    quantize,
+)
 from jaxllm.quant.weights import (
     Adapted,
     AdaptedFromBuffer,
@@ -17,16 +27,19 @@ from jaxllm.quant.weights import (
     sliced,
     take_units,
     unit_at,
+    unpack_int2,
     unpack_int4,
 )
 
 __all__ = [
+    "BITS",
     "GROUPS",
     "INT4_GROUP",
     "PANEL",
     "Adapted",
     "AdaptedFromBuffer",
     "Bfloat16Bits",
+    "Bits",
     "BlockedArray",
     "FirstUnits",
     "Narrowed",
@@ -38,6 +51,7 @@ __all__ = [
     "first_units",
     "from_blocks",
     "narrow",
+    "pack_int2",
     "pack_int4",
     "packed_columns",
     "quantize",
@@ -45,5 +59,6 @@ __all__ = [
     "take_units",
     "to_blocks",
     "unit_at",
+    "unpack_int2",
     "unpack_int4",
 ]

@@ -179,7 +179,10 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
     elif isinstance(weight, QArray):
         data, scale = weight.data, weight.scale
-        levels = data.astype(dtype) if weight.bits == 8 else unpack_int4(data, weight.columns, dtype)
+        levels = data.astype(dtype)
+        if weight.bits != 8:
+            unpack = unpack_int4 if weight.bits == 4 else unpack_int2
+            levels = unpack(data, weight.columns, dtype)
     else:
         return weight.astype(dtype)
     return levels * _spread(scale.astype(dtype), weight.group, levels.shape[weight.axis], weight.axis)
@@ -190,6 +193,13 @@ def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     halves = (packed & np.uint8(15), packed >> np.uint8(4))
     wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
     return wide[..., :columns] - np.asarray(8, dtype)
+
+
+def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
+    quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
+    codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
+    return np.asarray(2, dtype) * codes[..., :columns] - np.asarray(3, dtype)
 
 
 def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -5,6 +5,12 @@ template <int Bits>
 ALWAYS_INLINE I block_dot(const uint8_t* w, const int8_t* x, I sum) {
   if (Bits == 8) {
     UNROLL for (int i = 0; i < 8; i++) sum = dot_at(sum, wbiased(wload(w + 64 * i)), x + 4 * i);
+  } else if (Bits == 2) {
+    UNROLL for (int i = 0; i < 2; i++) {
+      W quarter[4];
+      wcrumbs(w + 64 * i, quarter);
+      UNROLL for (int j = 0; j < 4; j++) sum = dot_at(sum, quarter[j], x + 16 * i + 4 * j);
+    }
   } else {
     UNROLL for (int i = 0; i < 4; i++) {
       W low, high;
@@ -21,6 +27,12 @@ template <int Bits>
 ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
   if (Bits == 8) {
     UNROLL for (int i = 0; i < 8; i++) sum = dot(sum, wbiased(wload(w + 64 * i)), x[i]);
+  } else if (Bits == 2) {
+    UNROLL for (int i = 0; i < 2; i++) {
+      W quarter[4];
+      wcrumbs(w + 64 * i, quarter);
+      UNROLL for (int j = 0; j < 4; j++) sum = dot(sum, quarter[j], x[4 * i + j]);
+    }
   } else {
     UNROLL for (int i = 0; i < 4; i++) {
       W low, high;
@@ -32,10 +44,7 @@ ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
   return sum;
 }
 
-template <int Bits>
-constexpr int bias() {
-  return Bits == 8 ? kBias8 : kBias4;
-}
+constexpr int bias_of(int bits) { return bits == 8 ? kBias8 : bits == 4 ? kBias4 : kBias2; }
 
 template <int Bits>
 ALWAYS_INLINE void prefetch_block(const uint8_t* w, size_t ahead) {
@@ -69,12 +78,12 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
         part = fzero();
         for (size_t b = 0; b < count; b++, w += m.block_stride, x += kBlock) {
           prefetch_block<Bits>(w, kAhead);
-          const I sum = block_dot<Bits>(w, x, iset(-bias<Bits>() * a.block_sum[first + b]));
+          const I sum = block_dot<Bits>(w, x, iset(-bias_of(Bits) * a.block_sum[first + b]));
           const F channel = fload_half(scale + ((local + b) >> shift) * m.scale_group_stride);
           part = fma(to_float(sum), channel, part);
         }
       } else {
-        I even = iset(-bias<Bits>() * a.span_sum[span]), odd = izero();
+        I even = iset(-bias_of(Bits) * a.span_sum[span]), odd = izero();
         size_t b = 0;
         for (; b + 2 <= count; b += 2, w += 2 * m.block_stride, x += 2 * kBlock) {
           prefetch_block<Bits>(w, kAhead);
@@ -109,7 +118,7 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
     UNROLL for (int i = 0; i < 8; i++) x[i] = xload(bytes + 4 * i);
     const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + from * m.scale_panel_stride +
                             (segment * m.groups() + ((local + b) >> shift)) * m.scale_group_stride;
-    const I none = iset(-bias<Bits>() * (Grouped ? a.block_sum[first + b] : a.span_sum[span]));
+    const I none = iset(-bias_of(Bits) * (Grouped ? a.block_sum[first + b] : a.span_sum[span]));
     for (size_t p = 0, at = 0; p < panels; p++, at += m.panel_stride) {
       prefetch_block<Bits>(w + at, at + kAhead < run ? kAhead : kAhead + skip);
       float* sum = y + p * kPanel;
@@ -135,6 +144,8 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
 void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
   if (m.bits == 8)
     return m.group ? row_panels_of<8, true>(m, a, from, to, y) : row_panels_of<8, false>(m, a, from, to, y);
+  if (m.bits == 2)
+    return m.group ? row_panels_of<2, true>(m, a, from, to, y) : row_panels_of<2, false>(m, a, from, to, y);
   return m.group ? row_panels_of<4, true>(m, a, from, to, y) : row_panels_of<4, false>(m, a, from, to, y);
 }
 
@@ -142,6 +153,10 @@ void row_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
   if (m.bits == 8) {
     return m.group ? row_span_of<8, true>(m, a, span, from, to, y)
                    : row_span_of<8, false>(m, a, span, from, to, y);
+  }
+  if (m.bits == 2) {
+    return m.group ? row_span_of<2, true>(m, a, span, from, to, y)
+                   : row_span_of<2, false>(m, a, span, from, to, y);
   }
   return m.group ? row_span_of<4, true>(m, a, span, from, to, y)
                  : row_span_of<4, false>(m, a, span, from, to, y);
