@@ -176,6 +176,27 @@ def forward_layer(
     return x, (keys, values), mass
 
 
+def forward_to_experts(
+    params: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None = None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array], jax.Array | None]:
+    """`forward_layer` of a sparse layer up to its experts.
+
+    Returns:
+      What the experts take, whom the tokens visit, keys and values, and the mass.
+    """
+    weights = LayerParams(params, f"layers.{layer}.")
+    attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    x, (keys, values, mass) = _attended(weights, x, cfg, layer, attend)
+    return x, _routing(weights, x, cfg), (keys, values), mass
+
+
 def forward_documents(
     params: Params,
     tokens: jax.Array,
@@ -295,7 +316,21 @@ def _layer(
 
     `live` `[T]` bool: which tokens are real; experts need not see the others.
     """
-    groups, neurons = used_in_layer(weights.counts, layer)
+    x, kept = _attended(weights, x, cfg, layer, attend)
+    routing = None
+    if cfg.is_sparse(layer):
+        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
+    else:
+        mixed = _ffn(weights, x, cfg, used_in_layer(weights.counts, layer)[1])
+    x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+    return x, kept, routing
+
+
+def _attended(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, layer: int, attend: Attend[Kept]
+) -> tuple[jax.Array, Kept]:
+    """The first half of a layer: attention, and what `attend` keeps."""
+    groups, _ = used_in_layer(weights.counts, layer)
     q, k, v = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
@@ -312,14 +347,7 @@ def _layer(
     # A block adds its input to its output itself, unless a norm comes between.
     residual = None if cfg.post_norms else x
     mixed = from_units(out, weights["attn.o"], weights.vector("attn.o_bias"), residual=residual, used=groups)
-    x = x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
-    routing = None
-    if cfg.is_sparse(layer):
-        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
-    else:
-        mixed = _ffn(weights, x, cfg, neurons)
-    x = x + normalize(mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
-    return x, kept, routing
+    return x + normalize(mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed, kept
 
 
 def _document_layer(
@@ -399,13 +427,17 @@ def _experts(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, live: jax.Array | None, differentiable: bool
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
-    norm = weights.norm("ffn_norm", cfg)
-    routing = route(
-        normalize(x, norm),
+    norm, routing = weights.norm("ffn_norm", cfg), _routing(weights, x, cfg)
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
+    out = mixture(x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable)
+    return out if cfg.post_norms else x + out, routing
+
+
+def _routing(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> Routing:
+    """Which experts tokens `x` `[B, T, D]` visit."""
+    return route(
+        normalize(x, weights.norm("ffn_norm", cfg)),
         weights["router"],
         experts_per_token=cfg.experts_per_token,
         normalize=cfg.normalize_expert_weights,
     )
-    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
-    out = mixture(x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable)
-    return out if cfg.post_norms else x + out, routing

@@ -156,8 +156,34 @@ class FirstUnits:
         return self.base.ndim
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A stack of matrices `[E, R, C]` that lie apart, each at a width of its own."""
+
+    matrices: tuple["Weight", ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return (len(self.matrices), *self.matrices[0].shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return 3
+
+
 Weight = (
-    jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | AdaptedFromBuffer | Narrowed | FirstUnits
+    jax.Array
+    | QArray
+    | BlockedArray
+    | Bfloat16Bits
+    | Adapted
+    | AdaptedFromBuffer
+    | Narrowed
+    | FirstUnits
+    | Apart
 )
 
 
@@ -169,6 +195,8 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, Narrowed):
         return dequantize(weight.stack, dtype)[:, : weight.rows]
+    if isinstance(weight, Apart):
+        return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
     if isinstance(weight, FirstUnits):
         return dequantize(sliced(weight), dtype)
     if isinstance(weight, Bfloat16Bits):
@@ -273,6 +301,14 @@ def narrow(weight: Weight, rows: int) -> Weight:
     if isinstance(weight, Adapted):
         return Adapted(narrow(weight.base, rows), weight.left[..., :rows], weight.right)
     return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
+
+
+def stack_entry(weight: Weight, index: int) -> Weight:
+    """One matrix `[R, C]` of a stack whose matrices lie apart, with its adapter if it has one."""
+    if isinstance(weight, Adapted):
+        return Adapted(stack_entry(weight.base, index), weight.left[index], weight.right[index])
+    assert isinstance(weight, Apart)
+    return weight.matrices[index]
 
 
 def unit_at(weight: Weight, index: jax.Array) -> Weight:

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
+from serving.experts.weights import ExpertWeights
 from serving.graph_table import Progress
 from serving.models import open_model
 from serving.options import EngineOptions
@@ -21,9 +22,9 @@ def streamed_weights(
     *,
     reserved_bytes: int = 0,
     level: ModelConfig | None = None,
-) -> StreamedWeights | None:
-    """What brings the weights of a model by pieces; None where all of it fits into the budget, or there is
-    none.
+) -> StreamedWeights | ExpertWeights | None:
+    """What brings the weights of a model by pieces, or its experts; None where all fits into the budget, or
+    there is none.
 
     Args:
       bundle: an open one.
@@ -40,12 +41,23 @@ def streamed_weights(
     fixed += _runtime_bytes(options.memory_bytes)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
+    what = f"a context of {options.context_tokens} tokens, activations"
+    what += " and the draft" if reserved_bytes else ""
+    if bundle.layout.experts_apart:
+        return ExpertWeights(
+            bundle,
+            budget_bytes=options.memory_bytes,
+            fixed_bytes=fixed + outputs_bytes(bundle.cfg, options),
+            what=what,
+            storage=options.storage,
+            options=options.experts,
+            progress=progress,
+        )
     return StreamedWeights(
         bundle,
         budget_bytes=options.memory_bytes,
         fixed_bytes=fixed,
-        what=f"a context of {options.context_tokens} tokens, activations"
-        + (" and the draft" if reserved_bytes else ""),
+        what=what,
         storage=options.storage,
         read_ahead=options.read_ahead,
         level=level,
@@ -107,6 +119,12 @@ def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     width = {"float32": 4}.get(options.cache_dtype, 2)
     heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers))
     return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:])
+
+
+def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """Of a mixture, what its experts make of a prompt as long as the context, before it is summed."""
+    padded = 2 * options.context_tokens * cfg.experts_per_token
+    return padded * cfg.hidden_size * _FLOAT_BYTES
 
 
 def activation_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
