@@ -208,7 +208,7 @@ class WidthLosses:
         return self._measured("whole", lambda: self._params)
 
     def loss_of(self, bits: np.ndarray) -> float:
-        """The growth of the perplexity, as a share, by widths `[L_sparse, E]`; 32 leaves an expert as it is."""
+        """The growth of the perplexity, as a share, by widths `[L_sparse, E]`; 32 changes nothing."""
         bits = np.asarray(bits, np.int8)
         key = hashlib.sha256(bits.tobytes()).hexdigest()[:16]
         return math.exp(self._measured(key, lambda: self._with_widths(bits)) - self.whole) - 1

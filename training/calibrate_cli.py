@@ -55,8 +55,8 @@ def calibrate_command(
     """Make a bundle of the mixture of experts in the folder MODEL, to run it in little memory.
 
     MODEL is in Hugging Face's layout. Measures what each expert matters on a text, gives each the width it
-    deserves, and counts which experts follow which, so that they can be foreseen. The same command on the same
-    folder resumes. Prints a JSON object with what was found.
+    deserves, and counts which experts follow which, so that they can be foreseen. The same command on the
+    same folder resumes. Prints a JSON object with what was found.
     """
     # Here, so that --help and wrong usage do not wait for JAX.
     from training.calibrate import CalibrationRecipe, calibrate

@@ -157,7 +157,8 @@ def next_experts(
         -1
     )
     # A pair that is not remembered counts for nothing.
-    rows = np.where(where[:, None] >= 0, counts.after_two[layer][where], 0.0)
+    rows, known = np.zeros((len(where), counts.experts)), where >= 0
+    rows[known] = counts.after_two[layer][where[known]]
     behind_two = (rows + BACK_OFF * behind_one[last]) / (rows.sum(-1, keepdims=True) + BACK_OFF)
     return behind_two.mean(0).astype(np.float32)
 

@@ -301,8 +301,9 @@ class ExpertCache:
             elif slot.error is None:
                 slot.ready, self._loaded[key] = True, self._tick
             if slot.error is not None and key not in self._wanted:
-                # Nobody asked for it: whoever does will see.
+                # Nobody asked for it: whoever does will see. To guess it again would be to fail again.
                 self._drop(key)
+                self._guesses = [other for other in self._guesses if other != key]
             self._changed.notify_all()
 
     def _wrong_checksum(self, key: Key, slot: _Slot) -> str | None:

@@ -32,6 +32,11 @@ class StoredExpert:
     memory_bytes: int
 
 
+def hot_bytes(bundle: Bundle) -> int:
+    """Of the parameters that every token needs: all but the experts'."""
+    return sum(each.size_bytes for name, each in bundle.layout.tensors.items() if ".experts." not in name)
+
+
 class ExpertStore:
     """The experts of a bundle that stores them apart.
 

@@ -15,7 +15,7 @@ from serving.direct_io import PieceReader, Storage
 from serving.experts.cache import ExpertCache, ExpertCounts
 from serving.experts.options import ExpertOptions
 from serving.experts.predictors import Predictor, make_predictor
-from serving.experts.store import ExpertStore
+from serving.experts.store import ExpertStore, hot_bytes
 from serving.graph_table import Progress
 from serving.lowering import any_expert
 from serving.streaming.pieces import HeadPiece, head_pieces
@@ -67,7 +67,7 @@ class ExpertWeights:
         """
         self._bundle, self._memory_bytes, self.options = bundle, budget_bytes, options or ExpertOptions()
         self.store = ExpertStore(bundle)
-        hot = sum(each.size_bytes for name, each in bundle.layout.tensors.items() if ".experts." not in name)
+        hot = hot_bytes(bundle)
         self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
         least = self.store.least_bytes()
         if self.budget_bytes < least:

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
+from serving.experts.store import hot_bytes
 from serving.experts.weights import ExpertWeights
 from serving.graph_table import Progress
 from serving.models import open_model
@@ -63,6 +64,12 @@ def streamed_weights(
         level=level,
         progress=progress,
     )
+
+
+def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
+    """The budget of a mixture that has so much left for its experts; `options` are resolved."""
+    fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options)
+    return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
 
 
 def whole_budget(needed_bytes: int) -> int:

@@ -89,6 +89,12 @@ def test_few_pairs_are_remembered():
     np.testing.assert_allclose(unknown, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
 
 
+def test_no_pair_may_be_remembered():
+    counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3, most_pairs=0)
+    got = next_experts(counts, 2, np.array([[1]]), np.array([[0]]))
+    np.testing.assert_allclose(got, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
+
+
 def test_stored_counts_come_back():
     counts = count_paths(np.random.default_rng(0).integers(0, 5, (4, 300, 2)), 5)
     arrays = counts.to_arrays()

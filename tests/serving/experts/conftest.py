@@ -10,7 +10,7 @@ from jaxllm.bundle.experts import expert_parts
 from jaxllm.experts.activation_paths import count_paths
 from serving.engine import Engine
 from serving.options import EngineOptions
-from serving.streaming.footprint import fixed_bytes, outputs_bytes
+from serving.streaming.footprint import budget_with_experts
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 E, K = 6, 2
@@ -66,8 +66,4 @@ def budget(engine, experts):
     largest = max(
         each.size_bytes for name, each in engine.bundle.layout.segments.items() if ".experts." in name
     )
-    hot = sum(
-        each.size_bytes for name, each in engine.bundle.layout.tensors.items() if ".experts." not in name
-    )
-    fixed = fixed_bytes(engine.cfg, engine.options) + outputs_bytes(engine.cfg, engine.options)
-    return int((fixed + hot + experts * (largest + 4096)) * 16 / 15)
+    return budget_with_experts(engine.bundle, engine.options, experts * (largest + 4096))

@@ -57,14 +57,14 @@ def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, width, ap
     streamed.close()
 
 
-def test_logits_are_the_same_to_the_last_bit(bundle_of, resident_of):
+def test_logits_are_the_same(bundle_of, resident_of):
+    """To the last bit behind a prompt; of one token XLA fuses the sums of a whole graph in another order."""
     whole = resident_of("mixed")
-    streamed = open_streamed(bundle_of("mixed"), whole, room=3)
-    everything = open_streamed(bundle_of("mixed"), whole, room=SPARSE * E - 1)
-    np.testing.assert_array_equal(scores(streamed), scores(everything))
-    np.testing.assert_allclose(scores(streamed)[1], scores(whole)[1], rtol=2e-5, atol=2e-5)
-    for engine in (streamed, everything):
-        engine.close()
+    streamed = open_streamed(bundle_of("mixed"), whole, room=K)
+    (prompt, token), (expected, after) = scores(streamed), scores(whole)
+    np.testing.assert_array_equal(prompt, expected)
+    np.testing.assert_allclose(token, after, atol=1e-6)
+    streamed.close()
 
 
 def test_without_native_kernels(bundle_of, resident_of, monkeypatch):
@@ -79,7 +79,7 @@ def test_without_native_kernels(bundle_of, resident_of, monkeypatch):
 def test_every_predictor_gives_the_same_answer(bundle_of, resident_of, predictor):
     whole = resident_of("mixed")
     how = ExpertOptions(predictor=predictor, eviction="lru")
-    streamed = open_streamed(bundle_of("mixed"), whole, 8, experts=how)
+    streamed = open_streamed(bundle_of("mixed"), whole, 4, experts=how)
     assert answer(streamed) == answer(whole)
     assert (streamed.streamed.counts.guesses > 0) == (predictor != "none")
     streamed.close()
@@ -113,7 +113,7 @@ def test_a_conversation_goes_on(bundle_of, resident_of):
 
 def test_drafts_are_verified(bundle_of, resident_of):
     whole = resident_of("mixed")
-    options = dataclasses.replace(OPTIONS, memory_bytes=budget(whole, 8))
+    options = dataclasses.replace(OPTIONS, memory_bytes=budget(whole, 5))
     streamed = Engine.open(
         bundle_of("mixed"), options=options, speculation=SpeculationOptions(drafter="ngram"), warm_up=False
     )
