@@ -114,7 +114,7 @@ class Engine:
                 params=params[WHOLE],
                 kernels=repr(kernels()),
             )
-        self.table: BucketTable | StreamedTable
+        self.table: BucketTable | StreamedTable | ExpertTable
         if isinstance(self._streamed, ExpertWeights):
             self.table = ExpertTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         elif self._streamed is not None:

@@ -313,14 +313,14 @@ def _read_losses(path: Path) -> dict[str, float]:
         raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
 
 
-def _nats(cfg: ModelConfig, params: Params, batch: Batch) -> jax.Array:
+def _nats(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
     """The loss of a batch, summed over its targets."""
     hidden = decoder.forward_documents(params, batch.tokens, batch.starts, cfg=cfg, differentiable=False)
     losses = next_token_losses(decoder.logits(params, hidden, cfg=cfg), batch)
     return jnp.sum(jnp.where(batch.weights > 0, losses, jnp.zeros_like(losses)))
 
 
-def _visited(cfg: ModelConfig, params: Params, batch: Batch) -> jax.Array:
+def _visited(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
     """The experts `[L_sparse, B, T, k]` that tokens visit."""
     _, routing = decoder.forward_documents_with_routing(params, batch.tokens, batch.starts, cfg=cfg)
     return routing.ids

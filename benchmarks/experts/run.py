@@ -80,20 +80,17 @@ def run(
       ConfigError: a bundle's experts are not stored apart.
       CheckpointError: a model cannot be opened.
     """
-    for path in mixed:
-        with Bundle.open(path) as bundle:
-            if not bundle.layout.experts_apart:
-                raise ConfigError(f"{path} stores its experts together; make a bundle by `jaxllm calibrate`")
-            choices = bundle.cfg.experts_per_token
+    choices = _choices(mixed)
     rows: list[Row] = []
-    stages = len(plan.devices) + 2
+    stages = len(plan.devices) + 1
+    fast = Setting(
+        bundles=make_bundles(folder, mixed[0], cache, progress),
+        buffer_experts=plan.buffer * choices,
+        context_tokens=plan.context_tokens,
+        storage=REAL.storage,
+    )
     for number, device in enumerate(plan.devices):
-        setting = Setting(
-            bundles=make_bundles(folder, mixed[0], cache, progress),
-            buffer_experts=plan.buffer * choices,
-            context_tokens=plan.context_tokens,
-            storage=device.storage,
-        )
+        setting = dataclasses.replace(fast, storage=device.storage)
         rows += _system_rows(setting, device, plan, first=number == 0)
         if number == 0:
             rows += _ablation_rows(setting, device, plan)
@@ -101,10 +98,23 @@ def run(
             rows += _loss_rows(setting, device, plan, mixed)
         if progress is not None:
             progress("Measuring", number + 1, stages)
-    rows += _watched_rows(setting, plan, choices)
+    rows += _watched_rows(fast, plan, choices)
     if progress is not None:
         progress("Measuring", stages, stages)
     return rows
+
+
+def _choices(mixed: Sequence[Path]) -> int:
+    """The experts of a token at one layer, of the model that all bundles are of."""
+    found = set()
+    for path in mixed:
+        with Bundle.open(path) as bundle:
+            if not bundle.layout.experts_apart:
+                raise ConfigError(f"{path} stores its experts together; make a bundle by `jaxllm calibrate`")
+            found.add((bundle.cfg, bundle.cfg.experts_per_token))
+    if len(found) != 1:
+        raise ConfigError("the bundles are of several models; give those that were made of one folder")
+    return found.pop()[1]
 
 
 def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:

@@ -116,7 +116,12 @@ def stored_form(
         return np.asarray(value, np.float32)
     if bits == 16:
         return np.asarray(value).astype(ml_dtypes.bfloat16)
-    return to_blocks(quantize(np.asarray(value, np.float32), bits=bits, axis=contracted_axis(spec)))
+    levels = quantize(
+        np.asarray(value, np.float32),
+        bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
+        axis=contracted_axis(spec),
+    )
+    return to_blocks(levels)
 
 
 def _width(spec: ParamSpec, weights: WeightFormat) -> int:

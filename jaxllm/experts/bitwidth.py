@@ -46,7 +46,7 @@ def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, 
     Raises:
       ConfigError: even the widest loses more; the message says how much.
     """
-    fitting = [bits for bits in BITS if losses[bits] <= most_loss]
+    fitting: list[Bits] = [bits for bits in BITS if losses[bits] <= most_loss]
     if not fitting:
         best = min(losses, key=lambda bits: losses[bits])
         raise ConfigError(
@@ -54,7 +54,7 @@ def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, 
             f"{losses[best]:.2%}; allow that much"
         )
     upper = fitting[0]
-    narrower = [bits for bits in BITS if bits < upper]
+    narrower: list[Bits] = [bits for bits in BITS if bits < upper]
     return (narrower[-1] if narrower else upper), upper
 
 
@@ -95,7 +95,7 @@ def search_widths(
     def all_at(bits: Bits) -> np.ndarray:
         return np.full(importance.shape, bits, np.int8)
 
-    losses = {bits: loss_of(all_at(bits)) for bits in BITS}
+    losses: dict[Bits, float] = {bits: loss_of(all_at(bits)) for bits in BITS}
     lower, upper = width_bounds(losses, most_loss)
     if lower == upper:
         return WidthPlan(

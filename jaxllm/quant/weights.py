@@ -227,7 +227,7 @@ def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
     quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
     codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
-    return np.asarray(2, dtype) * codes[..., :columns] - np.asarray(3, dtype)
+    return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
 
 
 def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -103,6 +103,7 @@ def test_a_conversation_goes_on(bundle_of, resident_of):
     streamed = open_streamed(bundle_of("mixed"), whole)
     texts = []
     for engine in (whole, streamed):
+        engine.table.fill(engine.table.request_buckets(40, CONFIG.max_tokens))
         session = Session()
         first = engine.stream(PROMPT, CONFIG, session=session).result()
         second = engine.stream(first.text[:5] + " the", CONFIG, session=session).result()
