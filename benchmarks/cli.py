@@ -13,15 +13,18 @@ from benchmarks.devices import DEVICES
 from benchmarks.elastic import run as elastic_bench
 from benchmarks.elastic.figures import draw
 from benchmarks.elastic.shape import elastic_shape
+from benchmarks.experts import run as experts_bench
+from benchmarks.experts.figures import draw as draw_experts
+from benchmarks.experts.systems import random_mixed
 from benchmarks.peers import PEERS
 from benchmarks.report import check_plot, emit
-from benchmarks.shapes import SHAPES, shape_folder
+from benchmarks.shapes import MIXTURES, SHAPES, shape_folder
 from benchmarks.speculative import run as speculative_bench
 from benchmarks.speculative.memory import memory_rows
 from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from serving.console import Size, progress_bars
 from serving.contexts.switching import PATTERNS
-from serving.models import find_model, open_model
+from serving.models import cache_folder, find_model, open_model
 from serving.options import EngineOptions
 
 
@@ -332,3 +335,49 @@ def contexts_command(
     emit("contexts", rows, as_json=as_json, plot=None)
     if plot is not None:
         draw_contexts(rows, plot)
+
+
+@bench_command.command("experts")
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="The Hugging Face folder of a mixture of experts; baselines are made of it.",
+)
+@click.option(
+    "-m",
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A bundle that `jaxllm calibrate` made of it. Repeatable: the first is ours, others have other "
+    "losses.",
+)
+@click.option(
+    "--shape", type=click.Choice(MIXTURES), help="Instead: random weights of this size, for speed alone."
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def experts_command(
+    folder: Path | None,
+    models: tuple[Path, ...],
+    shape: str | None,
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """What a token takes of a mixture of experts larger than memory, beside other ways to run it."""
+    if (shape is None) != (folder is not None and bool(models)) or (shape and (folder or models)):
+        raise click.UsageError("give either --shape, or --folder and --model")
+    check_plot(plot)
+    plan = experts_bench.Plan.quick() if quick else experts_bench.Plan()
+    cache = cache_folder() / "benchmarks" / "experts"
+    with progress_bars() as progress:
+        if shape is not None:
+            folder = shape_folder(shape, progress)
+            models = (random_mixed(folder, cache / f"{shape}.jaxllm", progress),)
+        assert folder is not None
+        rows = experts_bench.run(folder, models, cache, plan, progress)
+    emit("experts", rows, as_json=as_json, plot=None)
+    if plot is not None:
+        draw_experts(rows, plot)

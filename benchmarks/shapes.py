@@ -24,7 +24,8 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here."""
+    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here. With E experts of F neurons, of which each
+    token visits `choices`, it is a Qwen3-MoE."""
 
     D: int
     L: int
@@ -33,6 +34,8 @@ class Shape:
     H: int
     F: int
     V: int = 32000
+    E: int = 0
+    choices: int = 0
     tied: bool = False
     window_tokens: int = 2048
 
@@ -40,7 +43,11 @@ class Shape:
     def cfg(self) -> ModelConfig:
         """As a model."""
         return ModelConfig(
-            model_type="llama",
+            model_type="qwen3_moe" if self.E else "llama",
+            qk_norm=bool(self.E),
+            experts=self.E,
+            experts_per_token=self.choices,
+            expert_ffn_size=self.F if self.E else 0,
             vocab_size=self.V,
             hidden_size=self.D,
             layers=self.L,
@@ -62,7 +69,10 @@ SHAPES = {
     "250m": Shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
     # TinyLlama 1.1B.
     "1b": Shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
+    # A mixture of 1.2 billion parameters, of which a token uses 265 million.
+    "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
 }
+MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
 
 
 def shape_folder(name: str, progress: Progress) -> Path:

@@ -304,6 +304,7 @@ class ModelConfig:
 Kind = Literal[
     "prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan", "load", "restore",
     "embed", "encode", "rows", "layer", "tree", "norm", "head", "draft", "follow", "settle", "keep", "verify",
+    "attend", "attend_tree", "expert", "combine",
 ]  # fmt: skip
 
 
@@ -323,8 +324,10 @@ class Bucket:
     `tokens` tokens), head (logits of `rows` rows for `bits` tokens of the vocabulary). Of token trees with
     `tokens` nodes: draft (the draft grows one), verify (the target reads one and decides), settle (the
     decision alone, of its logits), keep (what was accepted into the target's cache), follow (into the
-    draft's). `level` is the sub-model's, in percent; graphs that have no weights and no cache are of the
-    whole model. `layer` is the first of all layers that share a graph of one layer.
+    draft's). Of mixtures whose experts come one by one: attend and attend_tree (a sparse layer over a chunk
+    or a tree, up to its experts), expert (one tile of one expert, of width `bits`), combine (what the layer
+    makes of them). `level` is the sub-model's, in percent; graphs that have no weights and no cache are of
+    the whole model. `layer` is the first of all layers that share a graph of one layer.
     """
 
     kind: Kind

@@ -1,5 +1,6 @@
 """What is compiled of a model by pieces, where all of it at once is not there: layers whose weights are read
-while others run, and the way of a context's chunks back into a cache, layer by layer.
+while others run, experts that come one by one, and the way of a context's chunks back into a cache, layer by
+layer.
 
 Pure functions of static shapes, as in `steps.py`.
 """
@@ -11,11 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
+from jaxllm.experts.mixture import Tiles, no_rows, run_tile, tiles_and_weights, weighted_sum
+from jaxllm.experts.routing import route
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import Past, load_chunks
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.layers import normalize
-from jaxllm.models.decoder import forward_layer, logits
+from jaxllm.linear import FeedForward
+from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
@@ -44,6 +48,92 @@ def head_piece(table: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arr
     """
     # Several rows are those of a tree.
     return logits({"embed.tokens" if cfg.tied_head else "head": table}, hidden, cfg=cfg, rowwise=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AtExperts:
+    """T tokens of one sequence before the experts of a layer.
+
+    Attributes:
+      x: `[1, T, D]`.
+      tiles: of their pairs.
+      weights: `[T, k]` float32, what the outputs of pairs are multiplied by.
+      ids: `[T, k]` int32, the experts they visit; those of padding are anything.
+      ahead: `[E]` float32, how probable a visit to each expert of the next sparse layer is by its router, the
+        mean over real tokens.
+    """
+
+    x: jax.Array
+    tiles: Tiles
+    weights: jax.Array
+    ids: jax.Array
+    ahead: jax.Array
+
+
+def attend_layer(
+    params: Params,
+    next_router: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
+    """A sparse layer up to its experts (see `decoder.forward_to_experts`).
+
+    The next router is applied to this layer's hidden states: residual streams change so little from layer to
+    layer that it mostly chooses as it will.
+
+    Args:
+      params: the layer's, without experts.
+      next_router: "router" and "ffn_norm" of the next sparse layer.
+      x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
+
+    Returns:
+      The tokens before the experts, the outputs of all tiles before any has run, keys and values, the mass.
+    """
+    x, routing, past, mass = forward_to_experts(params, x, at, past, mass, cfg=cfg, layer=layer)
+    count = x.shape[1]
+    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
+    following = route(
+        normalize(x, LayerParams(next_router, "").norm("ffn_norm", cfg)),
+        next_router["router"],
+        experts_per_token=cfg.experts_per_token,
+        normalize=cfg.normalize_expert_weights,
+    ).probs[0]
+    share = jnp.ones((count, 1), jnp.float32) if live is None else live[:, None].astype(jnp.float32)
+    ahead = jnp.sum(following * share, axis=0) / jnp.sum(share)
+    rows = x.reshape(-1, x.shape[-1])
+    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
+    return tokens, no_rows(rows, tiles), past, mass
+
+
+def expert_tile(
+    expert: Params, norm: Params, tokens: AtExperts, number: jax.Array, out: jax.Array, *, cfg: ModelConfig
+) -> jax.Array:
+    """One tile of tokens through its expert.
+
+    Args:
+      expert: "gate", "up" and "down" `[F, D]`.
+      norm: "ffn_norm" of the layer.
+      tokens: before the experts.
+      number: of the tile, int32 scalar.
+      out: the outputs of all tiles so far; donated.
+      cfg: the model.
+    """
+    block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"])
+    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
+    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
+    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation)
+
+
+def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
+    """What a layer makes of its experts' outputs: `[1, T, D]`."""
+    return tokens.x + weighted_sum(out, tokens.tiles, tokens.weights).reshape(tokens.x.shape)
 
 
 def load_cache(

@@ -1,10 +1,12 @@
 """From a Hugging Face folder to a bundle."""
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from jaxllm.bundle import WeightFormat, write_bundle
+import numpy as np
+
+from jaxllm.bundle import Part, WeightFormat, write_bundle
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
@@ -22,6 +24,8 @@ def prepare(
     weights: WeightFormat | None = None,
     name: str = "",
     ignore_keys: Collection[str] = (),
+    expert_bits: int | np.ndarray = 0,
+    parts: Mapping[str, Part] | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time.
@@ -32,6 +36,10 @@ def prepare(
       weights: width of the matrices; None keeps the checkpoint's own (float16 becomes f32).
       name: the model's name, for people; the folder's own by default.
       ignore_keys: config keys to ignore although this package does not know them.
+      expert_bits: of a mixture, to store each expert by itself with so many bits, all alike or
+        `[L_sparse, E]` (see `write_bundle`), so that it runs in less memory; 0 stores them together, at
+        `weights`.
+      parts: additions to the model, by name.
       progress: called with ("prepare", parameters done, parameters in all).
 
     Raises:
@@ -57,9 +65,22 @@ def prepare(
             if progress is not None:
                 progress("prepare", done, total)
 
+    apart = bool(np.any(expert_bits))
+    widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
+    if apart and not cfg.experts:
+        raise ConfigError(f"{folder} is no mixture of experts: there are none to store apart")
     name = name or folder.resolve().name
     try:
-        write_bundle(out, cfg=cfg, params=counted(), weights=weights, tokenizer=tokenizer, name=name)
+        write_bundle(
+            out,
+            cfg=cfg,
+            params=counted(),
+            weights=weights,
+            tokenizer=tokenizer,
+            name=name,
+            parts=parts,
+            expert_bits=widths if apart else None,
+        )
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

@@ -49,13 +49,14 @@ class BucketTable(GraphTable):
     # -- running them ---------------------------------------------------------------------------
 
     def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
-        """See `GraphTable.begin_layers`."""
+        """What the first layer takes, `[1, T, D]`, of the tokens `[T]` of whole chunks of contexts, which pass
+        all layers then, one after another."""
         self._sort_parameters()
         bucket = self.embed_bucket(len(tokens) // self.options.kv_chunk_tokens)
         return self.graph(bucket)(self._embedding, tokens[None], np.asarray(at.positions))
 
     def run_layer(self, bucket: Bucket, layer: int, *operands: Any) -> Any:
-        """See `GraphTable.run_layer`."""
+        """Runs a graph of one layer over its parameters and `operands`."""
         self._sort_parameters()
         return self.graph(bucket)(self._layers[layer], *operands)
 

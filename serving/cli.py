@@ -56,6 +56,10 @@ COMMANDS = {
         "training.elasticize_cli:elasticize_command",
         "Make an elastic bundle of the Hugging Face folder MODEL.",
     ),
+    "calibrate": (
+        "training.calibrate_cli:calibrate_command",
+        "Make a bundle of the mixture of experts in the folder MODEL, to run it in little memory.",
+    ),
     "lora": (
         "training.lora_cli:lora_command",
         "Train a low-rank adapter of a model, into a folder in PEFT's layout (RUN/adapter).",

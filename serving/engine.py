@@ -29,6 +29,8 @@ from jaxllm.quant import Weight
 from jaxllm.tokenizer import Tokenizer
 from serving.buckets import BucketTable
 from serving.executables import ExecutableFolder
+from serving.experts.table import ExpertTable
+from serving.experts.weights import ExpertWeights
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
 from serving.graph_table import Progress
@@ -113,8 +115,10 @@ class Engine:
                 params=params[WHOLE],
                 kernels=repr(kernels()),
             )
-        self.table: BucketTable | StreamedTable
-        if self._streamed is not None:
+        self.table: BucketTable | StreamedTable | ExpertTable
+        if isinstance(self._streamed, ExpertWeights):
+            self.table = ExpertTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
+        elif self._streamed is not None:
             self.table = StreamedTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         else:
             self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
@@ -208,7 +212,7 @@ class Engine:
         return self._speculative
 
     @property
-    def streamed(self) -> StreamedWeights | None:
+    def streamed(self) -> StreamedWeights | ExpertWeights | None:
         """What reads the weights while the engine runs, where they are not all in memory."""
         return self._streamed
 

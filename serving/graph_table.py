@@ -20,7 +20,7 @@ from jaxllm.config import Bucket, ModelConfig
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from serving.bucket_plan import BucketPlan
@@ -238,17 +238,6 @@ class GraphTable(BucketPlan, abc.ABC):
         """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as
         long as a user should wait for the next words."""
         return min(pace, self.options.decode_block, remaining)
-
-    # -- layer by layer --------------------------------------------------------------------------
-
-    @abc.abstractmethod
-    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
-        """What the first layer takes, `[1, T, D]`, of tokens `[T]` that pass all layers, one after another; T
-        is that of a chunk, or of whole chunks of contexts."""
-
-    @abc.abstractmethod
-    def run_layer(self, bucket: Bucket, layer: int, *operands: Any) -> Any:
-        """Runs a graph of one layer over its parameters and `operands`. Layers follow one another."""
 
     # -- compiling them -------------------------------------------------------------------------
 

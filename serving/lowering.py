@@ -21,7 +21,15 @@ from jaxllm.elastic.submodel import (
 )
 from jaxllm.kv.cache import Places, TreeRows, grow, new_cache
 from jaxllm.kv.chunks import chunk_shapes, encode_chunks, reads_addresses
-from jaxllm.layer_steps import final_rows, head_piece, load_cache, restore_layer
+from jaxllm.layer_steps import (
+    attend_layer,
+    combine_experts,
+    expert_tile,
+    final_rows,
+    head_piece,
+    load_cache,
+    restore_layer,
+)
 from jaxllm.models import tlm
 from jaxllm.models.decoder import embed_tokens, forward_layer
 from jaxllm.models.parameters import Params
@@ -36,6 +44,7 @@ from serving.bucket_plan import ENCODED_CHUNKS
 from serving.options import EngineOptions
 
 MAX_STOP_IDS = 16
+EXPERT_PARTS = ("gate", "up", "down")
 
 
 def lower(
@@ -65,6 +74,8 @@ def lower(
         return _lower_context(bucket, cfg, params, options, jax.eval_shape(make_cache))
     if bucket.kind in ("rows", "layer", "tree", "norm", "head"):
         return _lower_piece(bucket, cfg, params, options, jax.eval_shape(make_cache))
+    if bucket.kind in ("attend", "attend_tree", "expert", "combine"):
+        return _lower_experts(bucket, cfg, params, options, jax.eval_shape(make_cache))
     if bucket.kind in ("draft", "follow", "verify", "settle", "keep"):
         return _lower_tree(bucket, cfg, params, options, jax.eval_shape(make_cache))
     sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
@@ -111,6 +122,21 @@ def layer_params(params: Params | CountedSubModel, layer: int, like: int) -> dic
     }
 
 
+def any_expert(bits: int) -> str:
+    """What the names of parameters begin with that stand for any expert of a width."""
+    return f"any_expert.{bits}"
+
+
+def router_params(params: Params, layer: int) -> dict[str, Any]:
+    """The router of a sparse layer and the norm before it."""
+    prefix = f"layers.{layer}."
+    return {
+        name.removeprefix(prefix): each
+        for name, each in params.items()
+        if name.startswith((f"{prefix}router", f"{prefix}ffn_norm."))
+    }
+
+
 def counts_alone(params: Params | CountedSubModel) -> dict[str, Any]:
     """What says how many units are used, where anything does."""
     return {PARAMETER: params.counts} if isinstance(params, CountedSubModel) else {}
@@ -139,7 +165,7 @@ def _lower_context(
     bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions, cache: Any
 ) -> jax.stages.Lowered:
     """The graphs of stored contexts; `cache` has the shapes of one."""
-    dtype, form, layer = jnp.dtype(options.activation_dtype), options.chunk_format, bucket.layer
+    dtype, layer = jnp.dtype(options.activation_dtype), bucket.layer
     positions = jax.ShapeDtypeStruct((bucket.tokens,), jnp.int32)
     if bucket.kind == "embed":
 
@@ -148,6 +174,7 @@ def _lower_context(
 
         row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
         return jax.jit(embedded).lower(_shapes(embedding_params(params)), row, positions)
+    form = options.chunk_format
     past = cache.keys[layer], cache.values[layer]
     if bucket.kind == "encode":
         numbers = jax.ShapeDtypeStruct((ENCODED_CHUNKS,), jnp.int32)
@@ -179,7 +206,7 @@ def _lower_piece(
 ) -> jax.stages.Lowered:
     """The graphs of models whose weights come by pieces; `cache` has the shapes of one."""
     dtype, layer, tokens = jnp.dtype(options.activation_dtype), bucket.layer, bucket.tokens
-    whole, scalar = whole_params(params), jax.ShapeDtypeStruct((), jnp.int32)
+    whole = whole_params(params)
     positions = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     if bucket.kind == "rows":
         table = table_shapes(whole["embed.tokens"], tokens * row_step(whole["embed.tokens"]))
@@ -194,11 +221,7 @@ def _lower_piece(
     if bucket.kind == "norm":
         rows = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
         return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(_shapes(norm_params(params)), x, rows)
-    at = Places(positions, scalar, run=True)  # pyright: ignore[reportArgumentType]: shapes
-    if bucket.kind == "tree":
-        seen = jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_)
-        tree = TreeRows(scalar, positions, seen)  # pyright: ignore[reportArgumentType]
-        at = Places(positions, scalar, tree)  # pyright: ignore[reportArgumentType]
+    at = _places(tokens, tree=bucket.kind == "tree")
 
     def run(params: Params | CountedSubModel, *rest: Any) -> Any:
         weights = part_of_sub_model(params, cfg)
@@ -207,6 +230,40 @@ def _lower_piece(
     weights = _shapes(layer_params(params, layer, layer))
     past = cache.keys[layer], cache.values[layer]
     return jax.jit(run, donate_argnums=(1, 3, 4)).lower(weights, x, at, past, cache.mass)
+
+
+def _places(tokens: int, *, tree: bool) -> Places:
+    """The shapes of where tokens stand, one behind the other or as a tree."""
+    positions, scalar = jax.ShapeDtypeStruct((tokens,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    if not tree:
+        return Places(positions, scalar, run=True)  # pyright: ignore[reportArgumentType]
+    rows = TreeRows(scalar, positions, jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_))  # pyright: ignore
+    return Places(positions, scalar, rows)  # pyright: ignore[reportArgumentType]
+
+
+def _lower_experts(
+    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions, cache: Any
+) -> jax.stages.Lowered:
+    """The graphs of mixtures whose experts come one by one; `cache` has the shapes of one."""
+    whole, layer, tokens = whole_params(params), bucket.layer, bucket.tokens
+    x = jax.ShapeDtypeStruct((1, tokens, cfg.hidden_size), jnp.dtype(options.activation_dtype))
+    attend = functools.partial(attend_layer, cfg=cfg, layer=layer)
+    weights = _shapes(layer_params(whole, layer, layer))
+    router = _shapes(router_params(whole, layer))
+    past = cache.keys[layer], cache.values[layer]
+    at = _places(tokens, tree=bucket.kind == "attend_tree")
+    if bucket.kind in ("attend", "attend_tree"):
+        return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(weights, router, x, at, past, cache.mass)
+    before, out, *_ = jax.eval_shape(attend, weights, router, x, at, past, cache.mass)
+    if bucket.kind == "combine":
+        # The outputs of all tiles have no other shape to be given back in.
+        return jax.jit(combine_experts).lower(before, out)
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    expert = {name: _shapes(whole[f"{any_expert(bucket.bits)}.{name}"]) for name in EXPERT_PARTS}
+    norm = {name: each for name, each in router.items() if name != "router"}
+    return jax.jit(functools.partial(expert_tile, cfg=cfg), donate_argnums=(4,)).lower(
+        expert, norm, before, number, out
+    )
 
 
 def _lower_tree(

@@ -13,6 +13,7 @@ from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.lora import LoraConfig
 from serving.direct_io import Storage
+from serving.experts.options import ExpertOptions
 from serving.speculative.options import TreeShape
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
@@ -55,6 +56,8 @@ class EngineOptions:
         `serving.streaming`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
       storage: how they are read.
       read_ahead: whether the next layer is read while one is computed; only to measure what that brings.
+      experts: of a mixture whose experts are stored apart, how they are kept and foreseen where there is too
+        little memory for all.
       trees: sizes of token trees, where the model drafts or verifies (see `serving.speculative`).
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
@@ -75,6 +78,7 @@ class EngineOptions:
     memory_bytes: int = 0
     storage: Storage = dataclasses.field(default_factory=Storage)
     read_ahead: bool = True
+    experts: ExpertOptions = dataclasses.field(default_factory=ExpertOptions)
     trees: TreeShape | None = None
     levels: tuple[int, ...] = ()
     executables_bytes: int | None = None

@@ -91,12 +91,20 @@ def write_tiny_bundle(
     tokenizer: TokenizerFiles | None = None,
     name: str = "tiny",
     parts: Mapping[str, Part] | None = None,
+    expert_bits: np.ndarray | None = None,
 ) -> Path:
     """Writes a bundle of the tiny model, or of what is given; returns its path."""
     params = tiny_params(cfg) if params is None else params
     tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     write_bundle(
-        path, cfg=cfg, params=params.items(), weights=weights, tokenizer=tokenizer, name=name, parts=parts
+        path,
+        cfg=cfg,
+        params=params.items(),
+        weights=weights,
+        tokenizer=tokenizer,
+        name=name,
+        parts=parts,
+        expert_bits=expert_bits,
     )
     return path
 

@@ -1,7 +1,8 @@
 """A prepared model in one file: aligned weights, tokenizer, manifest; atomic, versioned, checksummed.
 
     header    64 bytes: magic, version, place and SHA-256 of the manifest
-    segments  page-aligned: "tokenizer", "embed", "layers.0", "layers.1", ..., "final", parts
+    segments  page-aligned: "tokenizer", "embed", "layers.0", "layers.1", ..., "final", parts;
+              behind a layer "layers.0.experts.0", ... where each expert is stored by itself
     manifest  JSON at the end: config, segments with checksums, tensors with places
 
 Weights lie layer by layer in the order in which a step reads them, each tensor at a multiple of 64
@@ -15,9 +16,10 @@ more than the file's own size, or run code.
 
 from jaxllm.bundle.layout import SUFFIX, WEIGHT_FORMATS, Part, Segment, Tensor, WeightFormat, segment_of
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.writer import write_bundle
+from jaxllm.bundle.writer import EXPERT_BITS, write_bundle
 
 __all__ = [
+    "EXPERT_BITS",
     "SUFFIX",
     "WEIGHT_FORMATS",
     "Bundle",

@@ -1,6 +1,7 @@
 """What stands where in a bundle, and the checks that make a file from a stranger safe to read."""
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,8 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.models.parameters import ParamSpec, param_specs
-from jaxllm.quant import GROUPS, blocked_shapes
+from jaxllm.models.parameters import ParamSpec, param_specs, specs_apart
+from jaxllm.quant import BITS, GROUPS, blocked_shapes
 
 # int4 keeps the vocabulary's tables at 8 bits, int4-all keeps nothing: smaller and faster still, less exact.
 WeightFormat = Literal["f32", "bf16", "int8", "int4", "int4-all"]
@@ -113,6 +114,7 @@ class Layout:
       segments: by name, in file order.
       tensors: by parameter name, in the order of `param_specs`.
       parts: additions to the model, by name.
+      experts_apart: whether each expert of a mixture has a segment of its own, and its own width.
     """
 
     name: str
@@ -121,6 +123,20 @@ class Layout:
     segments: dict[str, Segment]
     tensors: dict[str, Tensor]
     parts: dict[str, PartLayout] = dataclasses.field(default_factory=dict)
+    experts_apart: bool = False
+
+    @functools.cached_property
+    def specs(self) -> dict[str, ParamSpec]:
+        """Every parameter as it is stored."""
+        return specs_apart(self.cfg) if self.experts_apart else param_specs(self.cfg)
+
+    @functools.cached_property
+    def by_segment(self) -> dict[str, dict[str, Tensor]]:
+        """The parameters of each segment that has some, in file order."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            found.setdefault(tensor.segment, {})[name] = tensor
+        return found
 
     @classmethod
     def parse(cls, manifest: Any, *, end: int) -> "Layout":
@@ -137,6 +153,7 @@ class Layout:
                 segments={each["name"]: _read_segment(each) for each in manifest["segments"]},
                 tensors={name: _read_tensor(each) for name, each in manifest["tensors"].items()},
                 parts={name: _read_part(name, each) for name, each in manifest.get("parts", {}).items()},
+                experts_apart=manifest.get("experts_apart", False),
             )
             _check_layout(layout, end)
         except (KeyError, TypeError, AttributeError) as error:
@@ -146,9 +163,10 @@ class Layout:
 
 
 def segment_of(param: str) -> str:
-    """The segment that holds parameter `param`: its layer's, "embed" or "final"."""
+    """The segment that holds parameter `param`: its layer's, its expert's, "embed" or "final"."""
     if param.startswith("layers."):
-        return ".".join(param.split(".")[:2])
+        parts = param.split(".")
+        return ".".join(parts[: 4 if parts[2] == "experts" and parts[3].isdecimal() else 2])
     return "embed" if param.startswith("embed.") else "final"
 
 
@@ -229,7 +247,9 @@ def _check_layout(layout: "Layout", end: int) -> None:
     for segment in layout.segments.values():
         if not HEADER.size <= segment.offset <= segment.offset + segment.size_bytes <= end:
             raise ConfigError(f"segment {segment.name!r} lies outside the file")
-    specs = param_specs(layout.cfg)
+    if type(layout.experts_apart) is not bool or (layout.experts_apart and not layout.cfg.experts):
+        raise ConfigError(f"experts_apart is {layout.experts_apart!r:.80} in a model of {layout.cfg.experts}")
+    specs = layout.specs
     if list(specs) != list(layout.tensors):
         differing = sorted(set(specs) ^ set(layout.tensors))[:3]
         raise ConfigError(f"parameters do not match the config (differing: {differing})")
@@ -270,7 +290,7 @@ def _check_place(name: str, tensor: Tensor, wanted: str, segments: dict[str, Seg
 
 def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
     """Whether the entry keeps BlockedArray's invariants for a weight of `spec.shape`."""
-    if tensor.scale is None or spec.role == "vector" or tensor.bits not in (4, 8):
+    if tensor.scale is None or spec.role == "vector" or tensor.bits not in BITS:
         return False
     if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS):
         return False

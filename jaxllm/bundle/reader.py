@@ -15,8 +15,8 @@ from jaxllm.bundle.layout import HEADER, Extent, Layout, Part, Tensor, check_hea
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.kernels import native
-from jaxllm.models.parameters import param_specs
-from jaxllm.quant import Bfloat16Bits, BlockedArray, Weight, from_blocks
+from jaxllm.models.parameters import expert_parameter, param_specs
+from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, from_blocks
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -122,11 +122,41 @@ class Bundle:
 
     def unchecked(self) -> dict[str, Weight]:
         """`load` that reads nothing where weights are read in place: nobody has looked at their checksums."""
-        specs = param_specs(self.cfg)
-        return {
-            name: self.place(tensor, specs[name].shape, self._view)
-            for name, tensor in self.layout.tensors.items()
-        }
+        return self._together(
+            {
+                name: self.place(tensor, self.layout.specs[name].shape, self._view)
+                for name, tensor in self.layout.tensors.items()
+            }
+        )
+
+    def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
+        """`load` of a model whose experts are stored apart, and are not read.
+
+        Raises:
+          BundleError: a segment's checksum is wrong.
+        """
+        found = {}
+        for segment, tensors in self.layout.by_segment.items():
+            if ".experts." in segment:
+                continue
+            self.verify_segment(segment)
+            for name, tensor in tensors.items():
+                found[name] = self.place(tensor, self.layout.specs[name].shape, self._view)
+            if on_segment is not None:
+                on_segment(segment, self.layout.segments[segment].size_bytes)
+        return found
+
+    def _together(self, found: dict[str, Weight]) -> dict[str, Weight]:
+        """Parameters as models name them, where experts are stored apart."""
+        if not self.layout.experts_apart:
+            return found
+
+        def whole(name: str) -> Weight:
+            if ".experts." not in name:
+                return found[name]
+            return Apart(tuple(found[expert_parameter(name, each)] for each in range(self.cfg.experts)))
+
+        return {name: whole(name) for name in param_specs(self.cfg)}
 
     @property
     def read_in_place(self) -> bool:
@@ -147,11 +177,9 @@ class Bundle:
         def view(extent: Extent) -> np.ndarray:
             return extent.array(memory[extent.offset - start :][: extent.size_bytes])
 
-        specs = param_specs(self.cfg)
         return {
-            name: self.place(tensor, specs[name].shape, view)
-            for name, tensor in self.layout.tensors.items()
-            if tensor.segment == segment
+            name: self.place(tensor, self.layout.specs[name].shape, view)
+            for name, tensor in self.layout.by_segment[segment].items()
         }
 
     def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:

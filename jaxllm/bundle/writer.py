@@ -32,11 +32,13 @@ from jaxllm.bundle.layout import (
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
 from jaxllm.quant import BlockedArray, quantize, to_blocks
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
+# Widths that an expert may be stored at: those of levels, bfloat16 and float32.
+EXPERT_BITS = (2, 4, 8, 16, 32)
 
 
 def write_bundle(
@@ -48,6 +50,7 @@ def write_bundle(
     tokenizer: TokenizerFiles,
     name: str,
     parts: Mapping[str, Part] | None = None,
+    expert_bits: np.ndarray | None = None,
     on_tensor: Progress | None = None,
 ) -> None:
     """Writes a bundle; at no moment is there a partial file at `path`.
@@ -61,6 +64,8 @@ def write_bundle(
       tokenizer: the model's tokenizer.
       name: the model's name, for people.
       parts: additions to the model, by name.
+      expert_bits: `[L_sparse, E]` int, of a mixture whose experts shall be stored apart, each with the width
+        that it is given here: 8, 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.
       on_tensor: called with (name, bytes written) after each parameter.
 
     Raises:
@@ -76,14 +81,9 @@ def write_bundle(
             writer.segment("tokenizer")
             writer.raw(json.dumps(tokenizer.to_json()).encode())
             tensors: dict[str, Any] = {}
-            for (param, spec), (given, value) in _paired(param_specs(cfg), params):
-                if given != param or tuple(value.shape) != spec.shape:
-                    raise ConfigError(
-                        f"expected parameter {param} of shape {spec.shape}, got {given} of shape "
-                        f"{tuple(value.shape)}"
-                    )
+            for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
                 writer.segment(segment_of(param))
-                stored = stored_form(value, spec, weights)
+                stored = stored_form(value, spec, weights, width)
                 tensors[param] = writer.tensor(stored)
                 if on_tensor is not None:
                     on_tensor(param, _stored_bytes(stored))
@@ -96,6 +96,7 @@ def write_bundle(
                 "segments": writer.finish(),
                 "tensors": tensors,
                 "parts": written_parts,
+                "experts_apart": expert_bits is not None,
             }
             writer.manifest(manifest)
     except OSError as error:
@@ -104,14 +105,70 @@ def write_bundle(
         ) from error
 
 
-def stored_form(value: np.ndarray, spec: ParamSpec, weights: WeightFormat) -> np.ndarray | BlockedArray:
-    """A parameter at the width that `weights` asks of its role."""
-    if spec.role == "vector" or weights == "f32":
+def stored_form(
+    value: np.ndarray, spec: ParamSpec, weights: WeightFormat, width: int = 0
+) -> np.ndarray | BlockedArray:
+    """A parameter at the width that `weights` asks of its role, or at `width` if that is not 0."""
+    if spec.role == "vector":
         return np.asarray(value, np.float32)
-    if weights == "bf16":
+    bits = width or _width(spec, weights)
+    if bits == 32:
+        return np.asarray(value, np.float32)
+    if bits == 16:
         return np.asarray(value).astype(ml_dtypes.bfloat16)
-    bits = 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
-    return to_blocks(quantize(np.asarray(value, np.float32), bits=bits, axis=contracted_axis(spec)))
+    levels = quantize(
+        np.asarray(value, np.float32),
+        bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
+        axis=contracted_axis(spec),
+    )
+    return to_blocks(levels)
+
+
+def _width(spec: ParamSpec, weights: WeightFormat) -> int:
+    floats = {"f32": 32, "bf16": 16}
+    if weights in floats:
+        return floats[weights]
+    return 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
+
+
+def _in_file_order(
+    cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], expert_bits: np.ndarray | None
+) -> Iterator[tuple[str, ParamSpec, np.ndarray, int]]:
+    """Name, spec, value and width (0: as `weights` says) of parameters, experts apart if they have widths."""
+    if expert_bits is not None and cfg.post_norms:
+        raise ConfigError("experts of a model with norms behind its blocks cannot be stored apart")
+    widths = {} if expert_bits is None else _widths_by_layer(cfg, expert_bits)
+    stacks: dict[str, np.ndarray] = {}
+    specs = param_specs(cfg)
+    for (param, spec), (given, value) in _paired(specs, params):
+        if given != param or tuple(value.shape) != spec.shape:
+            raise ConfigError(
+                f"expected parameter {param} of shape {spec.shape}, got {given} of shape {tuple(value.shape)}"
+            )
+        if not widths or ".experts." not in param:
+            yield param, spec, value, 0
+            continue
+        stacks[param] = value
+        if param.endswith(".down"):
+            # A layer's experts lie one behind the other, each as it is used.
+            layer = int(param.split(".")[1])
+            for expert, width in enumerate(widths[layer]):
+                for name, stack in stacks.items():
+                    own = ParamSpec(specs[name].shape[1:], specs[name].role)
+                    yield expert_parameter(name, expert), own, stack[expert], width
+            stacks = {}
+
+
+def _widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[int, list[int]]:
+    sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
+    if expert_bits.shape != (len(sparse), cfg.experts):
+        raise ConfigError(
+            f"a model of {len(sparse)} sparse layers of {cfg.experts} experts needs as many widths, got "
+            f"{list(expert_bits.shape)}"
+        )
+    if not np.isin(expert_bits, EXPERT_BITS).all():
+        raise ConfigError(f"widths of experts must be among {EXPERT_BITS}")
+    return dict(zip(sparse, expert_bits.astype(int).tolist(), strict=True))
 
 
 def _stored_bytes(stored: np.ndarray | BlockedArray) -> int:

@@ -11,6 +11,8 @@ could overflow (MegaBlocks, arXiv 2211.15841, has the idea on block-sparse kerne
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.linear import FeedForward, feed_forward
-from jaxllm.quant import Weight, dequantize, unit_at
+from jaxllm.quant import Adapted, Apart, Weight, dequantize, stack_entry, unit_at
 
 # Rows of a tile. Larger ones make better products and read weights less often; on average half a tile of
 # each expert is padding.
@@ -62,7 +64,7 @@ def mixture(
       x: `[B, T, D]`.
       norm: of the block.
       routing: of these tokens, made from `norm(x)`.
-      experts: weights `[E, F, D]`, gated, without biases.
+      experts: weights `[E, F, D]`, gated, without biases; all together, or all apart.
       activation: of the gate.
       live: `[T]` bool, False for padding: it visits no expert, and its output is zero.
       differentiable: whether gradients may be asked for; then all experts are converted to floats first.
@@ -71,23 +73,41 @@ def mixture(
     Returns:
       `[B, T, D]` in the type of x.
     """
-    count, choices = routing.ids.size, routing.ids.shape[-1]
-    ids, weights = routing.ids.reshape(-1, choices), routing.weights.reshape(-1, choices)
-    rows, width, total = x.reshape(-1, x.shape[-1]), x.shape[-1], experts.up.shape[0]
-    if live is not None:
-        alive = jnp.broadcast_to(live, x.shape[:2]).reshape(-1, 1)
-        ids = jnp.where(alive, ids, np.int32(total))
-        weights = jnp.where(alive, weights, np.float32(0))
+    total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
+    tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
     if differentiable:
-        # Smaller tiles, because each has its own copy of an expert and the padding is computed too.
-        tiles = tiles_of(ids, total, rows=_rows(count // (4 * total)))
         out = _all_at_once(normalize(rows, norm), tiles, experts, activation)
     else:
-        # Twice an expert's mean share, so that most have one tile: each tile fetches its expert anew.
-        tiles = tiles_of(ids, total, rows=_rows(2 * count // total))
         out = _one_by_one(rows, norm, tiles, experts, activation, rowwise)
-    out = jnp.einsum("mkd,mk->md", out.reshape(-1, width)[tiles.row], weights.astype(x.dtype))
-    return out.reshape(x.shape)
+    return weighted_sum(out, tiles, weights).reshape(x.shape)
+
+
+def tiles_and_weights(
+    routing: Routing, experts: int, *, live: jax.Array | None = None, differentiable: bool = False
+) -> tuple[Tiles, jax.Array]:
+    """The tiles of B·T tokens, and what the outputs of their pairs are multiplied by, `[B·T, k]` float32.
+
+    Args:
+      routing: of tokens `[B, T]`.
+      experts: how many there are (E).
+      live, differentiable: see `mixture`.
+    """
+    count, choices = routing.ids.size, routing.ids.shape[-1]
+    ids, weights = routing.ids.reshape(-1, choices), routing.weights.reshape(-1, choices)
+    if live is not None:
+        alive = jnp.broadcast_to(live, routing.ids.shape[:-1]).reshape(-1, 1)
+        ids = jnp.where(alive, ids, np.int32(experts))
+        weights = jnp.where(alive, weights, np.float32(0))
+    # Differentiated: smaller tiles, because each has its own copy of an expert and the padding is computed
+    # too. Else twice an expert's mean share, so that most have one tile: each tile fetches its expert anew.
+    rows = _rows(count // (4 * experts) if differentiable else 2 * count // experts)
+    return tiles_of(ids, experts, rows=rows), weights
+
+
+def weighted_sum(out: jax.Array, tiles: Tiles, weights: jax.Array) -> jax.Array:
+    """Of each token the sum of its pairs' rows in `out` `[n, tile, D]`, by weights `[M, k]`: `[M, D]`."""
+    rows = out.reshape(-1, out.shape[-1])[tiles.row]
+    return jnp.einsum("mkd,mk->md", rows, weights.astype(out.dtype))
 
 
 def tiles_of(ids: jax.Array, experts: int, *, rows: int) -> Tiles:
@@ -140,19 +160,61 @@ def _one_by_one(
 ) -> jax.Array:
     """Outputs of the rows in use `[n, tile, D]`, zeros elsewhere, given tokens `x` `[M, D]`."""
 
+    apart = isinstance(experts.up.base if isinstance(experts.up, Adapted) else experts.up, Apart)
+
     def tile(i: jax.Array, out: jax.Array) -> jax.Array:
         expert = tiles.expert[i]
-        block = FeedForward(
-            up=unit_at(experts.up, expert),
-            down=unit_at(experts.down, expert),
-            gate=None if experts.gate is None else unit_at(experts.gate, expert),
-        )
-        rows = x[tiles.token[i]]
-        made = feed_forward(rows, norm, block, activation, add_input=False, rowwise=rowwise)
-        return jax.lax.dynamic_update_index_in_dim(out, made, i, axis=0)
+        if not apart:
+            block = _each_weight(experts, lambda stack: unit_at(stack, expert))
+            return run_tile(x, norm, tiles, i, out, block, activation, rowwise=rowwise)
 
-    out = jnp.zeros((*tiles.token.shape, x.shape[-1]), x.dtype)
-    return jax.lax.fori_loop(0, tiles.count, tile, out)
+        def run(number: int, i: jax.Array, out: jax.Array) -> jax.Array:
+            block = _each_weight(experts, lambda stack: stack_entry(stack, number))
+            return run_tile(x, norm, tiles, i, out, block, activation, rowwise=rowwise)
+
+        branches = [functools.partial(run, number) for number in range(experts.up.shape[0])]
+        return jax.lax.switch(expert, branches, i, out)
+
+    return jax.lax.fori_loop(0, tiles.count, tile, no_rows(x, tiles))
+
+
+def no_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
+    """The outputs `[n, tile, D]` of tokens `[M, D]` before any tile has run: zeros."""
+    return jnp.zeros((*tiles.token.shape, x.shape[-1]), x.dtype)
+
+
+def run_tile(
+    x: jax.Array,
+    norm: Norm,
+    tiles: Tiles,
+    number: jax.Array,
+    out: jax.Array,
+    expert: FeedForward,
+    activation: Activation,
+    *,
+    rowwise: bool = False,
+) -> jax.Array:
+    """The outputs of all tiles `[n, tile, D]` with those of one more in its place.
+
+    Args:
+      x: tokens `[M, D]`.
+      norm: of the block.
+      tiles: of these tokens.
+      number: which tile: int32 scalar.
+      out: so far.
+      expert: the tile's, weights `[F, D]`.
+      activation: of the gate.
+      rowwise: see `linear.py`.
+    """
+    rows = x[tiles.token[number]]
+    made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=rowwise)
+    return jax.lax.dynamic_update_index_in_dim(out, made, number, axis=0)
+
+
+def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> FeedForward:
+    """One expert `[F, D]` of a stack, taken out of each of its weights."""
+    gate = None if experts.gate is None else take(experts.gate)
+    return FeedForward(up=take(experts.up), down=take(experts.down), gate=gate)
 
 
 def _rows(pairs: int) -> int:

@@ -176,6 +176,27 @@ def forward_layer(
     return x, (keys, values), mass
 
 
+def forward_to_experts(
+    params: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None = None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array], jax.Array | None]:
+    """`forward_layer` of a sparse layer up to its experts.
+
+    Returns:
+      What the experts take, whom the tokens visit, keys and values, and the mass.
+    """
+    weights = LayerParams(params, f"layers.{layer}.")
+    attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    x, (keys, values, mass) = _attended(weights, x, cfg, layer, attend, at.tree is not None)
+    return x, _routing(weights, x, cfg), (keys, values), mass
+
+
 def forward_documents(
     params: Params,
     tokens: jax.Array,
@@ -296,7 +317,21 @@ def _layer(
 
     `live` `[T]` bool: which tokens are real; experts need not see the others. For `rowwise` see `linear.py`.
     """
-    groups, neurons = used_in_layer(weights.counts, layer)
+    x, kept = _attended(weights, x, cfg, layer, attend, rowwise)
+    routing = None
+    if cfg.is_sparse(layer):
+        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable, rowwise=rowwise)
+    else:
+        mixed = _ffn(weights, x, cfg, used_in_layer(weights.counts, layer)[1], rowwise)
+    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+    return x, kept, routing
+
+
+def _attended(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, layer: int, attend: Attend[Kept], rowwise: bool
+) -> tuple[jax.Array, Kept]:
+    """The first half of a layer: attention, and what `attend` keeps."""
+    groups, _ = used_in_layer(weights.counts, layer)
     q, k, v = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
@@ -321,14 +356,7 @@ def _layer(
         used=groups,
         rowwise=rowwise,
     )
-    x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
-    routing = None
-    if cfg.is_sparse(layer):
-        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable, rowwise=rowwise)
-    else:
-        mixed = _ffn(weights, x, cfg, neurons, rowwise)
-    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
-    return x, kept, routing
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed, kept
 
 
 def _document_layer(
@@ -418,15 +446,19 @@ def _experts(
     rowwise: bool,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
-    norm = weights.norm("ffn_norm", cfg)
-    routing = route(
-        normalize(x, norm),
-        weights["router"],
-        experts_per_token=cfg.experts_per_token,
-        normalize=cfg.normalize_expert_weights,
-    )
+    norm, routing = weights.norm("ffn_norm", cfg), _routing(weights, x, cfg)
     block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
     out = mixture(
         x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable, rowwise=rowwise
     )
     return out if cfg.post_norms else x + out, routing
+
+
+def _routing(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> Routing:
+    """Which experts tokens `x` `[B, T, D]` visit."""
+    return route(
+        normalize(x, weights.norm("ffn_norm", cfg)),
+        weights["router"],
+        experts_per_token=cfg.experts_per_token,
+        normalize=cfg.normalize_expert_weights,
+    )

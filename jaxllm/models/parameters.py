@@ -52,6 +52,32 @@ def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     return specs
 
 
+def expert_parameter(name: str, expert: int) -> str:
+    """The name of one expert's part of a stack: "layers.0.experts.gate" -> "layers.0.experts.3.gate"."""
+    lead, part = name.rsplit(".", 1)
+    return f"{lead}.{expert}.{part}"
+
+
+def specs_apart(cfg: ModelConfig) -> dict[str, ParamSpec]:
+    """`param_specs` where each expert is stored by itself, behind the other parameters of its layer."""
+    specs: dict[str, ParamSpec] = {}
+    stacks: dict[str, ParamSpec] = {}
+    for name, spec in param_specs(cfg).items():
+        if ".experts." in name:
+            stacks[name] = spec
+            continue
+        _put_apart(specs, stacks, cfg.experts)
+        stacks = {}
+        specs[name] = spec
+    return specs
+
+
+def _put_apart(specs: dict[str, ParamSpec], stacks: dict[str, ParamSpec], experts: int) -> None:
+    for expert in range(experts if stacks else 0):
+        for name, spec in stacks.items():
+            specs[expert_parameter(name, expert)] = ParamSpec(spec.shape[1:], spec.role)
+
+
 def _norm_specs(cfg: ModelConfig, name: str) -> dict[str, ParamSpec]:
     parts = ("scale", "bias") if cfg.norm == "layer" else ("scale",)
     return {f"{name}.{part}": ParamSpec((cfg.hidden_size,), "vector") for part in parts}

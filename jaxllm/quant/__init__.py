@@ -2,10 +2,21 @@
 (`weights`). Products are in `linear.py`."""
 
 from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, to_blocks
-from jaxllm.quant.formats import GROUPS, INT4_GROUP, QArray, pack_int4, packed_columns, quantize
+from jaxllm.quant.formats import (
+    BITS,
+    GROUPS,
+    INT4_GROUP,
+    Bits,
+    QArray,
+    pack_int2,
+    pack_int4,
+    packed_columns,
+    quantize,
+)
 from jaxllm.quant.weights import (
     Adapted,
     AdaptedFromBuffer,
+    Apart,
     Bfloat16Bits,
     FirstUnits,
     Narrowed,
@@ -15,18 +26,23 @@ from jaxllm.quant.weights import (
     first_units,
     narrow,
     sliced,
+    stack_entry,
     take_units,
     unit_at,
+    unpack_int2,
     unpack_int4,
 )
 
 __all__ = [
+    "BITS",
     "GROUPS",
     "INT4_GROUP",
     "PANEL",
     "Adapted",
     "AdaptedFromBuffer",
+    "Apart",
     "Bfloat16Bits",
+    "Bits",
     "BlockedArray",
     "FirstUnits",
     "Narrowed",
@@ -38,12 +54,15 @@ __all__ = [
     "first_units",
     "from_blocks",
     "narrow",
+    "pack_int2",
     "pack_int4",
     "packed_columns",
     "quantize",
     "sliced",
+    "stack_entry",
     "take_units",
     "to_blocks",
     "unit_at",
+    "unpack_int2",
     "unpack_int4",
 ]

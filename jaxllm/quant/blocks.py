@@ -2,7 +2,8 @@
 
 Within a block the four inputs of an output are adjacent, `[8, 16, 4]` (inputs by four, outputs, inputs),
 which is the operand that byte-product instructions take, on x86 and Arm alike. At 4 bits two quarters of
-four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8.
+four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8. At 2 bits four quarters do:
+`[2, 16, 4]`, the lowest bits first, as codes 0 to 3 for the levels -3, -1, 1 and 3.
 
 Blocks lie output panel by output panel where units are outputs, and input block by input block where
 units are inputs. Either way the first n units are the first bytes, so that a smaller model reads a
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.quant.formats import QArray, pack_int4
+from jaxllm.quant.formats import QArray, pack_int2, pack_int4
 
 PANEL = 16
 BLOCK = 32
@@ -35,7 +36,7 @@ class BlockedArray:
     - axis -2 (`[R, C]` or `[K, R, C]`: R, and K, are contracted): `data` `[K, B, P, bits·64]` with B of one
       of the K; `scale` float32 `[K, 16·P]`, or float16 `[K, groups, P, 16]`.
 
-    `data` is int8 for 8 bits and uint8 for 4. Buffers may hold more units than `shape` says.
+    `data` is int8 for 8 bits and uint8 for fewer. Buffers may hold more units than `shape` says.
     """
 
     data: jax.Array
@@ -68,7 +69,10 @@ def blocked_shapes(
 
 
 def to_blocks(weight: QArray) -> BlockedArray:
-    """A weight of host arrays in the order of the native kernels. Padding is zeros, with scale zero."""
+    """A weight of host arrays in the order of the native kernels.
+
+    Padding outputs have scale zero; padding inputs meet activations that are zero.
+    """
     levels = _levels(weight)
     scale = np.asarray(weight.scale)
     if weight.axis == -1:
@@ -104,7 +108,7 @@ def from_blocks(weight: BlockedArray) -> QArray:
     """The inverse of `to_blocks`, for host arrays: for devices that have no native kernels."""
     levels, scale = np.asarray(blocked_levels(weight)), np.asarray(blocked_scales(weight))
     return QArray(
-        data=pack_int4(levels) if weight.bits == 4 else levels,  # pyright: ignore[reportArgumentType]
+        data={8: np.asarray, 4: pack_int4, 2: pack_int2}[weight.bits](levels),  # pyright: ignore
         scale=scale,  # pyright: ignore[reportArgumentType]
         bits=weight.bits,
         group=weight.group,
@@ -146,8 +150,8 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
     columns = weight.shape[-1]
     # [P, B, quarters, 16, 4] at (panel, :, :, lane): the indexed axes come first.
     data = weight.data.reshape(*weight.data.shape[:2], -1, PANEL, 4)[panel, :, :, lane]
-    if weight.bits == 4:
-        data = _nibbles(data, axis=-2)
+    if weight.bits != 8:
+        data = _levels_of_bytes(data, weight.bits, axis=-2)
     levels = data.reshape(*rows.shape, -1)[..., :columns]
     scale = weight.scale[panel, :, lane] if weight.group else weight.scale[rows][..., None]
     return levels, scale
@@ -161,8 +165,11 @@ def _levels(weight: QArray) -> np.ndarray:
     data = np.asarray(weight.data)
     if weight.bits == 8:
         return data
-    wide = np.concatenate([data & 15, data >> 4], axis=-1)
-    return wide[..., : weight.columns].astype(np.int8) - np.int8(8)
+    if weight.bits == 4:
+        wide = np.concatenate([data & 15, data >> 4], axis=-1)
+        return wide[..., : weight.columns].astype(np.int8) - np.int8(8)
+    codes = np.concatenate([data >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1)
+    return 2 * codes[..., : weight.columns].astype(np.int8) - np.int8(3)
 
 
 def _padded(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -177,15 +184,19 @@ def _pack(matrix: np.ndarray, bits: int) -> np.ndarray:
     quarters = matrix.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
     if bits == 8:
         return quarters.reshape(panels, blocks, -1)
-    nibbles = (quarters + np.int8(8)).view(np.uint8).reshape(panels, blocks, 4, 2, PANEL, 4)
-    return (nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)).reshape(panels, blocks, -1)
+    if bits == 4:
+        nibbles = (quarters + np.int8(8)).view(np.uint8).reshape(panels, blocks, 4, 2, PANEL, 4)
+        return (nibbles[:, :, :, 0] | (nibbles[:, :, :, 1] << 4)).reshape(panels, blocks, -1)
+    codes = ((quarters + np.int8(3)).view(np.uint8) >> 1).reshape(panels, blocks, 2, 4, PANEL, 4)
+    parts = [codes[:, :, :, i] << (2 * i) for i in range(4)]
+    return (parts[0] | parts[1] | parts[2] | parts[3]).reshape(panels, blocks, -1)
 
 
 def _unpack(data: jax.Array, bits: int) -> jax.Array:
     """Blocks `[..., B, bits·64]` -> levels `[..., 16, 32·B]` where blocks are the second-to-last axis."""
     quarters = data.reshape(*data.shape[:-1], -1, PANEL, 4)
-    if bits == 4:
-        quarters = _nibbles(quarters, axis=-3)
+    if bits != 8:
+        quarters = _levels_of_bytes(quarters, bits, axis=-3)
     # [..., B, 8, 16, 4] -> [..., 16, B, 8, 4]
     lead = tuple(range(quarters.ndim - 4))
     b = len(lead)
@@ -193,12 +204,14 @@ def _unpack(data: jax.Array, bits: int) -> jax.Array:
     return moved.reshape(*moved.shape[: b + 1], -1)
 
 
-def _nibbles(data: jax.Array, axis: int) -> jax.Array:
-    """Unpacks quarters along `axis`: each becomes its low nibbles, then its high ones, minus 8."""
+def _levels_of_bytes(data: jax.Array, bits: int, axis: int) -> jax.Array:
+    """Unpacks quarters along `axis`: at 4 bits each becomes its low nibbles, then its high ones, minus 8; at
+    2 bits twice the codes of its lowest bits, and so on, minus 3."""
     xp = np if isinstance(data, np.ndarray) else jnp
-    low, high = data & np.uint8(15), data >> np.uint8(4)
-    both = xp.stack([low, high], axis=axis)
+    parts = [(data >> np.uint8(shift)) & np.uint8((1 << bits) - 1) for shift in range(0, 8, bits)]
+    together = xp.stack(parts, axis=axis)
     axis += data.ndim
-    shape = (*data.shape[:axis], 2 * data.shape[axis], *data.shape[axis + 1 :])
-    levels = both.reshape(shape).astype(np.int8) - np.int8(8)
+    shape = (*data.shape[:axis], len(parts) * data.shape[axis], *data.shape[axis + 1 :])
+    stored = together.reshape(shape).astype(np.int8)
+    levels = stored - np.int8(8) if bits == 4 else stored * np.int8(2) - np.int8(3)
     return cast(jax.Array, levels)

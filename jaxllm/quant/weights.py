@@ -156,8 +156,34 @@ class FirstUnits:
         return self.base.ndim
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A stack of matrices `[E, R, C]` that lie apart, each at a width of its own."""
+
+    matrices: tuple["Weight", ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight this stands for."""
+        return (len(self.matrices), *self.matrices[0].shape)
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return 3
+
+
 Weight = (
-    jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | AdaptedFromBuffer | Narrowed | FirstUnits
+    jax.Array
+    | QArray
+    | BlockedArray
+    | Bfloat16Bits
+    | Adapted
+    | AdaptedFromBuffer
+    | Narrowed
+    | FirstUnits
+    | Apart
 )
 
 
@@ -169,6 +195,8 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, Narrowed):
         return dequantize(weight.stack, dtype)[:, : weight.rows]
+    if isinstance(weight, Apart):
+        return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
     if isinstance(weight, FirstUnits):
         return dequantize(sliced(weight), dtype)
     if isinstance(weight, Bfloat16Bits):
@@ -179,7 +207,10 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
     elif isinstance(weight, QArray):
         data, scale = weight.data, weight.scale
-        levels = data.astype(dtype) if weight.bits == 8 else unpack_int4(data, weight.columns, dtype)
+        levels = data.astype(dtype)
+        if weight.bits != 8:
+            unpack = unpack_int4 if weight.bits == 4 else unpack_int2
+            levels = unpack(data, weight.columns, dtype)
     else:
         return weight.astype(dtype)
     return levels * _spread(scale.astype(dtype), weight.group, levels.shape[weight.axis], weight.axis)
@@ -190,6 +221,13 @@ def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     halves = (packed & np.uint8(15), packed >> np.uint8(4))
     wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
     return wide[..., :columns] - np.asarray(8, dtype)
+
+
+def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
+    quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
+    codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
+    return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
 
 
 def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -263,6 +301,14 @@ def narrow(weight: Weight, rows: int) -> Weight:
     if isinstance(weight, Adapted):
         return Adapted(narrow(weight.base, rows), weight.left[..., :rows], weight.right)
     return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
+
+
+def stack_entry(weight: Weight, index: int) -> Weight:
+    """One matrix `[R, C]` of a stack whose matrices lie apart, with its adapter if it has one."""
+    if isinstance(weight, Adapted):
+        return Adapted(stack_entry(weight.base, index), weight.left[index], weight.right[index])
+    assert isinstance(weight, Apart)
+    return weight.matrices[index]
 
 
 def unit_at(weight: Weight, index: jax.Array) -> Weight:

@@ -70,15 +70,7 @@ def running(engine: Engine) -> dict[str, Any]:
     """What drafts and reading of weights came to, where there was any."""
     facts: dict[str, Any] = {}
     if engine.streamed is not None:
-        counts, plan = engine.streamed.counts, engine.streamed.plan
-        facts["memory"] = {
-            "budget_bytes": plan.budget_bytes,
-            "planned_bytes": plan.planned_bytes,
-            "resident_layers": len(plan.resident),
-            "read_bytes": counts.read_bytes,
-            "read_bytes_per_s": round(counts.read_bytes / counts.reading_s) if counts.reading_s else None,
-            "caching": engine.streamed.caching,
-        }
+        facts["memory"] = engine.streamed.facts()
     if engine.speculative is not None:
         counts = engine.speculative.counts
         facts["drafts"] = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from jaxllm.bundle import WEIGHT_FORMATS, Bundle
+from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS, Bundle
 from jaxllm.prepare import prepare
 from serving.console import progress_bars
 
@@ -15,6 +15,11 @@ from serving.console import progress_bars
 @click.option(
     "--weights", type=click.Choice(WEIGHT_FORMATS), help="Weight width. [default: the checkpoint's own]"
 )
+@click.option(
+    "--expert-bits",
+    type=click.Choice([str(bits) for bits in EXPERT_BITS]),
+    help="Store each expert of a mixture by itself at this width, to run it in less memory than it takes.",
+)
 @click.option("--name", default="", help="The model's name, for people. [default: the folder's]")
 @click.option(
     "--ignore-config-key",
@@ -24,11 +29,24 @@ from serving.console import progress_bars
     help="Ignore a config.json key that jaxllm does not know. Repeatable.",
 )
 def prepare_command(
-    folder: Path, output: Path, weights: str | None, name: str, ignore_keys: tuple[str, ...]
+    folder: Path,
+    output: Path,
+    weights: str | None,
+    expert_bits: str | None,
+    name: str,
+    ignore_keys: tuple[str, ...],
 ) -> None:
     """Write the model in a Hugging Face FOLDER as one bundle file."""
     with progress_bars() as progress:
-        prepare(folder, output, weights=weights, name=name, ignore_keys=ignore_keys, progress=progress)
+        prepare(
+            folder,
+            output,
+            weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
+            expert_bits=int(expert_bits or 0),
+            name=name,
+            ignore_keys=ignore_keys,
+            progress=progress,
+        )
     with Bundle.open(output) as bundle:
         size_mb = output.stat().st_size / 1e6
         click.echo(f"{output}: {bundle.layout.name}, {bundle.layout.weights} weights, {size_mb:.1f} MB")

@@ -14,9 +14,10 @@ from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.bucket_plan import ENCODED_CHUNKS
+from serving.buckets import BucketTable
 from serving.contexts.blobs import Blobs, Stored
-from serving.graph_table import GraphTable
 from serving.lowering import counts_alone, source_shape
+from serving.streaming.table import StreamedTable
 
 
 class ContextGraphs:
@@ -28,7 +29,7 @@ class ContextGraphs:
       layer_bytes: of one chunk in each layer `[L]`, by width.
     """
 
-    def __init__(self, table: GraphTable) -> None:
+    def __init__(self, table: BucketTable | StreamedTable) -> None:
         """Takes a table; its options name a codec.
 
         Raises:

@@ -10,6 +10,7 @@ from serving.engine import Engine
 from serving.graph_table import Progress
 from serving.speculative.model_drafter import ModelDrafter
 from serving.speculative.options import SpeculationOptions
+from serving.streaming.weights import StreamedWeights
 
 
 def level_drafter(
@@ -25,14 +26,17 @@ def level_drafter(
     table = target.table.at(options.level)
     if isinstance(table, BucketTable):
         return ModelDrafter(table, options.trees)
-    assert target.streamed is not None
-    whole, part = target.table.at(WHOLE).params, table.params
-    if not isinstance(whole, CountedSubModel) or not isinstance(part, CountedSubModel):
+    streamed, whole, part = target.streamed, target.table.at(WHOLE).params, table.params
+    if (
+        not isinstance(streamed, StreamedWeights)
+        or not isinstance(whole, CountedSubModel)
+        or not isinstance(part, CountedSubModel)
+    ):
         raise ConfigError(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
-    weights = target.streamed.level_weights()
+    weights = streamed.level_weights()
     resident = BucketTable(
         target.bundle.cfg, dataclasses.replace(whole, whole=weights), target.options, table.store
     )

@@ -4,6 +4,9 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from serving.experts.store import hot_bytes
+from serving.experts.weights import ExpertWeights
 from serving.graph_table import Progress
 from serving.models import open_model
 from serving.options import EngineOptions
@@ -21,9 +24,9 @@ def streamed_weights(
     *,
     reserved_bytes: int = 0,
     level: ModelConfig | None = None,
-) -> StreamedWeights | None:
-    """What brings the weights of a model by pieces; None where all of it fits into the budget, or there is
-    none.
+) -> StreamedWeights | ExpertWeights | None:
+    """What brings the weights of a model by pieces, or its experts; None where all fits into the budget, or
+    there is none.
 
     Args:
       bundle: an open one.
@@ -34,23 +37,46 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small even so.
+      ConfigError: it is too small for contexts of a mixture.
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
     fixed += _runtime_bytes(options.memory_bytes)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
+    what = f"a context of {options.context_tokens} tokens, activations"
+    what += " and the draft" if reserved_bytes else ""
+    if bundle.layout.experts_apart:
+        if options.kv_codec:
+            raise ConfigError(
+                "contexts that outlive calls need all experts of a mixture in memory: give no memory_bytes, "
+                "or at least as many as the model takes"
+            )
+        return ExpertWeights(
+            bundle,
+            budget_bytes=options.memory_bytes,
+            fixed_bytes=fixed + outputs_bytes(bundle.cfg, options),
+            what=what,
+            storage=options.storage,
+            options=options.experts,
+            progress=progress,
+        )
     return StreamedWeights(
         bundle,
         budget_bytes=options.memory_bytes,
         fixed_bytes=fixed,
-        what=f"a context of {options.context_tokens} tokens, activations"
-        + (" and the draft" if reserved_bytes else ""),
+        what=what,
         storage=options.storage,
         read_ahead=options.read_ahead,
         level=level,
         progress=progress,
     )
+
+
+def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
+    """The budget of a mixture that has so much left for its experts; `options` are resolved."""
+    fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options)
+    return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
 
 
 def whole_budget(needed_bytes: int) -> int:
@@ -107,6 +133,12 @@ def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     width = {"float32": 4}.get(options.cache_dtype, 2)
     heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers))
     return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:])
+
+
+def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """Of a mixture, what its experts make of a prompt as long as the context, before it is summed."""
+    padded = 2 * options.context_tokens * cfg.experts_per_token
+    return padded * cfg.hidden_size * _FLOAT_BYTES
 
 
 def activation_bytes(cfg: ModelConfig, options: EngineOptions) -> int:

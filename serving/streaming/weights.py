@@ -115,6 +115,18 @@ class StreamedWeights:
         """How the file is read: "direct" or "buffered"."""
         return self._reader.caching
 
+    def facts(self) -> dict[str, Any]:
+        """How the budget is spent and what was read, for people."""
+        counts, plan = self.counts, self.plan
+        return {
+            "budget_bytes": plan.budget_bytes,
+            "planned_bytes": plan.planned_bytes,
+            "resident_layers": len(plan.resident),
+            "read_bytes": counts.read_bytes,
+            "read_bytes_per_s": round(counts.read_bytes / counts.reading_s) if counts.reading_s else None,
+            "caching": self.caching,
+        }
+
     def frozen(self) -> dict[str, Weight]:
         """All parameters by name: norms and positions in memory, all others as their shapes alone, or as
         views of the file that nobody reads."""

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.quant import BlockedArray, QArray, pack_int4, to_blocks
+from jaxllm.quant import BlockedArray, QArray, pack_int2, pack_int4, to_blocks
 from tests.kernels.switching import NATIVE, fall_back, kernels_of
 
-# bits, group. Four bits with one scale per output are nothing that `quantize` makes, but a bundle may.
-WIDTHS = ((8, 0), (8, 32), (8, 64), (4, 0), (4, 32), (4, 64))
+# bits, group. Fewer bits with one scale per output are nothing that `quantize` makes, but a bundle may.
+WIDTHS = ((8, 0), (8, 32), (8, 64), (4, 0), (4, 32), (4, 64), (2, 0), (2, 32), (2, 64))
 # Compiling is most of these tests' time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
@@ -23,13 +23,15 @@ def weight_of(
 ) -> BlockedArray:
     """Levels over the whole range, -128 and -8 too, and scales of either sign; placed on the device."""
     bits, group = width
-    low, high = (-128, 128) if bits == 8 else (-8, 8)
-    levels = draw.integers(low, high, shape, dtype=np.int8)
+    high = 1 << (bits - 1)
+    levels = draw.integers(-high, high, shape, dtype=np.int8)
+    if bits == 2:
+        levels = 2 * levels + np.int8(1)
     scales = list(shape)
     scales[axis] = -(-shape[axis] // group) if group else 1
     scale = draw.normal(size=scales) / high
     weight = QArray(
-        data=pack_int4(levels) if bits == 4 else levels,
+        data={8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](levels),
         scale=scale.astype(np.float16 if group else np.float32),
         bits=bits,
         group=group,

@@ -105,7 +105,7 @@ void check_activations(Random& random) {
 // Rows of an embedding, and the likeliest token.
 void check_tokens(Random& random) {
   const size_t rows = random.in(1, 60), outputs = random.in(1, 150), inputs = random.in(1, 300);
-  const int bits = random.below(2) ? 8 : 4, group = static_cast<int>(random.below(3)) * 32;
+  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
   shape = "tokens " + std::to_string(rows) + " outputs " + std::to_string(outputs) + " inputs " +
           std::to_string(inputs) + " bits " + std::to_string(bits) + " group " + std::to_string(group);
   const Weight w = Weight::of_outputs(random, outputs, inputs, bits, group);

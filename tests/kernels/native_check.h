@@ -113,7 +113,8 @@ struct Weight {
   Buffer<uint8_t> data;
   Buffer<uint8_t> scale;  // bytes of floats or halves
   std::vector<int> levels;
-  std::vector<double> dense, wider;  // wider: 4 bits made 8 of one scale per span; empty if that cannot be
+  std::vector<double> dense,
+      wider;  // wider: fewer bits made 8 of one scale per span; empty if that cannot be
 
   // Units are outputs; the buffer holds some more of them than are used.
   static Weight of_outputs(Random& random, size_t outputs, size_t inputs, int bits, int group) {
@@ -154,20 +155,23 @@ struct Weight {
       memcpy(scale.data() + i * (group ? 2 : 4), group ? static_cast<const void*>(&half) : &value,
              group ? 2 : 4);
     }
-    if (bits == 4 && group) wider.resize(dense.size());
+    if (bits != 8 && group) wider.resize(dense.size());
     for (size_t s = 0; s < segments; s++) {
       for (size_t o = 0; o < outputs; o++) {
         for (size_t i = 0; i < inputs; i++) {
           const size_t p = o / 16, b = i / 32, quarter = i % 32 / 4;
           const size_t block = reduction ? (s * blocks + b) * panels + p : p * blocks + b;
-          const size_t row = bits == 8 ? quarter : quarter / 2;
+          const size_t row = quarter * static_cast<size_t>(bits) / 8;
           const uint8_t byte =
               data.data()[block * static_cast<size_t>(bits) * 64 + row * 64 + o % 16 * 4 + i % 4];
-          const int level = bits == 8 ? static_cast<int8_t>(byte) : (quarter % 2 ? byte >> 4 : byte & 15) - 8;
+          const int level = bits == 8   ? static_cast<int8_t>(byte)
+                            : bits == 4 ? (quarter % 2 ? byte >> 4 : byte & 15) - 8
+                                        : 2 * (byte >> (2 * (quarter % 4)) & 3) - 3;
           const size_t at = (s * inputs + i) * outputs + o;
           levels[at] = level;
           dense[at] = level * scale_at(s, p, group ? i / group : 0, o % 16, groups, group, reduction);
           if (!wider.empty()) {
+            const float top = bits == 4 ? 8.0f : 3.0f;
             float most = 1e-30f;
             for (size_t other = i / 256 * 256; other < std::min(inputs, i / 256 * 256 + 256);
                  other += group) {
@@ -175,9 +179,9 @@ struct Weight {
               most = std::max(most, static_cast<float>(size));
             }
             const float own = static_cast<float>(scale_at(s, p, i / group, o % 16, groups, group, reduction));
-            const float factor = own * ((127.0f / 8.0f) / most);
+            const float factor = own * ((127.0f / top) / most);
             const long fixed = lrintf(factor * 128.0f);
-            const double step = static_cast<double>(most * (8.0f / 127.0f));
+            const double step = static_cast<double>(most * (top / 127.0f));
             wider[at] = floor((level * 256.0 * static_cast<double>(fixed) + 16384) / 32768) * step;
           }
         }

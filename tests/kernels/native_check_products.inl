@@ -86,7 +86,7 @@ void judge_alone(const float* alone, const float* among, size_t row, size_t coun
 
 void check_to_units(Random& random) {
   const size_t rows = random.rows(), count = random.below(3) + 1, inputs = random.in(1, 600);
-  const int bits = random.below(2) ? 8 : 4, group = static_cast<int>(random.below(3)) * 32;
+  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
   const bool widen = random.below(2);
   shape = "to_units rows " + std::to_string(rows) + " inputs " + std::to_string(inputs) + " bits " +
           std::to_string(bits) + " group " + std::to_string(group) + (widen ? " widened" : "");
@@ -146,7 +146,7 @@ void check_from_units(Random& random) {
   const size_t rows = random.rows(), segments = random.below(2) ? 1 : random.in(1, 4),
                outputs = random.in(1, 150);
   const size_t length = random.in(1, segments == 1 ? 600 : 90);
-  const int bits = random.below(2) ? 8 : 4, group = static_cast<int>(random.below(3)) * 32;
+  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
   shape = "from_units rows " + std::to_string(rows) + " segments " + std::to_string(segments) + " length " +
           std::to_string(length) + " outputs " + std::to_string(outputs) + " bits " + std::to_string(bits) +
           " group " + std::to_string(group);
@@ -183,7 +183,7 @@ void check_from_units(Random& random) {
 // A block is its parts, to the bit: products, activation, product.
 void check_feed_forward(Random& random) {
   const size_t rows = random.rows(), width = random.in(1, 300), units = random.in(1, 300);
-  const int bits = random.below(2) ? 8 : 4, group = static_cast<int>(random.below(3)) * 32;
+  const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
   const int activation = static_cast<int>(random.below(4));
   const bool gated = random.below(2), add = random.below(2), widen = random.below(2);
   shape = "feed_forward rows " + std::to_string(rows) + " width " + std::to_string(width) + " units " +

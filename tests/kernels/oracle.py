@@ -5,7 +5,7 @@ rounding is exact, so what is left is the rounding of float sums: `ULPS` of the 
 kernels' input is only known with an error (behind a norm, or a first product), a value may land on the
 other side of a tie: `rounded` says which ones, and their whole step counts.
 
-For many rows, kernels may first widen 4-bit weights to 8 bits of one scale per output and span, which
+For many rows, kernels may first widen narrower weights to 8 bits of one scale per output and span, which
 rounds the weights once more (`widened`): a row is computed with the one or the other.
 """
 
@@ -97,8 +97,9 @@ def matrix(weight: BlockedArray, *, widened: bool = False) -> np.ndarray:
 
 def _widened(weight: BlockedArray) -> np.ndarray:
     """Levels times group scale over the span's largest, in 16-bit fixed point, rounded to a byte."""
-    assert weight.bits == 4
+    assert weight.bits < 8
     assert weight.group
+    top = 8 if weight.bits == 4 else 3
     # Contracted axis last; spans begin anew in each kv head's inputs.
     levels, steps = (np.moveaxis(each, weight.axis, -1) for each in (levels_of(weight), step_of(weight)))
     out = np.zeros(levels.shape)
@@ -106,10 +107,10 @@ def _widened(weight: BlockedArray) -> np.ndarray:
         part = np.s_[..., at : at + SPAN]
         scale = steps[part].astype(np.float32)
         most = np.maximum(np.abs(scale).max(-1, keepdims=True), np.float32(TINY))
-        factor = scale * (np.float32(127 / 8) / most)
+        factor = scale * (np.float32(127 / top) / most)
         fixed = np.rint(factor * np.float32(128)).astype(np.int64)
         wider = (levels[part] * 256 * fixed + (1 << 14)) >> 15
-        out[part] = wider * (most * np.float32(8 / 127)).astype(np.float64)
+        out[part] = wider * (most * np.float32(top / 127)).astype(np.float64)
     return np.moveaxis(out, -1, weight.axis)
 
 
@@ -128,7 +129,7 @@ def product(
 
 def reads(weight: BlockedArray) -> tuple[bool, ...]:
     """Whether native kernels may read a row's weights as they are stored, or widened."""
-    return (False, True) if weight.bits == 4 and weight.group else (False,)
+    return (False, True) if weight.bits < 8 and weight.group else (False,)
 
 
 def normed(x: np.ndarray, scale: np.ndarray, eps: float) -> Known:

@@ -24,6 +24,9 @@ def levels_of(weight: QArray | BlockedArray) -> np.ndarray:
     data = np.asarray(weight.data)
     if weight.bits == 8:
         return data.astype(np.int64)
+    if weight.bits == 2:
+        codes = np.concatenate([data & 3, data >> 2 & 3, data >> 4 & 3, data >> 6], axis=-1)
+        return 2 * codes[..., : weight.columns].astype(np.int64) - 3
     nibbles = np.concatenate([data & 15, data >> 4], axis=-1)
     return nibbles[..., : weight.columns].astype(np.int64) - 8
 
@@ -50,16 +53,18 @@ def _places(weight: BlockedArray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _blocked_levels(weight: BlockedArray) -> np.ndarray:
     """Element by element: four inputs of an output are adjacent, then the other outputs of the panel, then
-    the other inputs of the block; at 4 bits two quarters of four inputs share their bytes."""
+    the other inputs of the block; at 4 bits two quarters of four inputs share their bytes, at 2 bits four."""
     data = np.asarray(weight.data)
     segment, row, column = _places(weight)
     panel, lane, block, within = column // 16, column % 16, row // 32, row % 32
     quarter, four = within // 4, within % 4
-    byte_row = quarter if weight.bits == 8 else quarter // 2
+    byte_row = quarter * weight.bits // 8
     at = byte_row * 64 + lane * 4 + four
     byte = data[panel, block, at] if weight.axis == -1 else data[segment, block, panel, at]
     if weight.bits == 8:
         return byte.astype(np.int64)
+    if weight.bits == 2:
+        return 2 * (byte >> (2 * (quarter % 4)) & 3).astype(np.int64) - 3
     return np.where(quarter % 2, byte >> 4, byte & 15).astype(np.int64) - 8
 
 

@@ -27,7 +27,7 @@ from jaxllm.quant import (
 from tests.quant.plain import wide
 
 # bits, group
-WIDTHS = [(8, 0), (8, 32), (4, 32), (4, 64)]
+WIDTHS = [(8, 0), (8, 32), (4, 32), (4, 64), (2, 32)]
 # Rows beyond a panel and a group, columns beyond a block; neither comes whole.
 SHAPES = [(70, 65), (2, 40, 9)]
 # Compiling is most of this file's time.

@@ -3,8 +3,10 @@
 // A weight is stored in blocks of 16 outputs x 32 inputs, each block as [8][16][4] bytes (four inputs of
 // one output are adjacent, which is what every byte-product instruction wants). At 4 bits two such
 // quarters share their bytes: [4][16][4], the low nibbles of byte row v holding inputs 8v..8v+3, the high
-// ones 8v+4..8v+7, stored plus 8. Blocks lie panel by panel (16 outputs after another) when units are
-// outputs, and input block by input block when units are inputs: a prefix of units is a prefix of memory.
+// ones 8v+4..8v+7, stored plus 8. At 2 bits four quarters do: [2][16][4], from the lowest bits of byte row v
+// inputs 16v..16v+3 and so on, whose codes 0 to 3 stand for -3, -1, 1 and 3. Blocks lie panel by panel (16
+// outputs after another) when units are outputs, and input block by input block when units are inputs: a
+// prefix of units is a prefix of memory.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -36,7 +38,7 @@ struct Inputs {
 struct Matrix {
   const uint8_t* data;
   const void* scale;  // group 0: float [segments][panels * 16]; else half, 16 per panel and group
-  int bits, group;    // 4 or 8; inputs per scale: 0 (a whole segment), 32 or 64
+  int bits, group;    // 2, 4 or 8; inputs per scale: 0 (a whole segment), 32 or 64
   Inputs inputs;
   size_t panels;                                  // of the product: ceil(outputs / 16)
   size_t panel_stride, block_stride;              // bytes from one panel, one input block to the next

@@ -31,10 +31,14 @@ void pair_outputs(const Matrix& m, size_t span, size_t panel, size_t panels, int
     const uint8_t* w = m.data + (panel + p) * m.panel_stride + first * m.block_stride;
     for (size_t b = 0; b < blocks; b++, w += m.block_stride) {
       prefetch_block<8>(w, kSpanBlocks * m.block_stride);  // of the next span, a whole tile's work away
+      W quarter[4];
       for (size_t i = 0; i < kBlockSteps; i++, out += kStepBytes) {
         W low, high;  // the first and the last four of eight inputs
         if (m.bits == 8) {
           low = wload(w + 128 * i), high = wload(w + 128 * i + 64);
+        } else if (m.bits == 2) {
+          if (i % 2 == 0) wcrumbs(w + 32 * i, quarter);
+          low = quarter[i % 2 * 2], high = quarter[i % 2 * 2 + 1];
         } else {
           wnibbles(w + 64 * i, low, high);
         }

@@ -8,7 +8,7 @@ namespace {
 using Places = ffi::Span<const int64_t>;
 
 bool good_format(int64_t bits, int64_t group, const AnyBuffer& data, const AnyBuffer& scale) {
-  if (bits != 4 && bits != 8) return false;
+  if (bits != 2 && bits != 4 && bits != 8) return false;
   if (group != 0 && group != 32 && group != 64) return false;
   if (data.element_type() != (bits == 8 ? ffi::DataType::S8 : ffi::DataType::U8)) return false;
   return scale.element_type() == (group ? ffi::DataType::F16 : ffi::DataType::F32);

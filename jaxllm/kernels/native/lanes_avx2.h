@@ -16,9 +16,9 @@ using W = I;
 using X = __m256i;
 
 #ifdef __AVXVNNI__
-constexpr int kBias8 = 128, kBias4 = 8;  // unsigned by signed, sums corrected
+constexpr int kBias8 = 128, kBias4 = 8, kBias2 = 3;  // unsigned by signed, sums corrected
 #else
-constexpr int kBias8 = 0, kBias4 = 0;  // signed by signed
+constexpr int kBias8 = 0, kBias4 = 0, kBias2 = 0;  // signed by signed
 #endif
 constexpr int kRows = 4, kPanels = 1;
 constexpr int kGroupRows = 3, kGroupPanels = 1;
@@ -134,25 +134,46 @@ inline void wnibbles(const void* p, W& low, W& high) {
           _mm256_sub_epi8(_mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask), eight)};
 }
 // See lanes_avx512.h.
+inline __m256i crumb_half(__m256i shifted, int bias) {
+  return _mm256_sub_epi8(_mm256_and_si256(shifted, _mm256_set1_epi8(6)),
+                         _mm256_set1_epi8(static_cast<char>(bias)));
+}
+// Twice the codes, minus `Bias`.
+template <int Bias>
+inline void wcrumbs_less(const void* p, W (&quarter)[4]) {
+  const W all = iload(p);
+  quarter[0] = {crumb_half(_mm256_slli_epi16(all.a, 1), Bias), crumb_half(_mm256_slli_epi16(all.b, 1), Bias)};
+  quarter[1] = {crumb_half(_mm256_srli_epi16(all.a, 1), Bias), crumb_half(_mm256_srli_epi16(all.b, 1), Bias)};
+  quarter[2] = {crumb_half(_mm256_srli_epi16(all.a, 3), Bias), crumb_half(_mm256_srli_epi16(all.b, 3), Bias)};
+  quarter[3] = {crumb_half(_mm256_srli_epi16(all.a, 5), Bias), crumb_half(_mm256_srli_epi16(all.b, 5), Bias)};
+}
+inline void wcrumbs(const void* p, W (&quarter)[4]) { wcrumbs_less<kBias2 ? 0 : 3>(p, quarter); }
 #define LANES_WIDEN
 inline __m256i widening_half(__m256 factor) {
   const __m256i fixed = _mm256_cvtps_epi32(_mm256_mul_ps(factor, _mm256_set1_ps(128.0f)));
   return _mm256_or_si256(_mm256_and_si256(fixed, _mm256_set1_epi32(0xffff)), _mm256_slli_epi32(fixed, 16));
 }
 inline I widening(F factor) { return {widening_half(factor.a), widening_half(factor.b)}; }
-inline __m256i widen_half(__m256i nibbles, __m256i factor) {
-  const __m256i eight = _mm256_set1_epi16(8 << 8), upper = _mm256_set1_epi16(static_cast<short>(0xff00));
-  const __m256i even = _mm256_mulhrs_epi16(_mm256_sub_epi16(_mm256_slli_epi16(nibbles, 8), eight), factor);
-  const __m256i odd = _mm256_mulhrs_epi16(_mm256_sub_epi16(_mm256_and_si256(nibbles, upper), eight), factor);
+template <int Bias>
+inline __m256i widen_half(__m256i biased, __m256i factor) {
+  const __m256i bias = _mm256_set1_epi16(Bias << 8), upper = _mm256_set1_epi16(static_cast<short>(0xff00));
+  const __m256i even = _mm256_mulhrs_epi16(_mm256_sub_epi16(_mm256_slli_epi16(biased, 8), bias), factor);
+  const __m256i odd = _mm256_mulhrs_epi16(_mm256_sub_epi16(_mm256_and_si256(biased, upper), bias), factor);
   return _mm256_or_si256(_mm256_slli_epi16(odd, 8), _mm256_andnot_si256(upper, even));
 }
 inline void wwiden(const void* p, I factor, W& low, W& high) {
   const W both = iload(p);
   const __m256i mask = _mm256_set1_epi8(15);
-  low = {widen_half(_mm256_and_si256(both.a, mask), factor.a),
-         widen_half(_mm256_and_si256(both.b, mask), factor.b)};
-  high = {widen_half(_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), factor.a),
-          widen_half(_mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask), factor.b)};
+  low = {widen_half<8>(_mm256_and_si256(both.a, mask), factor.a),
+         widen_half<8>(_mm256_and_si256(both.b, mask), factor.b)};
+  high = {widen_half<8>(_mm256_and_si256(_mm256_srli_epi16(both.a, 4), mask), factor.a),
+          widen_half<8>(_mm256_and_si256(_mm256_srli_epi16(both.b, 4), mask), factor.b)};
+}
+inline void wwiden_crumbs(const void* p, I factor, W (&quarter)[4]) {
+  wcrumbs_less<0>(p, quarter);
+  for (int i = 0; i < 4; i++) {
+    quarter[i] = {widen_half<3>(quarter[i].a, factor.a), widen_half<3>(quarter[i].b, factor.b)};
+  }
 }
 inline X xload(const int8_t* p) {
   int32_t four;

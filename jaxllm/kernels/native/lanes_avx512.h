@@ -12,7 +12,7 @@ using W = __m512i;  // 64 weight bytes: 16 outputs x 4 inputs
 using X = __m512i;  // 4 activation bytes, repeated for every output
 
 // vpdpbusd multiplies unsigned by signed bytes: weights are shifted up and the sums corrected.
-constexpr int kBias8 = 128, kBias4 = 8;
+constexpr int kBias8 = 128, kBias4 = 8, kBias2 = 3;
 constexpr int kRows = 6, kPanels = 4;            // tile of accumulators, one scale for all inputs
 constexpr int kGroupRows = 6, kGroupPanels = 2;  // tile of accumulators, scales by group
 constexpr int kFloatRows = 6, kFloatPanels = 4;
@@ -92,24 +92,37 @@ inline void wnibbles(const void* p, W& low, W& high) {
   low = _mm512_and_si512(both, mask);
   high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
 }
-// 4-bit weights of different group scales as 8-bit ones of one scale: nibble * factor, rounded, where factor
-// is in [-127/8, 127/8]. Two bytes at a time, as 16-bit fixed point.
+// Twice the codes of 2 bits: levels -3, -1, 1 and 3, plus kBias2.
+inline void wcrumbs(const void* p, W (&quarter)[4]) {
+  const W all = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(6);
+  quarter[0] = _mm512_and_si512(_mm512_slli_epi16(all, 1), mask);
+  quarter[1] = _mm512_and_si512(_mm512_srli_epi16(all, 1), mask);
+  quarter[2] = _mm512_and_si512(_mm512_srli_epi16(all, 3), mask);
+  quarter[3] = _mm512_and_si512(_mm512_srli_epi16(all, 5), mask);
+}
+// Weights of 4 and 2 bits with different group scales as 8-bit ones of one scale: level * factor, rounded,
+// where the product is in [-127, 127]. Two bytes at a time, as 16-bit fixed point.
 #define LANES_WIDEN
 inline I widening(F factor) {
   const I fixed = _mm512_cvtps_epi32(_mm512_mul_ps(factor, _mm512_set1_ps(128.0f)));
   return _mm512_or_si512(_mm512_and_si512(fixed, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(fixed, 16));
 }
-inline W widen_bytes(W nibbles, I factor) {
-  const W eight = _mm512_set1_epi16(8 << 8), upper = _mm512_set1_epi16(static_cast<short>(0xff00));
-  const W even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_slli_epi16(nibbles, 8), eight), factor);
-  const W odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(nibbles, upper), eight), factor);
+template <int Bias>
+inline W widen_bytes(W biased, I factor) {
+  const W bias = _mm512_set1_epi16(Bias << 8), upper = _mm512_set1_epi16(static_cast<short>(0xff00));
+  const W even = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_slli_epi16(biased, 8), bias), factor);
+  const W odd = _mm512_mulhrs_epi16(_mm512_sub_epi16(_mm512_and_si512(biased, upper), bias), factor);
   // Bits of the odd product where `upper` is set, else of the even one.
   return _mm512_ternarylogic_epi32(upper, _mm512_slli_epi16(odd, 8), even, 0xca);
 }
 inline void wwiden(const void* p, I factor, W& low, W& high) {
   const W both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
-  low = widen_bytes(_mm512_and_si512(both, mask), factor);
-  high = widen_bytes(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), factor);
+  low = widen_bytes<8>(_mm512_and_si512(both, mask), factor);
+  high = widen_bytes<8>(_mm512_and_si512(_mm512_srli_epi16(both, 4), mask), factor);
+}
+inline void wwiden_crumbs(const void* p, I factor, W (&quarter)[4]) {
+  wcrumbs(p, quarter);
+  for (int i = 0; i < 4; i++) quarter[i] = widen_bytes<3>(quarter[i], factor);
 }
 inline X xload(const int8_t* p) {
   int32_t four;

@@ -17,7 +17,7 @@ struct W {
 };
 using X = int8x16_t;
 
-constexpr int kBias8 = 0, kBias4 = 0;  // signed by signed
+constexpr int kBias8 = 0, kBias4 = 0, kBias2 = 0;  // signed by signed
 constexpr int kRows = 4, kPanels = 1;
 constexpr int kGroupRows = 3, kGroupPanels = 1;
 constexpr int kFloatRows = 4, kFloatPanels = 1;
@@ -117,6 +117,19 @@ inline void wnibbles(const void* p, W& low, W& high) {
     const uint8x16_t both = vld1q_u8(bytes + 16 * j);
     low.v[j] = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15))), eight);
     high.v[j] = vsubq_s8(vreinterpretq_s8_u8(vshrq_n_u8(both, 4)), eight);
+  }
+}
+// Levels -3, -1, 1 and 3, of codes of 2 bits.
+inline void wcrumbs(const void* p, W (&quarter)[4]) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(p);
+  const int8x16_t three = vdupq_n_s8(3);
+  const uint8x16_t mask = vdupq_n_u8(6);
+  for (int j = 0; j < 4; j++) {
+    const uint8x16_t all = vld1q_u8(bytes + 16 * j);
+    quarter[0].v[j] = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(vshlq_n_u8(all, 1), mask)), three);
+    quarter[1].v[j] = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(all, 1), mask)), three);
+    quarter[2].v[j] = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(all, 3), mask)), three);
+    quarter[3].v[j] = vsubq_s8(vreinterpretq_s8_u8(vandq_u8(vshrq_n_u8(all, 5), mask)), three);
   }
 }
 inline X xload(const int8_t* p) {

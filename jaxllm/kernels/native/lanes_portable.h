@@ -19,7 +19,7 @@ struct X {
   int8_t v[4];
 };
 
-constexpr int kBias8 = 0, kBias4 = 0;
+constexpr int kBias8 = 0, kBias4 = 0, kBias2 = 0;
 constexpr int kRows = 2, kPanels = 1;
 constexpr int kGroupRows = 2, kGroupPanels = 1;
 constexpr int kFloatRows = 2, kFloatPanels = 1;
@@ -141,6 +141,13 @@ inline void wnibbles(const void* p, W& low, W& high) {
   for (int j = 0; j < 64; j++) {
     low.v[j] = static_cast<int8_t>((bytes[j] & 15) - 8);
     high.v[j] = static_cast<int8_t>((bytes[j] >> 4) - 8);
+  }
+}
+// Levels -3, -1, 1 and 3, of codes of 2 bits.
+inline void wcrumbs(const void* p, W (&quarter)[4]) {
+  const uint8_t* bytes = static_cast<const uint8_t*>(p);
+  for (int j = 0; j < 64; j++) {
+    for (int i = 0; i < 4; i++) quarter[i].v[j] = static_cast<int8_t>(2 * (bytes[j] >> 2 * i & 3) - 3);
   }
 }
 inline X xload(const int8_t* p) {

@@ -7,6 +7,12 @@ template <int Bits>
 ALWAYS_INLINE I block_dot(const uint8_t* w, const int8_t* x, I sum) {
   if (Bits == 8) {
     UNROLL for (int i = 0; i < 8; i++) sum = dot_at(sum, wbiased(wload(w + 64 * i)), x + 4 * i);
+  } else if (Bits == 2) {
+    UNROLL for (int i = 0; i < 2; i++) {
+      W quarter[4];
+      wcrumbs(w + 64 * i, quarter);
+      UNROLL for (int j = 0; j < 4; j++) sum = dot_at(sum, quarter[j], x + 16 * i + 4 * j);
+    }
   } else {
     UNROLL for (int i = 0; i < 4; i++) {
       W low, high;
@@ -23,6 +29,12 @@ template <int Bits>
 ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
   if (Bits == 8) {
     UNROLL for (int i = 0; i < 8; i++) sum = dot(sum, wbiased(wload(w + 64 * i)), x[i]);
+  } else if (Bits == 2) {
+    UNROLL for (int i = 0; i < 2; i++) {
+      W quarter[4];
+      wcrumbs(w + 64 * i, quarter);
+      UNROLL for (int j = 0; j < 4; j++) sum = dot(sum, quarter[j], x[4 * i + j]);
+    }
   } else {
     UNROLL for (int i = 0; i < 4; i++) {
       W low, high;
@@ -34,10 +46,7 @@ ALWAYS_INLINE I block_dot_with(const uint8_t* w, const X (&x)[8], I sum) {
   return sum;
 }
 
-template <int Bits>
-constexpr int bias() {
-  return Bits == 8 ? kBias8 : kBias4;
-}
+constexpr int bias_of(int bits) { return bits == 8 ? kBias8 : bits == 4 ? kBias4 : kBias2; }
 
 template <int Bits>
 ALWAYS_INLINE void prefetch_block(const uint8_t* w, size_t ahead) {
@@ -74,7 +83,7 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
           const bool two = shift && b + 1 < count;
           const int32_t* sums = a.block_sum + first + b;
           prefetch_block<Bits>(w, kAhead);
-          I dots = block_dot<Bits>(w, x, iset(-bias<Bits>() * (two ? sums[0] + sums[1] : sums[0])));
+          I dots = block_dot<Bits>(w, x, iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0])));
           b++, w += m.block_stride, x += kBlock;
           if (two) {
             prefetch_block<Bits>(w, kAhead);
@@ -85,7 +94,7 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
         }
         total = fma(part, fset(a.scale[span]), total);
       } else {
-        I even = iset(-bias<Bits>() * a.span_sum[span]), odd = izero();
+        I even = iset(-bias_of(Bits) * a.span_sum[span]), odd = izero();
         size_t b = 0;
         for (; b + 2 <= count; b += 2, w += 2 * m.block_stride, x += 2 * kBlock) {
           prefetch_block<Bits>(w, kAhead);
@@ -122,7 +131,7 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
     UNROLL for (int i = 0; i < 8; i++) x[i] = xload(bytes + 4 * i);
     const uint16_t* scale = static_cast<const uint16_t*>(m.scale) + from * m.scale_panel_stride +
                             (segment * m.groups() + ((local + b) >> shift)) * m.scale_group_stride;
-    const I none = iset(-bias<Bits>() * (!Grouped ? a.span_sum[span] : two ? sums[0] + sums[1] : sums[0]));
+    const I none = iset(-bias_of(Bits) * (!Grouped ? a.span_sum[span] : two ? sums[0] + sums[1] : sums[0]));
     for (size_t p = 0, at = 0; p < panels; p++, at += m.panel_stride) {
       const size_t ahead = at + kAhead < run ? kAhead : kAhead + skip;
       prefetch_block<Bits>(w + at, ahead);
@@ -165,6 +174,8 @@ void join_spans(const Matrix& m, const Activations& a, const float* parts, float
 void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
   if (m.bits == 8)
     return m.group ? row_panels_of<8, true>(m, a, from, to, y) : row_panels_of<8, false>(m, a, from, to, y);
+  if (m.bits == 2)
+    return m.group ? row_panels_of<2, true>(m, a, from, to, y) : row_panels_of<2, false>(m, a, from, to, y);
   return m.group ? row_panels_of<4, true>(m, a, from, to, y) : row_panels_of<4, false>(m, a, from, to, y);
 }
 
@@ -172,6 +183,10 @@ void row_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
   if (m.bits == 8) {
     return m.group ? row_span_of<8, true>(m, a, span, from, to, y)
                    : row_span_of<8, false>(m, a, span, from, to, y);
+  }
+  if (m.bits == 2) {
+    return m.group ? row_span_of<2, true>(m, a, span, from, to, y)
+                   : row_span_of<2, false>(m, a, span, from, to, y);
   }
   return m.group ? row_span_of<4, true>(m, a, span, from, to, y)
                  : row_span_of<4, false>(m, a, span, from, to, y);

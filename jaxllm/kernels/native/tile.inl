@@ -2,8 +2,8 @@
 
 // How the weights of a span become operands, once for all rows.
 enum Unpacking {
-  kAsStored,  // 8 bits as they are; 4 bits as whole numbers, whose group scales come later
-  kWidened,   // 4 bits as 8 bits of one scale for the span
+  kAsStored,  // 8 bits as they are; fewer as whole numbers, whose group scales come later
+  kWidened,   // 4 or 2 bits as 8 bits of one scale for the span
 };
 
 // [panels / Panels][8 * blocks][Panels][64] bytes. Panels and blocks that do not exist give zeros. Fills
@@ -30,12 +30,21 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
       F most = fset(kTiny);
       for (size_t g = 0; g < groups; g++)
         most = fmax(fabs(fload_half(scale + g * m.scale_group_stride)), most);
-      fstore(channel + p * kPanel, fmul(most, fset(8.0f / 127.0f)));
-      const F inverse = fdiv(fset(127.0f / 8.0f), most);
+      const float top = m.bits == 4 ? 8.0f : 3.0f;  // the largest level
+      fstore(channel + p * kPanel, fmul(most, fset(top / 127.0f)));
+      const F inverse = fdiv(fset(127.0f / top), most);
       for (size_t g = 0; g < groups; g++) {
         const I factor = widening(fmul(fload_half(scale + g * m.scale_group_stride), inverse));
         for (size_t b = g * per; b < present && b < (g + 1) * per; b++, w += m.block_stride) {
           prefetch_block<4>(w, kSpanBlocks * m.block_stride);
+          if (m.bits == 2) {
+            UNROLL for (int i = 0; i < 2; i++) {
+              W quarter[4];
+              wwiden_crumbs(w + 64 * i, factor, quarter);
+              UNROLL for (int j = 0; j < 4; j++) put(quarter[j]);
+            }
+            continue;
+          }
           UNROLL for (int i = 0; i < 4; i++) {
             W low, high;
             wwiden(w + 64 * i, factor, low, high);
@@ -51,6 +60,12 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
         prefetch_block<8>(w, kSpanBlocks * m.block_stride);  // of the next span, a whole tile's work away
         if (m.bits == 8) {
           UNROLL for (int i = 0; i < 8; i++) put(wload(w + 64 * i));
+        } else if (m.bits == 2) {
+          UNROLL for (int i = 0; i < 2; i++) {
+            W quarter[4];
+            wcrumbs(w + 64 * i, quarter);
+            UNROLL for (int j = 0; j < 4; j++, at += Panels * 64) wstore(at, quarter[j]);
+          }
         } else {
           UNROLL for (int i = 0; i < 4; i++) {
             W low, high;
@@ -67,7 +82,7 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
   }
 }
 
-// From this many rows on, widening 4-bit weights costs less than it saves.
+// From this many rows on, widening 4-bit and 2-bit weights costs less than it saves.
 constexpr size_t kWidenedRows = 16;
 
 // Fills `channel` [panels][16] of a span of weights with one scale per output.
@@ -211,7 +226,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
     SpanTile t;
     t.stride = a.stride;
     t.blocks = blocks;
-    t.bias = m.bits == 4 && How == kAsStored ? kBias4 : kBias8;
+    t.bias = bias_of(How == kAsStored ? m.bits : 8);
     t.group_blocks = group_blocks;
     t.row_spans = in.all_spans();
     t.row_blocks = in.all_blocks();
@@ -237,7 +252,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
 void tile(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
           float* out, void* scratch) {
 #ifdef LANES_WIDEN
-  if (m.widen && m.group && m.bits == 4 && to - from >= kWidenedRows) {
+  if (m.widen && m.group && m.bits != 8 && to - from >= kWidenedRows) {
     return tile_of<false, kWidened>(m, a, from, to, panel, panels, out, scratch);
   }
 #endif

@@ -15,6 +15,11 @@ void unit_row(const Matrix& m, size_t row, float* out) {
     for (size_t four = 0; four < kBlock / 4; four++) {
       if (m.bits == 8) {
         memcpy(levels + 4 * four, data + (four * kPanel + lane) * 4, 4);
+      } else if (m.bits == 2) {
+        const uint8_t* all = data + (four / 4 * kPanel + lane) * 4;
+        for (size_t i = 0; i < 4; i++) {
+          levels[4 * four + i] = static_cast<int8_t>(2 * (all[i] >> (four % 4 * 2) & 3) - 3);
+        }
       } else {
         const uint8_t* both = data + (four / 2 * kPanel + lane) * 4;
         for (size_t i = 0; i < 4; i++) {

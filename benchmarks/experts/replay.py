@@ -1,0 +1,113 @@
+"""What predictors foresee and eviction policies keep, on the experts that a model visited."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxllm.experts.activation_paths import PathCounts
+from jaxllm.experts.eviction import Policy, Residents
+from serving.engine import Engine
+from serving.experts.predictors import Predictor, make_predictor
+from serving.generation import GenerationConfig
+
+COMPARED = ("paths", "router", "frequency")
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched:
+    """What a model did.
+
+    Attributes:
+      visits: `[L_sparse, M, k]` int, of M decoded tokens.
+      hits: by predictor, of each layer the share of visits that it foresaw when one layer was left.
+    """
+
+    visits: np.ndarray
+    hits: Mapping[str, np.ndarray]
+
+
+class _Watching(Predictor):
+    """Asks all predictors at each layer of a decoded token, and foresees nothing."""
+
+    def __init__(self, counts: PathCounts) -> None:
+        self._all = {name: make_predictor(name, counts) for name in COMPARED}
+        self._foreseen: dict[str, list[np.ndarray]] = {name: [] for name in COMPARED}
+        self.passes: list[np.ndarray] = []
+        self.found: dict[str, list[list[float]]] = {name: [] for name in COMPARED}
+        # What was foreseen of the next token's first layer.
+        self._first: dict[str, np.ndarray] = {}
+
+    def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> None:
+        """Keeps what each predictor says of the next layer."""
+        if steps == 1:
+            for name, each in self._all.items():
+                chances = each.probabilities(visited, ahead, 1)
+                assert chances is not None
+                self._foreseen[name].append(np.argsort(-chances, kind="stable"))
+
+    def learn(self, visited: list[np.ndarray]) -> None:
+        """Compares with what was visited."""
+        tokens, choices = visited[0].shape
+        layers = len(visited)
+        for name, foreseen in self._foreseen.items():
+            # Behind the last layer the first one of the next token was foreseen.
+            if tokens == 1 and len(foreseen) == layers and name in self._first:
+                order = [self._first[name], *foreseen[:-1]]
+                self.found[name].append(
+                    [
+                        float(np.isin(each[0], best[:choices]).mean())
+                        for each, best in zip(visited, order, strict=True)
+                    ]
+                )
+            self._first[name] = foreseen[-1]
+            self._foreseen[name] = []
+        if tokens == 1:
+            self.passes.append(np.stack(visited)[:, 0])
+        for each in self._all.values():
+            each.learn(visited)
+
+
+def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
+    """Lets an engine whose experts are streamed answer, and looks at the experts that it visits."""
+    watching = _Watching(counts)
+    engine.table.experts.predictor = watching  # pyright: ignore
+    for prompt in prompts:
+        engine.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True))
+    hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
+    return Watched(np.stack(watching.passes, axis=1), hits)
+
+
+def hit_ratio(visits: np.ndarray, policy: Policy, room: int, frequency: np.ndarray) -> float:
+    """Share of visits `[L, M, k]` whose expert is in a buffer with room for `room` experts.
+
+    Args:
+      visits: in the order in which tokens pass layers.
+      policy: who leaves.
+      room: at least k.
+      frequency: `[L, E]` visits before.
+    """
+    layers, tokens, _ = visits.shape
+    frequency = frequency.astype(np.float64).copy()
+    loaded, used = np.zeros(frequency.shape, int), np.zeros(frequency.shape, int)
+    inside: list[tuple[int, int]] = []
+    hits = tick = 0
+    for token in range(tokens):
+        for layer in range(layers):
+            tick += 1
+            wanted = [(layer, int(expert)) for expert in visits[layer, token]]
+            for key in wanted:
+                frequency[key] += 1
+                used[key] = tick
+            hits += sum(key in inside for key in wanted)
+            for key in wanted:
+                if key in inside:
+                    continue
+                if len(inside) >= room:
+                    others = [other for other in inside if other not in wanted]
+                    at = tuple(np.array(others).T)
+                    residents = Residents(at[0], frequency[at], loaded[at], used[at])
+                    inside.remove(others[int(np.argmin(policy(residents, layer, layers, tick)))])
+                inside.append(key)
+                loaded[key] = tick
+    return hits / visits.size

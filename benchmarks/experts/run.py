@@ -1,0 +1,235 @@
+"""The whole bench: what a token takes in every system, what each technique brings, and what widths cost."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.devices import REAL, Device, emulated
+from benchmarks.experts.replay import COMPARED, hit_ratio, watch
+from benchmarks.experts.systems import (
+    ABLATIONS,
+    OURS,
+    SYSTEMS,
+    Setting,
+    make_bundles,
+    opened,
+    planned_bytes,
+)
+from benchmarks.report import Row, compared, median
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.experts import expert_facts, read_path_counts
+from jaxllm.errors import ConfigError
+from jaxllm.experts.eviction import POLICIES
+from serving.engine import Engine
+from serving.generation import GenerationConfig
+from serving.graph_table import Progress
+
+# EdgeMoE's platforms (section 5.1), and a memory card's published speeds (UHS-I, application class A1).
+EMULATED = (
+    emulated("Jetson TX2 SSD", 550, 500, 90_000),
+    emulated("HDD", 50, 50, 150),
+    emulated("SD card", 90, 30, 1_500),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one run.
+
+    Attributes:
+      devices: where experts are read from.
+      tokens: of each answer.
+      repeats: answers of each system.
+      prompt_tokens: of each prompt.
+      context_tokens: of every context.
+      buffer: room of ours, in times the experts of a token at one layer.
+      buffers: further rooms, for the sweep and for the replay of eviction policies.
+      watched_tokens: that predictors and policies are judged on.
+    """
+
+    devices: tuple[Device, ...] = (REAL, *EMULATED)
+    tokens: int = 32
+    repeats: int = 3
+    prompt_tokens: int = 24
+    context_tokens: int = 256
+    buffer: int = 10
+    buffers: tuple[int, ...] = (2, 5, 10, 20)
+    watched_tokens: int = 400
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute for a small model, once its bundles are made."""
+        return cls(devices=EMULATED[:1], tokens=12, repeats=1, buffers=(2, 10), watched_tokens=60)
+
+
+def run(
+    folder: Path, mixed: Sequence[Path], cache: Path, plan: Plan, progress: Progress | None = None
+) -> list[Row]:
+    """Measures everything.
+
+    Args:
+      folder: a mixture's Hugging Face folder.
+      mixed: bundles that `jaxllm calibrate` made of it; the first is ours, the others are of other losses.
+      cache: a folder for the baselines' bundles.
+      plan: sizes.
+      progress: called with (stage, done, total).
+
+    Raises:
+      ConfigError: a bundle's experts are not stored apart.
+      CheckpointError: a model cannot be opened.
+    """
+    choices = _choices(mixed)
+    rows: list[Row] = []
+    stages = len(plan.devices) + 1
+    fast = Setting(
+        bundles=make_bundles(folder, mixed[0], cache, progress),
+        buffer_experts=plan.buffer * choices,
+        context_tokens=plan.context_tokens,
+        storage=REAL.storage,
+    )
+    for number, device in enumerate(plan.devices):
+        setting = dataclasses.replace(fast, storage=device.storage)
+        rows += _system_rows(setting, device, plan, first=number == 0)
+        if number == 0:
+            rows += _ablation_rows(setting, device, plan)
+            rows += _budget_rows(setting, device, plan, choices)
+            rows += _loss_rows(setting, device, plan, mixed)
+        if progress is not None:
+            progress("Measuring", number + 1, stages)
+    rows += _watched_rows(fast, plan, choices)
+    if progress is not None:
+        progress("Measuring", stages, stages)
+    return rows
+
+
+def _choices(mixed: Sequence[Path]) -> int:
+    """The experts of a token at one layer, of the model that all bundles are of."""
+    found = set()
+    for path in mixed:
+        with Bundle.open(path) as bundle:
+            if not bundle.layout.experts_apart:
+                raise ConfigError(f"{path} stores its experts together; make a bundle by `jaxllm calibrate`")
+            found.add((bundle.cfg, bundle.cfg.experts_per_token))
+    if len(found) != 1:
+        raise ConfigError("the bundles are of several models; give those that were made of one folder")
+    return found.pop()[1]
+
+
+def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
+    """Time per token of each system, the median of answers to prompts that all get, by turns."""
+    found: dict[str, list[float]] = {name: [] for name in engines}
+    config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True)
+    for number, prompt in enumerate(_prompts(next(iter(engines.values())), plan)):
+        order = list(engines) if number % 2 else list(engines)[::-1]
+        for name in order:
+            answer = engines[name].generate(prompt, config)
+            # The first answer warms up: graphs run for the first time, and buffers are empty.
+            if number:
+                found[name].append(answer.timings.tpot_ms(len(answer.tokens)))
+    return {name: median(each) for name, each in found.items()}
+
+
+def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
+    draw = np.random.default_rng(0)
+    shape = (plan.repeats + 1, plan.prompt_tokens)
+    return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
+
+
+def _note(engine: Engine, device: Device) -> str:
+    parts = [device.note] if device.note else []
+    if engine.streamed is not None:
+        facts = engine.streamed.facts()
+        parts.append(f"{facts['caching']} reads")
+        if "hit_rate" in facts:
+            parts.append(f"{facts['hit_rate']:.0%} of experts were there, {facts['foreseen']} foreseen")
+    return "; ".join(parts)
+
+
+def _timed(names: Sequence[str], setting: Setting, device: Device, plan: Plan, case: str) -> list[Row]:
+    engines = {name: opened(name, setting) for name in names}
+    times = _token_ms(engines, plan)
+    notes: dict[str, str | None] = {name: _note(engine, device) for name, engine in engines.items()}
+    rows = compared(
+        times, ours=OURS, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
+    )
+    for each in engines.values():
+        each.close()
+    return rows
+
+
+def _system_rows(setting: Setting, device: Device, plan: Plan, *, first: bool) -> list[Row]:
+    rows = _timed(SYSTEMS, setting, device, plan, device.name)
+    if not first:
+        return rows
+    memory = {}
+    for name in SYSTEMS:
+        engine = opened(name, setting)
+        memory[name] = float(planned_bytes(engine))
+        engine.close()
+    return rows + compared(
+        memory, ours=OURS, case="memory", metric="peak_memory_bytes", unit="bytes", lower_is_better=True
+    )
+
+
+def _ablation_rows(setting: Setting, device: Device, plan: Plan) -> list[Row]:
+    return _timed((OURS, *ABLATIONS), setting, device, plan, f"ablation: {device.name}")
+
+
+def _budget_rows(setting: Setting, device: Device, plan: Plan, choices: int) -> list[Row]:
+    rows = []
+    for buffer in plan.buffers:
+        room = dataclasses.replace(setting, buffer_experts=buffer * choices)
+        case = f"buffer of {buffer * choices} experts: {device.name}"
+        rows += _timed((OURS, f"{OURS}-lru"), room, device, plan, case)
+    return rows
+
+
+def _loss_rows(setting: Setting, device: Device, plan: Plan, mixed: Sequence[Path]) -> list[Row]:
+    """What widths cost, and what a token takes with them, by tolerable loss."""
+    rows = []
+    for path in mixed:
+        with Bundle.open(path) as bundle:
+            facts = expert_facts(bundle)
+        if "most_loss" not in facts:
+            continue
+        case = f"tolerable loss {facts['most_loss']:.0%}"
+        note = f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
+        for metric, key in (("perplexity_loss", "loss"), ("held_out_perplexity_loss", "held_out_loss")):
+            rows.append(Row(case=case, system=OURS, metric=metric, value=facts[key], unit="share", note=note))
+        bundles = dataclasses.replace(setting.bundles, mixed=path)
+        rows += _timed((OURS,), dataclasses.replace(setting, bundles=bundles), device, plan, case)
+    return rows
+
+
+def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
+    """Predictors by layer, and eviction policies by room, on the same visits."""
+    engine = opened(OURS, setting)
+    counts = read_path_counts(engine.bundle)
+    each = max(1, plan.context_tokens - plan.prompt_tokens - 1)
+    runs = -(-plan.watched_tokens // each)
+    prompts = _prompts(engine, dataclasses.replace(plan, repeats=runs))[:runs]
+    watched = watch(engine, counts, prompts, min(each, plan.watched_tokens))
+    engine.close()
+    rows = []
+    names = {"paths": OURS, "router": f"{OURS}-router", "frequency": f"{OURS}-frequency"}
+    for layer in range(len(watched.visits)):
+        case = f"predictor: layer {layer}"
+        rows += [_hits(case, names[name], float(watched.hits[name][layer])) for name in COMPARED]
+        rows.append(_hits(case, "oracle", 1.0))
+    share = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
+    for times in sorted({*plan.buffers}):
+        room = min(times * choices, counts.alone.size)
+        ratios = {
+            OURS if name == "frequency-nearness" else name.upper(): hit_ratio(
+                watched.visits, policy, room, 64 * choices * share
+            )
+            for name, policy in POLICIES.items()
+        }
+        rows += compared(ratios, ours=OURS, case=f"eviction: {room} experts", metric="hit_rate", unit="share")
+    return rows
+
+
+def _hits(case: str, system: str, value: float) -> Row:
+    return Row(case=case, system=system, metric="hit_rate", value=value, unit="share")

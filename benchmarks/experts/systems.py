@@ -1,0 +1,176 @@
+"""The systems that run a mixture of experts, EdgeMoE's baselines among them.
+
+All have the same graphs, reader and kernels. Ours has a buffer for experts; what is loaded on demand has room
+for those of one token at one layer, as EdgeMoE's baselines have.
+
+- IO-FREE: all experts in memory, as the checkpoint has them.
+- IO-EXP: an expert is read when the router has chosen it, as the checkpoint has it.
+- IO-QEXP: the same with all experts at 4 bits.
+- STI (arXiv 2207.05022): whole layers at 4 bits are read ahead, in as much memory as ours takes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.bundle import Bundle, Part
+from jaxllm.bundle.experts import expert_facts, expert_parts, read_path_counts
+from jaxllm.checkpoints.huggingface import read_config
+from jaxllm.prepare import prepare
+from serving.direct_io import Storage
+from serving.engine import Engine
+from serving.experts.options import ExpertOptions
+from serving.experts.store import ExpertStore
+from serving.graph_table import Progress
+from serving.options import EngineOptions
+from serving.streaming.footprint import budget_with_experts, fixed_bytes
+
+OURS = "jaxllm"
+_FLOAT_BITS = {"f32": 32, "bf16": 16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bundles:
+    """One mixture, stored in all the ways that systems want it.
+
+    Attributes:
+      mixed: calibrated, experts apart at their own widths.
+      floats: experts apart, as the checkpoint has them.
+      coarse: experts apart, all at 4 bits.
+      together: as the checkpoint has it, for memory alone.
+      layers: all matrices at 4 bits, layer by layer.
+    """
+
+    mixed: Path
+    floats: Path
+    coarse: Path
+    together: Path
+    layers: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all systems are given.
+
+    Attributes:
+      bundles: the model.
+      buffer_experts: room of ours, in experts at 4 bits.
+      context_tokens: of every context.
+      storage: where experts are read from.
+    """
+
+    bundles: Bundles
+    buffer_experts: int
+    context_tokens: int
+    storage: Storage
+
+
+def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | None = None) -> Bundles:
+    """The bundles of a mixture's Hugging Face folder, made unless they are there.
+
+    Args:
+      folder: the checkpoint.
+      mixed: made of it by `jaxllm calibrate`.
+      cache: the folder for the others.
+      progress: see `prepare`.
+    """
+    with Bundle.open(mixed) as bundle:
+        # The same statistics for all.
+        parts = expert_parts(read_path_counts(bundle), expert_facts(bundle))
+        weights = bundle.layout.weights
+        digest = bundle.fingerprint[:16]
+    cache.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Path] = {"mixed": mixed}
+
+    def made(name: str, parts: Mapping[str, Part] | None = None, **how: object) -> None:
+        found[name] = cache / f"{digest}-{name}.jaxllm"
+        if not found[name].exists():
+            prepare(folder, found[name], parts=parts, progress=progress, **how)  # pyright: ignore
+
+    bits = _FLOAT_BITS.get(weights, 16)
+    made("floats", parts, weights=weights, expert_bits=bits)
+    made("coarse", parts, weights=weights, expert_bits=4)
+    made("together", weights="f32" if bits == 32 else "bf16")
+    made("layers", weights="int4")
+    return Bundles(**found)
+
+
+def random_mixed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
+    """A bundle of a mixture of random weights, every other expert at 2 bits and the others at 4: what widths
+    such weights deserve nobody can say. Made unless it is there."""
+    if not out.exists():
+        cfg = read_config(folder)
+        sparse = sum(map(cfg.is_sparse, range(cfg.layers)))
+        bits = np.where(np.arange(sparse * cfg.experts) % 2, 2, 4).reshape(sparse, cfg.experts)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        prepare(folder, out, weights="int8", expert_bits=bits, progress=progress)
+    return out
+
+
+def opened(name: str, setting: Setting) -> Engine:
+    """A system by its name: a baseline's, or ours with what is left out behind it."""
+    bundles = setting.bundles
+    if name == "IO-FREE":
+        return Engine.open(bundles.together, options=_options(setting))
+    if name == "STI":
+        ours = _planned_bytes(bundles.mixed, setting)
+        return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
+    if name in ("IO-EXP", "IO-QEXP"):
+        path = bundles.floats if name == "IO-EXP" else bundles.coarse
+        return _with_buffer(path, setting, 0, ExpertOptions(predictor="none"))
+    path = bundles.coarse if name == f"{OURS}-no-widths" else bundles.mixed
+    how = {
+        f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
+        f"{OURS}-router": ExpertOptions(predictor="router", layers_ahead=1),
+        f"{OURS}-lru": ExpertOptions(eviction="lru"),
+    }.get(name, ExpertOptions())
+    buffer = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
+    return _with_buffer(path, setting, buffer, how)
+
+
+SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
+ABLATIONS = tuple(f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "router", "lru"))
+
+
+def planned_bytes(engine: Engine) -> int:
+    """Memory that a system takes for weights, caches and activations."""
+    if engine.streamed is not None:
+        return engine.streamed.facts()["planned_bytes"]
+    return engine.bundle.weight_bytes + fixed_bytes(engine.cfg, engine.options)
+
+
+def _buffer_bytes(setting: Setting) -> int:
+    with Bundle.open(setting.bundles.coarse) as bundle:
+        return setting.buffer_experts * ExpertStore(bundle).largest_bytes
+
+
+def _with_buffer(path: Path, setting: Setting, buffer_bytes: int, how: ExpertOptions) -> Engine:
+    with Bundle.open(path) as bundle:
+        store = ExpertStore(bundle)
+        # At least the experts of a token, and never all of them: then nothing would be read.
+        room = min(max(buffer_bytes, store.least_bytes()), store.total_bytes - store.largest_bytes)
+        options = _options(setting)
+        budget = budget_with_experts(bundle, options.resolve(bundle.cfg, quantized=_quantized(bundle)), room)
+    return Engine.open(path, options=dataclasses.replace(options, memory_bytes=budget, experts=how))
+
+
+def _planned_bytes(path: Path, setting: Setting) -> int:
+    with Bundle.open(path) as bundle:
+        options = _options(setting).resolve(bundle.cfg, quantized=_quantized(bundle))
+        return budget_with_experts(bundle, options, _buffer_bytes(setting))
+
+
+def _quantized(bundle: Bundle) -> bool:
+    return bundle.layout.weights not in _FLOAT_BITS
+
+
+def _options(setting: Setting, memory_bytes: int = 0) -> EngineOptions:
+    return EngineOptions(
+        context_tokens=setting.context_tokens,
+        chunk_tokens=(16, 64),
+        cache_tokens=(setting.context_tokens,),
+        storage=setting.storage,
+        memory_bytes=memory_bytes,
+    )

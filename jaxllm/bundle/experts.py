@@ -1,0 +1,47 @@
+"""What a bundle knows of its experts besides their weights: how they were chosen, and activation paths."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.bundle.layout import Part
+from jaxllm.bundle.reader import Bundle
+from jaxllm.errors import BundleError, ConfigError
+from jaxllm.experts.activation_paths import PathCounts
+
+_PART = "experts"
+
+
+def expert_parts(counts: PathCounts, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
+    """Statistics of a text, for `write_bundle`; `facts` are for people."""
+    return {_PART: Part({**(facts or {})}, counts.to_arrays())}
+
+
+def expert_facts(bundle: Bundle) -> dict[str, Any]:
+    """How the experts' widths were found; empty where nobody said."""
+    part = bundle.layout.parts.get(_PART)
+    return {} if part is None else dict(part.facts)
+
+
+def read_path_counts(bundle: Bundle) -> PathCounts:
+    """The statistics of activation paths; of a bundle without them those of no text.
+
+    Raises:
+      BundleError: they are corrupt, or of another model.
+    """
+    cfg = bundle.cfg
+    layers = sum(cfg.is_sparse(layer) for layer in range(cfg.layers))
+    part = bundle.load_part(_PART)
+    if part is None:
+        none = np.zeros((layers, 0), np.int32)
+        return PathCounts(
+            np.zeros((layers, cfg.experts), np.float32),
+            np.zeros((layers, cfg.experts, cfg.experts), np.float32),
+            none,
+            np.zeros((layers, 0, cfg.experts), np.float32),
+        )
+    try:
+        return PathCounts.from_arrays(part.arrays, layers=layers, experts=cfg.experts)
+    except ConfigError as error:
+        raise BundleError(f"{bundle.path}: {error}; make it again with `jaxllm calibrate`") from error

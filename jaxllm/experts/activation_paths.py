@@ -1,0 +1,202 @@
+"""Which experts a token will visit, from those that it has visited (EdgeMoE, arXiv 2308.14352, section 3.3).
+
+The experts of a layer depend on those of the two layers before. Counted over a text, that gives
+P(expert c at layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted
+once for every pair (a, b) of the sets, and a prediction is the mean over the pairs.
+
+Counts are smoothed by backing off: what two layers say is mixed with what one says, and that with how often
+an expert is visited at all, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995). Hence the
+first layer has its frequencies, and the second what the first one says.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+
+BACK_OFF = 4.0
+# Of pairs so many are remembered per layer, the most frequent ones: all where there are up to 64 experts.
+MOST_PAIRS = 4096
+# What a row of counts weighs at most once a model runs.
+MOST_WEIGHT = 64.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PathCounts:
+    """How often experts were visited behind others, by sparse layer.
+
+    Attributes:
+      alone: `[L, E]` float32, visits to each expert.
+      after_one: `[L, E, E]` float32, `[n, b, c]`: visits to c by tokens that had visited b at layer n-1;
+        zeros at the first layer.
+      pairs: `[L, P]` int32, of layers that have two before them the pairs a·E + b that are remembered, else
+        -1.
+      after_two: `[L, P, E]` float32, visits behind each pair.
+    """
+
+    alone: np.ndarray
+    after_one: np.ndarray
+    pairs: np.ndarray
+    after_two: np.ndarray
+
+    @property
+    def layers(self) -> int:
+        """Sparse layers."""
+        return self.alone.shape[0]
+
+    @property
+    def experts(self) -> int:
+        """Experts of a layer (E)."""
+        return self.alone.shape[1]
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """Of each layer the row of each pair in `after_two`, -1 for none: `[L, E²]` int32."""
+        found = np.full((self.layers, self.experts**2), -1, np.int32)
+        for layer, pairs in enumerate(self.pairs):
+            known = np.flatnonzero(pairs >= 0)
+            found[layer, pairs[known]] = known
+        return found
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Arrays to store: counts as float16, which is finer than chance."""
+        most = np.finfo(np.float16).max
+        counts = {"alone": self.alone, "after_one": self.after_one, "after_two": self.after_two}
+        # As shares where there are too many: only how they compare matters.
+        scale = min(1.0, float(most) / max(1.0, float(self.alone.max())))
+        return {
+            "pairs": self.pairs,
+            **{name: (scale * each).astype(np.float16) for name, each in counts.items()},
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray], *, layers: int, experts: int) -> "PathCounts":
+        """Reads what `to_arrays` made.
+
+        Raises:
+          ConfigError: they are malformed, or of another model.
+        """
+        try:
+            pairs = np.asarray(arrays["pairs"])
+            counts = {
+                name: np.asarray(arrays[name], np.float32) for name in ("alone", "after_one", "after_two")
+            }
+        except KeyError as error:
+            raise ConfigError(f"the statistics of activation paths lack {error}") from error
+        shapes = {
+            "alone": (layers, experts),
+            "after_one": (layers, experts, experts),
+            "after_two": (*pairs.shape, experts),
+        }
+        sound = (
+            pairs.dtype == np.int32 and pairs.ndim == 2 and len(pairs) == layers and pairs.max() < experts**2
+        )
+        if not sound or any(counts[name].shape != shape for name, shape in shapes.items()):
+            raise ConfigError("the statistics of activation paths are of another model")
+        if not all(np.isfinite(each).all() and each.min() >= 0 for each in counts.values()):
+            raise ConfigError("the statistics of activation paths hold counts that are no counts")
+        return cls(pairs=pairs, **counts)
+
+
+def count_paths(ids: np.ndarray, experts: int, *, most_pairs: int = MOST_PAIRS) -> PathCounts:
+    """Counts the visits of a text's tokens.
+
+    Args:
+      ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
+      experts: of a layer (E).
+      most_pairs: that are remembered of a layer.
+    """
+    layers = ids.shape[0]
+    width = min(most_pairs, experts**2)
+    alone = np.stack([np.bincount(each.reshape(-1), minlength=experts) for each in ids]).astype(np.float32)
+    after_one = np.zeros((layers, experts, experts), np.float32)
+    pairs, after_two = np.full((layers, width), -1, np.int32), np.zeros((layers, width, experts), np.float32)
+    for layer in range(1, layers):
+        at = ids[layer - 1][:, :, None] * experts + ids[layer][:, None, :]
+        after_one[layer] = np.bincount(at.reshape(-1), minlength=experts**2).reshape(experts, experts)
+    for layer in range(2, layers):
+        pair = ids[layer - 2][:, :, None] * experts + ids[layer - 1][:, None, :]
+        seen = np.bincount(pair.reshape(-1), minlength=experts**2)
+        kept = np.sort(np.argsort(-seen, kind="stable")[:width])
+        place = np.full(experts**2, -1)
+        place[kept] = np.arange(width)
+        at = place[pair].reshape(len(pair), -1, 1) * experts + ids[layer][:, None, :]
+        at = at[np.broadcast_to(place[pair].reshape(len(pair), -1, 1) >= 0, at.shape)]
+        pairs[layer] = kept
+        after_two[layer] = np.bincount(at, minlength=width * experts).reshape(width, experts)
+    return PathCounts(alone, after_one, pairs, after_two)
+
+
+def next_experts(
+    counts: PathCounts, layer: int, before: np.ndarray | None = None, two_before: np.ndarray | None = None
+) -> np.ndarray:
+    """How probable a visit is to each expert of a layer, `[E]` float32, which sums to one.
+
+    Args:
+      counts: of a text.
+      layer: the sparse layer, from 0.
+      before: `[M, k]` int, the experts that some tokens visited at the layer before; None where nobody knows.
+      two_before: the same of two layers before.
+
+    Returns:
+      The mean over the tokens.
+    """
+    alone = counts.alone[layer]
+    chance = (alone + 1.0) / (alone.sum() + len(alone))
+    if layer < 1 or before is None:
+        return chance.astype(np.float32)
+    rows = counts.after_one[layer]
+    behind_one = (rows + BACK_OFF * chance) / (rows.sum(-1, keepdims=True) + BACK_OFF)
+    if layer < 2 or two_before is None:
+        return behind_one[before.reshape(-1)].mean(0).astype(np.float32)
+    where = _places_of(counts, layer, two_before, before).reshape(-1)
+    last = np.broadcast_to(before[:, None, :], (len(before), two_before.shape[1], before.shape[1])).reshape(
+        -1
+    )
+    # A pair that is not remembered counts for nothing.
+    rows, known = np.zeros((len(where), counts.experts)), where >= 0
+    rows[known] = counts.after_two[layer][where[known]]
+    behind_two = (rows + BACK_OFF * behind_one[last]) / (rows.sum(-1, keepdims=True) + BACK_OFF)
+    return behind_two.mean(0).astype(np.float32)
+
+
+def learn(counts: PathCounts, ids: np.ndarray) -> None:
+    """Counts some more tokens, in place: to copy the counts for every token would take longer than a layer.
+
+    A row fades when it weighs `MOST_WEIGHT`, so that what is read now soon matters.
+
+    Args:
+      counts: so far.
+      ids: `[L, M, k]` int, see `count_paths`.
+    """
+    experts = counts.experts
+
+    def add(rows: np.ndarray, row: np.ndarray, expert: np.ndarray, most: float) -> None:
+        np.add.at(rows, (row, expert), 1.0)
+        total = rows[row].sum(-1)
+        if np.any(total > most):
+            heavy = np.unique(row[total > most])
+            rows[heavy] *= most / rows[heavy].sum(-1, keepdims=True)
+
+    for layer, now in enumerate(ids):
+        # Frequencies are those of a whole text.
+        add(counts.alone, np.full(now.size, layer), now.reshape(-1), experts * MOST_WEIGHT)
+        if layer < 1:
+            continue
+        before, visited = np.broadcast_arrays(ids[layer - 1][:, :, None], now[:, None, :])
+        add(counts.after_one[layer], before.reshape(-1), visited.reshape(-1), MOST_WEIGHT)
+        if layer < 2:
+            continue
+        where, visited = np.broadcast_arrays(
+            _places_of(counts, layer, ids[layer - 2], ids[layer - 1])[:, :, None], now[:, None, :]
+        )
+        add(counts.after_two[layer], where[where >= 0], visited[where >= 0], MOST_WEIGHT)
+
+
+def _places_of(counts: PathCounts, layer: int, two_before: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """The rows of `after_two` of all pairs `[M, k²]`, -1 where they are not remembered."""
+    pair = two_before[:, :, None] * counts.experts + before[:, None, :]
+    return counts.places[layer][pair.reshape(len(pair), -1)]

@@ -1,0 +1,378 @@
+"""Experts in memory: a budget, who is in it, and threads that read who is missing.
+
+What a layer needs is read first, expert by expert; what it may need soon is read when nothing else is, block
+by block, so that a wrong guess holds up a right demand by no more than the blocks that are being read
+(EdgeMoE, section 3.3). All decisions are made under one lock, which nobody holds while bytes move.
+"""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from jaxllm.errors import BundleError
+from jaxllm.experts.eviction import Policy, Residents
+from jaxllm.quant import Weight
+from serving.direct_io import PAGE, PieceReader, aligned
+from serving.experts.store import ExpertStore, Key
+
+_THREADS = 4
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
+# A corrupt expert is read once more: not every wrong byte is on the disk.
+_ATTEMPTS = 2
+
+
+@dataclasses.dataclass
+class ExpertCounts:
+    """What a cache has done.
+
+    Attributes:
+      visits: experts that layers asked for.
+      hits: of them those that were there.
+      foreseen: of the hits those that came because they were foreseen, and were not asked for before.
+      late: those that were foreseen, and still being read.
+      guesses: experts that were begun because they were foreseen.
+      read_bytes: from storage.
+      waited_s: for which layers waited.
+    """
+
+    visits: int = 0
+    hits: int = 0
+    foreseen: int = 0
+    late: int = 0
+    guesses: int = 0
+    read_bytes: int = 0
+    waited_s: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Buffer:
+    """Memory for an expert, and by width what it is as weights, which all experts of a width share."""
+
+    memory: np.ndarray
+    weights: dict[int, dict[str, Weight]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(eq=False)
+class _Slot:
+    """An expert that is in memory, or on its way.
+
+    Attributes:
+      unread: blocks that no thread has begun: where they begin, and their sizes.
+      reading: blocks that threads are reading.
+      attempts: how often all of it was read.
+      guessed: came because it was foreseen, and was not asked for yet.
+      pinned: is being computed.
+    """
+
+    buffer: Buffer
+    unread: collections.deque[tuple[int, int]]
+    reading: int = 0
+    attempts: int = 0
+    ready: bool = False
+    error: Exception | None = None
+    guessed: bool = False
+    pinned: bool = False
+
+
+class ExpertCache:
+    """The experts of one model. One layer at a time asks for its own.
+
+    Attributes:
+      counts: see `ExpertCounts`.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        reader: PieceReader,
+        *,
+        budget_bytes: int,
+        policy: Policy,
+        frequency: np.ndarray,
+    ) -> None:
+        """Takes no memory yet.
+
+        Args:
+          store: says where they are.
+          reader: of the bundle's file.
+          budget_bytes: for experts, at least `ExpertStore.least_bytes`.
+          policy: who leaves.
+          frequency: `[L_sparse, E]`, visits so far, of some other text.
+        """
+        self.counts = ExpertCounts()
+        self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
+        self._frequency = frequency.astype(np.float64)
+        self._used, self._loaded = (np.zeros(frequency.shape, np.int64) for _ in range(2))
+        self._slots: dict[Key, _Slot] = {}
+        self._free: dict[int, list[Buffer]] = {}
+        self._taken_bytes = self._tick = self._layer = 0
+        self._wanted: list[Key] = []
+        self._guesses: list[Key] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+
+    def visit(
+        self, layer: int, experts: Sequence[int], guesses: Sequence[Key] = ()
+    ) -> Iterator[tuple[int, dict[str, Weight]]]:
+        """The experts of a layer one after the other, those in memory first, then each as it comes.
+
+        An expert stays what it is until the next one is asked for: what computes it must be done by then.
+
+        Args:
+          layer: the sparse layer, from 0.
+          experts: each once.
+          guesses: who may be needed next, the most probable first, instead of all guesses before.
+
+        Raises:
+          CheckpointError: an expert cannot be read, or is corrupt.
+        """
+        waiting, there = self._ask(layer, experts, guesses)
+        try:
+            for expert in there:
+                yield expert, self._weights((layer, expert))
+                self._release((layer, expert))
+            while waiting:
+                expert = self._await(layer, waiting)
+                waiting.remove(expert)
+                yield expert, self._weights((layer, expert))
+                self._release((layer, expert))
+        finally:
+            with self._changed:
+                self._wanted = []
+                for expert in experts:
+                    if (slot := self._slots.get((layer, expert))) is not None:
+                        slot.pinned = False
+
+    def expect(self, guesses: Sequence[Key]) -> None:
+        """Who may be needed next, the most probable first, instead of all guesses before."""
+        with self._changed:
+            self._guesses = list(guesses)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends reading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._reader.close()
+
+    # -- what a layer does -----------------------------------------------------------------------
+
+    def _ask(self, layer: int, experts: Sequence[int], guesses: Sequence[Key]) -> tuple[list[int], list[int]]:
+        """Says what is needed: who is waited for, and who is there."""
+        with self._changed:
+            if not self._threads:
+                self._threads = [
+                    threading.Thread(target=self._run, name="experts", daemon=True) for _ in range(_THREADS)
+                ]
+                for thread in self._threads:
+                    thread.start()
+            self._tick, self._layer = self._tick + 1, layer
+            chosen = list(experts)
+            self._frequency[layer, chosen] += 1
+            self._used[layer, chosen] = self._tick
+            there, coming = [], []
+            for expert in chosen:
+                slot = self._slots.get((layer, expert))
+                if slot is not None and slot.ready and slot.error is None:
+                    slot.pinned = True
+                    there.append(expert)
+                    self.counts.foreseen += slot.guessed
+                else:
+                    coming.append(expert)
+                    self.counts.late += slot is not None
+                if slot is not None:
+                    slot.guessed = False
+            self.counts.visits += len(chosen)
+            self.counts.hits += len(there)
+            # What is on its way already is there first.
+            coming.sort(key=lambda expert: (layer, expert) not in self._slots)
+            self._wanted = [(layer, expert) for expert in coming]
+            self._guesses = list(guesses)
+            self._changed.notify_all()
+        return coming, there
+
+    def _await(self, layer: int, experts: Sequence[int]) -> int:
+        """Waits for any of some experts, and pins it."""
+        began = time.perf_counter()
+
+        def arrived() -> int | None:
+            for expert in experts:
+                slot = self._slots.get((layer, expert))
+                if slot is not None and not slot.reading and (slot.ready or slot.error is not None):
+                    return expert
+            return None
+
+        with self._changed:
+            self._changed.wait_for(lambda: arrived() is not None)
+            self.counts.waited_s += time.perf_counter() - began
+            expert = arrived()
+            assert expert is not None
+            slot = self._slots[layer, expert]
+            if slot.error is not None:
+                error = slot.error
+                # The next visit tries again.
+                self._drop((layer, expert))
+                raise error
+            slot.pinned = True
+            self._wanted.remove((layer, expert))
+            return expert
+
+    def _release(self, key: Key) -> None:
+        with self._changed:
+            self._slots[key].pinned = False
+            self._changed.notify_all()
+
+    def _weights(self, key: Key) -> dict[str, Weight]:
+        buffer, bits = self._slots[key].buffer, self._store[key].bits
+        if not self._store.bundle.read_in_place:
+            return self._store.weights(key, buffer.memory)
+        if bits not in buffer.weights:
+            buffer.weights[bits] = self._store.weights(key, buffer.memory)
+        return buffer.weights[bits]
+
+    # -- what threads do -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                block = None
+                while not self._closed and (block := self._next_block()) is None:
+                    self._changed.wait()
+                if block is None:
+                    return
+            key, slot, at, size = block
+            error = None
+            try:
+                offset = self._store[key].segment.offset
+                self._reader.read_into(slot.buffer.memory, at, offset + at, size)
+            except Exception as caught:  # Whatever it is, it is for the one who waits.
+                error = caught
+            self._finish_block(key, slot, size, error)
+
+    def _next_block(self) -> tuple[Key, _Slot, int, int] | None:
+        """What is to be read next, if anything can be: under the lock."""
+        if any(key not in self._slots or not self._slots[key].ready for key in self._wanted):
+            # Storage is for what is waited for.
+            return self._block_of(self._wanted, demanded=True)
+        return self._block_of(self._guesses, demanded=False)
+
+    def _block_of(self, keys: Sequence[Key], *, demanded: bool) -> tuple[Key, _Slot, int, int] | None:
+        """The first block that nobody reads yet of some experts in their order."""
+        for key in keys:
+            slot = self._slots.get(key) or self._make_slot(key, demanded=demanded)
+            if slot is None:
+                # There is no room: what comes later must wait, too.
+                return None
+            if slot.unread:
+                at, size = slot.unread.popleft()
+                slot.reading += 1
+                return key, slot, at, size
+        return None
+
+    def _finish_block(self, key: Key, slot: _Slot, size: int, error: Exception | None) -> None:
+        with self._changed:
+            slot.reading -= 1
+            self.counts.read_bytes += size
+            if error is not None:
+                slot.error = slot.error or error
+                slot.unread.clear()
+            if slot.unread or slot.reading:
+                return
+            # Until it is judged nobody else touches it.
+            slot.reading = 1
+        wrong = None if slot.error is not None else self._wrong_checksum(key, slot)
+        with self._changed:
+            slot.reading = 0
+            if wrong is not None:
+                slot.attempts += 1
+                if slot.attempts < _ATTEMPTS:
+                    slot.unread.extend(_blocks(self._store[key].segment.size_bytes))
+                else:
+                    slot.error = BundleError(wrong)
+            elif slot.error is None:
+                slot.ready, self._loaded[key] = True, self._tick
+            if slot.error is not None and key not in self._wanted:
+                # Nobody asked for it: whoever does will see. To guess it again would be to fail again.
+                self._drop(key)
+                self._guesses = [other for other in self._guesses if other != key]
+            self._changed.notify_all()
+
+    def _wrong_checksum(self, key: Key, slot: _Slot) -> str | None:
+        """What is wrong with an expert that was read, if anything is."""
+        stored = self._store[key].segment
+        digest = xxhash.xxh3_128_hexdigest(slot.buffer.memory[: stored.size_bytes].data)
+        if digest == stored.xxh3_128:
+            return None
+        return (
+            f"{self._store.bundle.path}: expert {key[1]} of layer {self._store.sparse[key[0]]} is corrupt "
+            f"(checksum {digest}, expected {stored.xxh3_128}), also when it is read again; copy the file "
+            "again or make it again"
+        )
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _make_slot(self, key: Key, *, demanded: bool) -> _Slot | None:
+        """Memory for an expert, if there is any."""
+        stored = self._store[key]
+        buffer = self._buffer(stored.memory_bytes, key, demanded=demanded)
+        if buffer is None:
+            return None
+        slot = _Slot(buffer, collections.deque(_blocks(stored.segment.size_bytes)), guessed=not demanded)
+        self.counts.guesses += not demanded
+        self._slots[key] = slot
+        return slot
+
+    def _buffer(self, size: int, key: Key, *, demanded: bool) -> Buffer | None:
+        while True:
+            if self._free.get(size):
+                return self._free[size].pop()
+            if self._taken_bytes + size <= self._budget:
+                self._taken_bytes += size
+                return Buffer(aligned(size))
+            for other, buffers in self._free.items():
+                if buffers:
+                    buffers.pop()
+                    self._taken_bytes -= other
+                    break
+            else:
+                victim = self._victim(key, demanded=demanded)
+                if victim is None:
+                    return None
+                self._drop(victim)
+
+    def _victim(self, key: Key, *, demanded: bool) -> Key | None:
+        """Who makes room for an expert."""
+        needed = {*self._wanted, *(() if demanded else self._guesses)}
+        idle = [other for other, slot in self._slots.items() if not slot.reading and not slot.pinned]
+        # Guesses that were wrong before they came, then who is worth least.
+        for other in idle:
+            if not self._slots[other].ready and other not in (*needed, *self._guesses):
+                return other
+        those = [other for other in idle if self._slots[other].ready and other not in needed]
+        if those:
+            at = tuple(np.array(those).T)
+            residents = Residents(at[0], self._frequency[at], self._loaded[at], self._used[at])
+            scores = self._policy(residents, self._layer, len(self._frequency), self._tick)
+            return those[int(np.argmin(scores))]
+        begun = [other for other in idle if not self._slots[other].ready and other not in needed]
+        return begun[-1] if demanded and begun else None
+
+    def _drop(self, key: Key) -> None:
+        buffer = self._slots.pop(key).buffer
+        self._free.setdefault(len(buffer.memory), []).append(buffer)
+
+
+def _blocks(size: int) -> list[tuple[int, int]]:
+    """The parts of an expert that are read by a call each: where they begin, and their sizes."""
+    step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, -(-size // _THREADS)))
+    step = -(-step // PAGE) * PAGE
+    return [(at, min(step, size - at)) for at in range(0, size, step)]

@@ -1,0 +1,31 @@
+"""How experts that do not all fit into memory are kept and foreseen."""
+
+import dataclasses
+
+from jaxllm.errors import ConfigError
+from jaxllm.experts.eviction import eviction_policy
+
+PREDICTORS = ("paths", "router", "frequency", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """What is done with experts where there is too little memory for all.
+
+    Attributes:
+      eviction: who leaves, a name of `jaxllm.experts.eviction.POLICIES`.
+      predictor: who comes before the router has spoken: "paths" by the experts of the layers before, "router"
+        by the next router on this layer's hidden states, "frequency" the most frequent ones, "none" nobody.
+      layers_ahead: for how many layers experts are foreseen.
+    """
+
+    eviction: str = "frequency-nearness"
+    predictor: str = "paths"
+    layers_ahead: int = 2
+
+    def __post_init__(self) -> None:
+        eviction_policy(self.eviction)
+        if self.predictor not in PREDICTORS:
+            raise ConfigError(f"predictor must be one of {', '.join(PREDICTORS)}, got {self.predictor!r:.80}")
+        if not isinstance(self.layers_ahead, int) or self.layers_ahead < 1:
+            raise ConfigError(f"layers_ahead must be at least 1, got {self.layers_ahead!r:.80}")

@@ -1,0 +1,147 @@
+"""Activation paths: counts by hand, what they predict, how they are stored, and that they adapt."""
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.experts.activation_paths import (
+    BACK_OFF,
+    MOST_WEIGHT,
+    PathCounts,
+    count_paths,
+    learn,
+    next_experts,
+)
+
+
+def tokens(*paths):
+    """`[L, M, 1]` of paths that are one expert per layer."""
+    return np.array(paths).T[:, :, None]
+
+
+def test_counts_by_hand():
+    counts = count_paths(tokens((0, 1, 2), (0, 1, 2), (0, 1, 0), (2, 1, 1)), 3)
+    assert counts.alone.tolist() == [[3, 0, 1], [0, 4, 0], [1, 1, 2]]
+    assert counts.after_one[1].tolist() == [[0, 3, 0], [0, 0, 0], [0, 1, 0]]
+    assert counts.after_one[2].tolist() == [[0, 0, 0], [1, 1, 2], [0, 0, 0]]
+    assert counts.pairs[2].tolist() == list(range(9))
+    assert counts.after_two[2][0 * 3 + 1].tolist() == [1, 0, 2]
+    assert counts.after_two[2][2 * 3 + 1].tolist() == [0, 1, 0]
+    assert counts.after_two.sum() == 4
+    assert not counts.after_one[0].any()
+    assert (counts.pairs[:2] == -1).all()
+
+
+def test_sets_count_every_pair():
+    """One token visits {0, 1}, then {2, 0}, then {1, 2}."""
+    counts = count_paths(np.array([[[0, 1]], [[2, 0]], [[1, 2]]]), 3)
+    assert counts.after_one[1].tolist() == [[1, 0, 1], [1, 0, 1], [0, 0, 0]]
+    assert counts.after_two[2][0 * 3 + 2].tolist() == [0, 1, 1]
+    assert counts.after_two[2].sum() == 2 * 2 * 2
+
+
+def test_back_off_by_hand():
+    counts = count_paths(tokens((0, 1, 2), (0, 1, 2), (0, 1, 0), (2, 1, 1)), 3)
+    chance = np.array([2, 2, 3]) / 7
+    np.testing.assert_allclose(next_experts(counts, 2), chance, rtol=1e-6)
+    behind_one = (np.array([1, 1, 2]) + BACK_OFF * chance) / (4 + BACK_OFF)
+    one = np.array([[1]])
+    np.testing.assert_allclose(next_experts(counts, 2, one), behind_one, rtol=1e-6)
+    behind_two = (np.array([1, 0, 2]) + BACK_OFF * behind_one) / (3 + BACK_OFF)
+    np.testing.assert_allclose(next_experts(counts, 2, one, np.array([[0]])), behind_two, rtol=1e-6)
+    # What never came says nothing beyond one layer.
+    np.testing.assert_allclose(next_experts(counts, 2, one, np.array([[1]])), behind_one, rtol=1e-6)
+
+
+def test_the_first_layers_fall_back():
+    counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3)
+    before = np.array([[0]])
+    np.testing.assert_array_equal(next_experts(counts, 0, before, before), next_experts(counts, 0))
+    np.testing.assert_array_equal(next_experts(counts, 1, before, before), next_experts(counts, 1, before))
+
+
+def test_several_tokens_are_a_mean():
+    counts = count_paths(np.random.default_rng(0).integers(0, 4, (3, 50, 2)), 4)
+    before, two = np.array([[0, 1], [2, 3]]), np.array([[1, 2], [3, 0]])
+    each = [next_experts(counts, 2, before[i : i + 1], two[i : i + 1]) for i in range(2)]
+    np.testing.assert_allclose(next_experts(counts, 2, before, two), np.mean(each, 0), rtol=1e-5)
+    np.testing.assert_allclose(each[0].sum(), 1, rtol=1e-5)
+
+
+def test_two_layers_say_more_than_one():
+    """The third expert is the first one again: one layer before says nothing of it."""
+    draw = np.random.default_rng(0)
+    first, second = draw.integers(0, 4, 400), draw.integers(0, 4, 400)
+    counts = count_paths(np.stack([first, second, first])[:, :, None], 4)
+    for a in range(4):
+        got = next_experts(counts, 2, np.array([[1]]), np.array([[a]]))
+        assert got.argmax() == a
+        assert got[a] > 0.8
+    assert next_experts(counts, 2, np.array([[1]])).max() < 0.5
+
+
+def test_few_pairs_are_remembered():
+    """The most frequent ones; the others say as much as one layer."""
+    counts = count_paths(tokens(*[(0, 1, 2)] * 3, (2, 1, 1)), 3, most_pairs=1)
+    assert counts.pairs[2].tolist() == [1]
+    assert counts.after_two.shape == (3, 1, 3)
+    unknown = next_experts(counts, 2, np.array([[1]]), np.array([[2]]))
+    np.testing.assert_allclose(unknown, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
+
+
+def test_no_pair_may_be_remembered():
+    counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3, most_pairs=0)
+    got = next_experts(counts, 2, np.array([[1]]), np.array([[0]]))
+    np.testing.assert_allclose(got, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
+
+
+def test_stored_counts_come_back():
+    counts = count_paths(np.random.default_rng(0).integers(0, 5, (4, 300, 2)), 5)
+    arrays = counts.to_arrays()
+    assert sum(each.nbytes for each in arrays.values()) < 4 * 25 * (5 * 2 + 4) + 4 * 2 * (25 + 5) + 1
+    again = PathCounts.from_arrays(arrays, layers=4, experts=5)
+    for name in ("alone", "after_one", "after_two", "pairs"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(counts, name))
+
+
+def test_counts_beyond_float16_are_stored_as_shares():
+    counts = count_paths(np.zeros((2, 200_000, 1), int), 2)
+    again = PathCounts.from_arrays(counts.to_arrays(), layers=2, experts=2)
+    np.testing.assert_allclose(next_experts(again, 1), next_experts(counts, 1), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda arrays: arrays.pop("alone"), "lack 'alone'"),
+        (lambda arrays: arrays.update(alone=arrays["alone"][:, 1:]), "of another model"),
+        (lambda arrays: arrays.update(pairs=arrays["pairs"] + 100), "of another model"),
+        (lambda arrays: arrays["after_two"].fill(np.nan), "no counts"),
+        (lambda arrays: arrays["alone"].fill(-1), "no counts"),
+    ],
+)
+def test_malformed_counts_are_refused(change, message):
+    arrays = count_paths(np.zeros((3, 4, 1), int), 3).to_arrays()
+    change(arrays)
+    with pytest.raises(ConfigError, match=message):
+        PathCounts.from_arrays(arrays, layers=3, experts=3)
+
+
+def test_learning_is_counting():
+    draw = np.random.default_rng(0)
+    ids = np.argsort(draw.random((3, 12, 4)), axis=-1)[:, :, :2]
+    counts, whole = count_paths(ids[:, :6], 4), count_paths(ids, 4)
+    learn(counts, ids[:, 6:])
+    for name in ("alone", "after_one", "after_two"):
+        np.testing.assert_array_equal(getattr(counts, name), getattr(whole, name))
+
+
+def test_learning_forgets():
+    """After as many other visits as a row may weigh, the new ones lead."""
+    counts = count_paths(tokens(*[(0, 1, 2)] * 1000), 3)
+    before, two = np.array([[1]]), np.array([[0]])
+    assert next_experts(counts, 2, before, two).argmax() == 2
+    for _ in range(int(MOST_WEIGHT)):
+        learn(counts, tokens((0, 1, 0)))
+    assert next_experts(counts, 2, before, two).argmax() == 0
+    assert counts.after_two[2][1].sum() <= MOST_WEIGHT * 1.001

@@ -1,0 +1,149 @@
+"""Mixtures of which only some experts are in memory answer as if all were."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import BudgetExceeded, BundleError
+from jaxllm.sampling import Sampling
+from serving.engine import Engine
+from serving.experts.options import PREDICTORS, ExpertOptions
+from serving.experts.table import ExpertTable
+from serving.generation import GenerationConfig, Session
+from serving.speculative.options import SpeculationOptions
+from tests.kernels.switching import fall_back
+from tests.serving.experts.conftest import CFG, OPTIONS, SPARSE, E, K, budget
+
+PROMPT = "the hello there, hello the"
+CONFIG = GenerationConfig(max_tokens=24, ignore_eos=True)
+
+
+def open_streamed(path, engine, room=6, **options):
+    """An engine with memory for so many experts."""
+    options = {"memory_bytes": budget(engine, room), **options}
+    return Engine.open(path, options=dataclasses.replace(OPTIONS, **options), warm_up=False)
+
+
+def answer(engine, config=CONFIG, prompt=PROMPT, **more):
+    engine.table.fill(engine.table.request_buckets(len(engine.tokenizer.encode(prompt)), config.max_tokens))
+    return engine.stream(prompt, config, **more).result().tokens
+
+
+def scores(engine):
+    """Logits behind a prompt of two chunks, and behind one more token."""
+    table, tokens = engine.table, np.random.default_rng(0).integers(0, CFG.vocab_size, 40).tolist()
+    table.fill(table.request_buckets(len(tokens), 2))
+    first, cache = table.prefill(table.start(128), tokens, 0)
+    second, _ = table.prefill(cache, [3], len(tokens))
+    return np.stack([np.asarray(first), np.asarray(second)])
+
+
+@pytest.mark.parametrize(("width", "apart"), [(4, False), (8, False), ("mixed", True), (16, True)])
+def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, width, apart):
+    """Of the same widths; uniform ones against experts that are stored together, as they always were."""
+    weights = {4: "int4", 8: "int8"}.get(width, "f32")
+    whole = resident_of(width, weights, apart)
+    streamed = open_streamed(bundle_of(width, weights), resident_of(width, weights))
+    assert isinstance(streamed.table, ExpertTable)
+    assert not isinstance(whole.table, ExpertTable)
+    drawn = dataclasses.replace(CONFIG, sampling=Sampling(temperature=0.8, seed=3, repetition_penalty=1.1))
+    for config in (CONFIG, drawn):
+        tokens = answer(streamed, config)
+        assert tokens == answer(whole, config)
+        assert len(set(tokens)) > 1
+    counts = streamed.streamed.counts
+    assert 0 < counts.hits < counts.visits
+    streamed.close()
+
+
+def test_logits_are_the_same(bundle_of, resident_of):
+    """To the last bit behind a prompt; of one token XLA fuses the sums of a whole graph in another order."""
+    whole = resident_of("mixed")
+    streamed = open_streamed(bundle_of("mixed"), whole, room=K)
+    (prompt, token), (expected, after) = scores(streamed), scores(whole)
+    np.testing.assert_array_equal(prompt, expected)
+    np.testing.assert_allclose(token, after, atol=1e-6)
+    streamed.close()
+
+
+def test_without_native_kernels(bundle_of, resident_of, monkeypatch):
+    fall_back(monkeypatch)
+    whole = Engine.open(bundle_of("mixed"), options=OPTIONS, warm_up=False)
+    streamed = open_streamed(bundle_of("mixed"), whole)
+    assert answer(streamed) == answer(whole)
+    streamed.close()
+
+
+@pytest.mark.parametrize("predictor", sorted({*PREDICTORS} - {ExpertOptions.predictor}))
+def test_every_predictor_gives_the_same_answer(bundle_of, resident_of, predictor):
+    whole = resident_of("mixed")
+    how = ExpertOptions(predictor=predictor, eviction="lru")
+    streamed = open_streamed(bundle_of("mixed"), whole, 4, experts=how)
+    assert answer(streamed) == answer(whole)
+    assert (streamed.streamed.counts.guesses > 0) == (predictor != "none")
+    streamed.close()
+
+
+def test_a_prompt_reads_each_expert_once(bundle_of, resident_of):
+    whole = resident_of("mixed")
+    streamed = open_streamed(bundle_of("mixed"), whole, K, experts=ExpertOptions(predictor="none"))
+    prompt = "the hello " * 20
+    one = dataclasses.replace(CONFIG, max_tokens=1)
+    assert len(streamed.tokenizer.encode(prompt)) > 2 * OPTIONS.chunk_tokens[-1]
+    assert answer(streamed, one, prompt) == answer(whole, one, prompt)
+    counts = streamed.streamed.counts
+    assert counts.visits <= SPARSE * E
+    assert counts.read_bytes <= streamed.streamed.store.total_bytes
+    streamed.close()
+
+
+def test_a_conversation_goes_on(bundle_of, resident_of):
+    whole = resident_of("mixed")
+    streamed = open_streamed(bundle_of("mixed"), whole)
+    texts = []
+    for engine in (whole, streamed):
+        engine.table.fill(engine.table.request_buckets(40, CONFIG.max_tokens))
+        session = Session()
+        first = engine.stream(PROMPT, CONFIG, session=session).result()
+        second = engine.stream(first.text[:5] + " the", CONFIG, session=session).result()
+        texts.append((first.text, second.text, second.finish_reason, second.reused_tokens))
+    assert texts[0] == texts[1]
+    streamed.close()
+
+
+def test_drafts_are_verified(bundle_of, resident_of):
+    whole = resident_of("mixed")
+    options = dataclasses.replace(OPTIONS, memory_bytes=budget(whole, 5))
+    streamed = Engine.open(
+        bundle_of("mixed"), options=options, speculation=SpeculationOptions(drafter="ngram"), warm_up=False
+    )
+    streamed.warm_up()
+    prompt = "the hello the hello the hello the"
+    assert streamed.stream(prompt, CONFIG).result().tokens == answer(whole, prompt=prompt)
+    assert streamed.speculative.counts.rounds > 0
+    streamed.close()
+
+
+def test_memory_for_all_keeps_all(bundle_of):
+    options = dataclasses.replace(OPTIONS, memory_bytes=1 << 30)
+    assert Engine.open(bundle_of("mixed"), options=options, warm_up=False).streamed is None
+
+
+def test_a_budget_below_the_experts_of_a_token_is_refused(bundle_of, resident_of):
+    with pytest.raises(BudgetExceeded, match=r"at least [\d,]+ .* for the 2 experts that a token visits"):
+        open_streamed(bundle_of("mixed"), resident_of("mixed"), room=0)
+
+
+def test_a_corrupt_expert_is_named(bundle_of, resident_of, tmp_path):
+    whole = resident_of("mixed")
+    broken = tmp_path / "broken.jaxllm"
+    raw = bytearray(bundle_of("mixed").read_bytes())
+    segments = whole.bundle.layout.segments
+    for expert in range(E):
+        raw[segments[f"layers.2.experts.{expert}"].offset + 100] ^= 1
+    broken.write_bytes(raw)
+    streamed = open_streamed(broken, whole)
+    with pytest.raises(BundleError, match=r"expert \d of layer 2 is corrupt .* read again"):
+        answer(streamed)
+    streamed.close()

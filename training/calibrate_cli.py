@@ -1,0 +1,75 @@
+"""The `calibrate` command: `jaxllm calibrate ...`."""
+
+import json
+from pathlib import Path
+
+import click
+
+from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS
+
+
+@click.command("calibrate")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle's path.")
+@click.option("--run", "run_dir", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option(
+    "--loss",
+    "percent",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="By how many percent the perplexity may grow.",
+)
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A UTF-8 text file to calibrate on; may be repeated.  [default: Python's language reference]",
+)
+@click.option(
+    "--tokens", type=click.IntRange(min=1), help="Of text to calibrate on, and as many to hold out."
+)
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHT_FORMATS),
+    help="Width of all matrices but experts.  [default: the checkpoint's own]",
+)
+@click.option(
+    "--uniform",
+    type=click.Choice([str(bits) for bits in EXPERT_BITS]),
+    help="One width for all experts, in bits, instead of a search.",
+)
+@click.option("--name", default="", help="The model's name, for people.  [default: the folder's own]")
+def calibrate_command(
+    model: Path,
+    out: Path,
+    run_dir: Path,
+    percent: float,
+    texts: tuple[Path, ...],
+    tokens: int | None,
+    weights: str | None,
+    uniform: str | None,
+    name: str,
+) -> None:
+    """Make a bundle of the mixture of experts in the folder MODEL, to run it in little memory.
+
+    MODEL is in Hugging Face's layout. Measures what each expert matters on a text, gives each the width it
+    deserves, and counts which experts follow which, so that they can be foreseen. The same command on the
+    same folder resumes. Prints a JSON object with what was found.
+    """
+    # Here, so that --help and wrong usage do not wait for JAX.
+    from training.calibrate import CalibrationRecipe, calibrate
+
+    facts = calibrate(
+        CalibrationRecipe(**({} if tokens is None else {"tokens": tokens})),
+        model,
+        out,
+        run_dir,
+        most_loss=percent / 100,
+        texts=texts,
+        weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
+        uniform=int(uniform or 0),
+        name=name,
+    )
+    click.echo(json.dumps({"bundle": str(out), **facts}))
