@@ -49,7 +49,7 @@ class BucketTable(GraphTable):
     # -- running them ---------------------------------------------------------------------------
 
     def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
-        """What the first layer takes, `[1, T, D]`, of the tokens `[T]` of whole chunks of contexts, which pass
+        """What the first layer takes, `[1, T, D]`, of the tokens `[T]` of whole chunks of contexts; they pass
         all layers then, one after another."""
         self._sort_parameters()
         bucket = self.embed_bucket(len(tokens) // self.options.kv_chunk_tokens)
