@@ -13,7 +13,7 @@ from benchmarks.contexts.forms import EIGHT, RAW, Stored
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.rows import most_contexts, switch_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
-from benchmarks.devices import EMULATED, REAL, emulated
+from benchmarks.devices import DEVICES, EMULATED, REAL, emulated
 from benchmarks.report import Row
 from serving.cli import cli
 from serving.contexts.graphs import ContextGraphs
@@ -107,6 +107,21 @@ def test_forms_come_back_as_they_were_stored(tiny):
         stored.bytes_of("2 bit") < stored.bytes_of(OURS) <= stored.bytes_of("4 bit") < stored.bytes_of(EIGHT)
     )
     assert int(stored.back(OURS).length) == 96
+
+
+def test_cases_are_chosen_by_options(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "run", lambda _path, _weights, plan, *_, **__: seen.append(plan) or [])
+    command = ["bench", "contexts", "-m", str(tmp_path), "--json"]
+    chosen = ["--contexts", "8", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
+    for options in ([], [*chosen, "--only-switches"]):
+        assert CliRunner().invoke(cli, [*command, *options], catch_exceptions=False).exit_code == 0
+    assert seen == [
+        run.Plan(),
+        run.Plan(
+            contexts=(4, 8), fitting=8, patterns=("markov",), devices=(DEVICES["emmc"],), variants=False
+        ),
+    ]
 
 
 @pytest.mark.slow
