@@ -110,6 +110,25 @@ def attend_layer(
     return tokens, no_rows(rows, tiles), past, mass
 
 
+def attend_restored(
+    params: Params,
+    next_router: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    source: jax.Array,
+    bits: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    form: ChunkFormat,
+) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array]]:
+    """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
+    past = _load_layer(params, past, source, bits, layer=layer, form=form)
+    tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
+    return tokens, out, past
+
+
 def expert_tile(
     expert: Params, norm: Params, tokens: AtExperts, number: jax.Array, out: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxllm.config import Bucket, ModelConfig
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, Places
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from serving.bucket_plan import BucketPlan
@@ -233,6 +233,31 @@ class GraphTable(BucketPlan, abc.ABC):
     def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
         """The first token `[1]` of an answer, and the sampler."""
         return self.graph(Bucket(kind="sample"))(logits, sampler)
+
+    def restore_layer(
+        self,
+        layer: int,
+        weights: Any,
+        x: jax.Array,
+        at: Places,
+        past: tuple[jax.Array, jax.Array],
+        source: np.ndarray,
+        bits: np.ndarray,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """One layer of a context that comes back (see `layer_steps.restore_layer`).
+
+        Args:
+          layer: its index.
+          weights: its parameters, as its graph takes them.
+          x, past: donated.
+          at: where the tokens of computed chunks stand.
+          source, bits: see `load_chunks`.
+        """
+        return self.graph(self._restoring_bucket(layer, at, past))(weights, x, at, past, source, bits)
+
+    def _restoring_bucket(self, layer: int, at: Places, past: tuple[jax.Array, jax.Array]) -> Bucket:
+        count = len(at.positions) // self.options.kv_chunk_tokens
+        return self.restore_bucket(count, past[0].shape[2], layer)
 
     def decode_limit(self, pace: int, remaining: int) -> int:
         """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as

@@ -114,8 +114,6 @@ class EngineOptions:
             self.chunk_format  # noqa: B018
         if self.memory_bytes < 0:
             raise ConfigError(f"memory_bytes must not be negative, got {self.memory_bytes}; 0 for no limit")
-        if self.memory_bytes and self.kv_codec:
-            raise ConfigError("contexts that outlive calls need all weights in memory: give no memory_bytes")
         if self.adapter_targets and not self.adapter_rank:
             raise ConfigError("adapter_targets need an adapter_rank")
         # Checks both.

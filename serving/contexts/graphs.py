@@ -15,8 +15,8 @@ from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.bucket_plan import ENCODED_CHUNKS
-from serving.buckets import BucketTable
 from serving.contexts.blobs import Blobs, Stored
+from serving.graph_table import GraphTable
 from serving.lowering import counts_alone, embedding_params, layer_params, source_shape
 
 
@@ -29,7 +29,7 @@ class ContextGraphs:
       layer_bytes: of one chunk in each layer `[L]`, by width.
     """
 
-    def __init__(self, table: BucketTable) -> None:
+    def __init__(self, table: GraphTable) -> None:
         """Takes a table; its options name a codec.
 
         Raises:
@@ -123,10 +123,8 @@ class ContextGraphs:
         self._take_parameters()
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         source = self._source(cache, layer, {chunk: blob for chunk, (_, blob) in chunks.items()})
-        count = len(at.positions) // self.chunk_tokens
-        graph = self.table.graph(self.table.restore_bucket(count, cache.capacity_tokens, layer))
         past = cache.keys[layer], cache.values[layer]
-        return graph(self._layers[layer], x, at, past, source, bits)
+        return self.table.restore_layer(layer, self._layers[layer], x, at, past, source, bits)
 
     def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
         """Chunks of a cache as they are stored, by number, of the widths that are given."""

@@ -4,6 +4,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
 from serving.experts.store import hot_bytes
 from serving.experts.weights import ExpertWeights
 from serving.graph_table import Progress
@@ -36,6 +37,7 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small even so.
+      ConfigError: contexts shall outlive calls, and layers would have to be read.
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
@@ -53,6 +55,11 @@ def streamed_weights(
             storage=options.storage,
             options=options.experts,
             progress=progress,
+        )
+    if options.kv_codec:
+        raise ConfigError(
+            f"contexts that outlive calls need all layers in memory, and {bundle.path} does not fit into "
+            f"{options.memory_bytes:,} bytes; give more memory_bytes, or none"
         )
     return StreamedWeights(
         bundle,

@@ -198,3 +198,8 @@ def test_rows_of_tokens_are_those_of_the_table(bundle_of, resident_of):
     rows = np.asarray(whole.bundle.load()["embed.tokens"])[[3, 250, 3, 17]]
     np.testing.assert_array_equal(np.asarray(table)[places[0]], rows)
     streamed.close()
+
+
+def test_contexts_that_outlive_calls_need_all_layers(bundle_of, resident_of):
+    with pytest.raises(ConfigError, match=r"need all layers in memory, and .* give more memory_bytes"):
+        open_streamed(bundle_of(), resident_of(), kv_codec="raw")
