@@ -124,6 +124,9 @@ class ModelConfig:
     `experts_per_token`. Their outputs are weighted by the router's probabilities, divided by their sum
     if `normalize_expert_weights`.
 
+    With `qk_norm` an RMS norm goes over each head's query and key, with `joint_qk_norm` over those of all
+    heads together. With `qkv_clip` above 0 queries, keys and values are then kept within it.
+
     A sub-model has its own `layer_units`, one entry per layer; without them a model is whole. All else is
     the whole model's, `kv_heads`, `heads` and `ffn_size` too.
     """
@@ -153,6 +156,8 @@ class ModelConfig:
     o_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
+    qkv_clip: float = 0.0
     post_norms: bool = False
     tied_head: bool = False
     experts: int = 0
@@ -178,10 +183,17 @@ class ModelConfig:
         )
         _require(self.norm in ("rms", "layer"), f"norm must be rms or layer, got {self.norm!r}")
         _require_numbers(
-            self, "norm_eps", "attention_scale", "attention_softcap", "logit_softcap", "embed_scale"
+            self,
+            "norm_eps",
+            "attention_scale",
+            "attention_softcap",
+            "logit_softcap",
+            "embed_scale",
+            "qkv_clip",
         )
         _require_flags(
             self, "gated_ffn", "learned_positions", "qkv_bias", "o_bias", "ffn_bias", "qk_norm",
+            "joint_qk_norm",
             "post_norms", "tied_head", "normalize_expert_weights",
         )  # fmt: skip
         _require(self.norm_eps > 0, f"norm_eps must be positive, got {self.norm_eps}")
@@ -195,7 +207,8 @@ class ModelConfig:
             _require_int("each of attention_windows", window, 0, MAX_DIMENSION)
         if not self.attention_scale:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
-        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+        _require(self.qk_norm or not self.joint_qk_norm, "joint_qk_norm is true without qk_norm; set both")
+        for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
             value = getattr(self, name)
             _require(value >= 0, f"{name} must not be negative, got {value}")
         for rope in (self.rope, self.local_rope):
@@ -241,6 +254,11 @@ class ModelConfig:
         for layer, each in enumerate(units):
             _require_int(f"kv_heads of layer {layer}", each.kv_heads, 1, self.kv_heads)
             _require_int(f"neurons of layer {layer}", each.neurons, 1, self._all_neurons(layer))
+            _require(
+                not self.joint_qk_norm or each.kv_heads == self.kv_heads,
+                f"layer {layer} has {each.kv_heads} of {self.kv_heads} kv heads, but one norm goes over all "
+                "of them: such a model has no sub-models with fewer",
+            )
         if all(each == self._whole_layer(layer) for layer, each in enumerate(units)):
             # One config for one model: the largest sub-model is the whole one.
             object.__setattr__(self, "layer_units", ())

@@ -112,6 +112,25 @@ def attend_layer(
     return tokens, no_rows(rows, tiles), past, mass
 
 
+def attend_restored(
+    params: Params,
+    next_router: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    source: jax.Array,
+    bits: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    form: ChunkFormat,
+) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array]]:
+    """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
+    past = _loaded_layer(params, past, source, bits, layer, form=form)
+    tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
+    return tokens, out, past
+
+
 def expert_tile(
     expert: Params, norm: Params, tokens: AtExperts, number: jax.Array, out: jax.Array, *, cfg: ModelConfig
 ) -> jax.Array:
@@ -191,10 +210,18 @@ def restore_layer(
     Returns:
       The next layer's input, keys and values.
     """
-    sources = source[None] if source.dtype == jnp.uint32 else (source,)
-    (past,) = _loaded(params, [past], sources, bits, [layer], form=form)
+    past = _loaded_layer(params, past, source, bits, layer, form=form)
     x, past, _ = forward_layer(params, x, at, past, cfg=cfg, layer=layer)
     return x, past
+
+
+def _loaded_layer(
+    params: Params, past: Past, source: jax.Array, bits: jax.Array, layer: int, *, form: ChunkFormat
+) -> Past:
+    """`load_chunks` into one layer."""
+    sources = source[None] if source.dtype == jnp.uint32 else (source,)
+    (past,) = _loaded(params, [past], sources, bits, [layer], form=form)
+    return past
 
 
 def _loaded(

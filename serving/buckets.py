@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -49,16 +48,24 @@ class BucketTable(GraphTable):
     # -- running them ---------------------------------------------------------------------------
 
     def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
-        """What the first layer takes, `[1, T, D]`, of the tokens `[T]` of whole chunks of contexts; they pass
-        all layers then, one after another."""
+        """See `GraphTable`."""
         self._sort_parameters()
         bucket = self.embed_bucket(len(tokens) // self.options.kv_chunk_tokens)
         return self.graph(bucket)(self._embedding, tokens[None], np.asarray(at.positions))
 
-    def run_layer(self, bucket: Bucket, layer: int, *operands: Any) -> Any:
-        """Runs a graph of one layer over its parameters and `operands`."""
+    def restore_layer(
+        self,
+        layer: int,
+        x: jax.Array,
+        at: Places,
+        past: tuple[jax.Array, jax.Array],
+        source: np.ndarray,
+        bits: np.ndarray,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """See `GraphTable`."""
         self._sort_parameters()
-        return self.graph(bucket)(self._layers[layer], *operands)
+        graph = self.graph(self._restoring_bucket(layer, at, past))
+        return graph(self._layers[layer], x, at, past, source, bits)
 
     def _sort_parameters(self) -> None:
         """Sorts the parameters by layers, once for each adapter that comes."""

@@ -20,7 +20,7 @@ from jaxllm.config import Bucket, ModelConfig
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, Places
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from serving.bucket_plan import BucketPlan
@@ -238,6 +238,36 @@ class GraphTable(BucketPlan, abc.ABC):
         """How many tokens `decode` should be asked for: of `remaining` that are wanted, where `pace` take as
         long as a user should wait for the next words."""
         return min(pace, self.options.decode_block, remaining)
+
+    # -- contexts that come back ----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """What the first layer takes, `[1, T, D]`, of the tokens `[T]` of whole chunks of contexts; they pass
+        all layers then, one after another."""
+
+    @abc.abstractmethod
+    def restore_layer(
+        self,
+        layer: int,
+        x: jax.Array,
+        at: Places,
+        past: tuple[jax.Array, jax.Array],
+        source: np.ndarray,
+        bits: np.ndarray,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """One layer of a context that comes back (see `layer_steps.restore_layer`).
+
+        Args:
+          layer: its index.
+          x, past: donated.
+          at: where the tokens of computed chunks stand.
+          source, bits: see `load_chunks`.
+        """
+
+    def _restoring_bucket(self, layer: int, at: Places, past: tuple[jax.Array, jax.Array]) -> Bucket:
+        count = len(at.positions) // self.options.kv_chunk_tokens
+        return self.restore_bucket(count, past[0].shape[2], layer)
 
     # -- compiling them -------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from jaxllm.kv.cache import Places, TreeRows, grow, new_cache
 from jaxllm.kv.chunks import chunk_shapes, encode_chunks, reads_addresses
 from jaxllm.layer_steps import (
     attend_layer,
+    attend_restored,
     combine_experts,
     expert_tile,
     final_rows,
@@ -192,11 +193,17 @@ def _lower_context(
         load = functools.partial(load_cache, cfg=cfg, form=form)
         return jax.jit(load, donate_argnums=(1,)).lower(_shapes(counts_alone(params)), cache, of_all, bits)
 
+    x = jax.ShapeDtypeStruct((1, bucket.tokens, cfg.hidden_size), dtype)
+    at = Places(positions, jax.ShapeDtypeStruct((), jnp.int32))  # pyright: ignore[reportArgumentType]: shapes
+    if cfg.is_sparse(layer) and f"layers.{layer}.experts.up" not in whole_params(params):
+        whole = whole_params(params)
+        own, router = _shapes(layer_params(whole, layer, layer)), _shapes(router_params(whole, layer))
+        attend = functools.partial(attend_restored, cfg=cfg, layer=layer, form=form)
+        return jax.jit(attend, donate_argnums=(2, 4)).lower(own, router, x, at, past, sources[layer], bits)
+
     def restored(params: Params | CountedSubModel, *rest: Any) -> Any:
         return restore_layer(part_of_sub_model(params, cfg), *rest, cfg=cfg, layer=layer, form=form)
 
-    x = jax.ShapeDtypeStruct((1, bucket.tokens, cfg.hidden_size), dtype)
-    at = Places(positions, jax.ShapeDtypeStruct((), jnp.int32))  # pyright: ignore[reportArgumentType]: shapes
     weights = _shapes(layer_params(params, layer, layer))
     return jax.jit(restored, donate_argnums=(1, 3)).lower(weights, x, at, past, sources[layer], bits)
 

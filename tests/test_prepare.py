@@ -1,5 +1,6 @@
 """From a Hugging Face folder to a bundle: the same parameters, in the checkpoint's own width."""
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare, weight_format_of
-from jaxllm.quant import Bfloat16Bits
+from jaxllm.quant import Bfloat16Bits, dequantize
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 TYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -189,3 +190,38 @@ def test_places_that_cannot_take_a_bundle(tmp_path: Path, folder: Path) -> None:
         prepare(tmp_path / "absent", tmp_path / "out")
     assert names(tmp_path) == ["dir", "model"]
     assert names(tmp_path / "dir") == []
+
+
+def test_experts_apart(tmp_path: Path, folder: Path) -> None:
+    """Each expert in a segment of its own, at the width that was asked for; all else as it is."""
+    cfg = dataclasses.replace(
+        TINY, model_type="mixtral", attention_windows=(), experts=3, experts_per_token=2, sparse_layers=()
+    )
+    params = random_params(cfg)
+    mixture, out = write_tiny_folder(tmp_path / "mixture", cfg=cfg, params=params), tmp_path / "out.jaxllm"
+    bits = np.array([[2, 4, 8], [8, 16, 32]])
+    prepare(mixture, out, expert_bits=bits)
+    with Bundle.open(out) as bundle:
+        bundle.verify()
+        for layer, expert in np.ndindex(2, 3):
+            segment = bundle.layout.segments[f"layers.{layer}.experts.{expert}"]
+            assert segment.offset % 4096 == 0
+            own = bundle.layout.by_segment[segment.name]
+            assert [name.rsplit(".", 1)[1] for name in own] == ["gate", "up", "down"]
+            width = int(bits[layer, expert])
+            assert {each.bits for each in own.values()} == {width if width < 16 else 0}
+        loaded, hot = bundle.load(), bundle.load_all_but_experts()
+        assert set(hot) == {name for name in loaded if ".experts." not in name}
+        np.testing.assert_array_equal(loaded["layers.0.router"], params["layers.0.router"])
+        exact = np.asarray(loaded["layers.1.experts.up"].matrices[2])  # pyright: ignore
+        np.testing.assert_array_equal(exact, params["layers.1.experts.up"][2])
+        both = dequantize(loaded["layers.0.experts.gate"], np.dtype(np.float32))
+        for expert, most in enumerate((0.4, 0.1, 0.01)):
+            wanted = params["layers.0.experts.gate"][expert]
+            assert np.sqrt(np.mean((both[expert] - wanted) ** 2)) < most * np.std(wanted)
+
+
+def test_experts_that_cannot_be_apart(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no mixture of experts"):
+        prepare(folder, tmp_path / "out.jaxllm", expert_bits=4)
+    assert not (tmp_path / "out.jaxllm").exists()

@@ -87,6 +87,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Mixtral",
         {**_LLAMA, "num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 5},
     ),
+    "olmoe": ("Olmoe", {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 1.5}),
     "qwen3_moe": ("Qwen3Moe", {**_QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe-one": ("Qwen3Moe", {**_QWEN3_MOE, "num_experts_per_tok": 1, "tie_word_embeddings": True}),
     "qwen3_moe-one-normalized": (
@@ -141,7 +142,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURE_VARIANTS = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3", "phi3", "gpt2", "opt",
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "olmoe", "gemma2", "gemma3", "phi3", "gpt2",
+    "opt",
 )  # fmt: skip
 
 

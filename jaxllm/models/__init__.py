@@ -7,6 +7,7 @@ from jaxllm.models.gpt2 import GPT2
 from jaxllm.models.llama import LLAMA
 from jaxllm.models.mistral import MISTRAL
 from jaxllm.models.mixtral import MIXTRAL
+from jaxllm.models.olmoe import OLMOE
 from jaxllm.models.opt import OPT
 from jaxllm.models.phi3 import PHI3
 from jaxllm.models.qwen2 import QWEN2
@@ -21,6 +22,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "opt": OPT,
     "phi3": PHI3,
     "qwen2": QWEN2,

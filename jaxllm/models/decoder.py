@@ -340,10 +340,19 @@ def _attended(
         used=groups,
         rowwise=rowwise,
     )
+    if cfg.joint_qk_norm:
+        q, k = (
+            normalize(each.reshape(*each.shape[:2], -1), weights.norm(f"attn.{name}_norm", cfg)).reshape(
+                each.shape
+            )
+            for name, each in (("q", q), ("k", k))
+        )
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
-    if cfg.qk_norm:
+    if cfg.qk_norm and not cfg.joint_qk_norm:
         q = normalize(q, weights.norm("attn.q_norm", cfg))
         k = normalize(k, weights.norm("attn.k_norm", cfg))
+    if cfg.qkv_clip:
+        q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
     out, kept = attend(q, k, v, groups)
     out = out.reshape(*out.shape[:3], -1)
     # A block adds its input to its output itself, unless a norm comes between.

@@ -5,7 +5,7 @@ A flat dict with stable string keys:
     embed.tokens [V, D]            embed.positions [P, D]
     layers.{i}.attn_norm.scale/bias [D]          (and attn_post_norm, ffn_norm, ffn_post_norm)
     layers.{i}.attn.q [K, G·H, D]  .k [K, H, D]  .v [K, H, D]  .o [K, G·H, D]   (+ q_bias ...)
-    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]
+    layers.{i}.attn.q_norm.scale [H]             .k_norm.scale [H]          (joint: [N·H] and [K·H])
     layers.{i}.ffn.gate [F, D]     .up [F, D]    .down [F, D]                   (+ gate_bias ...)
     layers.{i}.router [E, D]       .experts.gate [E, F, D]  .up [E, F, D]  .down [E, F, D]   (or these)
     final_norm.scale/bias [D]      head [V, D]
@@ -94,8 +94,9 @@ def _layer_specs(cfg: ModelConfig, layer: int) -> dict[str, ParamSpec]:
         if cfg.qkv_bias:
             specs[f"attn.{name}_bias"] = ParamSpec((units, count), "vector")
     if cfg.qk_norm:
-        specs["attn.q_norm.scale"] = ParamSpec((head,), "vector")
-        specs["attn.k_norm.scale"] = ParamSpec((head,), "vector")
+        queries_of, keys_of = (units * queries, units * head) if cfg.joint_qk_norm else (head, head)
+        specs["attn.q_norm.scale"] = ParamSpec((queries_of,), "vector")
+        specs["attn.k_norm.scale"] = ParamSpec((keys_of,), "vector")
     specs["attn.o"] = ParamSpec((units, queries, width), "from_units")
     if cfg.o_bias:
         specs["attn.o_bias"] = ParamSpec((width,), "vector")

@@ -1,6 +1,8 @@
 """`jaxllm info`: what a bundle holds, and whether it is whole."""
 
+import collections
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import jax
 import jaxllm
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import read_ladder
+from jaxllm.bundle.experts import expert_facts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.kernels import native
 from jaxllm.models.parameters import parameter_count
 from serving.console import print_json
+from serving.experts.store import ExpertStore
 from serving.models import find_model
 
 
@@ -36,6 +40,7 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
             "fingerprint": opened.fingerprint,
             "verified": verify,
             **_levels(opened),
+            **_experts(opened),
             "config": dataclasses.asdict(opened.cfg),
             "jaxllm": jaxllm.__version__,
             "jax": jax.__version__,
@@ -53,6 +58,19 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
     # Plain lines: a table would cut a fingerprint to the width of a terminal.
     for key, value in facts.items():
         click.echo(f"{key:<{width}}  {value}")
+
+
+def _experts(bundle: Bundle) -> dict[str, Any]:
+    """The widths of experts that are stored apart, and how they were found."""
+    if not bundle.layout.experts_apart:
+        return {}
+    store = ExpertStore(bundle)
+    keys = itertools.product(range(len(store.sparse)), range(store.experts))
+    widths = collections.Counter(store[key].bits for key in keys)
+    return {
+        "expert_widths": {str(bits): widths[bits] for bits in store.widths},
+        "calibration": expert_facts(bundle),
+    }
 
 
 def _levels(bundle: Bundle) -> dict[str, Any]:

@@ -14,10 +14,9 @@ from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.bucket_plan import ENCODED_CHUNKS
-from serving.buckets import BucketTable
 from serving.contexts.blobs import Blobs, Stored
+from serving.graph_table import GraphTable
 from serving.lowering import counts_alone, source_shape
-from serving.streaming.table import StreamedTable
 
 
 class ContextGraphs:
@@ -29,7 +28,7 @@ class ContextGraphs:
       layer_bytes: of one chunk in each layer `[L]`, by width.
     """
 
-    def __init__(self, table: BucketTable | StreamedTable) -> None:
+    def __init__(self, table: GraphTable) -> None:
         """Takes a table; its options name a codec.
 
         Raises:
@@ -115,10 +114,8 @@ class ContextGraphs:
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         source = self._source(cache, layer, {chunk: blob for chunk, (_, blob) in chunks.items()})
-        count = len(at.positions) // self.chunk_tokens
-        bucket = self.table.restore_bucket(count, cache.capacity_tokens, layer)
         past = cache.keys[layer], cache.values[layer]
-        return self.table.run_layer(bucket, layer, x, at, past, source, bits)
+        return self.table.restore_layer(layer, x, at, past, source, bits)
 
     def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
         """Chunks of a cache as they are stored, by number, of the widths that are given."""

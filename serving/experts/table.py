@@ -48,6 +48,8 @@ class ExpertTable(LayeredTable):
         self.experts = weights
         self._parts: list[Any] = []
         self._version: tuple[int, int] | None = None
+        # Whom a context that comes back has visited so far.
+        self._restoring: list[np.ndarray] = []
 
     # -- which graphs ----------------------------------------------------------------------------
 
@@ -98,6 +100,28 @@ class ExpertTable(LayeredTable):
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
 
+    def restore_layer(
+        self,
+        layer: int,
+        x: jax.Array,
+        at: Places,
+        past: tuple[jax.Array, jax.Array],
+        source: np.ndarray,
+        bits: np.ndarray,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """See `GraphTable`."""
+        graph, weights = self.graph(self._restoring_bucket(layer, at, past)), self._layers[layer]
+        if not self.cfg.is_sparse(layer):
+            return graph(weights, x, at, past, source, bits)
+        place = self.experts.store.sparse.index(layer)
+        router = self._routers[(place + 1) % len(self._routers)]
+        before, out, past = graph(weights, router, x, at, past, source, bits)
+        if place == 0:
+            self._restoring = []
+        outs = [out]
+        self._experts_of(layer, [before], [int(at.valid)], outs, self._restoring)
+        return self._combined(before, outs[0]), past
+
     def _sparse_layer(
         self,
         layer: int,
@@ -117,15 +141,29 @@ class ExpertTable(LayeredTable):
             each, out, past, mass = graph(self._layers[layer], router, x, at, past, mass)
             before.append(each)
             outs.append(out)
+        self._experts_of(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
+        return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
+
+    def _experts_of(
+        self,
+        layer: int,
+        before: list[AtExperts],
+        valid: Sequence[int],
+        outs: list[jax.Array],
+        visited: list[np.ndarray],
+    ) -> None:
+        """The experts of a layer for all chunks, of which so many tokens are real.
+
+        Whom they visit is appended to `visited`, and `outs` is changed.
+        """
         # Of each expert its tiles, by chunk.
         tiles: dict[int, list[tuple[int, int]]] = {}
         for number, each in enumerate(before):
             for tile, expert in enumerate(np.asarray(each.tiles.expert)[: int(each.tiles.count)].tolist()):
                 tiles.setdefault(expert, []).append((number, tile))
-        ids = [np.asarray(each.ids)[: int(at.valid)] for each, (_, at) in zip(before, chunks, strict=True)]
+        ids = [np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)]
         visited.append(np.concatenate(ids))
         self._visit(layer, visited, np.asarray(before[-1].ahead), tiles, before, outs)
-        return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
 
     def _visit(
         self,

@@ -4,7 +4,6 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from serving.experts.store import hot_bytes
 from serving.experts.weights import ExpertWeights
 from serving.graph_table import Progress
@@ -37,7 +36,6 @@ def streamed_weights(
 
     Raises:
       BudgetExceeded: the budget is too small even so.
-      ConfigError: it is too small for contexts of a mixture.
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
@@ -47,11 +45,6 @@ def streamed_weights(
     what = f"a context of {options.context_tokens} tokens, activations"
     what += " and the draft" if reserved_bytes else ""
     if bundle.layout.experts_apart:
-        if options.kv_codec:
-            raise ConfigError(
-                "contexts that outlive calls need all experts of a mixture in memory: give no memory_bytes, "
-                "or at least as many as the model takes"
-            )
         return ExpertWeights(
             bundle,
             budget_bytes=options.memory_bytes,

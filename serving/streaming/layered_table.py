@@ -81,7 +81,12 @@ class LayeredTable(GraphTable, abc.ABC):
             buckets += [self._rows_bucket(tokens), self._norm_bucket(tokens, 1)]
             buckets += [bucket for cache in caches for bucket in self._layer_buckets("layer", tokens, cache)]
         buckets += [self._start_bucket(cache) for cache in caches]
-        return buckets + self._grow_buckets()
+        buckets += self._grow_buckets()
+        return buckets + (self.context_buckets() if self.options.kv_codec else [])
+
+    def embed_bucket(self, chunks: int) -> Bucket:
+        """The bucket that embeds the tokens of some chunks, as it does those of a prompt."""
+        return self._rows_bucket(chunks * self.options.kv_chunk_tokens)
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """The fewest buckets that answer one request (see `BucketPlan.request_buckets`)."""
@@ -201,6 +206,10 @@ class LayeredTable(GraphTable, abc.ABC):
           cache: donated. Its length stays as it is.
           meanwhile: other work, while weights are waited for.
         """
+
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `GraphTable`."""
+        return self._embedded(tokens, at)
 
     @abc.abstractmethod
     def _embedded(self, tokens: np.ndarray, at: Places) -> jax.Array:

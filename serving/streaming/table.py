@@ -2,12 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.config import Bucket, ModelConfig
+from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.models.parameters import Params
@@ -46,24 +45,25 @@ class StreamedTable(LayeredTable):
         super().__init__(cfg, params, options, weights, store)
         self.weights = weights
 
-    def all_buckets(self) -> list[Bucket]:
-        """Every bucket that answering any request at this level can need."""
-        return super().all_buckets() + (self.context_buckets() if self.options.kv_codec else [])
-
-    def embed_bucket(self, chunks: int) -> Bucket:
-        """The bucket that embeds the tokens of some chunks: rows of the table come one by one."""
-        return self._rows_bucket(chunks * self.options.kv_chunk_tokens)
-
     def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
-        """See `BucketTable.begin_layers`."""
+        """See `GraphTable`."""
         self.weights.begin(self.cfg)
-        return self._embedded(tokens, at)
+        return super().begin_layers(tokens, at)
 
-    def run_layer(self, bucket: Bucket, layer: int, *operands: Any) -> Any:
-        """See `BucketTable.run_layer`."""
+    def restore_layer(
+        self,
+        layer: int,
+        x: jax.Array,
+        at: Places,
+        past: tuple[jax.Array, jax.Array],
+        source: np.ndarray,
+        bits: np.ndarray,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """See `GraphTable`."""
+        graph = self.graph(self._restoring_bucket(layer, at, past))
         with self.weights.layer(self, layer) as weights:
             # The next piece takes the place of this one.
-            return jax.block_until_ready(self.graph(bucket)(weights, *operands))
+            return jax.block_until_ready(graph(weights, x, at, past, source, bits))
 
     def _pass(
         self, chunks: Sequence[tuple[np.ndarray, Places]], cache: KVCache, meanwhile: Meanwhile | None = None

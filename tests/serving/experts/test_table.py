@@ -1,18 +1,26 @@
 """Mixtures of which only some experts are in memory answer as if all were."""
 
+import concurrent.futures
 import dataclasses
 
 import numpy as np
 import pytest
 
 from jaxllm.errors import BudgetExceeded, BundleError
+from jaxllm.kv.codecs import RAW
+from jaxllm.kv.recompute import LOST
 from jaxllm.sampling import Sampling
+from serving.contexts.graphs import ContextGraphs
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.contexts.restore import restore
 from serving.engine import Engine
 from serving.experts.options import PREDICTORS, ExpertOptions
 from serving.experts.table import ExpertTable
 from serving.generation import GenerationConfig, Session
 from serving.speculative.options import SpeculationOptions
 from tests.kernels.switching import fall_back
+from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, new, say
 from tests.serving.experts.conftest import CFG, OPTIONS, SPARSE, E, K, budget
 
 PROMPT = "the hello there, hello the"
@@ -122,6 +130,36 @@ def test_drafts_are_verified(bundle_of, resident_of):
     prompt = "the hello the hello the hello the"
     assert streamed.stream(prompt, CONFIG).result().tokens == answer(whole, prompt=prompt)
     assert streamed.speculative.counts.rounds > 0
+    streamed.close()
+
+
+def test_contexts_come_back(bundle_of, resident_of, tmp_path):
+    """Their chunks read or computed again, they go on as conversations whose cache stayed."""
+    whole = resident_of("mixed")
+    streamed = open_streamed(bundle_of("mixed"), whole, 5, kv_codec="raw")
+    streamed.warm_up()
+    wanted = [answers_without_contexts(streamed, turns) for turns in TURNS[:2]]
+    contexts = Contexts(streamed, ContextOptions(folder=tmp_path / "store"))
+    mine = [new(contexts) for _ in wanted]
+    for turn in range(3):
+        for context, turns, answers in zip(mine, TURNS, wanted, strict=False):
+            assert say(context, turns[turn]).generation.tokens == answers[turn]
+    contexts.close()
+    graphs, tokens = ContextGraphs(streamed.table), TURNS[0][0] + TURNS[1][2]
+    _, cache = streamed.table.prefill(streamed.table.start(len(tokens)), tokens, 0)
+    rows = [np.array(each)[:, :, :48] for each in (*cache.keys, *cache.values)]
+    # The second chunk is lost.
+    stored = {
+        chunk: each for chunk, each in graphs.encode(cache, {0: RAW, 1: RAW, 2: RAW}).items() if chunk != 1
+    }
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        back, _, how = restore(
+            graphs, streamed.table.start(len(tokens)), tokens=tokens, bits=[RAW, LOST, RAW], resident=stored,
+            read=lambda layer, chunks: [], delays=READ, pool=pool,
+        )  # fmt: skip
+    assert how.computed == (1,)
+    for got, expected in zip([*back.keys, *back.values], rows, strict=True):
+        np.testing.assert_allclose(np.asarray(got)[:, :, :48], expected, atol=2e-5)
     streamed.close()
 
 
