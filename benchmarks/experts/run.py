@@ -22,6 +22,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
+from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.graph_table import Progress
@@ -122,8 +123,10 @@ def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
 def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
     """Time per token of each system, the median of answers to prompts that all get, by turns."""
     found: dict[str, list[float]] = {name: [] for name in engines}
-    config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True)
     for number, prompt in enumerate(_prompts(next(iter(engines.values())), plan)):
+        # Drawn: greedy, a model of random weights says one token for ever, and visits the same experts.
+        sampling = Sampling(temperature=1.0, seed=number)
+        config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True, sampling=sampling)
         order = list(engines) if number % 2 else list(engines)[::-1]
         for name in order:
             answer = engines[name].generate(prompt, config)
