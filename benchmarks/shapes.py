@@ -18,6 +18,8 @@ from serving.models import cache_folder
 
 Progress = Callable[[str, int, int], None]
 
+# Deviation of a mixture's embeddings, where what layers add is of order one.
+_LOUD_TOKENS = 10.0
 # Changes whenever the same name would draw other weights.
 _VERSION = 1
 
@@ -104,13 +106,16 @@ def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
     specs = param_specs(cfg)
     params: dict[str, np.ndarray] = {}
     for number, (name, spec) in enumerate(specs.items()):
-        if spec.role == "vector":
+        if spec.role == "vector" and not name.endswith("router"):
             value = np.ones(spec.shape, np.float32)
         else:
             inputs = np.prod(spec.shape[:-1]) if spec.role == "from_units" else spec.shape[-1]
             # A generator for each: the draw of one does not depend on the others' sizes.
             draw = np.random.default_rng((_VERSION, number))
             value = draw.standard_normal(spec.shape, np.float32) * np.float32(inputs**-0.5)
+            if cfg.experts and name == "embed.tokens":
+                # What a token is must outweigh what layers add, or all tokens visit the same experts.
+                value *= np.float32(_LOUD_TOKENS * inputs**0.5)
         params[name] = value.astype(ml_dtypes.bfloat16)
         progress("Drawing weights", len(params), len(specs))
     write_tokenizer(folder, _word_tokenizer(cfg.vocab_size))

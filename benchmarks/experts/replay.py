@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxllm.experts.activation_paths import PathCounts
 from jaxllm.experts.eviction import Policy, Residents
+from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.experts.predictors import Predictor, make_predictor
 from serving.generation import GenerationConfig
@@ -72,8 +73,9 @@ def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], 
     """Lets an engine whose experts are streamed answer, and looks at the experts that it visits."""
     watching = _Watching(counts)
     engine.table.experts.predictor = watching  # pyright: ignore
-    for prompt in prompts:
-        engine.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True))
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=1.0, seed=number)
+        engine.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True, sampling=sampling))
     hits = {name: np.mean(each, axis=0) for name, each in watching.found.items()}
     return Watched(np.stack(watching.passes, axis=1), hits)
 

@@ -22,6 +22,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
+from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.graph_table import Progress
@@ -44,8 +45,9 @@ class Plan:
       repeats: answers of each system.
       prompt_tokens: of each prompt.
       context_tokens: of every context.
-      buffer: room of ours, in times the experts of a token at one layer.
-      buffers: further rooms, for the sweep and for the replay of eviction policies.
+      share: room of ours, as a share of all experts.
+      buffers: further rooms, in times the experts of a token at one layer, for the sweep and for the replay
+        of eviction policies.
       watched_tokens: that predictors and policies are judged on.
     """
 
@@ -54,7 +56,7 @@ class Plan:
     repeats: int = 3
     prompt_tokens: int = 24
     context_tokens: int = 256
-    buffer: int = 10
+    share: float = 0.25
     buffers: tuple[int, ...] = (2, 5, 10, 20)
     watched_tokens: int = 400
 
@@ -80,12 +82,12 @@ def run(
       ConfigError: a bundle's experts are not stored apart.
       CheckpointError: a model cannot be opened.
     """
-    choices = _choices(mixed)
+    choices, experts = _choices(mixed)
     rows: list[Row] = []
     stages = len(plan.devices) + 1
     fast = Setting(
         bundles=make_bundles(folder, mixed[0], cache, progress),
-        buffer_experts=plan.buffer * choices,
+        buffer_experts=max(choices, int(plan.share * experts)),
         context_tokens=plan.context_tokens,
         storage=REAL.storage,
     )
@@ -104,24 +106,27 @@ def run(
     return rows
 
 
-def _choices(mixed: Sequence[Path]) -> int:
-    """The experts of a token at one layer, of the model that all bundles are of."""
+def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
+    """The experts of a token at one layer, and all that there are, of the model that all bundles are of."""
     found = set()
     for path in mixed:
         with Bundle.open(path) as bundle:
             if not bundle.layout.experts_apart:
                 raise ConfigError(f"{path} stores its experts together; make a bundle by `jaxllm calibrate`")
-            found.add((bundle.cfg, bundle.cfg.experts_per_token))
+            found.add(bundle.cfg)
     if len(found) != 1:
         raise ConfigError("the bundles are of several models; give those that were made of one folder")
-    return found.pop()[1]
+    cfg = found.pop()
+    return cfg.experts_per_token, cfg.experts * sum(cfg.sparse_layers)
 
 
 def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
     """Time per token of each system, the median of answers to prompts that all get, by turns."""
     found: dict[str, list[float]] = {name: [] for name in engines}
-    config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True)
     for number, prompt in enumerate(_prompts(next(iter(engines.values())), plan)):
+        # Drawn: greedy, a model of random weights says one token for ever, and visits the same experts.
+        sampling = Sampling(temperature=1.0, seed=number)
+        config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True, sampling=sampling)
         order = list(engines) if number % 2 else list(engines)[::-1]
         for name in order:
             answer = engines[name].generate(prompt, config)

@@ -92,11 +92,14 @@ class PathCounts:
             "after_two": (*pairs.shape, experts),
         }
         sound = (
-            pairs.dtype == np.int32 and pairs.ndim == 2 and len(pairs) == layers and pairs.max() < experts**2
+            pairs.dtype == np.int32
+            and pairs.ndim == 2
+            and len(pairs) == layers
+            and pairs.max(initial=-1) < experts**2
         )
         if not sound or any(counts[name].shape != shape for name, shape in shapes.items()):
             raise ConfigError("the statistics of activation paths are of another model")
-        if not all(np.isfinite(each).all() and each.min() >= 0 for each in counts.values()):
+        if not all(np.isfinite(each).all() and each.min(initial=0) >= 0 for each in counts.values()):
             raise ConfigError("the statistics of activation paths hold counts that are no counts")
         return cls(pairs=pairs, **counts)
 

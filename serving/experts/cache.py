@@ -7,6 +7,7 @@ by block, so that a wrong guess holds up a right demand by no more than the bloc
 
 import collections
 import dataclasses
+import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ import xxhash
 from jaxllm.errors import BundleError
 from jaxllm.experts.eviction import Policy, Residents
 from jaxllm.quant import Weight
-from serving.direct_io import PAGE, PieceReader, aligned
+from serving.direct_io import PAGE, PieceReader
 from serving.experts.store import ExpertStore, Key
 
 _THREADS = 4
@@ -49,12 +50,30 @@ class ExpertCounts:
     waited_s: float = 0.0
 
 
-@dataclasses.dataclass(eq=False)
-class Buffer:
-    """Memory for an expert, and by width what it is as weights, which all experts of a width share."""
+class _Region:
+    """Address space for one expert, for good: it has memory as long as the expert is there.
 
-    memory: np.ndarray
-    weights: dict[int, dict[str, Weight]] = dataclasses.field(default_factory=dict)
+    So an expert is the same weights whenever it is there, and none need be handed to JAX again.
+
+    Attributes:
+      memory: uint8, begins at a page.
+      weights: what the memory is, where weights are read in place and it was asked for.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._mapping = mmap.mmap(-1, size)
+        self.memory = np.frombuffer(self._mapping, np.uint8)
+        self.weights: dict[str, Weight] | None = None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether memory can be given back and the address space kept."""
+        return hasattr(mmap, "MADV_DONTNEED")
+
+    def give_back(self) -> None:
+        """Gives the memory back."""
+        if self.lasting:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,7 +88,7 @@ class _Slot:
       pinned: is being computed.
     """
 
-    buffer: Buffer
+    region: _Region
     unread: collections.deque[tuple[int, int]]
     reading: int = 0
     attempts: int = 0
@@ -109,11 +128,13 @@ class ExpertCache:
         self._frequency = frequency.astype(np.float64)
         self._used, self._loaded = (np.zeros(frequency.shape, np.int64) for _ in range(2))
         self._slots: dict[Key, _Slot] = {}
-        self._free: dict[int, list[Buffer]] = {}
+        self._regions: dict[Key, _Region] = {}
         self._taken_bytes = self._tick = self._layer = 0
         self._wanted: list[Key] = []
         self._guesses: list[Key] = []
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # There is something to read; something has been read, or room was made.
+        self._work, self._came = threading.Condition(self._lock), threading.Condition(self._lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
 
@@ -143,23 +164,24 @@ class ExpertCache:
                 yield expert, self._weights((layer, expert))
                 self._release((layer, expert))
         finally:
-            with self._changed:
+            with self._lock:
                 self._wanted = []
                 for expert in experts:
                     if (slot := self._slots.get((layer, expert))) is not None:
                         slot.pinned = False
+                self._wake()
 
     def expect(self, guesses: Sequence[Key]) -> None:
         """Who may be needed next, the most probable first, instead of all guesses before."""
-        with self._changed:
+        with self._lock:
             self._guesses = list(guesses)
-            self._changed.notify_all()
+            self._wake()
 
     def close(self) -> None:
         """Ends reading."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
+            self._work.notify_all()
         for thread in self._threads:
             thread.join()
         self._reader.close()
@@ -168,7 +190,7 @@ class ExpertCache:
 
     def _ask(self, layer: int, experts: Sequence[int], guesses: Sequence[Key]) -> tuple[list[int], list[int]]:
         """Says what is needed: who is waited for, and who is there."""
-        with self._changed:
+        with self._lock:
             if not self._threads:
                 self._threads = [
                     threading.Thread(target=self._run, name="experts", daemon=True) for _ in range(_THREADS)
@@ -197,8 +219,13 @@ class ExpertCache:
             coming.sort(key=lambda expert: (layer, expert) not in self._slots)
             self._wanted = [(layer, expert) for expert in coming]
             self._guesses = list(guesses)
-            self._changed.notify_all()
+            self._wake()
         return coming, there
+
+    def _wake(self) -> None:
+        """Wakes threads if there is something to read, and may be room for it."""
+        if any(key not in self._slots or self._slots[key].unread for key in (*self._wanted, *self._guesses)):
+            self._work.notify(_THREADS)
 
     def _await(self, layer: int, experts: Sequence[int]) -> int:
         """Waits for any of some experts, and pins it."""
@@ -211,8 +238,8 @@ class ExpertCache:
                     return expert
             return None
 
-        with self._changed:
-            self._changed.wait_for(lambda: arrived() is not None)
+        with self._lock:
+            self._came.wait_for(lambda: arrived() is not None)
             self.counts.waited_s += time.perf_counter() - began
             expert = arrived()
             assert expert is not None
@@ -227,33 +254,33 @@ class ExpertCache:
             return expert
 
     def _release(self, key: Key) -> None:
-        with self._changed:
+        with self._lock:
             self._slots[key].pinned = False
-            self._changed.notify_all()
+            self._wake()
 
     def _weights(self, key: Key) -> dict[str, Weight]:
-        buffer, bits = self._slots[key].buffer, self._store[key].bits
+        region = self._slots[key].region
         if not self._store.bundle.read_in_place:
-            return self._store.weights(key, buffer.memory)
-        if bits not in buffer.weights:
-            buffer.weights[bits] = self._store.weights(key, buffer.memory)
-        return buffer.weights[bits]
+            return self._store.weights(key, region.memory)
+        if region.weights is None:
+            region.weights = self._store.weights(key, region.memory)
+        return region.weights
 
     # -- what threads do -------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
-            with self._changed:
+            with self._lock:
                 block = None
                 while not self._closed and (block := self._next_block()) is None:
-                    self._changed.wait()
+                    self._work.wait()
                 if block is None:
                     return
             key, slot, at, size = block
             error = None
             try:
                 offset = self._store[key].segment.offset
-                self._reader.read_into(slot.buffer.memory, at, offset + at, size)
+                self._reader.read_into(slot.region.memory, at, offset + at, size)
             except Exception as caught:  # Whatever it is, it is for the one who waits.
                 error = caught
             self._finish_block(key, slot, size, error)
@@ -279,7 +306,7 @@ class ExpertCache:
         return None
 
     def _finish_block(self, key: Key, slot: _Slot, size: int, error: Exception | None) -> None:
-        with self._changed:
+        with self._lock:
             slot.reading -= 1
             self.counts.read_bytes += size
             if error is not None:
@@ -290,7 +317,7 @@ class ExpertCache:
             # Until it is judged nobody else touches it.
             slot.reading = 1
         wrong = None if slot.error is not None else self._wrong_checksum(key, slot)
-        with self._changed:
+        with self._lock:
             slot.reading = 0
             if wrong is not None:
                 slot.attempts += 1
@@ -304,12 +331,13 @@ class ExpertCache:
                 # Nobody asked for it: whoever does will see. To guess it again would be to fail again.
                 self._drop(key)
                 self._guesses = [other for other in self._guesses if other != key]
-            self._changed.notify_all()
+            self._came.notify_all()
+            self._wake()
 
     def _wrong_checksum(self, key: Key, slot: _Slot) -> str | None:
         """What is wrong with an expert that was read, if anything is."""
         stored = self._store[key].segment
-        digest = xxhash.xxh3_128_hexdigest(slot.buffer.memory[: stored.size_bytes].data)
+        digest = xxhash.xxh3_128_hexdigest(slot.region.memory[: stored.size_bytes].data)
         if digest == stored.xxh3_128:
             return None
         return (
@@ -323,33 +351,20 @@ class ExpertCache:
     def _make_slot(self, key: Key, *, demanded: bool) -> _Slot | None:
         """Memory for an expert, if there is any."""
         stored = self._store[key]
-        buffer = self._buffer(stored.memory_bytes, key, demanded=demanded)
-        if buffer is None:
-            return None
-        slot = _Slot(buffer, collections.deque(_blocks(stored.segment.size_bytes)), guessed=not demanded)
+        while self._taken_bytes + stored.memory_bytes > self._budget:
+            victim = self._victim(demanded=demanded)
+            if victim is None:
+                return None
+            self._drop(victim)
+        self._taken_bytes += stored.memory_bytes
+        if key not in self._regions:
+            self._regions[key] = _Region(stored.memory_bytes)
+        blocks = collections.deque(_blocks(stored.segment.size_bytes))
+        slot = self._slots[key] = _Slot(self._regions[key], blocks, guessed=not demanded)
         self.counts.guesses += not demanded
-        self._slots[key] = slot
         return slot
 
-    def _buffer(self, size: int, key: Key, *, demanded: bool) -> Buffer | None:
-        while True:
-            if self._free.get(size):
-                return self._free[size].pop()
-            if self._taken_bytes + size <= self._budget:
-                self._taken_bytes += size
-                return Buffer(aligned(size))
-            for other, buffers in self._free.items():
-                if buffers:
-                    buffers.pop()
-                    self._taken_bytes -= other
-                    break
-            else:
-                victim = self._victim(key, demanded=demanded)
-                if victim is None:
-                    return None
-                self._drop(victim)
-
-    def _victim(self, key: Key, *, demanded: bool) -> Key | None:
+    def _victim(self, *, demanded: bool) -> Key | None:
         """Who makes room for an expert."""
         needed = {*self._wanted, *(() if demanded else self._guesses)}
         idle = [other for other, slot in self._slots.items() if not slot.reading and not slot.pinned]
@@ -367,8 +382,11 @@ class ExpertCache:
         return begun[-1] if demanded and begun else None
 
     def _drop(self, key: Key) -> None:
-        buffer = self._slots.pop(key).buffer
-        self._free.setdefault(len(buffer.memory), []).append(buffer)
+        region = self._slots.pop(key).region
+        self._taken_bytes -= len(region.memory)
+        region.give_back()
+        if not region.lasting:
+            del self._regions[key]
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:

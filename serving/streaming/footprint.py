@@ -40,6 +40,8 @@ def streamed_weights(
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
     fixed += _runtime_bytes(options.memory_bytes)
+    if bundle.layout.experts_apart:
+        fixed += outputs_bytes(bundle.cfg, options)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
     what = f"a context of {options.context_tokens} tokens, activations"
@@ -48,7 +50,7 @@ def streamed_weights(
         return ExpertWeights(
             bundle,
             budget_bytes=options.memory_bytes,
-            fixed_bytes=fixed + outputs_bytes(bundle.cfg, options),
+            fixed_bytes=fixed,
             what=what,
             storage=options.storage,
             options=options.experts,

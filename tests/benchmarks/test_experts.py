@@ -83,7 +83,7 @@ def test_the_whole_bench(tmp_path):
     mixed = tmp_path / "mixed.jaxllm"
     prepare(folder, mixed, expert_bits=4)
     plan = dataclasses.replace(
-        Plan.quick(), tokens=4, prompt_tokens=8, context_tokens=64, buffer=3, buffers=(3,), watched_tokens=20
+        Plan.quick(), tokens=4, prompt_tokens=8, context_tokens=64, buffers=(3,), watched_tokens=20
     )
     rows = run(folder, [mixed], tmp_path / "cache", plan)
     systems = {row.system for row in rows if row.metric == "tpot_ms"}

@@ -1,6 +1,7 @@
 """The cache of experts: its budget, its order of reading, guesses that are wrong, and files that are."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -67,8 +68,8 @@ def visit(cache, layer, experts, guesses=()):
         whole = cache._store.bundle.load()[f"layers.{cache._store.sparse[layer]}.experts.up"]
         np.testing.assert_array_equal(np.asarray(weights["up"].data), np.asarray(whole.matrices[expert].data))
         order.append(expert)
-        taken = sum(len(slot.buffer.memory) for slot in cache._slots.values())
-        assert taken <= cache._taken_bytes <= cache._budget, key
+        taken = sum(len(slot.region.memory) for slot in cache._slots.values())
+        assert taken == cache._taken_bytes <= cache._budget, key
     return order
 
 
@@ -77,8 +78,8 @@ def inside(cache):
 
 
 def wait_until(cache, condition):
-    with cache._changed:
-        assert cache._changed.wait_for(condition, timeout=60)
+    with cache._lock:
+        assert cache._came.wait_for(condition, timeout=60)
 
 
 def test_what_is_there_comes_first(make):
@@ -131,7 +132,8 @@ def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
     coming = cache.visit(1, [2])
     waiting = threading.Thread(target=lambda: list(coming))
     waiting.start()
-    wait_until(cache, lambda: cache._wanted == [(1, 2)])
+    while cache._wanted != [(1, 2)]:
+        time.sleep(0.001)
     go_on.set()
     waiting.join(60)
     places = [
