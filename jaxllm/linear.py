@@ -13,7 +13,7 @@ activations), `feed_forward`, and `add_normed`, which ends a block.
 Where units are used in part (`used`), results for the others are anything, and nothing of them is summed.
 
 Native products of a `rowwise` call give each row to the bit what they give it alone, which verifying drafted
-tokens needs. At 8 bits they always do; at 4 bits many rows take longer so.
+tokens needs. At 8 bits they always do; at fewer many rows take longer so.
 
 Models call these and never know whether a weight is dense, quantized or adapted, nor which kernel runs:
 native kernels for weights in blocks on a CPU, with their adapters (`kernels/native.py`), loops over converted

@@ -201,6 +201,7 @@ CONFIGS = {
         **MOE, expert_ffn_size=20, normalize_expert_weights=False, sparse_layers=(True, False, True),
         layer_units=(LayerUnits(kv_heads=1, neurons=8),) * 3,
     ),
+    "joint norms": model(qk_norm=True, joint_qk_norm=True, qkv_clip=8.0),
 }  # fmt: skip
 
 

@@ -193,7 +193,8 @@ class Pool {
   void* context_ = nullptr;
   size_t total_ = 0;
   Upcoming upcoming_;
-  bool ending_ = false;
+  // Read by workers that come to a round late, without the lock.
+  std::atomic<bool> ending_{false};
 };
 
 std::mutex replacing;

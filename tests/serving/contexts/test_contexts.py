@@ -72,6 +72,7 @@ from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.direct_io import Storage
 from serving.engine import Engine
+from serving.experts.options import ExpertOptions
 from serving.options import EngineOptions
 engine = Engine.open({str(contexts.engine.bundle.path)!r}, options={contexts.engine.options!r})
 contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
