@@ -2,7 +2,8 @@
 3.4).
 
 The tiny LM proposes, the device's profile disposes: a proposal that would miss the objective, the planning
-itself included, is replaced by the largest choice that meets it.
+itself included, is replaced by the largest choice that meets it. It is asked only where the time that it
+takes can be won back: where a shorter prompt leaves room for a larger level than the whole one does without.
 """
 
 import dataclasses
@@ -79,8 +80,8 @@ class Plan:
       prompt_ratio: the share of the prompt that was chosen; more is kept where more must stay.
       kept: `[n]` int64, ascending places of the prompt's tokens that are read.
       prompt_tokens: of the whole prompt.
-      source: "whole" where the objective leaves room for everything, "proposed", "fallback" where the
-        proposal would have missed the objective, "nearest" where nothing meets it.
+      source: "whole" where the objective leaves room for everything, "proposed", "fallback" where nobody was
+        asked or the proposal would have missed the objective, "nearest" where nothing meets it.
       expected: what the answer should take, planning included.
       whole: what the whole model would take with the whole prompt.
       planning_ms: what making this plan took.
@@ -147,17 +148,24 @@ class Planner:
 
         if self._excess(objective, whole, whole) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
-        proposer = self._proposer
-        planning_ms = 0.0 if proposer is None else proposer.planning_ms(len(prompt.ids))
-        counts = self._counts(prompt)
-        excess = self._table(counts, objective, whole, planning_ms)
+        # The whole prompt, which needs nobody's advice; then all choices of one who takes time to give it.
+        spent_ms = 1000 * (time.perf_counter() - began)
+        unasked = self._table([tokens], objective, whole, spent_ms)
+        proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
+        if proposer is not None:
+            counts = self._counts(prompt)
+            excess = self._table(counts, objective, whole, proposer.planning_ms(tokens))
         allowed = excess <= 1
-        if not allowed.any():
-            if strict:
-                raise ObjectiveMissed(self._refusal(objective, excess))
+        if not allowed.any() and unasked.min() > 1 and strict:
+            raise ObjectiveMissed(self._refusal(objective, excess, unasked))
+        largest, _ = self._largest(unasked <= 1)
+        if proposer is None or largest >= self._largest(allowed)[0]:
+            nearest, _ = self._smallest(unasked)
+            if largest >= 0:
+                return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
+            if unasked.min() <= excess.min():
+                return made(self._levels[nearest], 1.0, np.arange(tokens), "nearest")
             return made(*self._shortened(prompt, *self._smallest(excess)), "nearest")
-        if proposer is None:
-            return made(*self._shortened(prompt, *self._largest(allowed)), "fallback")
         found = proposer.propose(prompt, as_ratios(objective, whole), allowed)
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
         # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
@@ -199,7 +207,9 @@ class Planner:
 
     @staticmethod
     def _largest(allowed: np.ndarray) -> tuple[int, int]:
-        """The largest level that is allowed, then the largest ratio."""
+        """The largest level that is allowed, then the largest ratio, by places; (-1, -1) where none is."""
+        if not allowed.any():
+            return -1, -1
         level = int(np.flatnonzero(allowed.any(1))[-1])
         return level, int(np.flatnonzero(allowed[level])[-1])
 
@@ -209,10 +219,13 @@ class Planner:
         nearest = np.argwhere(excess <= excess.min() * (1 + 1e-9))[-1]
         return int(nearest[0]), int(nearest[1])
 
-    def _refusal(self, objective: Objective, excess: np.ndarray) -> str:
-        level, ratio = self._smallest(excess)
+    def _refusal(self, objective: Objective, excess: np.ndarray, unasked: np.ndarray) -> str:
+        (level, place), least = self._smallest(excess), float(excess.min())
+        share = self._ratios[place] if least < np.inf else 1.0
+        if unasked.min() <= least:
+            (level, _), least, share = self._smallest(unasked), float(unasked.min()), 1.0
         return (
-            f"no sub-model meets {objective}: level {self._levels[level]} with {self._ratios[ratio]:.0%} of "
-            f"the prompt comes nearest and takes {excess[level, ratio] * self._margin:.2f} times as much (of "
-            f"what is asked, {self._margin:.0%} are planned for); ask for more time, or without strict"
+            f"no sub-model meets {objective}: level {self._levels[level]} with {share:.0%} of the prompt "
+            f"comes nearest and takes {least * self._margin:.2f} times as much (of what is asked, "
+            f"{self._margin:.0%} are planned for); ask for more time, or without strict"
         )

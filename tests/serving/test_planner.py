@@ -99,6 +99,21 @@ def test_planning_itself_takes_time(clock, spent_ms, choice):
     assert plan.planning_ms == pytest.approx(spent_ms)
 
 
+def test_nobody_is_asked_whose_time_would_not_be_won_back():
+    # Half the model reads all of the prompt in time; with a proposer's 30 ms only a quarter of it.
+    slow = Fixed(50, 0.5, planning_ms=30.0)
+    plan = planner(slow).plan(prompt(), Slo(ttft=0.5, tpot=0.6), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
+    # A shorter prompt would not come as near as a small level with the whole one.
+    plan = planner(slow).plan(prompt(), Slo(ttft=0.2, tpot=1.0), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
+    assert not slow.asked
+    # All of the model within the time: that takes a shorter prompt.
+    quick = Fixed(100, 0.25)
+    plan = planner(quick).plan(prompt(), Slo(ttft=0.5, tpot=1.0), answer_tokens=8)
+    assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
+
+
 def test_a_margin_is_left():
     tight = Slo(ttft=0.25, tpot=0.5)
     assert planner(Fixed(50, 0.5)).plan(prompt(), tight, answer_tokens=8).source == "proposed"

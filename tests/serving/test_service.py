@@ -83,7 +83,7 @@ def test_the_profile_is_measured_once(service, path, monkeypatch):
 
 def test_a_call_is_answered_by_the_plan(service):
     mine = with_times(service, scale=1e4)
-    answer = mine.call(TEXT, slo=Slo(ttft=0.5, tpot=0.6), instruction="say it again", max_tokens=6).result()
+    answer = mine.call(TEXT, slo=Slo(ttft=0.45, tpot=0.6), instruction="say it again", max_tokens=6).result()
     assert (answer.plan.level, answer.plan.source) == (50, "proposed")
     read = mine.read(TEXT, "say it again")
     kept = read.ids[answer.plan.kept].tolist()
