@@ -65,13 +65,19 @@ def speculation(folder, drafter, **options):
     )
 
 
-def open_drafted(folder, plain, options, share=0.0, *, warm_up=True):
+def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
+    """An engine with a drafter; unless `warm_up`, with the graphs of the longest cache alone."""
     others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
     memory = int((others + share * plain.bundle.weight_bytes) * 16 / 15)
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
     engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)
-    return Engine.open(plain.bundle.path, options=engine_options, speculation=options, warm_up=warm_up)
+    engine = Engine.open(plain.bundle.path, options=engine_options, speculation=options, warm_up=warm_up)
+    if not warm_up:
+        engine.warm_up(prompt_tokens=80, max_tokens=48)
+        # Those that a request would not wait for, too.
+        engine.table.fill(engine.speculative.request_buckets(80, 48))
+    return engine
 
 
 @pytest.mark.parametrize(
@@ -110,29 +116,25 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
 @pytest.mark.parametrize("share", [0, 0.7])
 def test_one_request_takes_graphs_of_one_cache(folder, plain, share):
     options = speculation(folder, "small")
-    engine = open_drafted(folder, plain, options, share, warm_up=False)
-    engine.warm_up(prompt_tokens=20, max_tokens=20)
-    assert {bucket.cache_tokens for bucket in engine.table.bucket_ms} <= {0, 64}
-    config = dataclasses.replace(GREEDY, max_tokens=20)
-    assert engine.generate(PROMPT, config).tokens == plain.generate(PROMPT, config).tokens
+    engine = open_drafted(folder, plain, options, share)
+    assert {bucket.cache_tokens for bucket in engine.table.bucket_ms} <= {0, 128}
+    assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
     assert engine.speculative.counts.rounds
 
 
 def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
     line = dataclasses.replace(TREES, branches=1, tips=1)
     for options in (
-        {"trees": line},
-        {"alpha": 0.3},
+        {"trees": line, "alpha": 0.3},
         {"fallback": "measured"},
-        {"fallback": "learned"},
-        {"thrifty": True},
+        {"fallback": "learned", "thrifty": True},
     ):
         engine = open_drafted(folder, plain, speculation(folder, "itself", **options))
         assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
 
 
 def test_conversations_stops_and_full_contexts(folder, plain):
-    engine = open_drafted(folder, plain, speculation(folder, "itself"))
+    engine = open_drafted(folder, plain, speculation(folder, "itself"), warm_up=True)
     found = []
     for each in (plain, engine):
         session = Session()
