@@ -33,10 +33,10 @@ from serving.experts.table import ExpertTable
 from serving.experts.weights import ExpertWeights
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
-from serving.graph_table import Progress
 from serving.levels import Levels
 from serving.models import cache_folder, open_model
 from serving.options import EngineOptions
+from serving.progress import Progress, loading
 from serving.sliding import Sliding
 from serving.speculative.options import SpeculationOptions
 from serving.streaming.footprint import drafter_bytes, streamed_weights
@@ -348,15 +348,8 @@ class Engine:
 
 
 def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
-    total, done = bundle.weight_bytes, 0
-
-    def on_segment(_: str, size: int) -> None:
-        nonlocal done
-        done = min(total, done + size)
-        if progress is not None:
-            progress("load", done, total)
-
-    return bundle.load(on_segment=on_segment)
+    loaded = loading(progress, bundle.weight_bytes)
+    return bundle.load(on_segment=lambda _, size: loaded(size))
 
 
 def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:

@@ -10,7 +10,7 @@ import abc
 import concurrent.futures
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -28,9 +28,9 @@ from serving.graph_store import GraphStore, params_signature
 from serving.lowering import layer_params, lower
 from serving.machine import usable_cores
 from serving.options import EngineOptions
+from serving.progress import Progress
 
 _PROGRESS_S = 1.0
-Progress = Callable[[str, int, int], None]
 
 
 class GraphTable(BucketPlan, abc.ABC):

@@ -9,7 +9,6 @@ import hashlib
 import importlib.resources
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
@@ -18,8 +17,7 @@ from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import BundleError, CheckpointError
-
-Progress = Callable[[str, int, int], None]
+from serving.progress import Progress
 
 # Changes whenever preparing the same folder would write another bundle.
 _CACHE_KEY_VERSION = "1"

@@ -160,10 +160,10 @@ class Planner:
             raise ObjectiveMissed(self._refusal(objective, excess, unasked))
         largest, _ = self._largest(unasked <= 1)
         if proposer is None or largest >= self._largest(allowed)[0]:
-            nearest, _ = self._smallest(unasked)
             if largest >= 0:
                 return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
             if unasked.min() <= excess.min():
+                nearest, _ = self._smallest(unasked)
                 return made(self._levels[nearest], 1.0, np.arange(tokens), "nearest")
             return made(*self._shortened(prompt, *self._smallest(excess)), "nearest")
         found = proposer.propose(prompt, as_ratios(objective, whole), allowed)
@@ -220,12 +220,13 @@ class Planner:
         return int(nearest[0]), int(nearest[1])
 
     def _refusal(self, objective: Objective, excess: np.ndarray, unasked: np.ndarray) -> str:
-        (level, place), least = self._smallest(excess), float(excess.min())
-        share = self._ratios[place] if least < np.inf else 1.0
-        if unasked.min() <= least:
-            (level, _), least, share = self._smallest(unasked), float(unasked.min()), 1.0
+        ratios = self._ratios
+        if unasked.min() <= excess.min():
+            excess, ratios = unasked, (1.0,)
+        level, place = self._smallest(excess)
+        share, times = ratios[place], excess[level, place] * self._margin
         return (
             f"no sub-model meets {objective}: level {self._levels[level]} with {share:.0%} of the prompt "
-            f"comes nearest and takes {least * self._margin:.2f} times as much (of what is asked, "
-            f"{self._margin:.0%} are planned for); ask for more time, or without strict"
+            f"comes nearest and takes {times:.2f} times as much (of what is asked, {self._margin:.0%} are "
+            "planned for); ask for more time, or without strict"
         )

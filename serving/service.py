@@ -29,12 +29,12 @@ from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig
-from serving.graph_table import Progress
 from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
 from serving.planner import Plan, Planner, Proposer
 from serving.profile import DeviceProfile, load_profile, measure, profile_path, save_profile
+from serving.progress import Progress
 from serving.speculative.options import SpeculationOptions
 from serving.tiny_lm import TinyPlanner
 

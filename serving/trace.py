@@ -14,8 +14,8 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.tasks.example import TaskExample
 from serving.evaluation.tasks import is_right
-from serving.graph_table import Progress
 from serving.objectives import Cost
+from serving.progress import Progress
 from serving.service import Answer, LLMService
 from serving.trace_files import MAX_ENTRIES, read_lines, write_lines
 

@@ -12,7 +12,7 @@ from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.engine import Engine
 from serving.generation import Session
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 # Of every tokenizer the first ids are special ones.
 _FIRST_TOKEN = 16

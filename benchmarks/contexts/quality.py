@@ -27,8 +27,8 @@ from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
 from serving.contexts.graphs import ContextGraphs
 from serving.engine import Engine
 from serving.evaluation.tasks import read_questions
-from serving.graph_table import Progress
 from serving.options import EngineOptions
+from serving.progress import Progress
 from serving.trace import TRACE_TASKS
 
 # Ours, and a form with less, where it matters more which chunks are narrow.

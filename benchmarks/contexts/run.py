@@ -20,8 +20,8 @@ from serving.contexts.graphs import ContextGraphs
 from serving.contexts.growth import most_bytes
 from serving.contexts.switching import ContextCall, Lengths, make_switching
 from serving.engine import Engine
-from serving.graph_table import Progress
 from serving.options import EngineOptions
+from serving.progress import Progress
 
 # Prompts and answers of a window of 2,048 tokens, as those of apps that ask for little: what they add is what
 # has to be written. Of a shorter window they are as large a share.

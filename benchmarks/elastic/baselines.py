@@ -19,9 +19,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from serving.buckets import BucketTable
 from serving.engine import Engine
-from serving.graph_table import Progress
 from serving.models import levels_of, open_model
 from serving.options import EngineOptions
+from serving.progress import Progress
 
 _READ_BYTES = 1 << 22
 SWAP, PRUNED, LAYERS = "PFS-swap", "LLM-Pruner", "LE (no recovery)"

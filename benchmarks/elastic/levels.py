@@ -22,9 +22,9 @@ from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import Params, param_specs
 from serving.engine import Engine
 from serving.generation import GenerationConfig
-from serving.graph_table import Progress
 from serving.options import EngineOptions
 from serving.profile import DeviceProfile
+from serving.progress import Progress
 
 # Prompt of the runs that change levels.
 _PROMPT_TOKENS = 64

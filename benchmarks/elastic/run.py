@@ -29,9 +29,9 @@ from jaxllm.tasks.branching import branching
 from jaxllm.tasks.shortened import Question
 from serving.engine import Engine
 from serving.evaluation.tasks import read_questions
-from serving.graph_table import Progress
 from serving.planner import Planner
 from serving.profile import DeviceProfile, measure_together
+from serving.progress import Progress
 from serving.service import LLMService
 from serving.tiny_lm import TinyPlanner
 from serving.trace import TRACE_TASKS, make_trace, replay

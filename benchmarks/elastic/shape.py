@@ -13,7 +13,7 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE, Ladder, sub_config
 from jaxllm.lora import LoraConfig, init_adapter
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 _ANCHOR_SHARE = 0.2
 _RECOVERY = LoraConfig(rank=8)

@@ -15,9 +15,9 @@ from jaxllm.tasks.shortened import Question, shorten
 from jaxllm.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.evaluation.scoring import score_options
-from serving.graph_table import Progress
 from serving.planner import Proposer
 from serving.profile import DeviceProfile
+from serving.progress import Progress
 
 
 def right_answers(

@@ -25,7 +25,7 @@ from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.generation import GenerationConfig
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 # EdgeMoE's platforms (section 5.1), and a memory card's published speeds (UHS-I, application class A1).
 EMULATED = (

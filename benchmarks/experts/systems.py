@@ -23,8 +23,8 @@ from serving.direct_io import Storage
 from serving.engine import Engine
 from serving.experts.options import ExpertOptions
 from serving.experts.store import ExpertStore
-from serving.graph_table import Progress
 from serving.options import EngineOptions
+from serving.progress import Progress
 from serving.streaming.footprint import budget_with_experts, fixed_bytes
 
 OURS = "jaxllm"

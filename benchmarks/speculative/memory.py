@@ -20,9 +20,9 @@ from jaxllm.errors import ConfigError, one_line
 from serving.direct_io import PieceReader, aligned
 from serving.engine import Engine
 from serving.generation import GenerationConfig
-from serving.graph_table import Progress
 from serving.models import open_model
 from serving.options import EngineOptions
+from serving.progress import Progress
 
 _PROMPT_TOKENS, _TOKENS, _CONTEXT_TOKENS = 64, 9, 512
 # How the disk is read for comparison: the best of so many blocks at a time, each of so many bytes.

@@ -19,9 +19,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.generation import Generation, GenerationConfig
-from serving.graph_table import Progress
 from serving.models import open_model
 from serving.options import EngineOptions
+from serving.progress import Progress
 
 SP = "SP"
 ALL = "all tasks"

@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.evaluation.perplexity import windows_of
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

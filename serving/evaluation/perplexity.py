@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

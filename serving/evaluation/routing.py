@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.evaluation.perplexity import windows_of
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 # An expert with less than this share of an even one is as good as dead.
 DEAD_SHARE = 0.05

@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.branching import Branching, cut, row_lengths, score_pieces
 from jaxllm.errors import ContextOverflow
 from serving.engine import Engine
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 
 def score_options(

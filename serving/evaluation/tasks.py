@@ -21,7 +21,7 @@ from serving.engine import Engine
 from serving.evaluation.rouge import require_rouge, rouge
 from serving.evaluation.scoring import score_options
 from serving.generation import GenerationConfig
-from serving.graph_table import Progress
+from serving.progress import Progress
 
 Prediction = dict[str, Any]
 ALL = "all"

@@ -16,8 +16,8 @@ from serving.experts.cache import ExpertCache, ExpertCounts
 from serving.experts.options import ExpertOptions
 from serving.experts.predictors import Predictor, make_predictor
 from serving.experts.store import ExpertStore, hot_bytes
-from serving.graph_table import Progress
 from serving.lowering import any_expert
+from serving.progress import Progress, loading
 from serving.streaming.pieces import HeadPiece, head_pieces
 from serving.streaming.weight_stream import Meanwhile
 
@@ -79,15 +79,8 @@ class ExpertWeights:
             )
         self.planned_bytes = fixed_bytes + hot + self.budget_bytes
         self.head: list[HeadPiece] = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes)
-        done = 0
-
-        def on_segment(_: str, size: int) -> None:
-            nonlocal done
-            done = min(hot, done + size)
-            if progress is not None:
-                progress("load", done, hot)
-
-        self._hot = bundle.load_all_but_experts(on_segment=on_segment)
+        loaded = loading(progress, hot)
+        self._hot = bundle.load_all_but_experts(on_segment=lambda _, size: loaded(size))
         counts = read_path_counts(bundle)
         alone = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
         self._reader = PieceReader(bundle.path, storage)

@@ -9,7 +9,7 @@ from typing import Protocol
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.tree import TokenTree
 from serving.engine import Engine
-from serving.graph_table import Progress
+from serving.progress import Progress
 from serving.speculative.level_drafter import level_drafter
 from serving.speculative.model_drafter import model_drafter
 from serving.speculative.ngram_drafter import ngram_drafter

@@ -7,7 +7,7 @@ from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
 from serving.buckets import BucketTable
 from serving.engine import Engine
-from serving.graph_table import Progress
+from serving.progress import Progress
 from serving.speculative.model_drafter import ModelDrafter
 from serving.speculative.options import SpeculationOptions
 from serving.streaming.weights import StreamedWeights

@@ -13,8 +13,8 @@ from jaxllm.speculative.tree import TokenTree
 from serving.buckets import BucketTable
 from serving.engine import Engine
 from serving.generation import common_prefix
-from serving.graph_table import Progress
 from serving.models import open_model
+from serving.progress import Progress
 from serving.speculative.host_tree import on_host, root_alone
 from serving.speculative.options import SpeculationOptions, TreeShape
 from serving.speculative.thrift import running_mean

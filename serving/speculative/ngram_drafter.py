@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.speculative.tree import TokenTree
 from serving.engine import Engine
-from serving.graph_table import Progress
+from serving.progress import Progress
 from serving.speculative.host_tree import grown, root_alone
 from serving.speculative.options import SpeculationOptions, TreeShape
 

@@ -19,8 +19,8 @@ from jaxllm.sampling import SamplerState
 from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets import BucketTable
-from serving.graph_table import Progress
 from serving.options import EngineOptions
+from serving.progress import Progress
 from serving.speculative.drafters import Drafter
 from serving.speculative.host_tree import first_nodes, open_confidence
 from serving.speculative.options import SpeculationOptions

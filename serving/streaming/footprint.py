@@ -6,9 +6,9 @@ from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
 from serving.experts.store import hot_bytes
 from serving.experts.weights import ExpertWeights
-from serving.graph_table import Progress
 from serving.models import open_model
 from serving.options import EngineOptions
+from serving.progress import Progress
 from serving.speculative.options import SpeculationOptions
 from serving.streaming.weights import StreamedWeights
 

@@ -21,10 +21,11 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_store import GraphStore
-from serving.graph_table import GraphTable, Progress
+from serving.graph_table import GraphTable
 from serving.lowering import embedding_params, norm_params
 from serving.machine import give_back_memory
 from serving.options import EngineOptions
+from serving.progress import Progress
 from serving.speculative.verdict import Verdict
 from serving.streaming.pieces import HeadPiece
 from serving.streaming.weight_stream import Meanwhile

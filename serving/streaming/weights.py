@@ -19,8 +19,9 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Adapted, AdaptedFromBuffer, Weight
 from serving.direct_io import PieceReader, Storage
-from serving.graph_table import GraphTable, Progress
+from serving.graph_table import GraphTable
 from serving.lowering import layer_params
+from serving.progress import Progress, loading
 from serving.streaming.embedding import EmbeddingRows, read_array
 from serving.streaming.level_memory import LevelMemory
 from serving.streaming.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
@@ -81,14 +82,7 @@ class StreamedWeights:
         self.plan: MemoryPlan = plan_memory(
             sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, what=what, slot_bytes=largest
         )
-        total, done = bundle.weight_bytes + self.plan.resident_bytes, 0
-
-        def on_bytes(count: int) -> None:
-            nonlocal done
-            done = min(total, done + count)
-            if progress is not None:
-                progress("load", done, total)
-
+        on_bytes = loading(progress, bundle.weight_bytes + self.plan.resident_bytes)
         self._check(on_bytes)
         self._stream = WeightStream(
             self._reader,
