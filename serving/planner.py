@@ -151,14 +151,18 @@ class Planner:
         # The whole prompt, which needs nobody's advice; then all choices of one who takes time to give it.
         spent_ms = 1000 * (time.perf_counter() - began)
         unasked = self._table([tokens], objective, whole, spent_ms)
+        largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
-            counts = self._counts(prompt)
-            excess = self._table(counts, objective, whole, proposer.planning_ms(tokens))
+            # What may go of a prompt is looked up only where it would help if all of it might.
+            asked_ms, counts = proposer.planning_ms(tokens), self._counts(tokens)
+            excess = self._table(counts, objective, whole, asked_ms)
+            if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
+                counts = self._counts(tokens, stays_anyway(prompt.words, prompt.forced))
+                excess = self._table(counts, objective, whole, asked_ms)
         allowed = excess <= 1
-        if not allowed.any() and unasked.min() > 1 and strict:
+        if not allowed.any() and largest < 0 and strict:
             raise ObjectiveMissed(self._refusal(objective, excess, unasked))
-        largest, _ = self._largest(unasked <= 1)
         if proposer is None or largest >= self._largest(allowed)[0]:
             if largest >= 0:
                 return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
@@ -180,10 +184,10 @@ class Planner:
     def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> Any:
         return overrun(objective, cost, whole) / self._margin
 
-    def _counts(self, prompt: PromptTokens) -> list[int]:
-        """How many tokens are kept at each ratio at most, whatever their scores."""
-        must = stays_anyway(prompt.words, prompt.forced)
-        return [max(must, int(ratio * len(prompt.ids) + 1e-6)) for ratio in self._ratios]
+    def _counts(self, tokens: int, must: int = 1) -> list[int]:
+        """How many of so many tokens, of which some must stay, are kept at each ratio at most, whatever their
+        scores."""
+        return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
     def _table(
         self, counts: Sequence[int], objective: Objective, whole: Cost, planning_ms: float

@@ -106,7 +106,7 @@ class TinyPlanner:
         ids, words = np.asarray(prompt.ids), prompt.words
         if self._own is not None:
             own, offsets = self._own.encode_with_offsets(prompt.text, add_special_tokens=False)
-            ids, words = np.asarray(own, np.int32), words_of(offsets, prompt.text, prompt.spans.reshape(-1))
+            ids, words = np.asarray(own, np.int32), words_of(offsets, prompt.text, prompt.boundaries)
         _, length = self._rows(len(ids))
         rows, mask = reading_rows(ids, length)
         rows = marked(rows, slo, self._tiny.mark_ids)
@@ -115,7 +115,7 @@ class TinyPlanner:
         logits = read_scores(np.concatenate([np.asarray(keep) for keep, _ in outs]), mask)
         likely = 1 / (1 + np.exp(-logits.astype(np.float64)))
         if self._own is not None:
-            count = word_count(prompt.text, prompt.spans.reshape(-1))
+            count = word_count(prompt.text, prompt.boundaries)
             likely = spread(word_scores(likely, words, count), prompt.words)
         model, share = (np.asarray(each, np.float64)[0] for each in outs[0][1])
         return likely, (model, share)

@@ -1,4 +1,5 @@
-"""A tiny LM that reads the tiny model's tokens: untrained, and so wide that its choices differ."""
+"""A tiny LM that reads the tiny model's tokens: untrained, and so wide that its choices differ; and prompts to
+plan."""
 
 import functools
 from typing import Any
@@ -10,6 +11,7 @@ from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import marks
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.models.tlm import TlmConfig, init_tlm
+from jaxllm.tasks.droppable import PromptTokens
 from tests.tiny import VOCAB_SIZE
 
 ENCODER = EncoderConfig(
@@ -35,3 +37,12 @@ def tiny_lm(levels: tuple[int, ...], prompt_ratios: tuple[float, ...], **changes
 def random_tlm(cfg: TlmConfig) -> dict[str, np.ndarray]:
     """Its parameters, at four times what training begins with."""
     return {name: 4 * value for name, value in jax.device_get(init_tlm(cfg, jax.random.key(0))).items()}
+
+
+def word_prompt(tokens=100, forced=10):
+    """A prompt whose every token is a word, of which the first ones must stay."""
+    places = 2 * np.arange(tokens)
+    return PromptTokens(
+        text="w " * tokens, ids=np.arange(tokens), offsets=np.stack([places, places + 1], -1),
+        find_spans=lambda: np.array([[2 * forced, 2 * tokens]]),
+    )  # fmt: skip

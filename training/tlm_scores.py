@@ -38,7 +38,7 @@ def keep_scores(
     for question, prompt, (row, real) in zip(questions, prompts, rows, strict=True):
         likely = 1 / (1 + np.exp(-read_scores(logits[at : at + len(row)], real).astype(np.float64)))
         at += len(row)
-        count = word_count(prompt.text, prompt.spans.reshape(-1))
+        count = word_count(prompt.text, prompt.boundaries)
         found.append(spread(word_scores(likely, prompt.words, count), question.prompt.words))
     return found
 

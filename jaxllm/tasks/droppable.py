@@ -19,8 +19,9 @@ what was said but not who said it.
 
 import dataclasses
 import datetime
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -44,24 +45,41 @@ _PLACE = "\ue000\ue001\ue000"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PromptTokens:
-    """A question as a model reads it, and what of it may go.
+    """A question as a model reads it, and what of it may go, which is looked up when it is first asked for:
+    most requests leave time for the whole prompt, and should not wait for it.
 
     Attributes:
       text: the rendered prompt.
-      spans: `[n, 2]` int64, the characters that may go, ascending. Words end at their ends, too: they are the
-        `boundaries` of `words_of`.
       ids: `[T]` int32.
       offsets: `[T, 2]` int64, see `words_of`.
-      words: `[T]` int64, see `words_of`.
-      forced: `[T]` bool, what must stay.
+      find_spans: gives `spans`.
     """
 
     text: str
-    spans: np.ndarray
     ids: np.ndarray
     offsets: np.ndarray
-    words: np.ndarray
-    forced: np.ndarray
+    find_spans: Callable[[], np.ndarray]
+
+    @functools.cached_property
+    def spans(self) -> np.ndarray:
+        """`[n, 2]` int64, the characters that may go, ascending."""
+        return self.find_spans()
+
+    @property
+    def boundaries(self) -> np.ndarray:
+        """`[2 n]` int64, where words end even without white space (see `words_of`): where something that may
+        go begins or ends."""
+        return self.spans.reshape(-1)
+
+    @functools.cached_property
+    def words(self) -> np.ndarray:
+        """`[T]` int64, see `words_of`."""
+        return words_of(self.offsets, self.text, self.boundaries)
+
+    @functools.cached_property
+    def forced(self) -> np.ndarray:
+        """`[T]` bool, what must stay."""
+        return forced_tokens(self.offsets, self.spans)
 
 
 def prompt_tokens(
@@ -71,7 +89,7 @@ def prompt_tokens(
     reader: Tokenizer | None = None,
     now: datetime.datetime | None = None,
 ) -> PromptTokens:
-    """Renders a question, encodes it, and looks up what of it may go.
+    """Renders a question and encodes it.
 
     Args:
       tokenizer: the model's, whose template writes the text.
@@ -89,14 +107,11 @@ def prompt_tokens(
     ids, offsets = encode(text, add_special_tokens=special and reader is None)
     if not ids:
         raise ConfigError(f"a question without a token: {text!r:.200}")
-    spans = droppable_spans(tokenizer, example, text, now=now)
     return PromptTokens(
         text=text,
-        spans=spans,
         ids=np.asarray(ids, np.int32),
         offsets=offsets,
-        words=words_of(offsets, text, spans.reshape(-1)),
-        forced=forced_tokens(offsets, spans),
+        find_spans=lambda: droppable_spans(tokenizer, example, text, now=now),
     )
 
 

@@ -1,12 +1,14 @@
+import dataclasses
+
 import numpy as np
 import pytest
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, ObjectiveMissed
-from jaxllm.tasks.droppable import PromptTokens
 from serving.objectives import EnergyBudget, Latency
 from serving.planner import Planner, Proposal
 from serving.profile import DeviceProfile
+from tests.tiny_tlm import word_prompt
 
 LEVELS, RATIOS = (25, 50, 100), (0.25, 0.5, 1.0)
 # A token of prompt takes 1 ms at the whole model, whose further tokens take 4 ms.
@@ -17,15 +19,6 @@ PROFILE = DeviceProfile(
     ttft_ms=tuple((25.0 * level / 2500, 25.0 * level / 2.5) for level in LEVELS),
     tpot_ms=tuple((level / 25.0,) * 2 for level in LEVELS),
 )
-
-
-def prompt(tokens=100, forced=10):
-    """Every token is a word; the first ones must stay."""
-    places = np.arange(tokens)
-    return PromptTokens(
-        text="", spans=np.zeros((0, 2)), ids=places, offsets=np.zeros((tokens, 2)), words=places,
-        forced=places < forced,
-    )  # fmt: skip
 
 
 class Fixed:
@@ -61,7 +54,7 @@ def planner(proposer=None, margin=1.0):
 
 def test_a_proposal_that_meets_its_objective_is_taken():
     proposer = Fixed(50, 0.5)
-    plan = planner(proposer).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    plan = planner(proposer).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
     assert (plan.level, plan.source, plan.prompt_tokens) == (50, "proposed", 100)
     # What must stay, and of the others the last.
     assert plan.kept.tolist() == [*range(10), *range(60, 100)]
@@ -72,11 +65,32 @@ def test_a_proposal_that_meets_its_objective_is_taken():
     assert allowed.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
 
 
+@pytest.mark.parametrize(
+    ("slo", "looked_up"),
+    [
+        (Slo(ttft=1.0, tpot=1.0), False),
+        # Of all levels the smallest alone is fast enough per token, with any prompt.
+        (Slo(ttft=0.9, tpot=0.3), False),
+        # A shorter prompt leaves room for more than the smallest.
+        (Slo(ttft=0.3, tpot=0.6), True),
+        # And for something where the whole one leaves none.
+        (Slo(ttft=0.1, tpot=0.3), True),
+    ],
+)
+def test_what_may_go_is_looked_up_only_where_it_would_help(slo, looked_up):
+    whole = word_prompt()
+    asked = []
+    watched = dataclasses.replace(whole, find_spans=lambda: asked.append(slo) or whole.spans)
+    plan = planner(Fixed(25, 0.25)).plan(watched, slo, answer_tokens=8)
+    assert bool(asked) == looked_up
+    assert (len(plan.kept) < 100) == looked_up
+
+
 def test_a_proposal_that_would_miss_it_is_replaced_by_the_largest_that_does_not():
-    plan = planner(Fixed(100, 0.25)).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    plan = planner(Fixed(100, 0.25)).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (50, 50, "fallback")
     # With one token to answer, the time per further token does not count.
-    plan = planner(Fixed(100, 0.25)).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=1)
+    plan = planner(Fixed(100, 0.25)).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=1)
     assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
 
 
@@ -92,7 +106,7 @@ def test_planning_itself_takes_time(clock, spent_ms, choice):
         return propose(*asked)
 
     slow.propose = proposed
-    plan = planner(slow).plan(prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
     # It is asked about what it takes as a rule, and held against what it took.
     assert slow.asked[0][1].tolist() == [[True, True, False], [True, False, False], [False] * 3]
     assert (plan.level, len(plan.kept), plan.source) == choice
@@ -102,64 +116,64 @@ def test_planning_itself_takes_time(clock, spent_ms, choice):
 def test_nobody_is_asked_whose_time_would_not_be_won_back():
     # Half the model reads all of the prompt in time; with a proposer's 30 ms only a quarter of it.
     slow = Fixed(50, 0.5, planning_ms=30.0)
-    plan = planner(slow).plan(prompt(), Slo(ttft=0.5, tpot=0.6), answer_tokens=8)
+    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.5, tpot=0.6), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
     # A shorter prompt would not come as near as a small level with the whole one.
-    plan = planner(slow).plan(prompt(), Slo(ttft=0.2, tpot=1.0), answer_tokens=8)
+    plan = planner(slow).plan(word_prompt(), Slo(ttft=0.2, tpot=1.0), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
     assert not slow.asked
     # All of the model within the time: that takes a shorter prompt.
     quick = Fixed(100, 0.25)
-    plan = planner(quick).plan(prompt(), Slo(ttft=0.5, tpot=1.0), answer_tokens=8)
+    plan = planner(quick).plan(word_prompt(), Slo(ttft=0.5, tpot=1.0), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (100, 25, "proposed")
 
 
 def test_a_margin_is_left():
     tight = Slo(ttft=0.25, tpot=0.5)
-    assert planner(Fixed(50, 0.5)).plan(prompt(), tight, answer_tokens=8).source == "proposed"
-    plan = planner(Fixed(50, 0.5), margin=0.9).plan(prompt(), tight, answer_tokens=8)
+    assert planner(Fixed(50, 0.5)).plan(word_prompt(), tight, answer_tokens=8).source == "proposed"
+    plan = planner(Fixed(50, 0.5), margin=0.9).plan(word_prompt(), tight, answer_tokens=8)
     assert (plan.level, plan.source) == (25, "fallback")
 
 
 def test_forced_tokens_count():
-    plan = planner(Fixed(50, 0.25)).plan(prompt(forced=60), Slo(ttft=0.28, tpot=1.0), answer_tokens=8)
+    plan = planner(Fixed(50, 0.25)).plan(word_prompt(forced=60), Slo(ttft=0.28, tpot=1.0), answer_tokens=8)
     # A quarter of the prompt cannot be kept: sixty tokens must stay, and take 0.3 at half the model.
     assert (plan.level, len(plan.kept), plan.source) == (25, 100, "fallback")
 
 
 def test_a_short_prompt_that_may_go_altogether_keeps_a_word():
     # A quarter of three tokens is less than one.
-    plan = planner(Fixed(50, 0.25)).plan(prompt(3, forced=0), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
+    plan = planner(Fixed(50, 0.25)).plan(word_prompt(3, forced=0), Slo(ttft=0.4, tpot=0.6), answer_tokens=8)
     assert (plan.level, plan.kept.tolist(), plan.source) == (50, [2], "proposed")
 
 
 def test_an_objective_with_room_for_all_asks_nobody():
     proposer = Fixed(25, 0.25)
-    plan = planner(proposer).plan(prompt(), Slo(ttft=1.0, tpot=1.0), answer_tokens=8)
+    plan = planner(proposer).plan(word_prompt(), Slo(ttft=1.0, tpot=1.0), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source, proposer.asked) == (100, 100, "whole", [])
-    plan = planner(proposer).plan(prompt(), Latency(ttft_ms=1e4, tpot_ms=1e4), answer_tokens=8)
+    plan = planner(proposer).plan(word_prompt(), Latency(ttft_ms=1e4, tpot_ms=1e4), answer_tokens=8)
     assert plan.source == "whole"
 
 
 def test_without_a_proposer_prompts_stay_whole():
-    plan = planner().plan(prompt(), Slo(ttft=0.6, tpot=0.6), answer_tokens=8)
+    plan = planner().plan(word_prompt(), Slo(ttft=0.6, tpot=0.6), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (50, 100, "fallback")
-    plan = planner().plan(prompt(), Slo(ttft=0.1, tpot=0.6), answer_tokens=8)
+    plan = planner().plan(word_prompt(), Slo(ttft=0.1, tpot=0.6), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
 
 
 def test_what_cannot_be_met_is_come_near_or_refused():
     impossible = Slo(ttft=0.01, tpot=0.2)
     proposer = Fixed(50, 0.5)
-    plan = planner(proposer).plan(prompt(), impossible, answer_tokens=8)
+    plan = planner(proposer).plan(word_prompt(), impossible, answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (25, 25, "nearest")
     with pytest.raises(ObjectiveMissed, match=r"no sub-model meets <1,20>: level 25 with 25% of the prompt"):
-        planner(proposer).plan(prompt(), impossible, answer_tokens=8, strict=True)
+        planner(proposer).plan(word_prompt(), impossible, answer_tokens=8, strict=True)
     # Of choices that miss it alike the largest.
-    plan = planner(proposer).plan(prompt(), Slo(ttft=1.0, tpot=0.1), answer_tokens=8)
+    plan = planner(proposer).plan(word_prompt(), Slo(ttft=1.0, tpot=0.1), answer_tokens=8)
     assert (plan.level, len(plan.kept), plan.source) == (25, 100, "nearest")
 
 
 def test_energy_without_a_meter():
     with pytest.raises(ConfigError, match="has no energy"):
-        planner().plan(prompt(), EnergyBudget(joules=1.0), answer_tokens=8)
+        planner().plan(word_prompt(), EnergyBudget(joules=1.0), answer_tokens=8)
