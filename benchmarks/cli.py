@@ -154,12 +154,19 @@ def engine_command(
     type=click.Path(path_type=Path),
     help="An elastic bundle made in another way, to compare level by level. Repeatable.",
 )
+@click.option(
+    "--times",
+    type=click.Choice(list(SHAPES)),
+    help="Take the times of the trace from random weights of this size, with the model's levels and "
+    "tokenizer, and only the answers from the model.",
+)
 @click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
 @click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def elastic_command(
     model: Path | None,
     shape: str | None,
+    times: str | None,
     weights: WeightFormat,
     data: Path | None,
     plain: tuple[Path, ...],
@@ -176,12 +183,20 @@ def elastic_command(
         raise click.UsageError("give either --model or --shape")
     if shape is not None and data is not None:
         raise click.UsageError("random weights have no right answers: --data takes a --model")
+    if times is not None and data is None:
+        raise click.UsageError("--times are those of a trace: give --data, or --shape for levels alone")
     chosen = elastic_bench.Plan.quick() if quick else elastic_bench.Plan()
     with progress_bars() as progress:
         if shape is not None:
             model = elastic_shape(shape, weights, progress)
         assert model is not None
-        subject = elastic_bench.Subject(model=model, data=data, plain=plain, pruned=pruned, beside=beside)
+        timed = None
+        if times is not None:
+            with open_model(model) as bundle:
+                timed = elastic_shape(times, weights, progress, like=bundle)
+        subject = elastic_bench.Subject(
+            model=model, data=data, plain=plain, pruned=pruned, beside=beside, times=timed
+        )
         rows = elastic_bench.run(subject, chosen, progress)
     emit("elastic", rows, as_json=as_json, plot=None)
     if plot is not None:

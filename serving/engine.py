@@ -303,6 +303,7 @@ class Engine:
         level: int | None = None,
         session: Session | None = None,
         sliding: Sliding | None = None,
+        tpot_ms: float | None = None,
     ) -> Generation:
         """Answers a prompt: text (special tokens are added) or token ids.
 
@@ -313,6 +314,8 @@ class Engine:
             one that this engine is (`at`).
           session: a conversation whose cache is used and extended.
           sliding: how an answer goes on that outgrows the context; None to end it there.
+          tpot_ms: what a further token should take, if that is known: the second token then need not come
+            alone to measure it.
 
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
@@ -329,7 +332,7 @@ class Engine:
         table = self.table if level is None else self.table.at(level)
         if self._speculative is not None and table is self.table:
             table = self._speculative
-        return Generation(table, self.tokenizer, session, prompt, config, seed, sliding)
+        return Generation(table, self.tokenizer, session, prompt, config, seed, sliding, tpot_ms)
 
     def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
         """`stream`, run to the end."""

@@ -171,6 +171,7 @@ class Generation(Iterator[str]):
         config: GenerationConfig,
         seed: int,
         sliding: Sliding | None = None,
+        tpot_ms: float | None = None,
     ) -> None:
         _check_prompt(prompt, table)
         _check_sliding(sliding, table)
@@ -187,6 +188,8 @@ class Generation(Iterator[str]):
         self._stream = TextStream(tokenizer, config.stop)
         self._stop_ids = config.stop_ids(tokenizer.eos_ids)
         self._sampler = sampler_state(config.sampling, prompt, table.cfg.vocab_size, seed)
+        # How many tokens a dispatch should decode.
+        self._pace = 1 if tpot_ms is None else _pace(tpot_ms)
         self._pieces = self._run()
 
     def __next__(self) -> str:
@@ -210,7 +213,6 @@ class Generation(Iterator[str]):
         # Reading the token waits for the device: this is the first moment that a user could see it.
         blocks = [int(np.asarray(token)[0])]
         self.timings.ttft_ms = self._elapsed_ms(began)
-        pace = 1
         while True:
             piece = self._take(blocks)
             self.timings.total_ms = self._elapsed_ms(began)
@@ -219,15 +221,14 @@ class Generation(Iterator[str]):
                 yield piece
             if self.finish_reason is None and self._room <= 0 < self._wanted and self._sliding is not None:
                 self._slide(self._sliding)
-            limit = self._table.decode_limit(pace, min(self._wanted, self._room))
+            limit = self._table.decode_limit(self._pace, min(self._wanted, self._room))
             if self.finish_reason is None and limit <= 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
             dispatched = time.perf_counter()
             token, blocks = self._decode(token, limit)
-            spent_ms = 1000 * (time.perf_counter() - dispatched)
-            pace = max(1, int(_DISPATCH_MS * len(blocks) / max(spent_ms, 1e-3)))
+            self._pace = _pace(self._elapsed_ms(dispatched) / len(blocks))
         piece = self._stream.flush()
         self.stop_string = self._stream.matched
         self.timings.total_ms = self._elapsed_ms(began)
@@ -316,6 +317,11 @@ class Generation(Iterator[str]):
     @staticmethod
     def _elapsed_ms(began: float) -> float:
         return 1000 * (time.perf_counter() - began)
+
+
+def _pace(tpot_ms: float) -> int:
+    """How many tokens take as long as a user should wait for the next words."""
+    return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

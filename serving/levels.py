@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
 from jaxllm.config import ModelConfig
@@ -60,7 +62,10 @@ class Levels:
         for level, cfg in cfgs.items():
             views = adapted if level == WHOLE else shared_sub_model(adapted, cfg)
             own = self._recoveries.get(level)
-            found[level] = views if own is None else adapt(views, own.adapter, own.scaling)
+            if own is not None:
+                wide = {name: value.astype(np.float32) for name, value in own.adapter.items()}
+                views = adapt(views, wide, own.scaling)
+            found[level] = views
             release_recovery(self._bundle, level)
         return found
 

@@ -131,9 +131,12 @@ def expected_costs(
     )
 
 
-def whole_cost(profile: DeviceProfile, prompt_tokens: int, answer_tokens: int) -> Cost:
-    """What ratios are of: the whole model, the whole prompt, no planning."""
-    return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens)
+def whole_cost(
+    profile: DeviceProfile, prompt_tokens: int, answer_tokens: int, *, reading_ms: float = 0.0
+) -> Cost:
+    """What ratios are of: the whole model, the whole prompt, no planning; `reading_ms` is what making tokens
+    of the request took, which it takes at any level."""
+    return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens, planning_ms=reading_ms)
 
 
 def meets(objective: Objective, cost: Cost, whole: Cost) -> bool:

@@ -82,8 +82,8 @@ class Plan:
       prompt_tokens: of the whole prompt.
       source: "whole" where the objective leaves room for everything, "proposed", "fallback" where nobody was
         asked or the proposal would have missed the objective, "nearest" where nothing meets it.
-      expected: what the answer should take, planning included.
-      whole: what the whole model would take with the whole prompt.
+      expected: what the answer should take, reading the request and planning included.
+      whole: what the whole model would take with the whole prompt, reading the request included.
       planning_ms: what making this plan took.
     """
 
@@ -120,7 +120,13 @@ class Planner:
         self._margin = margin
 
     def plan(
-        self, prompt: PromptTokens, objective: Objective, *, answer_tokens: int, strict: bool = False
+        self,
+        prompt: PromptTokens,
+        objective: Objective,
+        *,
+        answer_tokens: int,
+        strict: bool = False,
+        reading_ms: float = 0.0,
     ) -> Plan:
         """Plans one request.
 
@@ -129,6 +135,7 @@ class Planner:
           objective: what the answer's time must be.
           answer_tokens: how long the answer may get.
           strict: refuse what cannot be met instead of coming near it.
+          reading_ms: what rendering and encoding the prompt took.
 
         Raises:
           ObjectiveMissed: `strict`, and no choice meets the objective; the message has the nearest.
@@ -136,11 +143,11 @@ class Planner:
         """
         began = time.perf_counter()
         tokens, answers = len(prompt.ids), max(1, answer_tokens)
-        whole = whole_cost(self._profile, tokens, answers)
+        whole = whole_cost(self._profile, tokens, answers, reading_ms=reading_ms)
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
             spent_ms = 1000 * (time.perf_counter() - began)
-            cost = expected_cost(self._profile, level, len(kept), answers, planning_ms=spent_ms)
+            cost = expected_cost(self._profile, level, len(kept), answers, planning_ms=reading_ms + spent_ms)
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
                 expected=cost, whole=whole, planning_ms=spent_ms,
@@ -149,13 +156,13 @@ class Planner:
         if self._excess(objective, whole, whole) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         # The whole prompt, which needs nobody's advice; then all choices of one who takes time to give it.
-        spent_ms = 1000 * (time.perf_counter() - began)
+        spent_ms = reading_ms + 1000 * (time.perf_counter() - began)
         unasked = self._table([tokens], objective, whole, spent_ms)
         largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
             # What may go of a prompt is looked up only where it would help if all of it might.
-            asked_ms, counts = proposer.planning_ms(tokens), self._counts(tokens)
+            asked_ms, counts = reading_ms + proposer.planning_ms(tokens), self._counts(tokens)
             excess = self._table(counts, objective, whole, asked_ms)
             if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
                 counts = self._counts(tokens, stays_anyway(prompt.words, prompt.forced))
@@ -173,7 +180,7 @@ class Planner:
         found = proposer.propose(prompt, as_ratios(objective, whole), allowed)
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
         # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
-        spent_ms = 1000 * (time.perf_counter() - began)
+        spent_ms = reading_ms + 1000 * (time.perf_counter() - began)
         allowed = self._table(counts, objective, whole, spent_ms) <= 1
         if not allowed.any():
             return made(*self._shortened(prompt, *self._smallest(excess), found.scores), "nearest")

@@ -33,7 +33,7 @@ LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
 _ANSWER_TOKENS = 17
 _MAX_FILE_BYTES = 1 << 20
-_VERSION = 3
+_VERSION = 4
 _LARGEST = 1e12
 
 
@@ -191,7 +191,8 @@ def measure_together(
     """Times every level of several engines, which are then compared.
 
     Engines, levels and lengths take turns in a random order, so that what else the device does falls on all
-    alike; medians count.
+    alike; medians count, and of those what no noise explains: a larger level or a longer prompt takes no less
+    time (see `evened`).
 
     Args:
       engines: warmed up, each a whole model's.
@@ -226,10 +227,11 @@ def measure_together(
                 progress("profile", done, (repeats + 1) * len(cases))
 
     def medians(times: dict[tuple[int, int, int], list[float]], place: int) -> tuple[tuple[float, ...], ...]:
-        return tuple(
-            tuple(statistics.median(times[place, level, length]) for length in lengths[place])
+        found = [
+            [statistics.median(times[place, level, length]) for length in lengths[place]]
             for level in engines[place].table.levels
-        )
+        ]
+        return tuple(map(tuple, evened(np.array(found)).tolist()))
 
     return [
         DeviceProfile(
@@ -241,6 +243,16 @@ def measure_together(
         )
         for place, engine in enumerate(engines)
     ]
+
+
+def evened(times: np.ndarray) -> np.ndarray:
+    """Times `[levels, lengths]` that fall along neither axis, near those given: midway between what they are
+    if all that is out of order was measured too small, and if all of it was measured too large."""
+    for axis in (1, 0):
+        most = np.maximum.accumulate(times, axis)
+        least = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
+        times = (most + least) / 2
+    return times
 
 
 def profile_path(bundle: Bundle, options: EngineOptions) -> Path:

@@ -260,7 +260,11 @@ class LLMService:
         read = self.read(prompt, instruction)
         reading_ms = 1000 * (time.perf_counter() - began)
         plan = self.planner.plan(
-            read, objective, answer_tokens=max_tokens, strict=bound.strict if strict is None else strict
+            read,
+            objective,
+            answer_tokens=max_tokens,
+            strict=bound.strict if strict is None else strict,
+            reading_ms=reading_ms,
         )
         return self.run(
             read, plan, objective, reading_ms=reading_ms, max_tokens=max_tokens, stop=stop, sampling=sampling
@@ -294,5 +298,5 @@ class LLMService:
         """Answers a prompt as a plan says; `reading_ms` is what `read` took."""
         config = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling())
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
-        generation = self.engine.stream(ids, config, level=plan.level)
+        generation = self.engine.stream(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
         return Answer(plan, objective, generation, self.profile, reading_ms)

@@ -7,6 +7,7 @@ longer prompt takes several passes of the longest.
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from serving.graph_store import GraphStore
 from serving.lowering import lower_tiny_lm
 from serving.planner import Proposal
 
+Decision = Literal["safest", "lightest"]
 _ROW_TOKENS = (32, 64, 128, 256, 512)
 _TIMED_RUNS = 7
 # Tables that rows are taken of, not products.
@@ -37,10 +39,16 @@ _LARGE = 1 << 16
 class TinyPlanner:
     """Proposes with a tiny LM (see `planner.Proposer`).
 
+    Its heads were taught which choice is the lightest that answers right. Taken at its word ("lightest", as
+    in ELMS) it saves time that an objective leaves, at the price of answers. But where a light choice is
+    right, heavier ones mostly are: what it says of all choices up to one, together, is how likely that one is
+    right. "safest" takes of the choices in time the one that most likely is.
+
     Args:
       tiny: the tiny LM, and what its classes stand for.
       levels: that the planner chooses from, ascending.
       store: where its graphs are kept; None compiles them.
+      decision: what is proposed.
 
     Attributes:
       prompt_ratios: what a planner may choose from with it, ascending.
@@ -49,14 +57,21 @@ class TinyPlanner:
       ConfigError: it knows none of these levels.
     """
 
-    def __init__(self, tiny: TinyLm, levels: Sequence[int], store: GraphStore | None = None) -> None:
+    def __init__(
+        self,
+        tiny: TinyLm,
+        levels: Sequence[int],
+        store: GraphStore | None = None,
+        *,
+        decision: Decision = "safest",
+    ) -> None:
         known = [level for level in levels if level in tiny.levels]
         if not known:
             raise ConfigError(
                 f"the tiny LM chooses between levels {tiny.levels}, of which none is served ({levels})"
             )
         self.prompt_ratios = tiny.prompt_ratios
-        self._tiny, self._levels = tiny, tuple(levels)
+        self._tiny, self._levels, self._decision = tiny, tuple(levels), decision
         # Of each of its classes the level's place, and of levels that it does not know none.
         self._places = np.array([self._levels.index(level) for level in known])
         self._classes = np.array([tiny.levels.index(level) for level in known])
@@ -70,7 +85,7 @@ class TinyPlanner:
         self._pass_ms = {length: self._time(length) for length in self._lengths}
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
-        """The likeliest choice of those that are allowed, with a score for each token of the prompt.
+        """The best choice of those that are allowed, with a score for each token of the prompt.
 
         Args:
           prompt: what is asked.
@@ -79,11 +94,12 @@ class TinyPlanner:
         """
         scores, (model, share) = self._read(prompt, slo)
         likely = np.full(allowed.shape, -np.inf)
-        likely[self._places] = _log_softmax(model)[self._classes, None] + _log_softmax(share)[None]
+        likely[self._places] = self._likely(model)[self._classes, None] + self._likely(share)[None]
         choices = np.where(allowed, likely, -np.inf)
         if not np.isfinite(choices).any():
             choices = likely
-        level, ratio = np.unravel_index(int(np.argmax(choices)), choices.shape)
+        # Of equally likely ones the largest.
+        level, ratio = np.argwhere(choices == choices.max())[-1]
         return Proposal(level=self._levels[level], prompt_ratio=self.prompt_ratios[ratio], scores=scores)
 
     def scores(self, prompt: PromptTokens) -> np.ndarray:
@@ -95,6 +111,13 @@ class TinyPlanner:
         opened."""
         passes, length = self._rows(tokens)
         return passes * self._pass_ms[length]
+
+    def _likely(self, logits: np.ndarray) -> np.ndarray:
+        """Logarithms of how likely each class is the one to take."""
+        likely = np.exp(logits - logits.max())
+        if self._decision == "safest":
+            likely = np.cumsum(likely)
+        return np.log(np.maximum(likely / likely.max(), np.finfo(np.float64).tiny))
 
     def _rows(self, tokens: int) -> tuple[int, int]:
         """Passes, and the length of each."""
@@ -152,8 +175,3 @@ def _served(tiny: TinyLm) -> dict[str, Weight]:
         else:
             served[name] = jax.device_put(value)
     return served
-
-
-def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())

@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+_COMPILATIONS_BYTES = 1 << 30
+
 
 @pytest.fixture(scope="session", autouse=True)
 def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -25,6 +27,49 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("JAXLLM_CACHE", str(tmp_path_factory.getbasetemp() / "jaxllm-cache"))
         patch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_compilations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What one test compiled, no other of this run compiles again, in whatever process it is: half of the
+    suite's time. JAX names a program by all that it is made of, so that a changed program is another one, and
+    still tells the counter of compilations of it.
+    """
+    import jax
+
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    settings = {
+        "jax_compilation_cache_dir": str(shared / "compilations"),
+        # A bounded cache is a locked one, which workers may share.
+        "jax_compilation_cache_max_size": _COMPILATIONS_BYTES,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+            patch.setenv(name.upper(), str(value))
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_compilations(shared_compilations: None) -> Iterator[None]:
+    """Compiles anew what this module's tests compile from here on: what JAX's own cache gives cannot be kept
+    in ours."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    name = "jax_enable_compilation_cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name.upper(), "0")
+        jax.config.update(name, False)
+        compilation_cache.reset_cache()
+        try:
+            yield
+        finally:
+            jax.config.update(name, True)
+            compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

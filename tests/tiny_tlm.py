@@ -1,5 +1,5 @@
-"""A tiny LM that reads the tiny model's tokens: untrained, and so wide that its choices differ; and prompts to
-plan."""
+"""Prompts to plan, and a tiny LM that reads the tiny model's tokens: untrained, and so wide that its choices
+differ."""
 
 import functools
 from typing import Any

@@ -50,8 +50,13 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
     return rows
 
 
-def replay_rows(outcomes: Sequence[Outcome]) -> list[Row]:
-    """What the service really did, by objective: its answers written out, its times by the clock."""
+def replay_rows(outcomes: Sequence[Outcome], *, answers: bool = True) -> list[Row]:
+    """What the service really did, by objective: its answers written out, its times by the clock.
+
+    Args:
+      outcomes: of the requests.
+      answers: whether the model that was asked knows any; else times alone are told.
+    """
     rows = []
     for slo, each in totals_by_slo(outcomes).items():
         note = (
@@ -59,6 +64,8 @@ def replay_rows(outcomes: Sequence[Outcome]) -> list[Row]:
             f"and {each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
         )
         for metric, value in (("slo_met", each.held), ("right_and_held", each.right_and_held)):
+            if metric == "right_and_held" and not answers:
+                continue
             rows.append(
                 Row(case=f"replay {slo}", system=OURS, metric=metric, value=value, unit="share", note=note)
             )

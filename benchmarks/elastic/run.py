@@ -18,6 +18,7 @@ from benchmarks.elastic.baselines import (
     widths,
 )
 from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
+from benchmarks.elastic.larger import as_large, check_same_levels
 from benchmarks.elastic.rows import level_rows, planning_rows, replay_rows, trace_rows
 from benchmarks.elastic.systems import OURS
 from benchmarks.elastic.tables import our_variants, right_answers, size_variants
@@ -74,6 +75,8 @@ class Subject:
       beside: elastic bundles of the same model made in other ways (orders, anchors, recoveries), to compare
         accuracy level by level.
       pruned: LLM-Pruner, an elastic bundle made without anchors; None takes the model's own levels.
+      times: an elastic bundle whose levels are timed in the model's place (see `elastic.larger`); None times
+        the model.
     """
 
     model: Path
@@ -81,6 +84,7 @@ class Subject:
     plain: tuple[Path, ...] = ()
     pruned: Path | None = None
     beside: tuple[Path, ...] = ()
+    times: Path | None = None
 
 
 def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
@@ -101,14 +105,19 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
     proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
     examples = read_questions(TRACE_TASKS, subject.data, plan.questions).examples
     others = open_baselines(engine, subject.plain, subject.pruned, progress)
-    # Whatever is compared is timed in alternation.
-    engines = {
-        id(each): each for each in (engine, *(size.engine for many in others.values() for size in many))
-    }
-    measured = measure_together(list(engines.values()), repeats=plan.repeats, progress=progress)
-    profiles = dict(zip(engines, measured, strict=True))
-    profile = profiles[id(engine)]
-    rows = _cost_rows(subject, plan, engine, profile, progress)
+    if subject.times is None:
+        # Whatever is compared is timed in alternation.
+        timed, engines = engine, [engine, *(size.engine for many in others.values() for size in many)]
+        engines = list({id(each): each for each in engines}.values())
+        measured = measure_together(engines, repeats=plan.repeats, progress=progress)
+        profiles = {id(each): found for each, found in zip(engines, measured, strict=True)}
+        profile = measured[0]
+    else:
+        timed = open_elastic(subject.times, progress)
+        check_same_levels(engine, timed)
+        (profile,) = measure_together([timed], repeats=plan.repeats, progress=progress)
+        others, profiles = as_large(timed, profile, engine, others)
+    rows = _cost_rows(subject, plan, timed, profile, progress)
     trace = make_trace(examples, requests=plan.requests, seed=plan.seed)
     flat = {id(each): place for place, each in enumerate(e for group in examples.values() for e in group)}
     questions = [Question.read(engine.tokenizer, each) for group in examples.values() for each in group]
@@ -124,10 +133,13 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
     )
     levels, ratios = engine.table.levels, with_whole(proposer.prompt_ratios)
     planner = Planner(profile, levels, proposer)
+    # The tiny LM taken at its word, as in the paper.
+    lightest = TinyPlanner(tiny, levels, engine.table.store, decision="lightest")
     passes, plans = plan_times(planner, proposer, questions)
     ours = our_variants(engine, profile, questions, proposer, ratios, plans, progress)
     found = {
         OURS: planned(planner, ours, asked, levels, ratios),
+        f"{OURS}-lightest": planned(Planner(profile, levels, lightest), ours, asked, levels, ratios),
         **ablations(ours, asked, levels, ratios, proposer.prompt_ratios, passes, plans, plan.seed),
     }
     for name, sizes in others.items():
@@ -137,8 +149,9 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
             found[RESIDENT] = asked.run(dataclasses.replace(variants, change_ms=np.zeros(len(sizes))))
     rows += trace_rows(found, asked, _remarks(engine, others))
     rows += level_rows(_level_answers([subject.model, *subject.beside], questions, progress))
-    outcomes = replay(LLMService(engine, profile, planner), trace[: plan.replayed], progress=progress)
-    return rows + replay_rows(outcomes) + planning_rows(outcomes, asked, passes)
+    outcomes = replay(LLMService(timed, profile, planner), trace[: plan.replayed], progress=progress)
+    answers = subject.times is None
+    return rows + replay_rows(outcomes, answers=answers) + planning_rows(outcomes, asked, passes)
 
 
 def _cost_rows(
@@ -148,7 +161,7 @@ def _cost_rows(
     return [
         *level_bench.time_rows(profile),
         *level_bench.switch_rows(engine, rounds=plan.rounds, progress=progress),
-        *level_bench.memory_rows(subject.model, engine.options.levels),
+        *level_bench.memory_rows(subject.times or subject.model, engine.options.levels),
     ]
 
 

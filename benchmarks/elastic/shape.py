@@ -1,56 +1,88 @@
 """An elastic bundle of random weights: what levels cost at a size for which nobody has trained one."""
 
+import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 import numpy as np
 
 from benchmarks.shapes import SHAPES, shape_folder
-from jaxllm.bundle import WeightFormat, write_bundle
-from jaxllm.bundle.elastic import Recovery, elastic_parts
+from jaxllm.bundle import Bundle, WeightFormat, write_bundle
+from jaxllm.bundle.elastic import Recovery, elastic_parts, read_ladder
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import WHOLE, Ladder, sub_config
+from jaxllm.errors import ConfigError
 from jaxllm.lora import LoraConfig, init_adapter
 from serving.progress import Progress
 
 _ANCHOR_SHARE = 0.2
+# Parameters of a row for each word.
+_BY_WORD = ("embed.tokens", "head")
 _RECOVERY = LoraConfig(rank=8)
 
 
-def elastic_shape(name: str, weights: WeightFormat, progress: Progress) -> Path:
+def elastic_shape(
+    name: str, weights: WeightFormat, progress: Progress, *, like: Bundle | None = None
+) -> Path:
     """The bundle of a shape, made unless it is there.
 
-    It has the default levels; the first layers and the last are anchors, as many as `elasticize` has by
-    default, and each level has an adapter as large as recovery leaves it. Units are in no order: speed does
-    not depend on it.
+    It has the default levels, or those of another bundle; the first layers and the last are anchors, as many
+    as `elasticize` has by default, and each level has an adapter as large as recovery leaves it. Units are in
+    no order: speed does not depend on it.
 
     Args:
       name: of `SHAPES`.
       weights: width of its matrices.
       progress: of drawing the weights.
+      like: an elastic bundle whose levels and tokenizer it has, and hence its vocabulary.
 
     Raises:
-      ConfigError: there is no such shape.
+      ConfigError: there is no such shape, it has fewer words than `like`, or that has no levels.
     """
     folder = shape_folder(name, progress)
-    bundle = folder.parent / f"{name}-elastic-{weights}.jaxllm"
+    mark = "" if like is None else f"-{like.fingerprint[:12]}"
+    bundle = folder.parent / f"{name}-elastic-{weights}{mark}.jaxllm"
     if not bundle.exists():
         cfg = SHAPES[name].cfg
+        tokenizer, params = read_tokenizer(folder), read_params(folder, cfg)
+        levels: tuple[int, ...] = Ladder().levels
+        if like is not None:
+            levels, tokenizer = _levels(like), like.tokenizer_files()
+            params = _first_words(params, cfg.vocab_size, like.cfg.vocab_size)
+            cfg = dataclasses.replace(cfg, vocab_size=like.cfg.vocab_size)
         anchors = max(1, round(_ANCHOR_SHARE * cfg.layers))
-        ladder = Ladder(anchors=(*range(anchors - 1), cfg.layers - 1))
+        ladder = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1))
         recoveries = {level: _recovery(cfg, ladder, level) for level in ladder.levels if level != WHOLE}
         write_bundle(
             bundle,
             cfg=cfg,
-            params=read_params(folder, cfg),
+            params=params,
             weights=weights,
-            tokenizer=read_tokenizer(folder),
+            tokenizer=tokenizer,
             name=f"{name}-elastic",
             parts=elastic_parts(ladder, recoveries),
         )
     return bundle
+
+
+def _levels(bundle: Bundle) -> tuple[int, ...]:
+    ladder = read_ladder(bundle)
+    if ladder is None:
+        raise ConfigError(f"{bundle.path} has no levels; make an elastic bundle with `jaxllm elasticize`")
+    return ladder.levels
+
+
+def _first_words(
+    params: Iterable[tuple[str, np.ndarray]], words: int, kept: int
+) -> Iterable[tuple[str, np.ndarray]]:
+    """Parameters of a model that knows but the first of its words."""
+    if kept > words:
+        raise ConfigError(f"a shape of {words} words cannot have a vocabulary of {kept}; take a larger one")
+    for name, value in params:
+        yield name, value[:kept] if name in _BY_WORD else value
 
 
 def _recovery(cfg: ModelConfig, ladder: Ladder, level: int) -> Recovery:

@@ -36,6 +36,9 @@ def elastic_parts(
 ) -> dict[str, Part]:
     """What makes a bundle elastic, for `write_bundle`.
 
+    Adapters are stored at half precision, whose steps are finer than those of the weights that they correct;
+    an array with larger numbers than that has stays as it is.
+
     Args:
       ladder: the levels; the units of the bundle's weights must be in order.
       recoveries: adapters by level.
@@ -46,7 +49,8 @@ def elastic_parts(
     arrays = {} if order is None else unit_arrays(order.groups, order.neurons)
     parts = {_LADDER: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
-        parts[_recovery(level)] = Part({"scaling": each.scaling}, each.adapter)
+        halved = {name: _halved(value) for name, value in each.adapter.items()}
+        parts[_recovery(level)] = Part({"scaling": each.scaling}, halved)
     return parts
 
 
@@ -85,7 +89,7 @@ def read_order(bundle: Bundle) -> UnitOrder | None:
 
 
 def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
-    """The adapter of a level; None where it has none.
+    """The adapter of a level, at the precision that it is stored with; None where it has none.
 
     Raises:
       BundleError: it is corrupt or malformed.
@@ -142,6 +146,13 @@ def _check_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> None:
             )
         if not all(part.dtype.kind == "f" and np.isfinite(part).all() for part in (left, right)):
             raise ConfigError(f"its change to {name} is not made of finite floats")
+
+
+def _halved(value: np.ndarray) -> np.ndarray:
+    """An array as float16, unless it would no longer be what it was."""
+    with np.errstate(over="ignore"):
+        half = np.asarray(value).astype(np.float16)
+    return half if value.dtype.kind == "f" and np.isfinite(half).all() else value
 
 
 def _recovery(level: int) -> str:

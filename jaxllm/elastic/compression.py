@@ -14,7 +14,9 @@ from jaxllm.errors import ConfigError
 # No word: of tokens that stand for no text, and of texts without any.
 NO_WORD = -1
 
-_WHITE = np.array([code for code in range(0x3001) if chr(code).isspace()], np.uint32)
+# Whether a character is white space, by its code point; of all further ones the last entry says that they
+# are not.
+_WHITE = np.array([chr(code).isspace() for code in range(0x3002)])
 
 
 def words_of(offsets: np.ndarray, text: str, boundaries: np.ndarray | None = None) -> np.ndarray:
@@ -168,7 +170,7 @@ def _words(text: str, boundaries: np.ndarray | None) -> tuple[np.ndarray, np.nda
     """Where the words of a text begin and end, `[words]` int64 each."""
     # One code point each; a lone surrogate, which no tokenizer takes, does no harm here.
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    dark = ~np.isin(codes, _WHITE)
+    dark = ~_WHITE[np.minimum(codes, len(_WHITE) - 1)]
     begins, ends = dark.copy(), dark.copy()
     begins[1:] &= ~dark[:-1]
     ends[:-1] &= ~dark[1:]

@@ -391,8 +391,8 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     rows = json.loads(result.stdout.splitlines()[-1])["rows"]
     systems = {row["system"] for row in rows if row["metric"] == "accuracy"}
     assert systems == {
-        "jaxllm", "jaxllm-random", "jaxllm-oracle", "jaxllm-model-only", "jaxllm-prompt-only", "LG2+CS",
-        "PFS", "PFS-swap", "LLM-Pruner", "LE (no recovery)",
+        "jaxllm", "jaxllm-lightest", "jaxllm-random", "jaxllm-oracle", "jaxllm-model-only",
+        "jaxllm-prompt-only", "LG2+CS", "PFS", "PFS-swap", "LLM-Pruner", "LE (no recovery)",
     }  # fmt: skip
     accuracy = {
         row["system"]: row["value"]

@@ -44,7 +44,8 @@ def test_levels_and_their_adapters_survive_the_file(elastic):
         expected = adapter_of(require_level(bundle, 50))
         assert recovery.adapter.keys() == expected.keys()
         for name, value in expected.items():
-            np.testing.assert_array_equal(recovery.adapter[name], value)
+            assert recovery.adapter[name].dtype == np.float16
+            np.testing.assert_array_equal(recovery.adapter[name], value.astype(np.float16))
         assert read_recovery(bundle, 100) is None
         order = read_order(bundle)
         assert order is not None
@@ -64,6 +65,18 @@ def test_memory_of_an_adapter_is_given_back_and_what_is_read_again_is_the_same(e
             np.testing.assert_array_equal(recovery.adapter[name], value)
         release_recovery(bundle, 100)
     release_recovery(bundle, 50)
+
+
+def test_an_adapter_that_half_precision_cannot_hold_stays_as_it_is(tmp_path):
+    adapter = adapter_of(sub_config(TINY, LADDER, 50))
+    large = {name: value + np.float32(1e5) for name, value in adapter.items()}
+    path = write_tiny_bundle(
+        tmp_path / "large.jaxllm", parts=elastic_parts(LADDER, {50: Recovery(large, 1.0)})
+    )
+    recovery = read_recovery(Bundle.open(path), 50)
+    assert recovery is not None
+    for name, value in large.items():
+        np.testing.assert_array_equal(recovery.adapter[name], value)
 
 
 @pytest.mark.parametrize("change", ["groups.0", "neurons.1", None])

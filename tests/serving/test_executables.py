@@ -15,6 +15,8 @@ import pytest
 import serving.executables
 from serving.executables import SUFFIX, ExecutableFolder
 
+pytestmark = pytest.mark.usefixtures("own_compilations")
+
 KEY, OTHER_KEY = "ab" * 32, "cd" * 32
 LIMIT_BYTES = 1 << 24
 ROWS = np.arange(256, dtype=np.float32)
@@ -90,13 +92,13 @@ def test_a_graph_that_comes_back_refuses_other_shapes(folder, entry):
         folder.load(KEY)(ROWS[:7], ROWS, {"held": ROWS})
 
 
-def test_a_graph_that_may_come_from_the_cache_of_jax_is_not_kept(folder, place, graph, tmp_path):
+def test_a_graph_that_may_come_from_the_cache_of_jax_is_not_kept(folder, place, graph):
     """XLA:CPU serializes an executable that it has read without its code."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_enable_compilation_cache", True)
     try:
         folder.store(KEY, graph)
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_enable_compilation_cache", False)
     assert not place.exists()
 
 

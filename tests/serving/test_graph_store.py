@@ -24,6 +24,8 @@ from serving.generation import Session
 from serving.graph_store import GraphStore, environment_facts, graph_key, params_signature, source_digest
 from tests.tiny import TINY, random_params, write_tiny_bundle
 
+pytestmark = pytest.mark.usefixtures("own_compilations")
+
 # Few and short, so that an engine is quickly built.
 OPTIONS = EngineOptions(context_tokens=32, chunk_tokens=(16,), cache_tokens=(32,), decode_block=4)
 BUCKET = Bucket(kind="prefill", tokens=16, cache_tokens=64)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
@@ -11,6 +12,7 @@ from serving.options import EngineOptions
 from serving.profile import (
     DeviceProfile,
     Energy,
+    evened,
     load_profile,
     measure,
     measure_together,
@@ -152,3 +154,15 @@ def test_engines_that_are_compared_take_turns(tmp_path):
     assert asked.count("second") == 3
     # Once in each of three rounds.
     assert all("second" in asked[start : start + 7] for start in (0, 7, 14))
+
+
+def test_noise_that_makes_more_work_quicker_is_evened_out():
+    times = np.array([[1.0, 2.0, 4.0], [3.0, 2.5, 8.0], [2.0, 6.0, 7.0]])
+    found = evened(times)
+    assert (np.diff(found, axis=0) >= 0).all()
+    assert (np.diff(found, axis=1) >= 0).all()
+    # What is in order stays, and what is not stays in its neighbours' range.
+    assert found[0].tolist() == [1.0, 2.0, 4.0]
+    assert found.min() == 1.0
+    assert found.max() <= 8.0
+    np.testing.assert_array_equal(evened(found), found)

@@ -57,11 +57,30 @@ def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
 
 
 @pytest.mark.parametrize("slo", [Slo(ttft=0.2, tpot=0.5), Slo(ttft=0.9, tpot=0.9)])
-def test_the_likeliest_choice_is_proposed(planner, prompt, slo):
+def test_the_likeliest_of_the_lightest_choices_is_proposed(prompt, slo):
     _, (model, share) = read_by_hand(prompt, slo)
-    found = planner.propose(prompt, slo, ALL)
+    found = TinyPlanner(TINY_LM, LEVELS, decision="lightest").propose(prompt, slo, ALL)
     assert found.level == LEVELS[int(np.argmax(model))]
     assert found.prompt_ratio == RATIOS[int(np.argmax(share))]
+
+
+@pytest.mark.parametrize("slo", [Slo(ttft=0.2, tpot=0.5), Slo(ttft=0.9, tpot=0.9)])
+@pytest.mark.parametrize("smallest", [True, False])
+def test_the_choice_that_is_likeliest_right_is_proposed(planner, prompt, slo, smallest):
+    # Either more of the model or more of the prompt.
+    allowed = np.zeros((3, 3), bool)
+    allowed[(0, 1, 2), (2, 1, 0)] = True
+    if not smallest:
+        allowed[0, 2] = False
+    _, heads = read_by_hand(prompt, slo)
+    model, share = (np.exp(np.asarray(each, np.float64)[0]) for each in heads)
+    right = np.cumsum(model)[:, None] * np.cumsum(share)
+    level, ratio = np.unravel_index(np.argmax(np.where(allowed, right, 0)), right.shape)
+    found = planner.propose(prompt, slo, allowed)
+    assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
+    # With time for everything everything is taken.
+    found = planner.propose(prompt, slo, ALL)
+    assert (found.level, found.prompt_ratio) == (LEVELS[-1], RATIOS[-1])
 
 
 def test_only_what_is_allowed_is_proposed(planner, prompt):
@@ -101,6 +120,7 @@ def test_long_prompts_take_several_passes(planner):
     assert planner.planning_ms(10) > 0
 
 
+@pytest.mark.usefixtures("own_compilations")
 def test_a_service_plans_with_the_bundles_tiny_lm(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     parts = {**elastic_parts(Ladder(levels=LEVELS)), **tiny_lm_parts(TINY_LM)}
