@@ -8,7 +8,7 @@ from benchmarks.elastic.decisions import Asked
 from benchmarks.elastic.resampling import lead, said
 from benchmarks.elastic.systems import OURS, Choices
 from benchmarks.report import Row, compared
-from serving.trace import Outcome, totals_by_slo
+from serving.trace import Outcome, totals
 
 ALL = "all six"
 # Of right answers alone, and of those that were in time, too.
@@ -50,26 +50,42 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
     return rows
 
 
-def replay_rows(outcomes: Sequence[Outcome], *, answers: bool = True) -> list[Row]:
-    """What the service really did, by objective: its answers written out, its times by the clock.
+def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bool = True) -> list[Row]:
+    """What the service really did, by objective and in all: its answers written out, its times by the clock.
 
     Args:
       outcomes: of the requests.
+      met: whether each one's objective was met, as the device was then.
       answers: whether the model that was asked knows any; else times alone are told.
     """
+    groups: dict[str, list[tuple[Outcome, bool]]] = {ALL: list(zip(outcomes, met, strict=True))}
+    for pair in groups[ALL]:
+        groups.setdefault(str(pair[0].request.slo), []).append(pair)
     rows = []
-    for slo, each in totals_by_slo(outcomes).items():
+    for slo, pairs in groups.items():
+        each = totals([outcome for outcome, _ in pairs])
+        held = np.array([kept for _, kept in pairs])
+        # Where nothing is in time, what comes nearest was answered.
+        possible = np.array([outcome.source not in ("nearest", "failed") for outcome, _ in pairs])
+        right = np.array([outcome.right for outcome, _ in pairs])
         note = (
-            f"{each.requests} requests really asked, {each.failed} of them failed; level {each.level:.0f} "
-            f"and {each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
+            f"{each.requests} requests really asked, {each.failed} of them failed; {possible.mean():.1%} had "
+            f"a choice in time, of which {_share(held[possible])} were; against the profile alone "
+            f"{each.held:.1%} were in time; level {each.level:.0f} and {each.kept_share:.0%} of prompts on "
+            f"average, planning {each.planning_ms:.2f} ms"
         )
-        for metric, value in (("slo_met", each.held), ("right_and_held", each.right_and_held)):
-            if metric == "right_and_held" and not answers:
-                continue
-            rows.append(
-                Row(case=f"replay {slo}", system=OURS, metric=metric, value=value, unit="share", note=note)
-            )
+        values = {"slo_met": held.mean()}
+        if answers:
+            values["right_and_held"] = (right & held).mean()
+        rows += [
+            Row(case=f"replay {slo}", system=OURS, metric=metric, value=float(value), unit="share", note=note)
+            for metric, value in values.items()
+        ]
     return rows
+
+
+def _share(flags: np.ndarray) -> str:
+    return f"{flags.mean():.1%}" if len(flags) else "none"
 
 
 def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray) -> list[Row]:

@@ -19,6 +19,7 @@ from benchmarks.elastic.baselines import (
 )
 from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
 from benchmarks.elastic.larger import as_large, check_same_levels
+from benchmarks.elastic.replaying import replay_beside_whole
 from benchmarks.elastic.rows import level_rows, planning_rows, replay_rows, trace_rows
 from benchmarks.elastic.systems import OURS
 from benchmarks.elastic.tables import our_variants, right_answers, size_variants
@@ -35,7 +36,7 @@ from serving.profile import DeviceProfile, measure_together
 from serving.progress import Progress
 from serving.service import LLMService
 from serving.tiny_lm import TinyPlanner
-from serving.trace import TRACE_TASKS, make_trace, replay
+from serving.trace import TRACE_TASKS, make_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,9 +150,10 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
             found[RESIDENT] = asked.run(dataclasses.replace(variants, change_ms=np.zeros(len(sizes))))
     rows += trace_rows(found, asked, _remarks(engine, others))
     rows += level_rows(_level_answers([subject.model, *subject.beside], questions, progress))
-    outcomes = replay(LLMService(timed, profile, planner), trace[: plan.replayed], progress=progress)
+    service = LLMService(timed, profile, planner)
+    outcomes, met = replay_beside_whole(service, asked, plan.replayed, progress)
     answers = subject.times is None
-    return rows + replay_rows(outcomes, answers=answers) + planning_rows(outcomes, asked, passes)
+    return rows + replay_rows(outcomes, met, answers=answers) + planning_rows(outcomes, asked, passes)
 
 
 def _cost_rows(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import types
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,11 @@ from click.testing import CliRunner
 from benchmarks.elastic import tables
 from benchmarks.elastic.baselines import Size, plain_models
 from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
+from benchmarks.elastic.larger import of_shares
 from benchmarks.elastic.levels import move
+from benchmarks.elastic.replaying import replay_beside_whole
 from benchmarks.elastic.resampling import interval, lead
-from benchmarks.elastic.rows import planning_rows, trace_rows
+from benchmarks.elastic.rows import planning_rows, replay_rows, trace_rows
 from benchmarks.elastic.shape import elastic_shape
 from benchmarks.elastic.systems import OURS, Choices, Variants, at_random, best, largest, run_trace
 from benchmarks.elastic.tables import right_answers, size_variants, ways
@@ -25,6 +28,7 @@ from jaxllm.bundle.elastic import elastic_parts, read_ladder, read_recovery
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter
 from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ContextOverflow
 from jaxllm.models.parameters import param_specs
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.droppable import prompt_tokens
@@ -291,6 +295,54 @@ def test_some_of_the_ways():
     assert some.names == ("small", "whole")
     assert some.ttft_ms.tolist() == [[1.0, 10.0], [2.0, 20.0]]
     assert VARIANTS.ttft_ms[0, 0] == 2.0
+
+
+def test_other_shares_of_a_model_take_times_between_its_levels():
+    profile = DeviceProfile(
+        levels=(50, 100), tokens=(16, 64), chunk_tokens=(16,), ttft_ms=((6.0, 12.0), (10.0, 22.0)),
+        tpot_ms=((3.0, 3.0), (4.0, 4.0)),
+    )  # fmt: skip
+    found = of_shares(profile, {50: 0.5, 100: 1.0}, {1: 0.25, 2: 0.5, 7: 0.75, 100: 1.0})
+    assert found.levels == (1, 2, 7, 100)
+    # 2 + 8 share and 2 + 20 share.
+    np.testing.assert_allclose(found.ttft_ms, [[4, 7], [6, 12], [8, 17], [10, 22]])
+    np.testing.assert_allclose(found.tpot_ms, [[2.5] * 2, [3] * 2, [3.5] * 2, [4] * 2])
+
+
+class Answering:
+    """A service whose device slows down in the middle of a trace, and which forgets one request."""
+
+    def __init__(self):
+        self.calls = []
+
+    def call(self, example, *, slo, max_tokens):
+        self.calls.append(slo)
+        asked = (len(self.calls) + 1) // 2
+        if asked == 3:
+            raise ContextOverflow("too long")
+        slow = 1.0 if asked <= 10 else 3.0
+        share = 1.0 if slo == Slo(ttft=1.0, tpot=1.0) else 0.45
+        cost = Cost(ttft_ms=1000.0 * slow * share, tpot_ms=100.0 * slow * share, tokens=4)
+        plan = types.SimpleNamespace(
+            level=50, kept=[0], prompt_tokens=1, source="proposed", planning_ms=0.1, whole=cost
+        )
+        answer = types.SimpleNamespace(plan=plan, cost=cost, held=slow == 1, text="a")
+        return types.SimpleNamespace(result=lambda: answer)
+
+
+def test_objectives_are_those_of_the_device_as_it_is():
+    tight = Slo(ttft=0.5, tpot=0.5)
+    asked = Asked(trace=[request_of(tight)] * 40, questions=(), places=[0] * 40, whole_ms=WHOLE)
+    outcomes, met = replay_beside_whole(Answering(), asked, 30)
+    assert len(outcomes) == 30
+    assert [outcome.failure is None for outcome in outcomes] == [n != 2 for n in range(30)]
+    # Where it has just become slower, its neighbours are of two minds.
+    assert [kept for n, kept in enumerate(met) if not 6 <= n <= 14] == [n != 2 for n in range(21)]
+    rows = {(row.case, row.metric): row for row in replay_rows(outcomes, met)}
+    assert rows["replay <50,50>", "slo_met"].value == pytest.approx(np.mean(met))
+    assert "against the profile alone 30.0% were in time" in rows["replay all six", "slo_met"].note
+    assert {metric for _, metric in rows} == {"slo_met", "right_and_held"}
+    assert {row.metric for row in replay_rows(outcomes, met, answers=False)} == {"slo_met"}
 
 
 @pytest.fixture(scope="module")
