@@ -52,11 +52,11 @@ class Plan:
       seed: of the trace.
     """
 
-    repeats: int = 7
+    repeats: int = 5
     rounds: int = 15
     requests: int = 1200
-    questions: int = 100
-    replayed: int = 600
+    questions: int = 40
+    replayed: int = 150
     seed: int = 0
 
     @classmethod

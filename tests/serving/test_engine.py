@@ -79,6 +79,22 @@ def test_block_size_changes_no_token(tiny_bundle, engine, block):
     assert other.generate(PROMPT, sampled).tokens == engine.generate(PROMPT, sampled).tokens
 
 
+@pytest.mark.parametrize(("tpot_ms", "first"), [(None, 1), (1000.0, 1), (5.0, 5), (1e-9, 5)])
+def test_the_first_dispatch_goes_by_what_a_token_should_take(engine, monkeypatch, tpot_ms, first):
+    whole = engine.generate(PROMPT, config(max_tokens=6)).tokens
+    limits = []
+    limit_of = type(engine.table).decode_limit
+
+    def seen(table, pace, remaining):
+        limits.append(limit_of(table, pace, remaining))
+        return limits[-1]
+
+    monkeypatch.setattr(type(engine.table), "decode_limit", seen)
+    generation = engine.stream(PROMPT, config(max_tokens=6), tpot_ms=tpot_ms).result()
+    assert generation.tokens == whole
+    assert limits[0] == min(first, engine.options.decode_block)
+
+
 def test_pieces_add_up_to_the_text(engine):
     generation = engine.stream(PROMPT, config(max_tokens=60))
     assert "".join(generation) == generation.text == engine.tokenizer.decode(generation.tokens)
