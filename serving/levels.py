@@ -38,8 +38,12 @@ class Levels:
         self._bundle, self._whole = bundle, bundle.cfg
         self.cfgs: Mapping[int, ModelConfig] = {level: require_level(bundle, level) for level in levels}
         self.counted = bool(levels) and can_be_counted(params, bundle.cfg)
-        found = {level: read_recovery(bundle, level) for level in levels}
-        self._recoveries: dict[int, Recovery] = {level: each for level, each in found.items() if each}
+        self._recoveries: dict[int, Recovery] = {}
+        for level in levels:
+            if found := read_recovery(bundle, level):
+                self._recoveries[level] = found
+            # It was read to be checked, and is not needed before `params`: never all of them at once.
+            release_recovery(bundle, level)
         # Of each parameter that some level adapts, the highest rank.
         self._ranks: dict[str, int] = {}
         for each in self._recoveries.values():
