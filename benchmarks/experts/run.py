@@ -24,6 +24,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
+from serving.experts.options import ExpertOptions
 from serving.generation import GenerationConfig
 from serving.progress import Progress
 
@@ -218,7 +219,7 @@ def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
     watched = watch(engine, counts, prompts, min(each, plan.watched_tokens))
     engine.close()
     rows = []
-    names = {"paths": OURS, "router": f"{OURS}-router", "frequency": f"{OURS}-frequency"}
+    names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
     for layer in range(len(watched.visits)):
         case = f"predictor: layer {layer}"
         rows += [_hits(case, names[name], float(watched.hits[name][layer])) for name in COMPARED]

@@ -123,7 +123,7 @@ def opened(name: str, setting: Setting) -> Engine:
     path = bundles.coarse if name == f"{OURS}-no-widths" else bundles.mixed
     how = {
         f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
-        f"{OURS}-router": ExpertOptions(predictor="router", layers_ahead=1),
+        f"{OURS}-paths": ExpertOptions(predictor="paths"),
         f"{OURS}-lru": ExpertOptions(eviction="lru"),
     }.get(name, ExpertOptions())
     buffer = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
@@ -131,7 +131,7 @@ def opened(name: str, setting: Setting) -> Engine:
 
 
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
-ABLATIONS = tuple(f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "router", "lru"))
+ABLATIONS = tuple(f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "paths", "lru"))
 
 
 def planned_bytes(engine: Engine) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import eviction_policy
 
-PREDICTORS = ("paths", "router", "frequency", "none")
+PREDICTORS = ("router", "paths", "frequency", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,13 +14,14 @@ class ExpertOptions:
 
     Attributes:
       eviction: who leaves, a name of `jaxllm.experts.eviction.POLICIES`.
-      predictor: who comes before the router has spoken: "paths" by the experts of the layers before, "router"
-        by the next router on this layer's hidden states, "frequency" the most frequent ones, "none" nobody.
-      layers_ahead: for how many layers experts are foreseen.
+      predictor: who comes before the router has spoken: "router" by the next router on this layer's hidden
+        states, "paths" by the experts of the layers before (EdgeMoE), "frequency" the most frequent ones,
+        "none" nobody.
+      layers_ahead: for how many layers experts are foreseen; routers see no further than one.
     """
 
     eviction: str = "frequency-nearness"
-    predictor: str = "paths"
+    predictor: str = "router"
     layers_ahead: int = 2
 
     def __post_init__(self) -> None:

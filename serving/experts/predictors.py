@@ -84,7 +84,7 @@ class NoPredictor(Predictor):
 
 
 _MAKERS: dict[str, Callable[[PathCounts], Predictor]] = dict(
-    zip(PREDICTORS, (PathPredictor, RouterPredictor, FrequencyPredictor, NoPredictor), strict=True)
+    zip(PREDICTORS, (RouterPredictor, PathPredictor, FrequencyPredictor, NoPredictor), strict=True)
 )
 
 
