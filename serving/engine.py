@@ -190,6 +190,11 @@ class Engine:
             engine.warm_up(progress=progress)
         return engine
 
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.bundle.layout.name
+
     def at(self, level: int) -> "Engine":
         """This engine as its sub-model of a level: weights, graphs and adapters stay shared.
 
