@@ -24,8 +24,9 @@ from benchmarks.speculative.memory import memory_rows
 from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from serving.console import Size, progress_bars
 from serving.contexts.switching import PATTERNS
-from serving.models import cache_folder, find_model, open_model
+from serving.models import find_model, open_model
 from serving.options import EngineOptions
+from serving.user_cache import cache_folder
 
 
 @click.group("bench")

@@ -2,9 +2,9 @@
 
 Names and shapes are those of LiteRT-LM, whose runtime takes them as they are: `tokens` `[1, T]` and
 `input_pos` `[T]` int32, `kv_cache_k_i` and `kv_cache_v_i` `[1, K, S, H]` of layer i; a decoding step gives
-`logits` `[1, T, V]` float32, a prefill step none. A token is real if it stands where the first one's successor must:
-whatever other number a runtime writes into `input_pos` behind the prompt's end marks padding, which is
-written nowhere. Static shapes, unrolled layers, no loops.
+`logits` `[1, T, V]` float32, a prefill step none. A token is real if it stands where the first one's
+successor must: whatever other number a runtime writes into `input_pos` behind the prompt's end marks padding,
+which is written nowhere. Static shapes, unrolled layers, no loops.
 """
 
 from collections.abc import Mapping

@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.programs.manifest import Manifest, Signature
+from serving.executables import ExecutableFolder
 from serving.progress import Progress
+from serving.user_cache import cache_folder, executables_bytes
 
 
 class Executor(Protocol):
@@ -72,7 +74,9 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     if manifest.format == "stablehlo":
         from serving.programs.stablehlo import StableHloExecutor
 
-        return StableHloExecutor(manifest, folder)
+        limit = executables_bytes()
+        kept = ExecutableFolder(cache_folder() / "executables", limit_bytes=limit) if limit else None
+        return StableHloExecutor(manifest, folder, kept)
     from serving.programs.litert import LiteRtExecutor
 
     return LiteRtExecutor(manifest, folder, threads=threads)
