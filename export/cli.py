@@ -4,30 +4,57 @@ from pathlib import Path
 
 import click
 
-from export.signatures import DEFAULT_CHUNKS, ExportPlan
+from export import extras, quantized, signatures
 from export.stablehlo import DTYPES, PLATFORMS, export_stablehlo
-from export.subject import read_subject
+from export.subject import Subject, read_subject
+from jaxllm.errors import ConfigError
+from jaxllm.programs.manifest import Manifest
+from jaxllm.tokenizer import Tokenizer
 
-FORMATS = ("stablehlo",)
+FORMATS = ("stablehlo", "tflite", "litertlm", "iree")
+PRECISIONS = ("f32", "bf16", "int8", "w8a8")
+# Enough for the largest magnitudes of a text to have been seen.
+_CALIBRATION_TOKENS = 4096
+_MAX_TEXT_BYTES = 1 << 20
 
 
 @click.command("export")
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="What to write.")
-@click.option("--format", "kind", type=click.Choice(FORMATS), default="stablehlo", show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The folder to write, or the file of a LiteRT-LM bundle.",
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(FORMATS),
+    default="stablehlo",
+    show_default=True,
+    help="StableHLO for JAX, a TFLite model for LiteRT, a bundle for LiteRT-LM, or modules of IREE.",
+)
 @click.option(
     "--precision",
-    type=click.Choice(["f32", "bf16"]),
+    type=click.Choice(PRECISIONS),
     default="f32",
     show_default=True,
-    help="Of the weights.",
+    help="Of products: stablehlo takes f32 and bf16, tflite and litertlm f32, int8 (weights) and w8a8 "
+    "(weights and activations).",
+)
+@click.option(
+    "--calibrate",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="w8a8: a UTF-8 text to find the activations' scales on.",
 )
 @click.option(
     "--platform",
     "platforms",
     multiple=True,
     type=click.Choice(PLATFORMS),
-    help="StableHLO: for these devices. Repeatable. [default: all]",
+    help="stablehlo: for these devices. Repeatable. [default: all]",
 )
 @click.option(
     "--context",
@@ -42,7 +69,7 @@ FORMATS = ("stablehlo",)
     "chunks",
     multiple=True,
     type=click.IntRange(min=2),
-    default=DEFAULT_CHUNKS,
+    default=signatures.DEFAULT_CHUNKS,
     show_default=True,
     help="A length of prefill chunks. Repeatable.",
 )
@@ -70,6 +97,7 @@ def export_command(
     output: Path,
     kind: str,
     precision: str,
+    calibrate: Path | None,
     platforms: tuple[str, ...],
     context_tokens: int,
     chunks: tuple[int, ...],
@@ -78,22 +106,64 @@ def export_command(
     adapter: Path | None,
 ) -> None:
     """Write the model in BUNDLE as programs for devices that compile nothing."""
-    del kind
-    plan = ExportPlan(
+    if kind != "stablehlo" and platforms:
+        raise click.UsageError("--platform goes with --format stablehlo")
+    if (precision == "w8a8") != (calibrate is not None):
+        raise click.UsageError("--precision w8a8 and --calibrate FILE go together")
+    allowed = {"stablehlo": tuple(DTYPES), "iree": ("f32",)}.get(kind, ("f32", "int8", "w8a8"))
+    if precision not in allowed:
+        raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
+    plan = signatures.ExportPlan(
         context_tokens=context_tokens,
         chunk_tokens=tuple(sorted(set(chunks))),
         verify_tokens=tuple(sorted(set(trees))),
         levels=tuple(sorted(set(levels))),
     )
-    subject = read_subject(
-        bundle,
-        levels=plan.levels,
-        adapter=adapter,
-        dtype=DTYPES[precision],
+    # Before anything is read, and for what is not imported yet.
+    extras.require_format(kind)
+    subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
+    if kind == "stablehlo":
+        manifest = export_stablehlo(
+            subject, output, plan, precision=precision, platforms=platforms or PLATFORMS, progress=_tell
+        )
+        _say(output, manifest)
+        return
+    if kind == "iree":
+        from export.iree import export_iree
+
+        _say(output, export_iree(subject, output, plan, progress=_tell))
+        return
+    ranges = None if calibrate is None else _ranges(subject, calibrate)
+    if kind == "tflite":
+        from export.tflite import export_tflite
+
+        manifest, sharing = export_tflite(
+            subject, output, plan, precision=precision, ranges=ranges, progress=_tell
+        )
+        _say(output, manifest)
+    else:
+        from export.litertlm import export_litertlm
+
+        sharing = export_litertlm(subject, output, plan, precision=precision, ranges=ranges, progress=_tell)
+        click.echo(f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB")
+    click.echo(
+        f"weights: {sharing.stored_bytes / 1e6:.1f} MB, which would be {sharing.apart_bytes / 1e6:.1f} MB if "
+        "levels shared none"
     )
-    manifest = export_stablehlo(
-        subject, output, plan, precision=precision, platforms=platforms or PLATFORMS, progress=_tell
-    )
+
+
+def _ranges(subject: Subject, text: Path) -> dict[str, quantized.Ranges]:
+    try:
+        with text.open("rb") as file:
+            raw = file.read(_MAX_TEXT_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{text}: cannot be read ({error.strerror})") from error
+    # A character may be cut at the end of what is read.
+    tokens = Tokenizer(subject.tokenizer).encode(raw.decode("utf-8", errors="ignore"))
+    return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
+
+
+def _say(output: Path, manifest: Manifest) -> None:
     size_mb = sum(each.size_bytes for each in manifest.files.values()) / 1e6
     click.echo(f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB")
 

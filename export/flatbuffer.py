@@ -1,8 +1,8 @@
 """A `.tflite` model as its file has it: which operators it runs, and buffers that share bytes.
 
-Buffers lie behind the flatbuffer, each at a place and of a size (`Buffer.offset`, `Buffer.size` of the schema),
-so that two may read the same bytes: what is equal is stored once, and so is the beginning of a larger one, which
-is what a level's matrices are of the whole model's.
+Buffers lie behind the flatbuffer, each at a place and of a size (`Buffer.offset`, `Buffer.size` of the
+schema), so that two may read the same bytes: what is equal is stored once, and so is the beginning of a
+larger one, which is what a level's matrices are of the whole model's.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def share_buffers(data: bytes) -> tuple[bytes, Sharing]:
     """The model with every buffer's bytes stored once, also those that begin a larger buffer."""
     import flatbuffers
 
-    schema, model = _unpacked(data)
+    _, model = _unpacked(data)
     large: list[tuple[Any, memoryview]] = []
     for buffer in model.buffers:
         content = _content(buffer, data)

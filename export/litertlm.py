@@ -1,6 +1,6 @@
-"""One `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, the tokenizer, and what ends text.
+"""One `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, its tokenizer, what ends text.
 
-The runtime knows prefill and decode signatures of one model, so a bundle holds neither levels nor token trees.
+The runtime knows prefill and decode signatures of one model: a bundle holds neither levels nor token trees.
 """
 
 import tempfile
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from export.extras import require_extra
+from export.extras import require_format
 from export.flatbuffer import Sharing
 from export.quantized import Ranges
 from export.signatures import ExportPlan
@@ -42,11 +42,11 @@ def export_litertlm(
     Raises:
       ConfigError: the plan has levels or token trees, or see `export_tflite`.
     """
-    require_extra("export", "litert_converter", "ai_edge_litert", "litert_lm_builder")
+    require_format("litertlm")
     if list(subject.levels) != [WHOLE] or plan.verify_tokens:
         raise ConfigError(
-            "a LiteRT-LM bundle holds no levels and no token trees; leave --level and --verify out, or export "
-            "as tflite"
+            "a LiteRT-LM bundle holds no levels and no token trees; leave --level and --verify out, or "
+            "export as tflite"
         )
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from export.extras import require_extra
 from export.quantized import FAKE_QUANT
 from jaxllm.errors import ConfigError, one_line
 
@@ -17,8 +16,8 @@ _LEGALIZE = "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts)"
 
 
 class Traced(NamedTuple):
-    """A signature as the converter takes it: StableHLO bytes whose first arguments are `weights`, and names of
-    the other arguments and of the results."""
+    """A signature as the converter takes it: StableHLO bytes whose first arguments are `weights`, and names
+    of the other arguments and of the results."""
 
     name: str
     code: bytes
@@ -31,9 +30,8 @@ def convert(signatures: Sequence[Traced]) -> bytes:
     """One model of all signatures, with their weights as constants.
 
     Raises:
-      ConfigError: the converter is not installed, or refuses the model.
+      ConfigError: the converter refuses the model.
     """
-    require_extra("export", "litert_converter", "ai_edge_litert", "ai_edge_quantizer")
     from litert_converter.mlir import ir, passmanager
     from litert_converter.mlir._mlir_libs import converter_api_ext
 
@@ -104,7 +102,7 @@ def _symbol(operation: Any) -> str:
 
 
 def _marks_to_calls(module: Any) -> int:
-    """Rewrites the composites of `quantized.py` as the calls that the converter knows; how many there were."""
+    """Rewrites the composites of `quantized.py` as calls that the converter knows; how many there were."""
     from litert_converter.mlir import ir
     from litert_converter.mlir.dialects import stablehlo
 
@@ -123,6 +121,7 @@ def _marks_to_calls(module: Any) -> int:
                 continue
             facts = ir.DictAttr(operation.attributes["composite_attributes"])
             if not len(ir.DenseElementsAttr(facts["scale"])):
+                # The converter takes those without scales as they are.
                 continue
             with ir.InsertionPoint(operation), operation.location:
                 # Constants of the decomposition come before the operand.

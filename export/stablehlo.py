@@ -12,7 +12,7 @@ import jax.export
 import ml_dtypes
 import numpy as np
 
-from export.extras import require_extra
+from export.extras import require_format
 from export.folder import finish, new_folder
 from export.signatures import ExportPlan, example_inputs, step_of, step_shapes
 from export.subject import Subject
@@ -53,7 +53,7 @@ def export_stablehlo(
       ConfigError: an option is out of its domain, the folder exists, or the extra is missing.
       ProgramError: a program computes something else than the graph (see `verify`).
     """
-    require_extra("stablehlo", "flatbuffers")
+    require_format("stablehlo")
     unknown = [each for each in platforms if each not in PLATFORMS]
     if unknown or not platforms:
         raise ConfigError(

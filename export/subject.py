@@ -2,6 +2,7 @@
 program can hold."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.lora import merge, parameters_of
+from jaxllm.lora import Adapter, merge, parameters_of
+from jaxllm.models.parameters import param_specs
 from jaxllm.programs.manifest import LEFT, RIGHT, WHOLE, Argument, ProgramLevel
 from jaxllm.quant import dequantize
 from jaxllm.tokenizer import TokenizerFiles
@@ -60,7 +62,7 @@ def read_subject(
     *,
     levels: Sequence[int] = (),
     adapter: Path | None = None,
-    dtype: np.dtype = np.dtype(np.float32),  # noqa: B008 (a constant)
+    dtype: np.dtype | None = None,
 ) -> Subject:
     """Reads a bundle.
 
@@ -68,7 +70,7 @@ def read_subject(
       path: the bundle.
       levels: to export besides the whole model, in percent.
       adapter: a low-rank adapter of the model in PEFT's layout, to be folded into the weights.
-      dtype: of the dense weights.
+      dtype: of the dense weights; None is float32.
 
     Raises:
       CheckpointError: the bundle or the adapter cannot be read.
@@ -78,6 +80,7 @@ def read_subject(
         raise CheckpointError(
             f"{path} is a folder; make a bundle of it with `jaxllm prepare` and export that"
         )
+    dtype = np.dtype(np.float32) if dtype is None else dtype
     with portable_graphs(), Bundle.open(path) as bundle:
         require_portable(bundle)
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
@@ -90,7 +93,7 @@ def read_subject(
             order = read_order(bundle)
             change = change if order is None else reorder_adapter(change, order)
             params = merge(params, change, lora.scaling)
-            model = f"{model}+{adapter.resolve().name}"
+            model = _adapted_fingerprint(model, change, lora.scaling)
         arrays = {
             name: np.asarray(dequantize(weight, jnp.float32)).astype(dtype) for name, weight in params.items()
         }
@@ -134,10 +137,14 @@ def require_portable(bundle: Bundle) -> None:
         )
 
 
-def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
-    # Here, because the whole model's shapes need no specs.
-    from jaxllm.models.parameters import param_specs
+def _adapted_fingerprint(model: str, adapter: Adapter, scaling: float) -> str:
+    digest = hashlib.sha256(f"{model} {scaling!r}".encode())
+    for name in sorted(adapter):
+        digest.update(name.encode() + np.ascontiguousarray(adapter[name]).tobytes())
+    return digest.hexdigest()
 
+
+def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
     return param_specs(cfg)[name].shape if cfg.layer_units else whole
 
 

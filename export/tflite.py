@@ -1,4 +1,4 @@
-"""One `.tflite` model of all signatures, for LiteRT on phones: its weights are constants that all of them share.
+"""One `.tflite` model of all signatures, for LiteRT on phones: its weights are constants that all share.
 
 Precisions: `f32`; `int8`, weights at 8 bits and dynamic activations; `w8a8`, activations at fixed scales too.
 A level's matrices are the beginnings of the whole model's, and lie on the same bytes; where a level contracts
@@ -17,7 +17,7 @@ import jax
 import jax.export
 import numpy as np
 
-from export.extras import require_extra
+from export.extras import require_format
 from export.flatbuffer import Sharing, share_buffers
 from export.folder import finish, new_folder
 from export.mlir import Traced, convert
@@ -66,7 +66,7 @@ def export_tflite(
       ConfigError: the model has something that the format does not hold, an option is out of its domain, the
         folder exists, or the extra is missing.
     """
-    require_extra("export", "litert_converter", "ai_edge_litert", "flatbuffers")
+    require_format("tflite")
     plan = plan.resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, lambda _: FILE)]
     with new_folder(out) as folder:

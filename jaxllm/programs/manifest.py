@@ -21,8 +21,8 @@ from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.tokenizer import TokenizerFiles
 
 # "live" programs are in no folder: what a process traces for itself.
-ProgramFormat = Literal["stablehlo", "tflite", "live"]
-FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite")
+ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
+FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
 Kind = Literal["prefill", "decode", "verify"]
 Precision = Literal["f32", "bf16", "int8", "w8a8"]
 

@@ -77,6 +77,11 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
         limit = executables_bytes()
         kept = ExecutableFolder(cache_folder() / "executables", limit_bytes=limit) if limit else None
         return StableHloExecutor(manifest, folder, kept)
+    if manifest.format != "tflite":
+        raise ConfigError(
+            f"{folder} holds {manifest.format} modules, for programs of your own; export the model as "
+            "stablehlo or tflite to run it here"
+        )
     from serving.programs.litert import LiteRtExecutor
 
     return LiteRtExecutor(manifest, folder, threads=threads)

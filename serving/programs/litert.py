@@ -1,13 +1,18 @@
 """A `.tflite` model run by LiteRT: XNNPACK on a CPU, its packed weights kept in a file.
 
 XNNPACK reads weights in an order of its own. Packed once, they are a file that later processes map: a start
-takes milliseconds, and weights take no memory that cannot be dropped. Caches are two sets of buffers, of which
+takes milliseconds, and weights no memory that cannot be dropped. Caches are two sets of buffers, of which
 a step reads one and writes the other.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from serving.progress import Progress
 from serving.user_cache import cache_folder, executables_bytes
 
 _LOGITS = "logits"
+_SAID_BYTES = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,14 +74,23 @@ class LiteRtExecutor:
         (file,) = {each.file for each in manifest.signatures}
         path = manifest.require_intact(folder, file)
         kept = _packed_path(manifest.files[file].xxh3_128) if packed is None else packed
-        cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path="" if kept is None else str(kept))
-        try:
-            self._model = CompiledModel.from_file(
-                str(path), options=Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
-            )
-        except RuntimeError as error:
-            raise ProgramError(f"{path}: LiteRT refuses it ({one_line(error)}); export it again") from error
+        cpu = CpuOptions(
+            num_threads=self.threads, xnnpack_weight_cache_path="" if kept is None else str(kept)
+        )
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
+        with _quiet() as said:
+            try:
+                self._model = CompiledModel.from_file(str(path), options=options)
+            except RuntimeError as error:
+                raise ProgramError(
+                    f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
+                ) from error
+            # With the first buffer the runtime looks for accelerators once more.
+            self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
+                np.zeros((1, manifest.signatures[0].tokens), np.int32)
+            )
+        weakref.finalize(self, _close, self._model)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`: LiteRT has all signatures ready; their buffers are made."""
@@ -129,6 +144,31 @@ class LiteRtExecutor:
             outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
             self._buffers[name] = inputs, outputs
         return self._buffers[name]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[Callable[[], str]]:
+    """LiteRT tells all that it does on standard error and cannot be told not to: here it is kept, and `said`
+    gives the last lines of it."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+
+        def said() -> str:
+            kept.seek(max(0, kept.seek(0, os.SEEK_END) - _SAID_BYTES))
+            return kept.read().decode(errors="replace")
+
+        try:
+            yield said
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def _close(model: Any) -> None:
+    with _quiet():
+        model.close()
 
 
 def _packed_path(digest: str) -> Path | None:
