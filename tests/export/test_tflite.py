@@ -30,7 +30,7 @@ INTEGER_OPERATORS = {
     "FULLY_CONNECTED", "QUANTIZE", "DEQUANTIZE", "RESHAPE", "TRANSPOSE", "GATHER_ND", "CAST",
 }  # fmt: skip
 SHORT = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(16,), verify_tokens=(16,))
-TEXT = "the hello there " * 40
+TEXT = "the hello there " * 20
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def int8(whole, tmp_path_factory):
 def w8a8(whole, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "w8a8"
     tokens = Tokenizer(whole.tokenizer).encode(TEXT)
-    ranges = calibrate(quantized_subject(whole)[0], tokens[:300])
+    ranges = calibrate(quantized_subject(whole)[0], tokens[:40])
     export_tflite(whole, folder, SHORT, precision="w8a8", ranges=ranges)
     return folder
 
