@@ -51,6 +51,10 @@ class JaxPrograms:
                 if progress is not None:
                     progress("compile", done + 1, len(missing))
 
+    def compile(self, signature: Signature) -> None:
+        """Gets one program ready, in this thread."""
+        self._compiled[signature.name] = self._build(signature)
+
     def start(self, level: int) -> Caches:
         """See `Executor`."""
         dtype = jax.numpy.dtype(self.manifest.cache_dtype)
