@@ -1,5 +1,6 @@
 """`jaxllm export`: a bundle becomes programs."""
 
+import sys
 from pathlib import Path
 
 import click
@@ -169,4 +170,5 @@ def _say(output: Path, manifest: Manifest) -> None:
 
 
 def _tell(stage: str, done: int, total: int) -> None:
-    click.echo(f"\r{stage} {done} of {total}", err=True, nl=done == total)
+    if sys.stderr.isatty():
+        click.echo(f"\r{stage} {done} of {total}", err=True, nl=done == total)

@@ -27,7 +27,7 @@ from serving.programs.stablehlo import StableHloExecutor
 from serving.programs.table import ProgramTable
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers
-from tests.tiny import tiny_params, write_tiny_bundle
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
 ROOT = Path(__file__).parents[2]
@@ -290,3 +290,22 @@ def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):
     with Bundle.open(path) as bundle:
         for name, weight in bundle.load().items():
             np.testing.assert_array_equal(arrays[name], dequantize(weight, jax.numpy.float32), err_msg=name)
+
+
+def test_an_adapter_is_folded_in_and_makes_another_model(tmp_path):
+    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.lora import LoraConfig, merge
+    from tests.test_lora import random_adapter
+
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm")
+    lora = LoraConfig(rank=2, alpha=4, targets=("attn.q", "ffn.down"))
+    adapter = random_adapter(TINY, lora, 0)
+    write_adapter(tmp_path / "adapter", TINY, lora, adapter)
+    plain, adapted = read_subject(path), read_subject(path, adapter=tmp_path / "adapter")
+    assert plain.model != adapted.model
+    wanted = merge(
+        {name: jax.numpy.asarray(value) for name, value in plain.arrays.items()}, adapter, lora.scaling
+    )
+    for name, array in adapted.arrays.items():
+        np.testing.assert_allclose(array, wanted[name], rtol=1e-6, err_msg=name)
+    assert (adapted.arrays["layers.0.attn.q"] != plain.arrays["layers.0.attn.q"]).any()
