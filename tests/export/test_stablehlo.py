@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from export.signatures import ExportPlan
-from export.stablehlo import export_stablehlo, verify
+from export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
 from export.subject import read_subject
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
 from jaxllm.models.decoder import forward_documents, logits
@@ -170,6 +170,15 @@ def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
     assert count() == 0
     outs = [table.prefill(table.start(20), PROMPTS[2], 0)[0] for table in (first, again)]
     np.testing.assert_array_equal(*outs)
+
+
+def test_one_artifact_serves_all_platforms(subject):
+    plan = PLAN.resolved(CFG)
+    (decode,) = [each for each in plan.signatures(40, str) if each.kind == "decode"]
+    program = traced(decode, subject, plan, precision="bf16", platforms=PLATFORMS)
+    assert program.platforms == ("cpu", "cuda", "tpu")
+    # Nothing of this machine's kernels: whoever loads it has none of their calls.
+    assert "custom_call" not in program.mlir_module()
 
 
 # What is refused
