@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-fast check clean
+.PHONY: demo test test-fast test-export check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxllm demo
@@ -20,6 +20,10 @@ test: $(VENV)/.dev
 test-fast: $(VENV)/.dev
 	$(PYTEST) -m "not slow"
 
+# The formats of other runtimes, in an environment of their own: their converter needs older packages.
+test-export: $(VENV)-export/.ready
+	$(VENV)-export/bin/python -m pytest -p no:anyio tests/export/test_tflite.py tests/export/test_litertlm.py tests/export/test_iree.py
+
 # What a reviewer's machine would say: format, lint, types.
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -28,7 +32,7 @@ check: $(VENV)/.dev
 	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/* tests/kernels/native_check*
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-export build dist *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
@@ -36,6 +40,12 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# All packages by name, and not this one: tests run it where it is.
+$(VENV)-export/.ready: constraints-export.txt
+	$(PYTHON) -m venv $(VENV)-export
+	$(VENV)-export/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-export.txt
 	touch $@
 
 $(VENV)/bin/python:

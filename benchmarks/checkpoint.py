@@ -15,7 +15,8 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
-from serving.models import cache_folder, default_bundle
+from serving.models import default_bundle
+from serving.user_cache import cache_folder
 
 Progress = Callable[[str, int, int], None]
 

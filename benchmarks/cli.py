@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from benchmarks import engine as engine_bench
+from benchmarks import export as export_bench
 from benchmarks.contexts import quality as contexts_quality
 from benchmarks.contexts import run as contexts_bench
 from benchmarks.contexts.figures import draw as draw_contexts
@@ -24,8 +25,9 @@ from benchmarks.speculative.memory import memory_rows
 from jaxllm.bundle import WEIGHT_FORMATS, WeightFormat
 from serving.console import Size, progress_bars
 from serving.contexts.switching import PATTERNS
-from serving.models import cache_folder, find_model, open_model
+from serving.models import find_model, open_model
 from serving.options import EngineOptions
+from serving.user_cache import cache_folder
 
 
 @click.group("bench")
@@ -396,3 +398,51 @@ def experts_command(
     emit("experts", rows, as_json=as_json, plot=None)
     if plot is not None:
         draw_experts(rows, plot)
+
+
+@bench_command.command("export")
+@click.option(
+    "-m",
+    "--model",
+    type=click.Path(path_type=Path),
+    help="A bundle or a Hugging Face folder. [default: the packaged model]",
+)
+@click.option(
+    "--shape", type=click.Choice(list(SHAPES)), help="Instead: random weights of this size, for speed alone."
+)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A UTF-8 text for prompts and perplexity; its end calibrates w8a8.",
+)
+@click.option(
+    "--threads", type=int, default=0, metavar="N", help="Cores that each system computes with. [default: all]"
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def export_command(
+    model: Path | None,
+    shape: str | None,
+    text: Path | None,
+    threads: int,
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """A model live and as StableHLO, TFLite and LiteRT-LM: load times, sizes, speed, memory and answers."""
+    if shape is not None and (model is not None or text is not None):
+        raise click.UsageError("--shape goes with neither --model nor --text")
+    check_plot(plot)
+    plan = export_bench.Plan.quick() if quick else export_bench.Plan()
+    with progress_bars() as progress:
+        if shape is not None:
+            model = shape_folder(shape, progress)
+        rows = export_bench.run(
+            export_bench.Subject(model=model, text=text, threads=threads),
+            plan,
+            progress,
+            lambda message: click.echo(message, err=True),
+        )
+    emit("export", rows, as_json=as_json, plot=plot)

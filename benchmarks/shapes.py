@@ -14,7 +14,7 @@ import numpy as np
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.tokenizer import TokenizerFiles
-from serving.models import cache_folder
+from serving.user_cache import cache_folder
 
 Progress = Callable[[str, int, int], None]
 

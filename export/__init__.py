@@ -1,4 +1,5 @@
-"""Portable programs of the compiled steps, for devices that do not run JAX.
+"""Portable programs of a model, for devices that trace nothing: StableHLO, TFLite, LiteRT-LM, IREE.
 
-Empty so far: the package fixes the room's place and its import direction (`export` -> `jaxllm`).
+All come from one source, the steps of `jaxllm.programs.steps` with their weights as arguments; what runs them
+is `serving/programs`.
 """

@@ -21,6 +21,10 @@ class BundleError(CheckpointError):
     """A prepared bundle is truncated, corrupt, of another version, or not a bundle at all."""
 
 
+class ProgramError(CheckpointError):
+    """An exported program is incomplete, corrupt, of another version, or of other weights than are there."""
+
+
 class ContextGone(JaxllmError):
     """What a context held is no longer of use: its model changed, or its data is lost."""
 

@@ -33,7 +33,17 @@ import jax.numpy as jnp
 from jaxllm.config import Activation
 from jaxllm.kernels import converted, native
 from jaxllm.layers import Norm, activate, normalize
-from jaxllm.quant import Adapted, AdaptedFromBuffer, BlockedArray, QArray, Weight, dequantize, embedding_rows
+from jaxllm.quant import (
+    Adapted,
+    AdaptedFromBuffer,
+    BlockedArray,
+    FirstUnits,
+    OwnProduct,
+    QArray,
+    Weight,
+    dequantize,
+    embedding_rows,
+)
 from jaxllm.used_units import UsedUnits
 
 Out = TypeVar("Out")
@@ -296,6 +306,8 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
     width = weight.shape[-1]
     if isinstance(weight, AdaptedFromBuffer):
         return _to_units_by_xla(rows, weight.apart)
+    if isinstance(weight, OwnProduct):
+        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -1)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.right)
         left = weight.left.reshape(weight.left.shape[0], -1)
@@ -318,6 +330,12 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
     units, width = weight.shape[:-1], weight.shape[-1]
     if isinstance(weight, AdaptedFromBuffer):
         return _from_units_by_xla(rows, weight.apart)
+    if isinstance(weight, OwnProduct):
+        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
+    if isinstance(weight, FirstUnits):
+        # The weight stays as it is, whole and shared: the units that are not there give nothing.
+        missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
+        return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.left.reshape(weight.left.shape[0], -1))
         return _from_units_by_xla(rows, weight.base) + _from_units_by_xla(low, weight.right)

@@ -14,8 +14,9 @@ from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.graph_table import GraphTable
-from serving.lowering import MAX_STOP_IDS, embedding_params, layer_params
+from serving.lowering import embedding_params, layer_params
 from serving.speculative.verdict import Verdict
+from serving.text import MAX_STOP_IDS
 
 
 class BucketTable(GraphTable):

@@ -38,6 +38,10 @@ COMMANDS = {
         "serving.commands.profile:profile_command",
         "Measure every level of BUNDLE (default: the packaged model), and keep the times for the service.",
     ),
+    "export": (
+        "export.cli:export_command",
+        "Write the model in BUNDLE as programs for devices that compile nothing.",
+    ),
     "trace": ("serving.commands.trace:trace_command", "Make request traces, and replay them on a service."),
     "contexts": (
         "serving.commands.contexts:contexts_command",

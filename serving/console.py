@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from serving.engine import Engine
+    from serving.programs.engine import ProgramEngine
 
 ProgressCallback = Callable[[str, int, int], None]
 MAX_INPUT_BYTES = 64 << 20
@@ -51,9 +52,16 @@ class ModelChoice:
     level: int
     memory: int = 0
     draft: str | None = None
+    program: Path | None = None
 
-    def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine":
-        """The engine that serves it."""
+    def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine | ProgramEngine":
+        """The engine that serves it.
+
+        Raises:
+          ConfigError: it is an exported program, with options that only a bundle has.
+        """
+        if self.program is not None:
+            return self._open_program(self.program, progress, warm_up=warm_up)
         options = EngineOptions(context_tokens=self.context_tokens, memory_bytes=self.memory)
         return self._open(
             self.model,
@@ -64,6 +72,22 @@ class ModelChoice:
             level=self.level,
             speculation=None if self.draft is None else speculation(self.draft),
         )
+
+    def _open_program(self, folder: Path, progress: ProgressCallback, *, warm_up: bool) -> "ProgramEngine":
+        for name in ("model", "weights", "context_tokens", "adapter", "memory", "draft"):
+            if getattr(self, name):
+                option = {"context_tokens": "context"}.get(name, name)
+                raise ConfigError(
+                    f"--{option} cannot be given with --program: programs were exported with theirs; give "
+                    "it to `jaxllm export`, or leave --program out"
+                )
+        # Here, because most commands open no program.
+        from serving.programs.engine import ProgramEngine
+
+        engine = ProgramEngine.open(folder, level=self.level)
+        if warm_up:
+            engine.warm_up(progress=progress)
+        return engine
 
     def open_other(self, model: Path, progress: ProgressCallback) -> "Engine":
         """An engine for another model, likewise but for adapter, level, memory and draft."""
@@ -112,8 +136,14 @@ def speculation(draft: str) -> SpeculationOptions:
 
 
 def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--memory and --draft, for commands that answer; beneath `model_options`."""
+    """--program, --memory and --draft, for commands that answer; beneath `model_options`."""
     for option in (
+        click.option(
+            "--program",
+            type=click.Path(path_type=Path),
+            metavar="DIR",
+            help="Run the exported programs in this folder (see `jaxllm export`) instead of a model.",
+        ),
         click.option(
             "--draft",
             metavar="DRAFT",

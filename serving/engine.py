@@ -34,7 +34,7 @@ from serving.experts.weights import ExpertWeights
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
 from serving.levels import Levels
-from serving.models import cache_folder, open_model
+from serving.models import open_model
 from serving.options import EngineOptions
 from serving.progress import Progress, loading
 from serving.sliding import Sliding
@@ -42,6 +42,7 @@ from serving.speculative.options import SpeculationOptions
 from serving.streaming.footprint import drafter_bytes, streamed_weights
 from serving.streaming.table import StreamedTable
 from serving.streaming.weights import StreamedWeights
+from serving.user_cache import cache_folder
 
 if TYPE_CHECKING:
     from serving.speculative.table import SpeculativeTable
@@ -189,6 +190,11 @@ class Engine:
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.bundle.layout.name
 
     def at(self, level: int) -> "Engine":
         """This engine as its sub-model of a level: weights, graphs and adapters stay shared.

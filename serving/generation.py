@@ -17,15 +17,22 @@ from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
-from serving.lowering import MAX_STOP_IDS
-from serving.options import EngineOptions
 from serving.sliding import Sliding, kept_tokens, slid
-from serving.text import TextStream
+from serving.text import MAX_STOP_IDS, TextStream
 
 # A dispatch decodes as many tokens as fit this time, so that text flows, a cancel is obeyed soon, and
 # little is thrown away behind a stop string; a small model still gets whole blocks.
 _DISPATCH_MS = 50.0
 DEFAULT_MAX_TOKENS = 256
+
+
+class Window(Protocol):
+    """The part of an engine's options that an answer needs (see `EngineOptions`)."""
+
+    @property
+    def context_tokens(self) -> int:
+        """Most tokens of prompt and answer together."""
+        ...
 
 
 class Decoder(Protocol):
@@ -37,7 +44,7 @@ class Decoder(Protocol):
         ...
 
     @property
-    def options(self) -> EngineOptions:
+    def options(self) -> Window:
         """Resolved options."""
         ...
 

@@ -15,7 +15,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib
@@ -24,10 +24,12 @@ import numpy as np
 
 import jaxllm
 from jaxllm.config import Bucket, ModelConfig
-from jaxllm.models.tlm import TlmConfig
 from serving.executables import ExecutableFolder
 from serving.machine import cpu_features, usable_cores
-from serving.options import EngineOptions
+
+if TYPE_CHECKING:
+    from jaxllm.models.tlm import TlmConfig
+    from serving.options import EngineOptions
 
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "JAXLLM_KERNELS", "JAXLLM_THREADS")
 # Settings of JAX about logs and caches; every other one may change a graph.
@@ -57,7 +59,7 @@ class GraphStore:
         folder: ExecutableFolder,
         *,
         cfg: ModelConfig,
-        options: EngineOptions,
+        options: "EngineOptions",
         params: Any,
         kernels: str = "xla",
     ) -> None:
@@ -67,7 +69,7 @@ class GraphStore:
             graph_key, cfg=cfg, options=options, params=params_signature(params), environment=environment
         )
 
-    def of(self, cfg: ModelConfig | TlmConfig, params: Any) -> "GraphStore":
+    def of(self, cfg: "ModelConfig | TlmConfig", params: Any) -> "GraphStore":
         """The graphs of another model (a sub-model, say) in the same folder, for the same engine."""
         other = copy.copy(self)
         other._key = functools.partial(self._key, cfg=cfg, params=params_signature(params))
@@ -83,7 +85,7 @@ class GraphStore:
 
 
 def graph_key(
-    bucket: Bucket, *, cfg: ModelConfig | TlmConfig, options: EngineOptions, params: str, environment: str
+    bucket: Bucket, *, cfg: "ModelConfig | TlmConfig", options: "EngineOptions", params: str, environment: str
 ) -> str:
     """The key of one graph, 64 hexadecimal digits.
 
@@ -101,7 +103,7 @@ def graph_key(
     return _digest([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
 
 
-def graph_options(options: EngineOptions) -> dict[str, Any]:
+def graph_options(options: "EngineOptions") -> dict[str, Any]:
     """Those of an engine's resolved options that its graphs depend on, by name."""
     names = (field.name for field in dataclasses.fields(options) if field.name not in _OUTSIDE_GRAPHS)
     values = {name: getattr(options, name) for name in names}

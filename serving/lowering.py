@@ -43,8 +43,8 @@ from jaxllm.steps import decode_tokens, prefill_chunk, route_documents, score_br
 from jaxllm.used_units import PARAMETER
 from serving.bucket_plan import ENCODED_CHUNKS
 from serving.options import EngineOptions
+from serving.text import MAX_STOP_IDS
 
-MAX_STOP_IDS = 16
 EXPERT_PARTS = ("gate", "up", "down")
 
 

@@ -7,17 +7,15 @@ folder is prepared again. Nothing is downloaded.
 import contextlib
 import hashlib
 import importlib.resources
-import os
 import time
 from pathlib import Path
-
-import platformdirs
 
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import BundleError, CheckpointError
 from serving.progress import Progress
+from serving.user_cache import cache_folder
 
 # Changes whenever preparing the same folder would write another bundle.
 _CACHE_KEY_VERSION = "1"
@@ -90,11 +88,6 @@ def default_bundle() -> Path:
 
 def _assets() -> Path:
     return Path(str(importlib.resources.files("jaxllm") / "assets"))
-
-
-def cache_folder() -> Path:
-    """Where prepared folders are kept: $JAXLLM_CACHE, else the platform's cache directory."""
-    return Path(os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm"))
 
 
 def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:

@@ -1,7 +1,6 @@
 """What an engine may be told: sizes of its graphs and caches, its dtype, and what it keeps on disk."""
 
 import dataclasses
-import os
 
 import jax
 
@@ -15,6 +14,7 @@ from jaxllm.lora import LoraConfig
 from serving.direct_io import Storage
 from serving.experts.options import ExpertOptions
 from serving.speculative.options import TreeShape
+from serving.user_cache import executables_bytes
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -28,8 +28,6 @@ _MAX_DECODE_BLOCK = 256
 _MAX_KV_CHUNK_TOKENS = 256
 _CPU_SCORE_TOKENS = 2048
 _ACCELERATOR_SCORE_TOKENS = 16384
-_EXECUTABLES_BYTES = 1 << 30
-_EXECUTABLES_VARIABLE = "JAXLLM_EXECUTABLES_BYTES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +180,7 @@ class EngineOptions:
             activation_dtype=activation_dtype,
             cache_dtype=self.cache_dtype or ("float16" if half_cache else activation_dtype),
             adapter_targets=targets,
-            executables_bytes=_executables_bytes()
+            executables_bytes=executables_bytes()
             if self.executables_bytes is None
             else self.executables_bytes,
         )
@@ -195,14 +193,3 @@ def _cache_lengths(context: int) -> tuple[int, ...]:
         lengths.append(length)
         length *= _CACHE_GROWTH
     return (*lengths, context)
-
-
-def _executables_bytes() -> int:
-    text = os.environ.get(_EXECUTABLES_VARIABLE, "")
-    if not text:
-        return _EXECUTABLES_BYTES if hasattr(os, "geteuid") else 0
-    if not text.isdecimal():
-        raise ConfigError(
-            f"{_EXECUTABLES_VARIABLE} must be a number of bytes (0: keep none), got {text!r:.80}"
-        )
-    return int(text)

@@ -24,9 +24,9 @@ from serving.chunks import chunk_cost, plan_chunks
 from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.graph_store import environment_facts, graph_options
-from serving.models import cache_folder
 from serving.options import EngineOptions
 from serving.progress import Progress
+from serving.user_cache import cache_folder
 
 # Prompt lengths that are measured, as far as the context holds them; between them time is interpolated.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -14,6 +14,8 @@ from typing import Protocol
 from jaxllm.errors import ConfigError
 
 MAX_STOPS = 16
+# Tokens that may end an answer, which graphs take as one row.
+MAX_STOP_IDS = 16
 MAX_STOP_CHARACTERS = 256
 
 # What decoders put in place of bytes that are not UTF-8, hence also of a character's first bytes.

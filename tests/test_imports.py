@@ -22,7 +22,7 @@ ROOMS = (
     "errors", "atomic", "config", "quant", "used_units", "kernels", "kv", "layers", "documents", "linear",
     "encoder", "experts", "models", "elastic", "lora", "sampling", "speculative", "steps", "layer_steps",
     "branching",
-    "chat_template", "tokenizer", "checkpoints", "bundle", "prepare", "tasks",
+    "chat_template", "tokenizer", "checkpoints", "bundle", "prepare", "programs", "tasks",
 )  # fmt: skip
 # Imports by name, at run time. The command line names every room's commands as strings and imports one
 # when it runs, which ties no room to another; serving's front door names its own rooms and the core's.
@@ -34,7 +34,7 @@ CLOCKS_AND_THREADS = {
     "subprocess", "socket",
 }  # fmt: skip
 CLOCK_CALLS = {"now", "utcnow", "today"}
-FILE_ROOMS = {"atomic", "bundle", "checkpoints", "prepare", "tasks"}
+FILE_ROOMS = {"atomic", "bundle", "checkpoints", "prepare", "programs", "tasks"}
 # The native kernels belong to the process, as their threads do: their door alone reads its environment
 # (which kernels, how many threads) and asks how many processors it may use. Of `os` it takes nothing else.
 PROCESS_FILE = "jaxllm/kernels/native.py"

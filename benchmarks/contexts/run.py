@@ -253,7 +253,7 @@ def _variant_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> lis
 def _scratch() -> str | None:
     """Where stores are made: in the cache folder, which is on storage where that for temporary files may be
     memory."""
-    from serving.models import cache_folder
+    from serving.user_cache import cache_folder
 
     folder = cache_folder() / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)

@@ -6,9 +6,12 @@ A peer is one file here and one line below.
 from benchmarks.peers.jaxllm_engine import JaxllmEngine
 from benchmarks.peers.llama_cpp import LlamaCpp
 from benchmarks.peers.peer import Opening, Peer, Progress, Session
+from benchmarks.peers.programs import LiveSteps, Programs
 from benchmarks.peers.torch_transformers import TorchTransformers
 
 OURS = JaxllmEngine()
+# Ours too, in other forms: `jaxllm bench export` measures them.
+FORMS: tuple[Peer, ...] = (Programs(), LiveSteps())
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
@@ -16,6 +19,6 @@ PEERS: dict[str, Peer] = {
         TorchTransformers(),
     )
 }
-SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **PEERS}
+SYSTEMS: dict[str, Peer] = {OURS.name: OURS, **{each.name: each for each in FORMS}, **PEERS}
 
-__all__ = ["OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]
+__all__ = ["FORMS", "OURS", "PEERS", "SYSTEMS", "Opening", "Peer", "Progress", "Session"]

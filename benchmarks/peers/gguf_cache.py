@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.peers.gguf_file import quantize_gguf, write_gguf
 from benchmarks.peers.peer import Progress
-from serving.models import cache_folder
+from serving.user_cache import cache_folder
 
 # Changes whenever the same folder would make another file.
 _VERSION = "1"

@@ -111,7 +111,7 @@ class EngineSession:
         """See `Session.decode`."""
         import numpy as np
 
-        from serving.buckets import MAX_STOP_IDS
+        from serving.text import MAX_STOP_IDS
 
         table = self._engine.table
         block = self._engine.options.decode_block if setting == BLOCKS else 1

@@ -8,10 +8,12 @@ Activations are quantized on the fly to 8 bits, with one scale per token and 256
 activations hold NaN or infinity gives NaN; magnitudes under 1e-30 count as zero.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
 _MOST_THREADS = 256
 _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+_portable = contextvars.ContextVar("portable", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +56,28 @@ class Kernels:
         return self.name != "xla"
 
 
-@functools.cache
+@contextlib.contextmanager
+def portable_graphs() -> Iterator[None]:
+    """Graphs that are traced and weights that are placed within hold nothing of this process's kernels: other
+    machines run them."""
+    token = _portable.set(True)
+    try:
+        yield
+    finally:
+        _portable.reset(token)
+
+
 def kernels() -> Kernels:
+    """What computes: the native library of this process, or nothing native (see `portable_graphs`).
+
+    Raises:
+      ConfigError: see `process_kernels`.
+    """
+    return Kernels("xla", "the graphs are for other machines") if _portable.get() else process_kernels()
+
+
+@functools.cache
+def process_kernels() -> Kernels:
     """Loads and registers the native library, once.
 
     Raises:

@@ -70,7 +70,7 @@ class Places:
       positions: in the sequence.
       valid: how many of the tokens, the first, are real: int32 scalar.
       tree: where they lie and what they see, if not at their positions and all that is before them.
-      run: whether positions follow one another.
+      run: whether the rows follow one another, from the first position on.
     """
 
     positions: jax.Array

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +159,24 @@ class FirstUnits:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class OwnProduct(_Changed):
+    """A weight whose products are somebody else's to compute: to annotate them for a compiler, or to observe
+    what passes through them.
+
+    Attributes:
+      base: `[*U, D]`.
+      product: called with rows `[M, N]`, the weight as a matrix `[R, C]`, and the axis of it to contract with
+        N, -1 or -2.
+      rows: what rows of the weight are read from, where that is stored otherwise.
+    """
+
+    base: "Weight"
+    product: Callable[[jax.Array, jax.Array, int], jax.Array] = dataclasses.field(metadata={"static": True})
+    rows: QArray | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Apart:
     """A stack of matrices `[E, R, C]` that lie apart, each at a width of its own."""
 
@@ -183,6 +202,7 @@ Weight = (
     | AdaptedFromBuffer
     | Narrowed
     | FirstUnits
+    | OwnProduct
     | Apart
 )
 
@@ -193,6 +213,8 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return dequantize(weight.apart, dtype)
     if isinstance(weight, Adapted):
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
+    if isinstance(weight, OwnProduct):
+        return dequantize(weight.base, dtype)
     if isinstance(weight, Narrowed):
         return dequantize(weight.stack, dtype)[:, : weight.rows]
     if isinstance(weight, Apart):
@@ -236,6 +258,8 @@ def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Arr
     if isinstance(weight, Adapted):
         low = jnp.moveaxis(jnp.take(weight.left, rows, axis=1, mode="clip"), 0, -1).astype(dtype)
         return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
+    if isinstance(weight, OwnProduct):
+        return embedding_rows(weight.base if weight.rows is None else weight.rows, rows, dtype)
     if isinstance(weight, BlockedArray):
         levels, scale = take_blocked_rows(weight, rows)
         scale = _spread(scale.astype(dtype), weight.group, levels.shape[-1], -1)

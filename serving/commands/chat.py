@@ -16,6 +16,7 @@ from serving.console import (
 )
 from serving.engine import Engine
 from serving.generation import GenerationConfig, Session
+from serving.programs.engine import ProgramEngine
 
 _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
@@ -35,10 +36,8 @@ def chat_command(
     with progress_bars() as progress:
         engine = choice.open(progress)
     if not engine.tokenizer.has_chat_template:
-        raise ConfigError(
-            f"{engine.bundle.layout.name} has no chat template; use `jaxllm generate` for a base model"
-        )
-    click.echo(f"{engine.bundle.layout.name}. {_HELP}", err=True)
+        raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")
+    click.echo(f"{engine.name}. {_HELP}", err=True)
     opening = [{"role": "system", "content": system}] if system else []
     messages, session = list(opening), Session()
     while True:
@@ -55,7 +54,7 @@ def chat_command(
 
 
 def _answer(
-    engine: Engine,
+    engine: Engine | ProgramEngine,
     messages: list[dict[str, str]],
     kept: int,
     config: GenerationConfig,

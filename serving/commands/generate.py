@@ -50,7 +50,8 @@ def generate_command(
         asked_ms = process_age_ms()
         facts = summary(generation.result())
         first_ms = None if asked_ms is None else round(asked_ms + generation.timings.ttft_ms)
-        print_json({**facts, "first_token_ms": first_ms, **graphs(engine), **running(engine)})
+        more = {**graphs(engine), **running(engine)} if isinstance(engine, Engine) else {}
+        print_json({**facts, "first_token_ms": first_ms, **more})
         return
     for piece in generation:
         click.echo(piece, nl=False)

@@ -27,7 +27,7 @@ def tell(environment):
     for name in (native.CHOICE_VARIABLE, native.THREADS_VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
-    native.kernels.cache_clear()
+    native.process_kernels.cache_clear()
     try:
         found = native.kernels()
         return dict(name=found.name, reason=found.reason, choices=found.choices, threads=native.threads())

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 import jaxllm
-import serving.models
+import serving.user_cache
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.prepare import prepare
-from serving.models import cache_folder, default_bundle, levels_of, open_model, packaged_models
+from serving.models import default_bundle, levels_of, open_model, packaged_models
+from serving.user_cache import cache_folder
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 
@@ -276,7 +277,7 @@ def test_a_folder_that_is_no_model(folder: Path, cache: Path, missing: str) -> N
 def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "mine"))
     assert cache_folder() == tmp_path / "mine"
-    monkeypatch.setattr(serving.models.platformdirs, "user_cache_dir", lambda name: f"/caches/{name}")
+    monkeypatch.setattr(serving.user_cache.platformdirs, "user_cache_dir", lambda name: f"/caches/{name}")
     for unset in ("", None):
         monkeypatch.setenv("JAXLLM_CACHE", "") if unset == "" else monkeypatch.delenv("JAXLLM_CACHE")
         assert cache_folder() == Path("/caches/jaxllm")

@@ -1,0 +1,123 @@
+"""Exported programs, run by the loop that `jaxllm generate --program` runs; and the same steps jitted live,
+to tell what exporting costs.
+
+
+`model` of their opening is a folder of programs, or for the live steps a bundle.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.peers.peer import Opening, Progress, Session
+from jaxllm.config import ModelConfig
+
+STEP = "one token per step"
+
+
+class Programs:
+    """Programs of a folder."""
+
+    name = "programs"
+    slow = False
+
+    def missing(self) -> str | None:
+        """Whatever runs a folder says so itself when it is opened."""
+        return None
+
+    def refusal(self, cfg: ModelConfig) -> str | None:
+        """None: what cannot be exported has no folder."""
+        return None
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """None beside a width: `benchmarks.export` names them."""
+        return {}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a folder, and gets its programs ready."""
+        from serving.programs.engine import ProgramEngine
+
+        engine = ProgramEngine.open(opening.model, threads=opening.threads)
+        engine.warm_up(progress=progress)
+        facts = {"load_ms": engine.load_ms, "build_ms": engine.build_ms}
+        return ProgramSession(engine.table, facts)
+
+
+class LiveSteps(Programs):
+    """The steps of programs, traced and jitted in this process from a bundle's weights as floats."""
+
+    name = "live-steps"
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Opens a bundle; `options` has the lengths that an export would be given."""
+        import time
+
+        import jax.numpy as jnp
+
+        from jaxllm.bundle import Bundle
+        from jaxllm.kernels.native import portable_graphs
+        from jaxllm.quant import dequantize
+        from serving.programs.live import LiveExecutor
+        from serving.programs.table import ProgramTable
+
+        began = time.perf_counter()
+        with portable_graphs(), Bundle.open(opening.model) as bundle:
+            params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
+            cfg = bundle.cfg
+        executor = LiveExecutor(
+            "live steps", {100: params}, {100: cfg}, context_tokens=opening.context_tokens, **opening.options
+        )
+        loaded = time.perf_counter()
+        with portable_graphs():
+            for signature in executor.manifest.signatures:
+                # One after the other: threads would not know that graphs are to be portable.
+                executor.compile(signature)
+        facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
+        return ProgramSession(ProgramTable(executor), facts)
+
+
+class ProgramSession:
+    """A table of programs, driven below its streaming."""
+
+    settings = (STEP,)
+
+    def __init__(self, table: Any, facts: dict[str, Any]) -> None:
+        self._table, self._facts = table, facts
+        self._held: list[int] = []
+        self._token: Any = None
+        self._cache: Any = None
+        self._sampler: Any = None
+
+    def facts(self) -> dict[str, Any]:
+        """What opening took."""
+        return self._facts
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        from jaxllm.sampling import Sampling, sampler_state
+
+        table = self._table
+        sampler = sampler_state(Sampling(), prompt, table.cfg.vocab_size, 0)
+        logits, self._cache = table.prefill(table.start(len(prompt)), prompt, 0)
+        self._token, self._sampler = table.sample(logits, sampler)
+        self._held = list(prompt)
+        return int(self._token[0])
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        import numpy as np
+
+        from serving.text import MAX_STOP_IDS
+
+        table = self._table
+        no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
+        rows, _, self._cache, self._sampler = table.decode(
+            self._token, self._cache, self._sampler, no_stop, tokens, self._held
+        )
+        block = rows[0].tolist()
+        self._held += [int(self._token[0]), *block[:-1]]
+        self._token = rows[0, -1:]
+        return block
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """See `Session.score`."""
+        return self._table.score(tokens, targets).tolist()

@@ -1,0 +1,45 @@
+"""Packages that only exporting needs, found when they are needed."""
+
+import importlib.util
+
+from jaxllm.errors import ConfigError
+
+# What each format needs to be written: the extra that has it, and its modules.
+_NEEDS = {
+    "stablehlo": ("stablehlo", ("flatbuffers",)),
+    "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
+    "litertlm": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert", "litert_lm_builder")),
+    "iree": ("iree", ("flatbuffers", "iree.compiler", "iree.runtime")),
+}
+
+
+def require_format(kind: str) -> None:
+    """Checks that what writes a format is installed.
+
+    Raises:
+      ConfigError: it is not; the message has the command that installs it.
+    """
+    extra, modules = _NEEDS[kind]
+    require_extra(extra, *modules)
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """Checks that the packages of an extra are installed.
+
+    Raises:
+      ConfigError: one is not; the message has the command that installs it.
+    """
+    missing = [name for name in modules if not _found(name)]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; run "
+            f"`pip install 'jaxllm[{extra}]'`, in an environment of its own (see README, Export)"
+        )
+
+
+def _found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        # The package around it is missing.
+        return False

@@ -1,0 +1,80 @@
+"""A folder of programs as it is written: whole or not at all."""
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+import jaxllm
+from export.signatures import ExportPlan
+from export.subject import Subject
+from jaxllm.errors import ConfigError
+from jaxllm.programs.manifest import (
+    Manifest,
+    Precision,
+    ProgramFormat,
+    ProgramLevel,
+    Signature,
+    StoredFile,
+    write_tokenizer,
+)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder that takes the name `path` when the block ends well, and vanishes otherwise.
+
+    Raises:
+      ConfigError: there is something of that name.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} exists already; remove it or name another output")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path.parent}: no such folder; create it first")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def finish(
+    folder: Path,
+    subject: Subject,
+    plan: ExportPlan,
+    signatures: list[Signature],
+    *,
+    kind: ProgramFormat,
+    precision: Precision,
+    cache_dtype: str,
+    platforms: tuple[str, ...],
+    holds_weights: bool,
+    made_with: dict[str, str] | None = None,
+) -> Manifest:
+    """Writes tokenizer and manifest beside the programs; `holds_weights` says that these need no others."""
+    write_tokenizer(folder, subject.tokenizer)
+    levels = {
+        level: ProgramLevel(cfg=each.cfg, weights={} if holds_weights else each.weights)
+        for level, each in subject.levels.items()
+    }
+    manifest = Manifest(
+        format=kind,
+        name=subject.name,
+        model=subject.model,
+        context_tokens=plan.context_tokens,
+        precision=precision,
+        cache_dtype=cache_dtype,
+        platforms=platforms,
+        levels=levels,
+        signatures=tuple(signatures),
+        files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},
+        made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **(made_with or {})},
+    )
+    manifest.write(folder)
+    return manifest

@@ -1,0 +1,171 @@
+"""IREE modules (`.vmfb`) of the StableHLO programs: for this host, where each is run once, and for Android.
+
+Their caller passes the weights, in the order of their names, then the caches, tokens and positions. For
+Android it is checked that they hold machine code for its processor: nothing here can run it.
+"""
+
+import dataclasses
+import importlib.metadata
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from export.extras import require_format
+from export.folder import finish, new_folder
+from export.signatures import ExportPlan, example_inputs, step_of
+from export.stablehlo import traced
+from export.subject import Subject
+from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.kernels.native import portable_graphs
+from jaxllm.programs.manifest import WEIGHTS, Manifest, Signature, cache_shapes
+from jaxllm.programs.weights import write_weights
+
+Progress = Callable[[str, int, int], None]
+
+SUFFIX = ".vmfb"
+HOST, ANDROID = "host", "aarch64-linux-android"
+_OPTIMIZE = "--iree-opt-level=O3"
+_TARGETS: Mapping[str, tuple[str, ...]] = {
+    HOST: ("--iree-llvmcpu-target-cpu=host", _OPTIMIZE),
+    ANDROID: (
+        f"--iree-llvmcpu-target-triple={ANDROID}",
+        "--iree-llvmcpu-target-cpu-features=+dotprod,+i8mm",
+        _OPTIMIZE,
+    ),
+}
+_ELF = b"\x7fELF"
+# Of an ELF header, where the machine is, and which.
+_MACHINE_OFFSET, _AARCH64 = 18, 183
+_FLOAT = np.dtype(np.float32)
+# Of the largest logit or cached value: sums in another order.
+_TOLERANCE = 1e-4
+
+
+def export_iree(
+    subject: Subject,
+    out: Path,
+    plan: ExportPlan,
+    *,
+    targets: tuple[str, ...] = (HOST, ANDROID),
+    progress: Progress | None = None,
+) -> Manifest:
+    """Writes a folder of modules, one for each signature and target, with the weights beside them.
+
+    Args:
+      subject: the model, in float32.
+      out: the folder to make.
+      plan: which signatures.
+      targets: `HOST`, `ANDROID` or both.
+      progress: called with ("export", modules done, modules in all).
+
+    Raises:
+      ConfigError: the compiler is not installed, refuses the model, or the folder exists.
+      ProgramError: a module computes something else than the graph, or is for another processor.
+    """
+    require_format("iree")
+    from iree import compiler
+
+    plan = plan.resolved(subject.cfg)
+    bare = [each for level in subject.levels for each in plan.signatures(level, str)]
+    signatures = [each for each in bare for _ in targets]
+    with new_folder(out) as folder:
+        write_weights(folder / WEIGHTS, subject.arrays, model=subject.model)
+        done = 0
+        for signature in bare:
+            program = traced(signature, subject, plan, precision="f32", platforms=("cpu",))
+            for target in targets:
+                try:
+                    module = compiler.compile_str(
+                        program.mlir_module_serialized,
+                        input_type="stablehlo",
+                        target_backends=["llvm-cpu"],
+                        extra_args=list(_TARGETS[target]),
+                    )
+                except compiler.CompilerToolError as error:
+                    raise ConfigError(
+                        f"IREE cannot compile {signature.name} for {target} ({one_line(error)}); export the "
+                        "model as stablehlo"
+                    ) from error
+                if target == HOST:
+                    run_once(module, signature, subject, plan)
+                else:
+                    require_machine(module, signature.name)
+                (folder / module_file(signature, target)).write_bytes(module)
+                done += 1
+                if progress is not None:
+                    progress("export", done, len(signatures))
+        return finish(
+            folder,
+            subject,
+            plan,
+            [dataclasses.replace(each, file=module_file(each, targets[0])) for each in bare],
+            kind="iree",
+            precision="f32",
+            cache_dtype=_FLOAT.name,
+            platforms=targets,
+            holds_weights=False,
+            made_with={"iree-base-compiler": importlib.metadata.version("iree-base-compiler")},
+        )
+
+
+def module_file(signature: Signature, target: str) -> str:
+    """The file of a signature's module for a target."""
+    return f"{signature.name}.{target}{SUFFIX}"
+
+
+def require_machine(module: bytes, name: str) -> None:
+    """Checks that all machine code in a module is for 64-bit ARM.
+
+    Raises:
+      ProgramError: there is none, or some is for another processor.
+    """
+    machines, at = set(), module.find(_ELF)
+    while at >= 0:
+        machines.add(struct.unpack_from("<H", module, at + _MACHINE_OFFSET)[0])
+        at = module.find(_ELF, at + 1)
+    if machines != {_AARCH64}:
+        raise ProgramError(
+            f"{name} was compiled for machines {sorted(machines)}, not for {_AARCH64} (AArch64); check the "
+            "version of iree-base-compiler"
+        )
+
+
+def run_once(module: bytes, signature: Signature, subject: Subject, plan: ExportPlan) -> None:
+    """Runs a module of this host on random caches, and the graph that it was made of.
+
+    Raises:
+      ProgramError: they differ.
+    """
+    from iree import runtime
+
+    level = subject.levels[signature.level]
+    inputs = example_inputs(signature, level.cfg, plan.context_tokens)
+    draw = np.random.default_rng(0)
+    caches = {
+        name: draw.standard_normal(shape).astype(_FLOAT)
+        for name, shape in cache_shapes(level.cfg, plan.context_tokens).items()
+    }
+    weights = subject.weights(signature.level)
+    with portable_graphs():
+        wanted = jax.jit(step_of(signature, level.cfg, _FLOAT))(weights, caches, *inputs)
+    context = runtime.SystemContext(config=runtime.Config("local-task"))
+    vm = runtime.VmModule.copy_buffer(context.instance, module)
+    context.add_vm_module(vm)
+    flat = [
+        *(weights[name] for name in sorted(weights)),
+        *(caches[name] for name in sorted(caches)),
+        *inputs,
+    ]
+    results: Any = context.modules[vm.name]["main"](*flat)
+    for name, each in zip(sorted(wanted), results, strict=True):
+        this, that = each.to_host(), np.asarray(wanted[name])
+        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
+        if not worst <= _TOLERANCE * max(1.0, largest):
+            raise ProgramError(
+                f"IREE's {signature.name} differs from the graph that it was made of by {worst:.3g} in "
+                f"{name}; export the model as stablehlo"
+            )

@@ -1,0 +1,91 @@
+"""One `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, its tokenizer, what ends text.
+
+The runtime knows prefill and decode signatures of one model: a bundle holds neither levels nor token trees.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from export.extras import require_format
+from export.flatbuffer import Sharing
+from export.quantized import Ranges
+from export.signatures import ExportPlan
+from export.subject import Subject
+from export.tflite import FILE, tflite_model
+from jaxllm.atomic import atomic_file
+from jaxllm.errors import ConfigError
+from jaxllm.programs.manifest import WHOLE, Precision
+
+Progress = Callable[[str, int, int], None]
+
+SUFFIX = ".litertlm"
+# For a model without a chat template: its messages one behind the other.
+_PLAIN_TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}"
+    "{% endfor %}"
+)
+
+
+def export_litertlm(
+    subject: Subject,
+    out: Path,
+    plan: ExportPlan,
+    *,
+    precision: Precision = "f32",
+    ranges: Mapping[str, Ranges] | None = None,
+    progress: Progress | None = None,
+) -> Sharing:
+    """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).
+
+    Raises:
+      ConfigError: the plan has levels or token trees, or see `export_tflite`.
+    """
+    require_format("litertlm")
+    if list(subject.levels) != [WHOLE] or plan.verify_tokens:
+        raise ConfigError(
+            "a LiteRT-LM bundle holds no levels and no token trees; leave --level and --verify out, or "
+            "export as tflite"
+        )
+    if out.exists():
+        raise ConfigError(f"{out} exists already; remove it or name another output")
+    plan = plan.resolved(subject.cfg)
+    signatures = plan.signatures(WHOLE, lambda _: FILE)
+    model, sharing = tflite_model(
+        subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
+    )
+    with tempfile.TemporaryDirectory() as folder, atomic_file(out) as file:
+        model_path, tokenizer_path, facts_path = (Path(folder) / name for name in ("m", "t.json", "facts.pb"))
+        model_path.write_bytes(model)
+        tokenizer_path.write_text(subject.tokenizer.tokenizer_json, encoding="utf-8")
+        facts_path.write_bytes(metadata(subject, plan).SerializeToString())
+        _build(file, model_path, tokenizer_path, facts_path)
+    return sharing
+
+
+def metadata(subject: Subject, plan: ExportPlan) -> Any:
+    """What the runtime is told of the model, as the message that it reads."""
+    from litert_lm_builder.runtime.proto import llm_metadata_pb2
+
+    message, tokenizer = llm_metadata_pb2.LlmMetadata(), subject.tokenizer
+    if tokenizer.bos_id is not None:
+        message.start_token.token_ids.ids.append(tokenizer.bos_id)
+    for each in tokenizer.eos_ids:
+        message.stop_tokens.add().token_ids.ids.append(each)
+    message.max_num_tokens = plan.context_tokens
+    message.llm_model_type.generic_model.SetInParent()
+    message.jinja_prompt_template = tokenizer.chat_template or _PLAIN_TEMPLATE
+    message.supports_thinking = message.supports_function_calling = False
+    return message
+
+
+def _build(file: Any, model: Path, tokenizer: Path, facts: Path) -> None:
+    from litert_lm_builder import litertlm_builder as library
+
+    builder = library.LitertLmFileBuilder()
+    builder.add_system_metadata(library.Metadata(key="Authors", value="jaxllm", dtype=library.DType.STRING))
+    builder.add_llm_metadata(str(facts))
+    builder.add_tflite_model(str(model), library.TfLiteModelType.PREFILL_DECODE)
+    builder.add_hf_tokenizer(str(tokenizer))
+    builder.build(file, validate_metadata=True)

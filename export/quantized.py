@@ -1,0 +1,174 @@
+"""Products that a compiler is told to do in integers, and the scales that they need.
+
+`int8` has weights at 8 bits with a scale per output channel, and quantizes activations while it runs, a scale
+per row; `w8a8` has fixed scales of activations too, one per tensor, found on a text: inputs, weights and
+outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that `mlir.py`
+translates (`quant.fake_quant`); a runtime that does not know them computes floats. The vocabulary's table
+keeps dynamic scales in both: its products choose tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from export.subject import Subject
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.kernels.native import portable_graphs
+from jaxllm.models.decoder import forward, logits
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.programs.manifest import WHOLE
+from jaxllm.programs.steps import with_adapters
+from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
+
+FAKE_QUANT = "quant.fake_quant"
+# The names under which int8 rows of the table travel beside the weights.
+LEVELS, SCALE = ".levels", ".scale"
+_TOP = 127
+# Of the calibration text, run at once.
+CALIBRATION_WINDOW_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """The largest magnitudes that a product's inputs and outputs had."""
+
+    inputs: float
+    outputs: float
+
+
+def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
+    """The model with matrices that are exactly their 8-bit levels times scales, and the scales by name.
+
+    A scale goes with each output channel: of `[U, D]` whose last axis is contracted one per unit, else one
+    per column. The table of the vocabulary comes as levels too, so that rows are read where products are.
+    """
+    arrays, scales = dict(subject.arrays), {}
+    for name, spec in param_specs(subject.cfg).items():
+        if spec.role == "vector":
+            continue
+        matrix = np.asarray(arrays[name], np.float32).reshape(-1, spec.shape[-1])
+        axis = 0 if spec.role == "from_units" else 1
+        scale = np.maximum(np.abs(matrix).max(axis=axis, keepdims=True), np.float32(1e-12)) / np.float32(_TOP)
+        levels = np.clip(np.rint(matrix / scale), -_TOP, _TOP)
+        arrays[name] = (levels * scale).astype(np.float32).reshape(spec.shape)
+        scales[name] = scale.reshape(-1).astype(np.float64)
+        if name == "embed.tokens":
+            arrays[f"{name}{LEVELS}"] = levels.astype(np.int8)
+            arrays[f"{name}{SCALE}"] = scale.astype(np.float32)
+    return dataclasses.replace(subject, arrays=arrays), scales
+
+
+def annotated(
+    weights: Mapping[str, Weight],
+    cfg: ModelConfig,
+    *,
+    scales: Mapping[str, np.ndarray],
+    ranges: Mapping[str, Ranges],
+) -> Params:
+    """The parameters with marks around their products; those without `ranges` are dynamic."""
+    specs, marked = param_specs(cfg), dict(weights)
+    for name, each in scales.items():
+        if name not in weights:
+            continue
+        weight, spec = weights[name], specs[name]
+        base = weight.base if isinstance(weight, FirstUnits) else weight
+        outputs = int(np.prod(spec.shape[:-1])) if spec.role != "from_units" else spec.shape[-1]
+        product = functools.partial(_product, channel_scales=each[:outputs], ranges=ranges.get(name))
+        own = OwnProduct(base, product)
+        if f"{name}{LEVELS}" in weights:
+            rows = QArray(
+                weights[f"{name}{LEVELS}"],  # pyright: ignore[reportArgumentType]: arrays
+                weights[f"{name}{SCALE}"],  # pyright: ignore[reportArgumentType]
+                bits=8,
+                group=0,
+                axis=-1,
+                columns=spec.shape[-1],
+            )
+            own = OwnProduct(base, product, rows)
+        marked[name] = dataclasses.replace(weight, base=own) if isinstance(weight, FirstUnits) else own
+    return with_adapters(marked, cfg)
+
+
+def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[str, Ranges]:
+    """The ranges of all products of the layers on a text.
+
+    Args:
+      subject: the whole model, as it will be exported.
+      tokens: at least two; windows of `CALIBRATION_WINDOW_TOKENS` are run apart.
+
+    Raises:
+      ConfigError: there is too little text.
+    """
+    if len(tokens) < 2:
+        raise ConfigError(f"{len(tokens)} tokens are no text to calibrate on; give a longer --calibrate file")
+    cfg, found = subject.cfg, {}
+
+    def observed(name: str, rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+        out = _plain(rows, matrix, axis)
+        inputs, outputs = (float(jnp.abs(each).max()) for each in (rows, out))
+        before = found.get(name, Ranges(0.0, 0.0))
+        found[name] = Ranges(max(inputs, before.inputs), max(outputs, before.outputs))
+        return out
+
+    params: dict[str, Any] = {
+        name: jnp.asarray(array) for name, array in subject.weights(WHOLE).items() if name in param_specs(cfg)
+    }
+    for name, spec in param_specs(cfg).items():
+        if spec.role in ("to_units", "from_units"):
+            params[name] = OwnProduct(params[name], functools.partial(observed, name))
+    window = min(CALIBRATION_WINDOW_TOKENS, cfg.window_tokens)
+    with portable_graphs():
+        for at in range(0, len(tokens), window):
+            # Step by step, not compiled: what passes through a product must be there to be looked at.
+            row = jnp.asarray(np.asarray(tokens[at : at + window], np.int32)[None])
+            hidden, _ = forward(params, row, cfg=cfg)
+            logits(params, hidden[:, -1], cfg=cfg)
+    return found
+
+
+def _product(
+    rows: jax.Array, matrix: jax.Array, axis: int, *, channel_scales: np.ndarray, ranges: Ranges | None
+) -> jax.Array:
+    turned = matrix if axis == -1 else matrix.T
+    weight = fake_quant(turned, channel_scales, axis=0)
+    if ranges is None:
+        return _plain(fake_quant(rows, np.zeros(0)), weight, -1)
+    inputs, outputs = (np.array([max(each, 1e-6) / _TOP]) for each in (ranges.inputs, ranges.outputs))
+    out = fake_quant(_plain(fake_quant(rows, inputs), weight, -1), outputs)
+    # Integers must not spread into what comes behind, the cache above all.
+    return jax.lax.optimization_barrier(out)
+
+
+def _plain(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    contracted = 1 if axis == -1 else 0
+    return jax.lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())))
+
+
+def fake_quant(x: jax.Array, scales: np.ndarray, axis: int | None = None) -> jax.Array:
+    """`x` rounded to 8 bits, as a mark for compilers: with no scales while it runs, with one per tensor, or
+    with one for each index of `axis`."""
+
+    def rounded(x: jax.Array, **_: Any) -> jax.Array:
+        if not len(scales):
+            return x
+        shape = [1] * x.ndim
+        shape[axis or 0] = len(scales)
+        scale = jnp.asarray(scales.reshape(shape if axis is not None else [1] * x.ndim), x.dtype)
+        return jnp.clip(jnp.round(x / scale), -_TOP - 1, _TOP) * scale
+
+    marked = jax.lax.composite(rounded, FAKE_QUANT)
+    facts: dict[str, Any] = {
+        "dtype": "i8",
+        "narrow_range": axis is not None,
+        "scale": np.asarray(scales, np.float64),
+        "zero_point": np.zeros(len(scales), np.int64),
+    }
+    if axis is not None:
+        facts["quantization_dimension"] = np.int32(axis)
+    return marked(x, **facts)

@@ -1,0 +1,128 @@
+"""StableHLO programs with the weights beside them: what any JAX runs, without the code that made them.
+
+Weights are arguments, so that all programs share one copy, and a level takes the beginnings of its arrays.
+Artifacts are `jax.export`'s, each for all platforms asked for. Caches are donated by whoever runs them.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import jax.export
+import ml_dtypes
+import numpy as np
+
+from export.extras import require_format
+from export.folder import finish, new_folder
+from export.signatures import ExportPlan, example_inputs, step_of, step_shapes
+from export.subject import Subject
+from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.kernels.native import portable_graphs
+from jaxllm.programs.manifest import WEIGHTS, Manifest, Signature, cache_shapes
+from jaxllm.programs.weights import read_weights, write_weights
+
+Progress = Callable[[str, int, int], None]
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+SUFFIX = ".jaxexport"
+DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
+# Of the largest logit or cached value: what two compilations of one graph may differ by.
+_TOLERANCE = {"f32": 1e-5, "bf16": 2e-2}
+
+
+def export_stablehlo(
+    subject: Subject,
+    out: Path,
+    plan: ExportPlan,
+    *,
+    precision: str = "f32",
+    platforms: Sequence[str] = PLATFORMS,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Writes a folder of StableHLO programs, each tried against the graph that it was made of.
+
+    Args:
+      subject: the model, with weights of `DTYPES[precision]`.
+      out: the folder to make.
+      plan: which programs.
+      precision: of weights, activations and caches.
+      platforms: that they run on, of `PLATFORMS`.
+      progress: called with ("export", programs done, programs in all).
+
+    Raises:
+      ConfigError: an option is out of its domain, the folder exists, or the extra is missing.
+      ProgramError: a program computes something else than the graph (see `verify`).
+    """
+    require_format("stablehlo")
+    unknown = [each for each in platforms if each not in PLATFORMS]
+    if unknown or not platforms:
+        raise ConfigError(
+            f"platforms must be of {', '.join(PLATFORMS)}, got {', '.join(platforms) or 'none'}"
+        )
+    plan = plan.resolved(subject.cfg)
+    signatures = [
+        each for level in subject.levels for each in plan.signatures(level, lambda name: f"{name}{SUFFIX}")
+    ]
+    with new_folder(out) as folder:
+        write_weights(folder / WEIGHTS, subject.arrays, model=subject.model)
+        for done, signature in enumerate(signatures):
+            exported = traced(signature, subject, plan, precision=precision, platforms=platforms)
+            (folder / signature.file).write_bytes(exported.serialize())
+            if jax.default_backend() in [{"cuda": "gpu"}.get(each, each) for each in platforms]:
+                verify(folder, signature, subject, plan, precision=precision)
+            if progress is not None:
+                progress("export", done + 1, len(signatures))
+        return finish(
+            folder,
+            subject,
+            plan,
+            signatures,
+            kind="stablehlo",
+            precision=precision,  # pyright: ignore[reportArgumentType]: a key of DTYPES
+            cache_dtype=DTYPES[precision].name,
+            platforms=tuple(platforms),
+            holds_weights=False,
+        )
+
+
+def traced(
+    signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str, platforms: Sequence[str]
+) -> jax.export.Exported:
+    """A signature's program. Weights that it does not use stay arguments: all programs take the same."""
+    dtype = DTYPES[precision]
+    step = step_of(signature, subject.levels[signature.level].cfg, dtype)
+    shapes = step_shapes(signature, subject, plan.context_tokens, dtype, dtype)
+    with portable_graphs():
+        return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)
+
+
+def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str) -> None:
+    """Runs a program from its file and the graph it was made of, on weights from their files and as they were
+    read.
+
+    Raises:
+      ProgramError: they differ.
+    """
+    dtype, level = DTYPES[precision], subject.levels[signature.level]
+    inputs = example_inputs(signature, level.cfg, plan.context_tokens)
+    draw = np.random.default_rng(0)
+    caches = {
+        name: draw.standard_normal(shape).astype(dtype)
+        for name, shape in cache_shapes(level.cfg, plan.context_tokens).items()
+    }
+    stored = read_weights(folder / WEIGHTS, model=subject.model)
+    weights = {name: stored[each.stored][: each.shape[0]] for name, each in level.weights.items()}
+    program = jax.export.deserialize(bytearray((folder / signature.file).read_bytes()))
+    out = jax.jit(program.call)(weights, caches, *inputs)
+    with portable_graphs():
+        wanted = jax.jit(step_of(signature, level.cfg, dtype))(
+            subject.weights(signature.level), caches, *inputs
+        )
+    for name, each in wanted.items():
+        this, that = (np.asarray(array, np.float32) for array in (out[name], each))
+        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
+        if not worst <= _TOLERANCE[precision] * max(1.0, largest):
+            raise ProgramError(
+                f"the program {signature.name} differs from the graph that it was made of by {worst:.3g} in "
+                f"{name}; report this model and these versions of jax and jaxlib"
+            )

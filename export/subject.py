@@ -1,0 +1,162 @@
+"""What is exported: a bundle's weights as dense arrays, its levels with their adapters, and what no portable
+program can hold."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.units import reorder_adapter
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.kernels.native import portable_graphs
+from jaxllm.lora import Adapter, merge, parameters_of
+from jaxllm.models.parameters import param_specs
+from jaxllm.programs.manifest import LEFT, RIGHT, WHOLE, Argument, ProgramLevel
+from jaxllm.quant import dequantize
+from jaxllm.tokenizer import TokenizerFiles
+
+# Widths that other runtimes hold too; fewer bits are in the order that native kernels read.
+PORTABLE_WEIGHTS = ("f32", "bf16", "int8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to export.
+
+    Attributes:
+      name: for people.
+      model: fingerprint of the bundle, and of the adapter that was folded in.
+      arrays: by name, each stored once: dense weights of the whole model `[*U, D]`, and sides of the levels'
+        adapters.
+      levels: the sub-models and which of the arrays each takes, 100 among them.
+      tokenizer: the model's.
+    """
+
+    name: str
+    model: str
+    arrays: Mapping[str, np.ndarray]
+    levels: Mapping[int, ProgramLevel]
+    tokenizer: TokenizerFiles
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The whole model."""
+        return self.levels[WHOLE].cfg
+
+    def weights(self, level: int) -> dict[str, np.ndarray]:
+        """What a level's programs take, by name: views of the arrays."""
+        return {
+            name: self.arrays[each.stored][: each.shape[0]]
+            for name, each in self.levels[level].weights.items()
+        }
+
+
+def read_subject(
+    path: Path,
+    *,
+    levels: Sequence[int] = (),
+    adapter: Path | None = None,
+    dtype: np.dtype | None = None,
+) -> Subject:
+    """Reads a bundle.
+
+    Args:
+      path: the bundle.
+      levels: to export besides the whole model, in percent.
+      adapter: a low-rank adapter of the model in PEFT's layout, to be folded into the weights.
+      dtype: of the dense weights; None is float32.
+
+    Raises:
+      CheckpointError: the bundle or the adapter cannot be read.
+      ConfigError: the bundle has something that no portable program holds, which the message names.
+    """
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is a folder; make a bundle of it with `jaxllm prepare` and export that"
+        )
+    dtype = np.dtype(np.float32) if dtype is None else dtype
+    with portable_graphs(), Bundle.open(path) as bundle:
+        require_portable(bundle)
+        cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
+        params, model = bundle.load(), bundle.fingerprint
+        if adapter is not None:
+            # Here, because its files' library takes time to import.
+            from jaxllm.checkpoints.peft_folder import read_adapter
+
+            lora, change = read_adapter(adapter, bundle.cfg)
+            order = read_order(bundle)
+            change = change if order is None else reorder_adapter(change, order)
+            params = merge(params, change, lora.scaling)
+            model = _adapted_fingerprint(model, change, lora.scaling)
+        arrays = {
+            name: np.asarray(dequantize(weight, jnp.float32)).astype(dtype) for name, weight in params.items()
+        }
+        entries = {}
+        for level, cfg in cfgs.items():
+            entry = {
+                name: Argument(stored=name, shape=_shape(cfg, name, array.shape))
+                for name, array in arrays.items()
+                if name in params
+            }
+            recovery = None if level == WHOLE else read_recovery(bundle, level)
+            if recovery is not None:
+                sides = _sides(recovery, dtype)
+                arrays |= {f"level_{level}.{name}": side for name, side in sides.items()}
+                entry |= {
+                    name: Argument(stored=f"level_{level}.{name}", shape=side.shape)
+                    for name, side in sides.items()
+                }
+            entries[level] = ProgramLevel(cfg=cfg, weights=entry)
+        return Subject(
+            name=bundle.layout.name,
+            model=model,
+            arrays=arrays,
+            levels=entries,
+            tokenizer=bundle.tokenizer_files(),
+        )
+
+
+def require_portable(bundle: Bundle) -> None:
+    """Raises ConfigError if a bundle has something that no portable program holds."""
+    layout = bundle.layout
+    if layout.experts_apart:
+        raise ConfigError(
+            f"{bundle.path} streams its experts from storage (streamed experts), which no exported program "
+            "can; prepare the model without --expert-bits"
+        )
+    if layout.weights not in PORTABLE_WEIGHTS:
+        raise ConfigError(
+            f"{bundle.path} has {layout.weights} weights, a width that the native kernels alone read "
+            f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
+        )
+
+
+def _adapted_fingerprint(model: str, adapter: Adapter, scaling: float) -> str:
+    digest = hashlib.sha256(f"{model} {scaling!r}".encode())
+    for name in sorted(adapter):
+        digest.update(name.encode() + np.ascontiguousarray(adapter[name]).tobytes())
+    return digest.hexdigest()
+
+
+def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
+    return param_specs(cfg)[name].shape if cfg.layer_units else whole
+
+
+def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
+    """An adapter as programs take it: `[r, *U]`, scaled, and `[r, D]`."""
+    sides = {}
+    for name in parameters_of(recovery.adapter):
+        left, right = (np.asarray(recovery.adapter[f"{name}{side}"], np.float32) for side in (LEFT, RIGHT))
+        if right.ndim != 2:
+            raise ConfigError(f"the adapter of {name} changes a stack of experts, which no program holds")
+        sides[f"{name}{LEFT}"] = np.ascontiguousarray(
+            np.moveaxis(left, -1, 0) * np.float32(recovery.scaling)
+        ).astype(dtype)
+        sides[f"{name}{RIGHT}"] = right.astype(dtype)
+    return sides

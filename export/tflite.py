@@ -1,0 +1,191 @@
+"""One `.tflite` model of all signatures, for LiteRT on phones: its weights are constants that all share.
+
+Precisions: `f32`; `int8`, weights at 8 bits and dynamic activations; `w8a8`, activations at fixed scales too.
+A level's matrices are the beginnings of the whole model's, and lie on the same bytes; where a level contracts
+over units (o, down), it multiplies by the whole matrix, with zeros for the units that it has not: the runtime
+stores those matrices by output, so that a level's part is no beginning.
+"""
+
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+
+from export.extras import require_format
+from export.flatbuffer import Sharing, share_buffers
+from export.folder import finish, new_folder
+from export.mlir import Traced, convert
+from export.quantized import LEVELS, SCALE, Ranges, annotated, quantized_subject
+from export.signatures import ExportPlan, step_of, step_shapes
+from export.subject import Subject
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.kernels.native import portable_graphs
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.programs.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
+from jaxllm.programs.steps import ParamsOf, with_adapters
+from jaxllm.quant import FirstUnits, Weight
+
+Progress = Callable[[str, int, int], None]
+
+FILE = "model.tflite"
+PRECISIONS = ("f32", "int8", "w8a8")
+_FLOAT = np.dtype(np.float32)
+_PACKAGES = ("litert-converter", "ai-edge-litert")
+
+
+def export_tflite(
+    subject: Subject,
+    out: Path,
+    plan: ExportPlan,
+    *,
+    precision: Precision = "f32",
+    ranges: Mapping[str, Ranges] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Manifest, Sharing]:
+    """Writes a folder with one model of all signatures.
+
+    Args:
+      subject: the model, in float32.
+      out: the folder to make.
+      plan: which signatures.
+      precision: of `PRECISIONS`.
+      ranges: for w8a8, of activations (see `quantized.calibrate`).
+      progress: called with ("export", signatures traced, signatures in all).
+
+    Returns:
+      The manifest, and what the weights take.
+
+    Raises:
+      ConfigError: the model has something that the format does not hold, an option is out of its domain, the
+        folder exists, or the extra is missing.
+    """
+    require_format("tflite")
+    plan = plan.resolved(subject.cfg)
+    signatures = [each for level in subject.levels for each in plan.signatures(level, lambda _: FILE)]
+    with new_folder(out) as folder:
+        model, sharing = tflite_model(
+            subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
+        )
+        (folder / FILE).write_bytes(model)
+        manifest = finish(
+            folder,
+            subject,
+            plan,
+            signatures,
+            kind="tflite",
+            precision=precision,
+            cache_dtype=_FLOAT.name,
+            platforms=("cpu",),
+            holds_weights=True,
+            made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
+        )
+    return manifest, sharing
+
+
+def tflite_model(
+    subject: Subject,
+    plan: ExportPlan,
+    signatures: list[Signature],
+    *,
+    precision: Precision,
+    ranges: Mapping[str, Ranges] | None = None,
+    progress: Progress | None = None,
+) -> tuple[bytes, Sharing]:
+    """The model's bytes, and what its weights take (see `export_tflite`); `plan` is resolved."""
+    require_holdable(subject.cfg)
+    if precision not in PRECISIONS:
+        raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
+    if (precision == "w8a8") != bool(ranges):
+        raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibrate FILE")
+    scales: dict[str, np.ndarray] = {}
+    if precision != "f32":
+        subject, scales = quantized_subject(subject)
+    traced = []
+    for done, signature in enumerate(signatures):
+        level = with_whole_outputs(subject, signature.level, tables=bool(scales))
+        whole = {**subject.levels, signature.level: level}
+        traced.append(
+            _traced(
+                signature,
+                dataclasses.replace(subject, levels=whole),
+                plan,
+                scales=scales,
+                ranges=ranges or {},
+            )
+        )
+        if progress is not None:
+            progress("export", done + 1, len(signatures))
+    return share_buffers(convert(traced))
+
+
+def require_holdable(cfg: ModelConfig) -> None:
+    """Raises ConfigError if a model has something that `.tflite` files do not hold."""
+    if cfg.experts:
+        raise ConfigError(
+            "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export "
+            "it as stablehlo"
+        )
+
+
+def with_whole_outputs(subject: Subject, level: int, *, tables: bool) -> ProgramLevel:
+    """A level whose matrices over units are the whole model's; with the int8 rows of the table, if any."""
+    entry = subject.levels[level]
+    specs = param_specs(subject.cfg)
+    weights = {
+        name: Argument(stored=each.stored, shape=specs[name].shape)
+        if name in specs and specs[name].role == "from_units"
+        else each
+        for name, each in entry.weights.items()
+    }
+    if tables:
+        for part in (f"embed.tokens{LEVELS}", f"embed.tokens{SCALE}"):
+            weights[part] = Argument(stored=part, shape=subject.arrays[part].shape)
+    return ProgramLevel(cfg=entry.cfg, weights=weights)
+
+
+def _params_of(*, scales: Mapping[str, np.ndarray], ranges: Mapping[str, Ranges]) -> ParamsOf:
+    """Makes parameters of a level's weights."""
+
+    def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
+        whole: dict[str, Any] = dict(weights)
+        for name, spec in param_specs(cfg).items():
+            if spec.role == "from_units" and weights[name].shape != spec.shape:
+                whole[name] = FirstUnits(weights[name], spec.shape[0])
+        if not scales:
+            return with_adapters(whole, cfg)
+        return annotated(whole, cfg, scales=scales, ranges=ranges)
+
+    return params
+
+
+def _traced(
+    signature: Signature,
+    subject: Subject,
+    plan: ExportPlan,
+    *,
+    scales: Mapping[str, np.ndarray],
+    ranges: Mapping[str, Ranges],
+) -> Traced:
+    cfg = subject.levels[signature.level].cfg
+    step = functools.partial(
+        step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=scales, ranges=ranges)
+    )
+    shapes = step_shapes(signature, subject, plan.context_tokens, _FLOAT, _FLOAT)
+    with portable_graphs():
+        exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
+    weights, caches = subject.weights(signature.level), sorted(shapes[1])
+    tree = ["mask"] if signature.kind == "verify" else []
+    return Traced(
+        signature.name,
+        exported.mlir_module_serialized,
+        [weights[name] for name in sorted(weights)],
+        [*caches, "tokens", "input_pos", *tree],
+        [*caches, *([] if signature.kind == "prefill" else ["logits"])],
+    )

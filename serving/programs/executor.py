@@ -1,0 +1,87 @@
+"""What runs programs: one protocol, with a file for each of its kinds.
+
+`live.py` jits the steps themselves, `stablehlo.py` runs what `jax.export` wrote, `litert.py` a `.tflite`
+model.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.programs.manifest import Manifest, Signature
+from serving.executables import ExecutableFolder
+from serving.progress import Progress
+from serving.user_cache import cache_folder, executables_bytes
+
+
+class Executor(Protocol):
+    """Runs the programs of a manifest. Caches are its own business: what `start` and `run` return is only
+    ever given back to `run`, once."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """What there is to run."""
+        ...
+
+    def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
+        """Gets programs ready, so that none is made under a request."""
+        ...
+
+    def start(self, level: int) -> Any:
+        """Empty caches of a level."""
+        ...
+
+    def run(
+        self,
+        signature: Signature,
+        caches: Any,
+        tokens: np.ndarray,
+        input_pos: np.ndarray,
+        mask: np.ndarray | None = None,
+    ) -> tuple[Any, Any]:
+        """One step.
+
+        Args:
+          signature: which program.
+          caches: donated.
+          tokens: `[1, T]` int32.
+          input_pos: `[T]` int32.
+          mask: `[T, T]` bool, of a tree (see `jaxllm.programs.steps.run_tree`).
+
+        Returns:
+          Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
+        """
+        ...
+
+
+def open_executor(folder: Path, *, threads: int = 0) -> Executor:
+    """The executor of a folder that `jaxllm export` wrote.
+
+    Args:
+      folder: the folder.
+      threads: that LiteRT computes with; 0 for all cores of this process.
+
+    Raises:
+      ProgramError: the folder is no program, corrupt, or of other weights.
+      ConfigError: what runs it is not installed, or not for this device.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export`")
+    manifest = Manifest.read(folder)
+    if manifest.format == "stablehlo":
+        from serving.programs.stablehlo import StableHloExecutor
+
+        limit = executables_bytes()
+        kept = ExecutableFolder(cache_folder() / "executables", limit_bytes=limit) if limit else None
+        return StableHloExecutor(manifest, folder, kept)
+    if manifest.format != "tflite":
+        raise ConfigError(
+            f"{folder} holds {manifest.format} modules, for programs of your own; export the model as "
+            "stablehlo or tflite to run it here"
+        )
+    from serving.programs.litert import LiteRtExecutor
+
+    return LiteRtExecutor(manifest, folder, threads=threads)

@@ -1,0 +1,184 @@
+"""A `.tflite` model run by LiteRT: XNNPACK on a CPU, its packed weights kept in a file.
+
+XNNPACK reads weights in an order of its own. Packed once, they are a file that later processes map: a start
+takes milliseconds, and weights no memory that cannot be dropped. Caches are two sets of buffers, of which
+a step reads one and writes the other.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.programs.manifest import Manifest, Signature
+from serving.machine import usable_cores
+from serving.progress import Progress
+from serving.user_cache import cache_folder, executables_bytes
+
+_LOGITS = "logits"
+_SAID_BYTES = 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """A level's caches by name: those that hold the sequence, and those to write next."""
+
+    held: dict[str, Any]
+    spare: dict[str, Any]
+
+
+class LiteRtExecutor:
+    """Signatures of one model.
+
+    Attributes:
+      manifest: what there is to run.
+      threads: that compute.
+    """
+
+    def __init__(
+        self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: Path | None = None
+    ) -> None:
+        """Opens a model.
+
+        Args:
+          manifest: the folder's.
+          folder: where the model is.
+          threads: that compute; 0 for all cores of this process.
+          packed: where packed weights are kept; None keeps them in the user's cache directory, unless that
+            keeps nothing.
+
+        Raises:
+          ConfigError: LiteRT is not installed.
+          ProgramError: the model is corrupt, or LiteRT refuses it.
+        """
+        if importlib.util.find_spec("ai_edge_litert") is None:
+            raise ConfigError(
+                "ai-edge-litert is not installed; run `pip install 'jaxllm[export]'`, in an environment of "
+                "its own (see README, Export)"
+            )
+        from ai_edge_litert.compiled_model import CompiledModel
+        from ai_edge_litert.cpu_options import CpuOptions
+        from ai_edge_litert.hardware_accelerator import HardwareAccelerator
+        from ai_edge_litert.options import Options
+
+        self.manifest, self.threads = manifest, threads or usable_cores()
+        (file,) = {each.file for each in manifest.signatures}
+        path = manifest.require_intact(folder, file)
+        kept = _packed_path(manifest.files[file].xxh3_128) if packed is None else packed
+        cpu = CpuOptions(
+            num_threads=self.threads, xnnpack_weight_cache_path="" if kept is None else str(kept)
+        )
+        self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
+        with _quiet() as said:
+            try:
+                self._model = CompiledModel.from_file(str(path), options=options)
+            except RuntimeError as error:
+                raise ProgramError(
+                    f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
+                ) from error
+            # With the first buffer the runtime looks for accelerators once more.
+            self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
+                np.zeros((1, manifest.signatures[0].tokens), np.int32)
+            )
+        weakref.finalize(self, _close, self._model)
+
+    def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
+        """See `Executor`: LiteRT has all signatures ready; their buffers are made."""
+        for done, signature in enumerate(signatures):
+            self._inputs_and_outputs(signature)
+            if progress is not None:
+                progress("compile", done + 1, len(signatures))
+
+    def start(self, level: int) -> Buffers:
+        """See `Executor`."""
+        name = self.manifest.signature("decode", 1, level).name
+        shapes = self.manifest.cache_shapes(level)
+        held = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
+        spare = {each: self._model.create_output_buffer_by_name(name, each) for each in shapes}
+        for each, shape in shapes.items():
+            # What is not attended to is multiplied by zero: it must be finite.
+            held[each].write(np.zeros(shape, np.float32))
+        return Buffers(held, spare)
+
+    def run(
+        self,
+        signature: Signature,
+        caches: Buffers,
+        tokens: np.ndarray,
+        input_pos: np.ndarray,
+        mask: np.ndarray | None = None,
+    ) -> tuple[np.ndarray | None, Buffers]:
+        """See `Executor`."""
+        inputs, outputs = self._inputs_and_outputs(signature)
+        inputs["tokens"].write(tokens)
+        inputs["input_pos"].write(input_pos)
+        if mask is not None:
+            inputs["mask"].write(mask)
+        try:
+            self._model.run_by_name(signature.name, {**inputs, **caches.held}, {**outputs, **caches.spare})
+        except RuntimeError as error:
+            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
+        logits = None
+        if _LOGITS in outputs:
+            shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
+            logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
+        return logits, Buffers(caches.spare, caches.held)
+
+    def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The buffers of a signature besides the caches, by name."""
+        name = signature.name
+        if name not in self._buffers:
+            wanted = ["tokens", "input_pos", *(["mask"] if signature.kind == "verify" else [])]
+            inputs = {each: self._model.create_input_buffer_by_name(name, each) for each in wanted}
+            results = [] if signature.kind == "prefill" else [_LOGITS]
+            outputs = {each: self._model.create_output_buffer_by_name(name, each) for each in results}
+            self._buffers[name] = inputs, outputs
+        return self._buffers[name]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[Callable[[], str]]:
+    """LiteRT tells all that it does on standard error and cannot be told not to: here it is kept, and `said`
+    gives the last lines of it."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept:
+        before = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+
+        def said() -> str:
+            kept.seek(max(0, kept.seek(0, os.SEEK_END) - _SAID_BYTES))
+            return kept.read().decode(errors="replace")
+
+        try:
+            yield said
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
+def _close(model: Any) -> None:
+    with _quiet():
+        model.close()
+
+
+def _packed_path(digest: str) -> Path | None:
+    """Where a model's packed weights are kept; None where nothing is."""
+    if not executables_bytes():
+        return None
+    # The runtime's version is in the file, which it makes anew for another.
+    folder = cache_folder() / "xnnpack"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder / f"{digest}.bin"

@@ -1,0 +1,49 @@
+"""One tiny elastic model, exported once in each way, and the live engine's answers."""
+
+import pytest
+
+from export.signatures import ExportPlan
+from export.subject import read_subject
+from serving.engine import Engine
+from tests.export.models import CHUNKS, CONTEXT, OPTIONS, answers, write_elastic
+
+PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,), levels=(40,))
+
+
+@pytest.fixture(scope="session")
+def elastic(tmp_path_factory):
+    return write_elastic(tmp_path_factory.mktemp("export") / "tiny.jaxllm")
+
+
+@pytest.fixture(scope="session")
+def subject(elastic):
+    return read_subject(elastic, levels=(40,))
+
+
+@pytest.fixture(scope="session")
+def live(elastic):
+    """The live engine's answers, by level."""
+    engine = Engine.open(elastic, options=OPTIONS)
+    found = {level: answers(engine.at(level)) for level in (40, 100)}
+    assert found[40] != found[100]
+    return found
+
+
+@pytest.fixture(scope="session")
+def stablehlo(subject, tmp_path_factory):
+    pytest.importorskip("flatbuffers")
+    from export.stablehlo import export_stablehlo
+
+    folder = tmp_path_factory.mktemp("programs") / "stablehlo"
+    export_stablehlo(subject, folder, PLAN, platforms=("cpu",))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tflite(subject, tmp_path_factory):
+    pytest.importorskip("litert_converter")
+    from export.tflite import export_tflite
+
+    folder = tmp_path_factory.mktemp("programs") / "tflite"
+    _, sharing = export_tflite(subject, folder, PLAN)
+    return folder, sharing

@@ -1,0 +1,320 @@
+"""StableHLO programs: their answers, their files, and what is refused."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from export.signatures import ExportPlan
+from export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
+from export.subject import read_subject
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
+from jaxllm.models.decoder import forward_documents, logits
+from jaxllm.programs.manifest import WEIGHTS, Manifest
+from jaxllm.programs.weights import read_weights, write_weights
+from jaxllm.sampling import Sampling
+from serving.executables import ExecutableFolder
+from serving.generation import GenerationConfig, Session
+from serving.programs.engine import ProgramEngine
+from serving.programs.live import LiveExecutor
+from serving.programs.stablehlo import StableHloExecutor
+from serving.programs.table import ProgramTable
+from tests.export.conftest import PLAN
+from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+pytest.importorskip("flatbuffers")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def engine(stablehlo):
+    engine = ProgramEngine.open(stablehlo)
+    engine.warm_up()
+    return engine
+
+
+def test_the_answers_are_the_live_engines(engine, live):
+    assert answers(engine) == live[100]
+
+
+def test_a_level_reads_the_same_weights_and_answers_as_the_live_level(engine, live):
+    part = engine.at(40)
+    assert answers(part) == live[40]
+    weights = engine.executor._weights
+    cut = whole = 0
+    for name, array in weights[40].items():
+        if name not in weights[100]:
+            continue
+        whole += array.shape == weights[100][name].shape
+        cut += array.shape != weights[100][name].shape
+        here, there = (each[name].unsafe_buffer_pointer() for each in (weights[40], weights[100]))
+        assert here == there or array.nbytes % 64, name
+    assert cut
+    assert whole
+
+
+def test_a_live_executor_answers_alike(engine):
+    params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
+    executor = LiveExecutor(
+        "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,)
+    )
+    assert answers(ProgramEngine(executor, engine.tokenizer)) == answers(engine)
+
+
+def test_nothing_is_compiled_under_a_request(engine, compiles):
+    answers(engine)
+    with compiles() as count:
+        answers(engine)
+    assert count() == 0
+
+
+def test_caches_are_donated(engine):
+    table = engine.table
+    cache = table.start(4)
+    buffers = list(cache.caches.values())
+    table.prefill(cache, [1, 2, 3], 0)
+    assert all(each.is_deleted() for each in buffers)
+
+
+def test_a_second_turn_feeds_only_what_is_new(engine):
+    session = Session()
+    first = engine.stream(PROMPTS[1], CONFIG, session=session).result()
+    longer = [*first.sequence, 5, 6]
+    second = engine.stream(longer, CONFIG, session=session).result()
+    assert second.reused_tokens == len(first.sequence) - 1
+    assert second.tokens == engine.generate(longer, CONFIG).tokens
+
+
+def test_a_draw_is_that_of_its_seed(engine):
+    config = GenerationConfig(max_tokens=12, ignore_eos=True, sampling=Sampling(temperature=1.0, seed=3))
+    drawn = engine.generate(PROMPTS[1], config).tokens
+    assert drawn == engine.generate(PROMPTS[1], config).tokens
+    assert drawn != engine.generate(PROMPTS[1], CONFIG).tokens
+
+
+def test_an_answer_ends_with_the_window_and_a_prompt_must_fit_it(engine):
+    long = engine.generate(PROMPTS[3], GenerationConfig(max_tokens=50, ignore_eos=True))
+    assert long.finish_reason == "length"
+    # The last token need not fit.
+    assert len(long.sequence) == CONTEXT + 1
+    with pytest.raises(ContextOverflow, match="65 tokens"):
+        engine.generate([1] * 65)
+
+
+def test_text_is_scored_as_a_whole_document_is(engine):
+    tokens = PROMPTS[3]
+    params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
+    hidden = forward_documents(params, np.array([tokens[:-1]], np.int32), cfg=CFG)
+    scores = jax.nn.log_softmax(logits(params, hidden, cfg=CFG))[0]
+    want = np.asarray(scores)[np.arange(len(tokens) - 1), tokens[1:]]
+    np.testing.assert_allclose(engine.table.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
+    # Without programs that verify, token by token.
+    engine = ProgramEngine(engine.executor, engine.tokenizer)
+    engine.table.options = dataclasses.replace(engine.table.options, verify_tokens=())
+    np.testing.assert_allclose(engine.table.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
+
+
+_ALONE = """
+import sys
+from serving.programs.engine import ProgramEngine
+from serving.generation import GenerationConfig
+engine = ProgramEngine.open(sys.argv[1])
+tokens = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
+print(*tokens)
+print(*sys.modules)
+"""
+
+
+def test_programs_run_without_the_code_that_made_them(stablehlo, live):
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE, str(stablehlo)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    said, modules = done.stdout.splitlines()
+    assert [int(each) for each in said.split()] == live[100][1]
+    unwanted = ("flax", "export", "jaxllm.models", "jaxllm.layers", "jaxllm.linear", "jaxllm.steps")
+    found = [name for name in modules.split() if name.startswith(unwanted) or name == "jaxllm.bundle"]
+    assert found == []
+
+
+def test_weights_are_stored_once(stablehlo, subject):
+    params = sum(value.nbytes for value in tiny_params(CFG).values())
+    adapters = sum(array.nbytes for name, array in subject.arrays.items() if name.startswith("level_"))
+    assert adapters
+    stored = read_weights(stablehlo / WEIGHTS, model=subject.model)
+    assert sum(array.nbytes for array in stored.values()) == params + adapters
+    # Beside them there is a header, and programs hold no weights.
+    assert (stablehlo / WEIGHTS).stat().st_size < params + adapters + 10_000
+    for each in Manifest.read(stablehlo).signatures:
+        assert (stablehlo / each.file).stat().st_size < params / 2, each.name
+
+
+def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
+    manifest, kept = Manifest.read(stablehlo), ExecutableFolder(tmp_path / "kept", limit_bytes=1 << 30)
+    first = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))
+    first.executor.prepare(first.request_signatures(20))
+    again = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))
+    with compiles() as count:
+        again.executor.prepare(again.request_signatures(20))
+    assert count() == 0
+    outs = [table.prefill(table.start(20), PROMPTS[2], 0)[0] for table in (first, again)]
+    np.testing.assert_array_equal(*outs)
+
+
+def test_one_artifact_serves_all_platforms(subject):
+    plan = PLAN.resolved(CFG)
+    (decode,) = [each for each in plan.signatures(40, str) if each.kind == "decode"]
+    program = traced(decode, subject, plan, precision="bf16", platforms=PLATFORMS)
+    assert program.platforms == ("cpu", "cuda", "tpu")
+    # Nothing of this machine's kernels: whoever loads it has none of their calls.
+    assert "custom_call" not in program.mlir_module()
+
+
+# What is refused
+
+
+def copied(folder, tmp_path):
+    return Path(shutil.copytree(folder, tmp_path / "copy"))
+
+
+def test_weights_of_another_bundle(stablehlo, subject, tmp_path):
+    folder = copied(stablehlo, tmp_path)
+    write_weights(folder / WEIGHTS, subject.arrays, model="another")
+    with pytest.raises(ProgramError):
+        ProgramEngine.open(folder)
+    # Even if somebody fits the manifest to it.
+    manifest = Manifest.read(stablehlo)
+    from jaxllm.programs.manifest import StoredFile
+
+    files = {**manifest.files, WEIGHTS: StoredFile.of(folder / WEIGHTS)}
+    dataclasses.replace(manifest, files=files).write(folder)
+    with pytest.raises(ProgramError, match="another bundle"):
+        ProgramEngine.open(folder)
+
+
+def test_a_corrupt_program(stablehlo, tmp_path):
+    folder = copied(stablehlo, tmp_path)
+    raw = bytearray((folder / "decode.jaxexport").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (folder / "decode.jaxexport").write_bytes(raw)
+    engine = ProgramEngine.open(folder)
+    with pytest.raises(ProgramError, match=r"decode\.jaxexport: the checksum is wrong"):
+        engine.warm_up()
+
+
+def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subject):
+    arrays = {**subject.arrays, "embed.tokens": subject.arrays["embed.tokens"] * 1.01}
+    (decode,) = [each for each in Manifest.read(stablehlo).signatures if each.name == "decode"]
+    verify(stablehlo, decode, subject, PLAN, precision="f32")
+    other = dataclasses.replace(subject, arrays=arrays)
+    with pytest.raises(ProgramError, match="decode differs from the graph"):
+        verify(stablehlo, decode, other, PLAN, precision="f32")
+
+
+def test_programs_for_other_devices(stablehlo, tmp_path):
+    folder = copied(stablehlo, tmp_path)
+    dataclasses.replace(Manifest.read(folder), platforms=("tpu",)).write(folder)
+    with pytest.raises(ConfigError, match=r"exported for tpu, this device is cpu; .*--platform cpu"):
+        ProgramEngine.open(folder)
+
+
+def test_a_level_that_was_not_exported(engine):
+    with pytest.raises(ConfigError, match=r"level 70 was not exported, only 40, 100"):
+        engine.at(70)
+
+
+def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeypatch):
+    import importlib.util
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "flatbuffers" else found(name, *rest)
+    )
+    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
+        export_stablehlo(subject, tmp_path / "out", PLAN)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
+        ProgramEngine.open(stablehlo)
+
+
+def test_an_output_that_exists_and_a_platform_that_does_not(subject, tmp_path):
+    with pytest.raises(ConfigError, match="exists already"):
+        export_stablehlo(subject, tmp_path, PLAN)
+    with pytest.raises(ConfigError, match="got abacus"):
+        export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("abacus",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_export_leaves_nothing(subject, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ProgramError("no")
+
+    monkeypatch.setattr("export.stablehlo.verify", fail)
+    with pytest.raises(ProgramError):
+        export_stablehlo(subject, tmp_path / "out", PLAN, platforms=("cpu",))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_widths_that_only_native_kernels_read(tmp_path):
+    path = write_tiny_bundle(tmp_path / "four.jaxllm", "int4")
+    with pytest.raises(ConfigError, match=r"int4 weights.*native-only width"):
+        read_subject(path)
+    with pytest.raises(CheckpointError, match="jaxllm prepare"):
+        read_subject(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        ({"chunk_tokens": ()}, "chunk_tokens is empty"),
+        ({"chunk_tokens": (32, 16)}, "ascending"),
+        ({"verify_tokens": (300,)}, "at most 256"),
+        ({"levels": (120,)}, "percentages"),
+        ({"context_tokens": 1000}, "window of 128"),
+        ({"context_tokens": 8}, "no chunk"),
+        ({"context_tokens": 16, "verify_tokens": (32,)}, "do not fit the context of 16"),
+    ],
+)
+def test_plans_that_cannot_be(options, part):
+    with pytest.raises(ConfigError, match=part):
+        ExportPlan(**options).resolved(CFG)
+
+
+def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):
+    from jaxllm.bundle import Bundle
+    from jaxllm.quant import dequantize
+
+    path = write_tiny_bundle(tmp_path / "eight.jaxllm", "int8")
+    arrays = read_subject(path).arrays
+    with Bundle.open(path) as bundle:
+        for name, weight in bundle.load().items():
+            np.testing.assert_array_equal(arrays[name], dequantize(weight, jax.numpy.float32), err_msg=name)
+
+
+def test_an_adapter_is_folded_in_and_makes_another_model(tmp_path):
+    from jaxllm.checkpoints.peft_folder import write_adapter
+    from jaxllm.lora import LoraConfig, merge
+    from tests.test_lora import random_adapter
+
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm")
+    lora = LoraConfig(rank=2, alpha=4, targets=("attn.q", "ffn.down"))
+    adapter = random_adapter(TINY, lora, 0)
+    write_adapter(tmp_path / "adapter", TINY, lora, adapter)
+    plain, adapted = read_subject(path), read_subject(path, adapter=tmp_path / "adapter")
+    assert plain.model != adapted.model
+    wanted = merge(
+        {name: jax.numpy.asarray(value) for name, value in plain.arrays.items()}, adapter, lora.scaling
+    )
+    for name, array in adapted.arrays.items():
+        np.testing.assert_allclose(array, wanted[name], rtol=1e-6, err_msg=name)
+    assert (adapted.arrays["layers.0.attn.q"] != plain.arrays["layers.0.attn.q"]).any()

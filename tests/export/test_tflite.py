@@ -1,0 +1,205 @@
+"""TFLite models: what LiteRT answers, in which arithmetic, and how many bytes they take."""
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from export.signatures import ExportPlan
+from export.subject import read_subject
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.programs.manifest import Manifest
+from jaxllm.tokenizer import Tokenizer
+from serving.programs.engine import ProgramEngine
+from serving.programs.litert import LiteRtExecutor
+from tests.export.conftest import PLAN
+from tests.export.models import CFG, CONTEXT, PROMPTS, answers
+from tests.tiny import tiny_params
+
+pytest.importorskip("litert_converter")
+pytest.importorskip("ai_edge_litert")
+
+from export.flatbuffer import Operator, operators, share_buffers
+from export.quantized import calibrate, quantized_subject
+from export.tflite import FILE, export_tflite, require_holdable, tflite_model
+
+# What may hold integers of 8 bits: products and what leads to and from them, and rows of the table.
+INTEGER_OPERATORS = {
+    "FULLY_CONNECTED", "QUANTIZE", "DEQUANTIZE", "RESHAPE", "TRANSPOSE", "GATHER_ND", "CAST",
+}  # fmt: skip
+SHORT = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(16,), verify_tokens=(16,))
+TEXT = "the hello there " * 20
+
+
+@pytest.fixture(scope="module")
+def engine(tflite):
+    return ProgramEngine.open(tflite[0], threads=1)
+
+
+@pytest.fixture(scope="module")
+def whole(elastic):
+    return read_subject(elastic)
+
+
+@pytest.fixture(scope="module")
+def int8(whole, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs") / "int8"
+    export_tflite(whole, folder, SHORT, precision="int8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def w8a8(whole, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs") / "w8a8"
+    tokens = Tokenizer(whole.tokenizer).encode(TEXT)
+    ranges = calibrate(quantized_subject(whole)[0], tokens[:40])
+    export_tflite(whole, folder, SHORT, precision="w8a8", ranges=ranges)
+    return folder
+
+
+def test_the_answers_are_the_live_engines(engine, live):
+    assert answers(engine) == live[100]
+
+
+def test_a_level_answers_as_the_live_level(engine, live):
+    assert answers(engine.at(40)) == live[40]
+
+
+def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tmp_path, engine):
+    """A level's matrices begin at the same bytes as the whole model's, which is how XNNPACK tells them."""
+    manifest, packed = Manifest.read(tflite[0]), tmp_path / "packed.bin"
+    for _ in ("packed now", "packed before"):
+        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=packed)
+        for level in (40, 100):
+            assert answers(ProgramEngine(executor, engine.tokenizer, level)) == live[level]
+        assert packed.stat().st_size > 10_000
+
+
+def test_weights_are_stored_once(tflite, subject):
+    folder, sharing = tflite
+    params = sum(value.nbytes for value in tiny_params(CFG).values())
+    adapters = sum(array.nbytes for name, array in subject.arrays.items() if name.startswith("level_"))
+    # Small buffers are not counted; the level's matrices of several widths would be half of the model's.
+    assert sharing.stored_bytes < 1.03 * (params + adapters)
+    assert sharing.apart_bytes > 1.1 * (params + adapters)
+    assert (folder / FILE).stat().st_size == Manifest.read(folder).files[FILE].size_bytes
+
+
+def test_a_chunk_length_and_a_level_add_no_weights(whole, subject):
+    def stored(of, plan, levels):
+        plan = plan.resolved(CFG)
+        signatures = [each for level in levels for each in plan.signatures(level, lambda _: FILE)]
+        return tflite_model(of, plan, signatures, precision="f32")[1].stored_bytes
+
+    bare = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(16,))
+    one = stored(whole, bare, (100,))
+    assert stored(whole, dataclasses.replace(bare, chunk_tokens=(16, 32)), (100,)) < 1.03 * one
+    adapters = sum(array.nbytes for name, array in subject.arrays.items() if name.startswith("level_"))
+    assert stored(subject, bare, (40, 100)) < 1.03 * one + adapters
+
+
+def integers(found: Counter[Operator]) -> set[str]:
+    return {each.name for each in found if "INT8" in (*each.inputs, each.output)}
+
+
+def test_int8_has_weights_of_8_bits_and_nothing_else(int8):
+    for name, found in operators((int8 / FILE).read_bytes()).items():
+        products = {each: count for each, count in found.items() if each.name == "FULLY_CONNECTED"}
+        assert {each.inputs for each in products} == {("FLOAT32", "INT8")}, name
+        assert integers(found) == {"FULLY_CONNECTED", "GATHER_ND", "CAST"}, name
+        assert not any(each.name == "DEQUANTIZE" for each in found), name
+
+
+def test_w8a8_multiplies_integers_and_leaves_the_cache_alone(w8a8):
+    for name, found in operators((w8a8 / FILE).read_bytes()).items():
+        products = Counter()
+        for each, count in found.items():
+            if each.name == "FULLY_CONNECTED":
+                products[each.inputs, each.output] += count
+        head = {(("FLOAT32", "INT8"), "FLOAT32"): 1}
+        # A prefill of the last layer needs its keys and values alone.
+        inner = 7 * CFG.layers - (5 if name.startswith("prefill") else 0)
+        integer = {(("INT8", "INT8"), "INT8"): inner}
+        assert products == (integer if name.startswith("prefill") else {**integer, **head}), name
+        assert integers(found) <= INTEGER_OPERATORS, name
+        # Attention, the cache, norms and activations are in floats.
+        for each in found:
+            if each.name in ("BATCH_MATMUL", "DYNAMIC_UPDATE_SLICE", "SOFTMAX", "MUL", "ADD", "LOGISTIC"):
+                assert "INT8" not in (*each.inputs, each.output), (name, each)
+
+
+@pytest.mark.parametrize(("name", "within"), [("int8", 0.01), ("w8a8", 0.02)])
+def test_perplexity_is_near_that_of_floats(request, engine, name, within):
+    """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
+    scales, not what they cost a trained model."""
+    quantized = ProgramEngine.open(request.getfixturevalue(name), threads=1)
+    tokens = PROMPTS[3]
+    loss = [-each.table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
+    assert loss[0] != loss[1]
+    assert abs(np.exp(loss[1] - loss[0]) - 1) < within
+
+
+def test_calibration_sees_the_largest_inputs_and_outputs(whole):
+    subject = quantized_subject(whole)[0]
+    few, more = (calibrate(subject, [1, 50, 7, 99, 23, 5, 77][:count]) for count in (3, 7))
+    assert set(few) == {name for name in tiny_params(CFG) if ".attn." in name or ".ffn." in name}
+    assert few["layers.0.attn.q"].inputs == few["layers.0.attn.k"].inputs > 0
+    for name, each in few.items():
+        # The same tokens first; sums of longer texts are done in another order.
+        assert more[name].inputs >= 0.999 * each.inputs, name
+        assert more[name].outputs >= 0.999 * each.outputs, name
+    assert any(more[name].inputs > 1.01 * each.inputs for name, each in few.items())
+    with pytest.raises(ConfigError, match="no text to calibrate on"):
+        calibrate(subject, [1])
+
+
+def test_quantized_weights_are_levels_times_scales(whole):
+    subject, scales = quantized_subject(whole)
+    for name, each in scales.items():
+        matrix = subject.arrays[name].reshape(-1, subject.arrays[name].shape[-1])
+        by_row = len(each) == len(matrix) and not name.endswith((".o", "down"))
+        levels = matrix / (each[:, None] if by_row else each[None])
+        np.testing.assert_allclose(levels, np.rint(levels), atol=1e-3, err_msg=name)
+        assert np.abs(levels).max() < 127.5
+        worst = np.abs(matrix - whole.arrays[name].reshape(matrix.shape)).max()
+        assert worst <= 0.51 * each.max(), name
+
+
+def test_sharing_changes_no_answer_and_is_done(tflite):
+    data = (tflite[0] / FILE).read_bytes()
+    again, sharing = share_buffers(data)
+    assert sharing == tflite[1]
+    assert len(again) == len(data)
+    assert operators(again) == operators(data)
+
+
+# What is refused
+
+
+def test_a_mixture_of_experts():
+    cfg = dataclasses.replace(CFG, model_type="mixtral", experts=4, experts_per_token=2)
+    with pytest.raises(ConfigError, match="mixture of experts"):
+        require_holdable(cfg)
+    assert isinstance(cfg, ModelConfig)
+
+
+def test_precisions_and_their_text(whole, tmp_path):
+    with pytest.raises(ConfigError, match="not bf16"):
+        export_tflite(whole, tmp_path / "x", PLAN, precision="bf16")
+    with pytest.raises(ConfigError, match="calibrate"):
+        export_tflite(whole, tmp_path / "x", SHORT, precision="w8a8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_corrupt_model(tflite, tmp_path):
+    manifest = Manifest.read(tflite[0])
+    (tmp_path / FILE).write_bytes(b"no model")
+    with pytest.raises(ProgramError, match="checksum"):
+        LiteRtExecutor(manifest, tmp_path)
+    from jaxllm.programs.manifest import StoredFile
+
+    files = {**manifest.files, FILE: StoredFile.of(tmp_path / FILE)}
+    with pytest.raises(ProgramError, match="LiteRT refuses it"):
+        LiteRtExecutor(dataclasses.replace(manifest, files=files), tmp_path)
