@@ -9,9 +9,8 @@ import numpy as np
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.models.parameters import param_specs
 from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.subgraphs import PRODUCTS, contracts_last_axis
+from jaxllm.prefill.subgraphs import PRODUCTS, product_sizes
 
 _PART = "prefill"
 _LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30
@@ -77,7 +76,7 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
     channels, rows, counts = {}, {}, {}
     for layer in (layer for layer, with_shadow in enumerate(shadowed) if with_shadow):
         for product in range(len(PRODUCTS)):
-            inputs, outputs = _sizes(bundle, layer, product)
+            inputs, outputs = product_sizes(cfg, layer, product)
             own = arrays.pop(f"channels.{layer}.{product}")
             if own.ndim != 1 or own.dtype != np.int32 or len(own) > inputs:
                 raise ConfigError(f"the channels of layer {layer} are {own.dtype.name} {list(own.shape)}")
@@ -102,18 +101,6 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
         rows=rows,
         losses=losses,  # pyright: ignore[reportArgumentType]: pairs
     )
-
-
-def _sizes(bundle: Bundle, layer: int, product: int) -> tuple[int, list[int]]:
-    """The inputs of a product, and the outputs of its weights."""
-    cfg, specs = bundle.cfg, param_specs(bundle.cfg)
-    gate = ["ffn.gate"] if cfg.gated_ffn else []
-    names = (["attn.q", "attn.k", "attn.v"], ["attn.o"], [*gate, "ffn.up"], ["ffn.down"])[product]
-    shapes = [specs[f"layers.{layer}.{name}"].shape for name in names]
-    units = [int(np.prod(shape[:-1], dtype=object)) for shape in shapes]
-    if contracts_last_axis(product):
-        return shapes[0][-1], units
-    return units[0], [shape[-1] for shape in shapes]
 
 
 def _rows(layer: int, product: int, number: int) -> str:

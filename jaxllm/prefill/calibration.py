@@ -26,7 +26,13 @@ from jaxllm.kernels.stepwise import TOP_LEVEL
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.reference import Rule, observed
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import PRODUCTS, LayerCalibration, contracts_last_axis, product_matrices
+from jaxllm.prefill.subgraphs import (
+    PRODUCTS,
+    LayerCalibration,
+    contracts_last_axis,
+    product_matrices,
+    product_sizes,
+)
 from jaxllm.quant import contracted_rows
 
 # Of each layer and product something of its input's channels, `[D]`.
@@ -83,13 +89,12 @@ class PrefillCalibration:
         """The larger of the two losses that were measured at a level; infinite where none was."""
         return max(self.losses.get(level, (math.inf,)))
 
-    def layers(self, level: int, params: Params, cfg: ModelConfig) -> tuple[LayerCalibration, ...]:
+    def layers(self, level: int, cfg: ModelConfig) -> tuple[LayerCalibration, ...]:
         """What the subgraphs of each layer take, as arrays of the host.
 
         Args:
           level: one of `levels`.
-          params: of the model, for the number of each product's inputs.
-          cfg: the model.
+          cfg: whose inputs the products have: the level's sub-model, or the whole model.
 
         Raises:
           ConfigError: the level was not calibrated.
@@ -104,9 +109,9 @@ class PrefillCalibration:
         def rows_of(layer: int) -> tuple[FloatRows, ...]:
             found = []
             for product in range(len(PRODUCTS)):
-                place = np.full(inputs_of(params, layer, product, cfg), -1, np.int32)
-                channels = self.channels[layer, product]
-                real = channels >= 0
+                inputs, _ = product_sizes(cfg, layer, product)
+                place, channels = np.full(inputs, -1, np.int32), self.channels[layer, product]
+                real = (channels >= 0) & (channels < inputs)
                 place[channels[real]] = np.flatnonzero(real)
                 found.append(FloatRows(place, self.rows[layer, product]))  # pyright: ignore[reportArgumentType]
             return tuple(found)
@@ -123,12 +128,6 @@ class PrefillCalibration:
             self.hot[key] * sum(each.nbytes // max(1, len(each)) for each in rows)
             for key, rows in self.rows.items()
         )
-
-
-def inputs_of(params: Params, layer: int, product: int, cfg: ModelConfig) -> int:
-    """How many inputs a product has."""
-    shape = product_matrices(params, layer, product, cfg)[0].shape
-    return shape[-1] if contracts_last_axis(product) else int(np.prod(shape[:-1]))
 
 
 def channel_tops(

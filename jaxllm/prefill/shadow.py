@@ -25,7 +25,7 @@ from jaxllm.quant import Weight, contracted_rows
 
 # Room of compact tensors, in channels: few outliers are the rule (5 to 15 channels in the paper's models),
 # and each room is a branch to compile.
-_ROOMS = (8, 32, 128)
+_ROOMS = (16, 128)
 
 
 @jax.tree_util.register_dataclass

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -34,7 +35,7 @@ from jaxllm.layers import activate, normalize
 from jaxllm.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 from jaxllm.models.decoder import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, param_specs
 from jaxllm.prefill.shadow import FloatRows, shadow_products
 from jaxllm.quant import Weight
 from jaxllm.used_units import used_in_layer
@@ -257,6 +258,16 @@ def product_biases(params: Params, layer: int, product: int, cfg: ModelConfig) -
     return _matrices(_weights(params, layer), product, cfg)[1]
 
 
+def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list[int]]:
+    """How many inputs a product has, and how many outputs each of its weights."""
+    specs = param_specs(cfg)
+    shapes = [specs[f"layers.{layer}.{name}"].shape for name in _names(product, cfg)]
+    units = [int(np.prod(shape[:-1], dtype=object)) for shape in shapes]
+    if contracts_last_axis(product):
+        return shapes[0][-1], units
+    return units[0], [shape[-1] for shape in shapes]
+
+
 def contracts_last_axis(product: int) -> bool:
     """Whether a product contracts its weights' last axis, or their units."""
     return product in (_PROJECT, _WIDEN)
@@ -266,12 +277,17 @@ def _weights(params: Params, layer: int) -> LayerParams:
     return LayerParams(params, f"layers.{layer}.")
 
 
+def _names(product: int, cfg: ModelConfig) -> list[str]:
+    """The names of a product's weights within a layer."""
+    gate = ["ffn.gate"] if cfg.gated_ffn else []
+    return (["attn.q", "attn.k", "attn.v"], ["attn.o"], [*gate, "ffn.up"], ["ffn.down"])[product]
+
+
 def _matrices(
     weights: LayerParams, product: int, cfg: ModelConfig
 ) -> tuple[list[Weight], list[jax.Array | None]]:
     """The weights of a product and their biases."""
-    gate = ["ffn.gate"] if cfg.gated_ffn else []
-    names = (["attn.q", "attn.k", "attn.v"], ["attn.o"], [*gate, "ffn.up"], ["ffn.down"])[product]
+    names = _names(product, cfg)
     return [weights[name] for name in names], [weights.vector(f"{name}_bias") for name in names]
 
 

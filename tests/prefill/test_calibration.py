@@ -98,7 +98,7 @@ def test_outliers_are_found():
             )
     assert 0 < found.resident_bytes <= sum(each.nbytes for rows in found.rows.values() for each in rows)
     with pytest.raises(ConfigError, match="level 50 has no integer prefill"):
-        found.layers(50, stored(), TINY)
+        found.layers(50, TINY)
     assert found.loss(100) == 0.002
     assert found.loss(50) == np.inf
 
@@ -116,7 +116,7 @@ def test_the_shadow_brings_the_function_back():
     for row in texts(count=2):
         known = scores(floats, (), row, exact=True)
         for shadows in (0, 1, 2):
-            layers = calibrated(shadows=shadows).layers(100, params, TINY)
+            layers = calibrated(shadows=shadows).layers(100, TINY)
             errors.setdefault(shadows, []).append(np.abs(scores(params, layers, row) - known).mean())
     naive, half, whole = (np.mean(errors[shadows]) for shadows in (0, 1, 2))
     assert whole < half < naive
