@@ -1,13 +1,11 @@
 """Which steps, channels and layers integer prefill uses: found once on a text (arXiv 2407.05858, section
 3.3).
 
-- Steps. Of the inputs of a product the largest magnitude that each channel ever had is looked at; the step of
-a
-  layer with shadow is a quantile of these over 127, so that few channels ever pass it. Without shadow it is
-  the largest of them over 127, and nothing that was seen is clipped.
+- Steps. Of the inputs of a product the largest magnitude that each channel ever had is looked at. With a
+  shadow the step is one of these over 127, so that few channels ever pass it: each that does must make the
+  step so much finer. Without shadow it is the largest of them over 127, and nothing that was seen is clipped.
 - Hot channels. Few channels make most outliers: those that make `hot_share` of them come first among the
-float
-  rows, and stay in memory.
+  float rows, and stay in memory.
 - Layers. Outliers of most layers hardly matter: by how far the largest one passes its step, all but the most
   important layers do without a shadow, as many as the tolerable loss allows.
 """
@@ -46,12 +44,14 @@ class ShadowRecipe:
     """How outliers are told from the rest.
 
     Attributes:
-      channel_quantile: the share of a product's channels that a step shall cover in a layer with shadow.
+      most_channels: the share of a product's channels that may pass the step in a layer with shadow.
+      least_gain: by which share each of them must make the step finer; few are worth a shadow.
       hot_share: of the outliers of a product, those whose channels' rows stay in memory.
       pruned_share: of the layers, the least important, do without a shadow if the loss allows it.
     """
 
-    channel_quantile: float = 0.97
+    most_channels: float = 0.03
+    least_gain: float = 0.05
     hot_share: float = 0.8
     pruned_share: float = 0.85
 
@@ -174,10 +174,29 @@ def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
     return found
 
 
-def steps_of(tops: ByProduct, quantile: float) -> np.ndarray:
-    """The step `[L, 4]` float32 of each product that covers this share of its channels; 1 covers all."""
-    found = [[np.quantile(each, quantile, method="lower") for each in layer] for layer in tops]
-    return np.maximum(np.array(found) / TOP_LEVEL, _LEAST_STEP).astype(np.float32)
+def whole_steps(tops: ByProduct) -> np.ndarray:
+    """The step `[L, 4]` float32 of each product that clips nothing of what was seen."""
+    return _as_steps([[each.max() for each in layer] for layer in tops])
+
+
+def clipping_steps(tops: ByProduct, recipe: ShadowRecipe) -> np.ndarray:
+    """The step `[L, 4]` float32 of each product with a shadow: that of the channels of which each is worth
+    it."""
+
+    def top_of(sizes: np.ndarray) -> float:
+        most = math.ceil(len(sizes) * recipe.most_channels - 1e-9)
+        largest = np.sort(sizes)[::-1][: most + 1]
+        largest = largest[largest > 0]
+        if not len(largest):
+            return 0.0
+        gained = np.log(largest[0] / largest)
+        return float(largest[np.argmax(gained - np.arange(len(largest)) * np.log1p(recipe.least_gain))])
+
+    return _as_steps([[top_of(each) for each in layer] for layer in tops])
+
+
+def _as_steps(tops: list[list[float]]) -> np.ndarray:
+    return np.maximum(np.array(tops) / TOP_LEVEL, _LEAST_STEP).astype(np.float32)
 
 
 def importances(tops: ByProduct, steps: np.ndarray) -> np.ndarray:

@@ -86,7 +86,7 @@ def shadow_products(
             channels = channels.astype(jnp.int32)
             real = jnp.arange(room, dtype=jnp.int32) < count
             compact = jnp.where(real, beyond[:, channels], np.float32(0))
-            return [compact @ each for each in _rows_of(channels, weights, rows, last)]
+            return [compact @ each for each in _rows_of(channels, real, weights, rows, last)]
 
         return run
 
@@ -102,19 +102,29 @@ def room_for(count: int, channels: int) -> int:
 
 
 def _rows_of(
-    channels: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, last: bool
+    channels: jax.Array, real: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, last: bool
 ) -> list[jax.Array]:
-    """The rows of some channels, `[N, outputs]` of each weight."""
-    found = [contracted_rows(each, channels, last=last) for each in weights]
+    """The rows of some channels, `[N, outputs]` of each weight; those that are not real are anything
+    finite."""
+
+    def of_weights() -> list[jax.Array]:
+        return [contracted_rows(each, channels, last=last) for each in weights]
+
     if rows is None or not rows.rows[0].shape[0]:
-        return found
+        return of_weights()
     place = rows.place[channels]
 
-    def chosen(floats: jax.Array, own: jax.Array) -> jax.Array:
-        taken = jnp.take(floats[:, : own.shape[1]], jnp.maximum(place, 0), axis=0, mode="clip")
-        return jnp.where(place[:, None] >= 0, taken.astype(jnp.float32), own)
+    def of_floats() -> list[jax.Array]:
+        at = jnp.maximum(place, 0)
+        cut = [floats[:, : _outputs(each, last)] for floats, each in zip(rows.rows, weights, strict=True)]
+        return [jnp.take(each, at, axis=0, mode="clip").astype(jnp.float32) for each in cut]
 
-    return [chosen(*pair) for pair in zip(rows.rows, found, strict=True)]
+    def of_both() -> list[jax.Array]:
+        known = place[:, None] >= 0
+        return [jnp.where(known, *pair) for pair in zip(of_floats(), of_weights(), strict=True)]
+
+    # Taking weights apart takes longer than the product: only where some channel has no row of its own.
+    return jax.lax.cond(jnp.any(real & (place < 0)), of_both, of_floats)
 
 
 def _outputs(weight: Weight, last: bool) -> int:

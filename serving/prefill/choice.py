@@ -56,7 +56,7 @@ def chosen_calibration(
             return None
         raise ConfigError(
             f"integer prefill was measured to lose {losses[worst]:.2%} of level {worst}'s perplexity, more "
-            f"than {asked.most_loss:.2%}; calibrate with more shadow, allow more (PrefillOptions.most_loss), or "
+            f"than {asked.most_loss:.2%}; calibrate for less loss, allow more (PrefillOptions.most_loss), or "
             "choose --prefill float"
         )
     return calibration

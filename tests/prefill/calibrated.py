@@ -14,18 +14,19 @@ from jaxllm.prefill.calibration import (
     ShadowRecipe,
     assembled,
     channel_tops,
+    clipping_steps,
     importances,
     largest_of,
     most_important,
     outlier_counts,
-    steps_of,
+    whole_steps,
 )
 from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.quant import quantize, to_blocks
 from tests.tiny import TINY, tiny_params
 
-RECIPE = ShadowRecipe(channel_quantile=0.94)
-# Fewer channels than the quantile leaves to outliers: 64 and 80 of them there are.
+RECIPE = ShadowRecipe(most_channels=0.06)
+# No more channels than may be outliers: 64 and 80 of them there are.
 OUTLIERS = OutlierRecipe(channels=2, factor=256)
 
 
@@ -58,7 +59,7 @@ def calibrated(cfg: ModelConfig = TINY, shadows: int = 1) -> PrefillCalibration:
     floats = {name: jnp.asarray(each) for name, each in outlying(cfg).items()}
     look = jax.jit(functools.partial(channel_tops, cfg=cfg))
     tops = largest_of([jax.device_get(look(floats, row)) for row in texts(cfg)])
-    clipping, whole = steps_of(tops, RECIPE.channel_quantile), steps_of(tops, 1)
+    clipping, whole = clipping_steps(tops, RECIPE), whole_steps(tops)
     shadowed = most_important(importances(tops, clipping), shadows)
     count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
     each = [jax.device_get(count(floats, row, clipping)) for row in texts(cfg)]

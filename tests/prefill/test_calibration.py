@@ -11,25 +11,32 @@ from jaxllm.errors import ConfigError
 from jaxllm.prefill.calibration import (
     ShadowRecipe,
     channel_tops,
+    clipping_steps,
     hot_first,
     importances,
     largest_of,
     most_important,
     search_shadow,
     shadow_counts,
-    steps_of,
+    whole_steps,
 )
 from jaxllm.prefill.reference import integer_rule, plain_rule, scores_by_rule
 from tests.prefill.calibrated import OUTLIERS, calibrated, outlying, stored, texts
 from tests.tiny import TINY
 
 
-def test_steps_cover_channels():
-    tops = [[np.array([1.0, 2.0, 3.0, 100.0]), np.array([5.0, 4.0, 0.0, 0.0])]]
-    np.testing.assert_allclose(127 * steps_of(tops, 0.75), [[3, 4]])
-    np.testing.assert_allclose(127 * steps_of(tops, 1), [[100, 5]])
-    np.testing.assert_allclose(importances(tops, steps_of(tops, 0.75)), [127 * 100 / 3])
-    assert steps_of([[np.zeros(3)]], 0.5) > 0
+def test_steps():
+    """Of four channels at most one passes, and only where that makes the step enough finer."""
+    tops = [[np.array([1.0, 2.0, 3.0, 100.0]), np.array([5.0, 4.0, 0.0, 0.0]), np.array([5.0, 4.8, 1, 1])]]
+    recipe = ShadowRecipe(most_channels=0.25, least_gain=0.1)
+    np.testing.assert_allclose(127 * clipping_steps(tops, recipe), [[3, 4, 5]], rtol=1e-6)
+    two = ShadowRecipe(most_channels=0.5, least_gain=0.1)
+    # Two are worth it together, though the first alone is not.
+    np.testing.assert_allclose(127 * clipping_steps(tops, two), [[2, 4, 1]], rtol=1e-6)
+    np.testing.assert_allclose(127 * whole_steps(tops), [[100, 5, 5]], rtol=1e-6)
+    np.testing.assert_allclose(importances(tops, clipping_steps(tops, recipe)), [127 * 100 / 3], rtol=1e-6)
+    assert clipping_steps([[np.zeros(3)]], recipe) > 0
+    assert whole_steps([[np.zeros(3)]]) > 0
 
 
 def test_texts_together():
@@ -74,7 +81,7 @@ def test_layers():
     assert search_shadow(importance, loss_of, most_loss=0.01, pruned_share=0.75)[0] == (True,) * 4
 
 
-@pytest.mark.parametrize("field", ["channel_quantile", "hot_share", "pruned_share"])
+@pytest.mark.parametrize("field", ["most_channels", "least_gain", "hot_share", "pruned_share"])
 def test_shares(field):
     with pytest.raises(ConfigError, match=f"{field} must be in"):
         ShadowRecipe(**{field: 1.5})

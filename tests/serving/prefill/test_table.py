@@ -134,7 +134,8 @@ def test_it_answers(engine):
 
 
 def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
-    """With steps that are far too small nearly all is shadow: the product stays what it is, and it is said."""
+    """With steps that are far too small nearly all is shadow: the product stays what it is, and it is
+    said."""
     engine = Engine.open(
         calibrated_bundle, options=dataclasses.replace(OPTIONS, chunk_tokens=(32,)), warm_up=False
     )
