@@ -7,13 +7,14 @@ its own, as a neural processor and a CPU would be: what they gain is parallel wo
 JAX decides about devices and threads once: `prepare_processors` comes before anything of JAX runs.
 """
 
+import contextlib
 import dataclasses
 import os
 import queue
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -85,7 +86,6 @@ class TwoProcessors:
         devices, cpus = jax.devices(), jax.devices("cpu")
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self.trace: Trace | None = None
-        self._threads_before = native.threads()
         groups: dict[Processor, Sequence[int]] = {"integer": (), "float": ()}
         if devices[0].platform == "cpu":
             if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
@@ -97,8 +97,6 @@ class TwoProcessors:
                 raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
             self._devices: dict[Processor, jax.Device] = {"integer": cpus[1], "float": cpus[0]}
             groups = {"integer": cores[1:2], "float": cores[:1]}
-            # Kernels share one pool of threads per process; alone, a thread does its own work.
-            native.set_threads(1)
         else:
             self._devices = {"integer": devices[0], "float": cpus[0]}
         self._answers: queue.Queue[Any] = queue.Queue()
@@ -109,15 +107,29 @@ class TwoProcessors:
         return self._devices[processor]
 
     def close(self) -> None:
-        """Ends both; the process has all of its threads again."""
+        """Ends both."""
         for worker in self._workers.values():
             worker.close()
-        native.set_threads(self._threads_before)
+
+    @contextlib.contextmanager
+    def _own_threads(self) -> Iterator[None]:
+        """Kernels share one pool of threads per process; while this lasts, each processor's thread does its
+        own work where both are CPUs."""
+        if self._devices["integer"].platform != "cpu":
+            yield
+            return
+        before = native.threads()
+        native.set_threads(1)
+        try:
+            yield
+        finally:
+            native.set_threads(before)
 
     def timed(self, processor: Processor, work: Callable[[], Any]) -> float:
         """Runs something on a processor that has nothing to do: milliseconds."""
-        self._workers[processor].submit(0, work)
-        return self._answer()[2]
+        with self._own_threads():
+            self._workers[processor].submit(0, work)
+            return self._answer()[2]
 
     def run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
         """Runs the subgraphs of a prompt, in the order that the dispatcher decides.
@@ -129,6 +141,11 @@ class TwoProcessors:
         Returns:
           When what ran; it is kept as `trace`, too.
         """
+        with self._own_threads():
+            self.trace = self._run(dispatcher, run)
+        return self.trace
+
+    def _run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
         free, runs, decisions = set(PROCESSORS), [], []
         began = time.perf_counter()
         while not dispatcher.done:
@@ -150,8 +167,7 @@ class TwoProcessors:
             start_ms = 1000 * (start - began)
             runs.append(Run(place, start_ms, start_ms + spent_ms))
             dispatcher.finish(place)
-        self.trace = Trace(tuple(runs), 1e6 * statistics.median(decisions))
-        return self.trace
+        return Trace(tuple(runs), 1e6 * statistics.median(decisions))
 
     def _answer(self, running: int = 1) -> tuple[int, float, float]:
         """What the next one to end did; an error that it met is raised once nobody runs any more."""
