@@ -323,6 +323,8 @@ Kind = Literal[
     "prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan", "load", "restore",
     "embed", "encode", "rows", "layer", "tree", "norm", "head", "draft", "follow", "settle", "keep", "verify",
     "attend", "attend_tree", "expert", "combine",
+    "int_project", "int_attend", "int_finish", "int_project_shadow", "int_attend_shadow", "int_widen",
+    "int_widen_shadow", "int_narrow", "int_narrow_shadow",
 ]  # fmt: skip
 
 
@@ -344,8 +346,10 @@ class Bucket:
     decision alone, of its logits), keep (what was accepted into the target's cache), follow (into the
     draft's). Of mixtures whose experts come one by one: attend and attend_tree (a sparse layer over a chunk
     or a tree, up to its experts), expert (one tile of one expert, of width `bits`), combine (what the layer
-    makes of them). `level` is the sub-model's, in percent; graphs that have no weights and no cache are of
-    the whole model. `layer` is the first of all layers that share a graph of one layer.
+    makes of them). Of integer prefill int_project and so on (the subgraphs of a layer, see
+    `jaxllm.prefill.subgraphs`; `rows` is how many channels have rows in floats). `level` is the sub-model's,
+    in percent; graphs that have no weights and no cache are of the whole model. `layer` is the first of all
+    layers that share a graph of one layer.
     """
 
     kind: Kind

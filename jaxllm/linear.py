@@ -12,6 +12,9 @@ activations), `feed_forward`, and `add_normed`, which ends a block.
 
 Where units are used in part (`used`), results for the others are anything, and nothing of them is summed.
 
+With a `step` activations are 8-bit whole numbers of steps, those beyond 127 of them clipped, whatever the
+weight (mllm-NPU, arXiv 2407.05858, equation 1, without its outliers: see `jaxllm.prefill.shadow`).
+
 Native products of a `rowwise` call give each row to the bit what they give it alone, which verifying drafted
 tokens needs. At 8 bits they always do; at fewer many rows take longer so.
 
@@ -31,7 +34,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import Activation
-from jaxllm.kernels import converted, native
+from jaxllm.kernels import converted, native, stepwise
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.quant import (
     Adapted,
@@ -47,6 +50,8 @@ from jaxllm.quant import (
 from jaxllm.used_units import UsedUnits
 
 Out = TypeVar("Out")
+# Of what the first products of a block take, and of what its last takes.
+Steps = tuple[jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -79,22 +84,25 @@ def to_units(
     *,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    step: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     rows = x.reshape(-1, width)
 
-    def by_kernel(rows: jax.Array, weight: native.Adaptable, used: UsedUnits | None) -> jax.Array:
-        return native.to_units(rows, [weight], used=used, rowwise=rowwise)[0]
+    def by_kernel(
+        rows: jax.Array, weight: native.Adaptable, used: UsedUnits | None, step: jax.Array | None
+    ) -> jax.Array:
+        return native.to_units(rows, [weight], used=used, rowwise=rowwise, step=step)[0]
 
-    def by_xla(rows: jax.Array, weight: Weight, used: UsedUnits | None) -> jax.Array:
+    def by_xla(rows: jax.Array, weight: Weight, used: UsedUnits | None, step: jax.Array | None) -> jax.Array:
         del used
-        return _to_units_by_xla(rows, weight)
+        return _to_units_by_xla(rows, weight, step)
 
     if _in_blocks(weight):
-        out = _natively(by_kernel, by_xla, rows, weight, used)
+        out = _natively(by_kernel, by_xla, rows, weight, used, step)
     else:
-        out = by_xla(rows, weight, used)
+        out = by_xla(rows, weight, used, step)
     return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
 
 
@@ -106,19 +114,26 @@ def normed_to_units(
     *,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    step: jax.Array | None = None,
 ) -> list[jax.Array]:
     """`to_units` of `norm(x)` with each weight."""
 
-    def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight], used: UsedUnits | None) -> list[jax.Array]:
+    def apart(
+        x: jax.Array, norm: Norm, weights: Sequence[Weight], used: UsedUnits | None, step: jax.Array | None
+    ) -> list[jax.Array]:
         normed = normalize(x, norm)
-        return [to_units(normed, weight, used=used, rowwise=rowwise) for weight in weights]
+        return [to_units(normed, weight, used=used, rowwise=rowwise, step=step) for weight in weights]
 
     def together(
-        x: jax.Array, norm: Norm, weights: Sequence[native.Adaptable], used: UsedUnits | None
+        x: jax.Array,
+        norm: Norm,
+        weights: Sequence[native.Adaptable],
+        used: UsedUnits | None,
+        step: jax.Array | None,
     ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
         products = native.to_units(
-            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used, rowwise=rowwise
+            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used, rowwise=rowwise, step=step
         )
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
@@ -126,9 +141,9 @@ def normed_to_units(
         ]
 
     if norm.bias is None and _one_format(weights):
-        outs = _natively(together, apart, x, norm, list(weights), used)
+        outs = _natively(together, apart, x, norm, list(weights), used, step)
     else:
-        outs = apart(x, norm, weights, used)
+        outs = apart(x, norm, weights, used, step)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
 
 
@@ -140,6 +155,7 @@ def from_units(
     *,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    step: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
     `[..., D]` if there is one: `[..., D]`."""
@@ -147,21 +163,31 @@ def from_units(
     batch = h.shape[: h.ndim - len(units)]
 
     def by_kernel(
-        h: jax.Array, weight: native.Adaptable, residual: jax.Array | None, used: UsedUnits | None
+        h: jax.Array,
+        weight: native.Adaptable,
+        residual: jax.Array | None,
+        used: UsedUnits | None,
+        step: jax.Array | None,
     ) -> jax.Array:
         rows = h.reshape(-1, math.prod(units))
         add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-        return native.from_units(rows, weight, residual=add, used=used, rowwise=rowwise)
+        return native.from_units(rows, weight, residual=add, used=used, rowwise=rowwise, step=step)
 
-    def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, used: UsedUnits | None) -> jax.Array:
+    def by_xla(
+        h: jax.Array,
+        weight: Weight,
+        residual: jax.Array | None,
+        used: UsedUnits | None,
+        step: jax.Array | None,
+    ) -> jax.Array:
         h = h if used is None else used.only(h, len(batch))
-        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight)
+        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, step)
         return out if residual is None else residual.reshape(out.shape) + out
 
     if _in_blocks(weight):
-        out = _natively(by_kernel, by_xla, h, weight, residual, used)
+        out = _natively(by_kernel, by_xla, h, weight, residual, used, step)
         return _with_bias(out.reshape(*batch, width), bias)
-    out = _with_bias(by_xla(h, weight, None, used).reshape(*batch, width), bias)
+    out = _with_bias(by_xla(h, weight, None, used, step).reshape(*batch, width), bias)
     return out if residual is None else residual + out
 
 
@@ -174,23 +200,38 @@ def feed_forward(
     add_input: bool,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    steps: Steps | None = None,
 ) -> jax.Array:
-    """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`."""
+    """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; with `steps`
+    of what the first products take, and of what `down` takes."""
 
-    def apart(x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None) -> jax.Array:
+    def apart(
+        x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None, steps: Steps | None
+    ) -> jax.Array:
+        step, hidden_step = steps or (None, None)
         if weights.gate is None:
-            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), used=used, rowwise=rowwise)
+            (up,) = normed_to_units(
+                x, norm, (weights.up,), (weights.up_bias,), used=used, rowwise=rowwise, step=step
+            )
             hidden = activate(up, activation)
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
-            gate, up = normed_to_units(x, norm, both, biases, used=used, rowwise=rowwise)
+            gate, up = normed_to_units(x, norm, both, biases, used=used, rowwise=rowwise, step=step)
             hidden = activate(gate, activation) * up
         residual = x if add_input else None
         return from_units(
-            hidden, weights.down, weights.down_bias, residual=residual, used=used, rowwise=rowwise
+            hidden,
+            weights.down,
+            weights.down_bias,
+            residual=residual,
+            used=used,
+            rowwise=rowwise,
+            step=hidden_step,
         )
 
-    def together(x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None) -> jax.Array:
+    def together(
+        x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None, steps: Steps | None
+    ) -> jax.Array:
         fused = norm.bias is None
         rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
         out = native.feed_forward(
@@ -204,12 +245,13 @@ def feed_forward(
             residual=add_input and fused,
             used=used,
             rowwise=rowwise,
+            steps=steps,
         ).reshape(x.shape)
         return x + out if add_input and not fused else out
 
     if weights.biased or not _one_format(weights.weights):
-        return apart(x, norm, weights, used)
-    return _natively(together, apart, x, norm, weights, used)
+        return apart(x, norm, weights, used, steps)
+    return _natively(together, apart, x, norm, weights, used, steps)
 
 
 def add_normed(residual: jax.Array, x: jax.Array, norm: Norm) -> jax.Array:
@@ -301,17 +343,21 @@ def _stored(weight: Weight) -> Weight:
     return weight.base if isinstance(weight, Adapted | AdaptedFromBuffer) else weight
 
 
-def _to_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
+def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
     """Rows `[M, D]` times a weight `[*U, D]`: `[M, prod(U)]`."""
     width = weight.shape[-1]
     if isinstance(weight, AdaptedFromBuffer):
-        return _to_units_by_xla(rows, weight.apart)
+        return _to_units_by_xla(rows, weight.apart, step)
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -1)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.right)
         left = weight.left.reshape(weight.left.shape[0], -1)
-        return _to_units_by_xla(rows, weight.base) + _from_units_by_xla(low, left)
+        return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, left)
+    if step is not None:
+        if stepwise.in_integers(weight):
+            return stepwise.rows_product(rows, _flat(weight), step)
+        rows = stepwise.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
         dense = dequantize(weight, rows.dtype).reshape(-1, width)
@@ -325,20 +371,24 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
     return _product(rows, weight, whole=whole, by_blocks=by_blocks)
 
 
-def _from_units_by_xla(rows: jax.Array, weight: Weight) -> jax.Array:
+def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
     """Rows `[M, prod(U)]` times a weight `[*U, D]`: `[M, D]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     if isinstance(weight, AdaptedFromBuffer):
-        return _from_units_by_xla(rows, weight.apart)
+        return _from_units_by_xla(rows, weight.apart, step)
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
     if isinstance(weight, FirstUnits):
         # The weight stays as it is, whole and shared: the units that are not there give nothing.
         missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
-        return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base)
+        return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.left.reshape(weight.left.shape[0], -1))
-        return _from_units_by_xla(rows, weight.base) + _from_units_by_xla(low, weight.right)
+        return _from_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, weight.right)
+    if step is not None:
+        if stepwise.in_integers(weight):
+            return stepwise.reduction_product(rows, weight, step)
+        rows = stepwise.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
         dense = dequantize(weight, rows.dtype).reshape(-1, width)

@@ -18,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.options import EngineOptions
+from serving.prefill.options import MODES, Mode, PrefillOptions
 from serving.speculative.options import SpeculationOptions
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class ModelChoice:
     memory: int = 0
     draft: str | None = None
     program: Path | None = None
+    prefill: Mode | None = None
+    processors: int = 1
 
     def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine | ProgramEngine":
         """The engine that serves it.
@@ -62,7 +65,13 @@ class ModelChoice:
         """
         if self.program is not None:
             return self._open_program(self.program, progress, warm_up=warm_up)
-        options = EngineOptions(context_tokens=self.context_tokens, memory_bytes=self.memory)
+        if self.processors > 1:
+            # Here, because it must come before JAX is used.
+            from serving.prefill.processors import prepare_processors
+
+            prepare_processors()
+        prefill = PrefillOptions(mode=self.prefill or "", processors=self.processors)
+        options = EngineOptions(context_tokens=self.context_tokens, memory_bytes=self.memory, prefill=prefill)
         return self._open(
             self.model,
             options,
@@ -74,7 +83,7 @@ class ModelChoice:
         )
 
     def _open_program(self, folder: Path, progress: ProgressCallback, *, warm_up: bool) -> "ProgramEngine":
-        for name in ("model", "weights", "context_tokens", "adapter", "memory", "draft"):
+        for name in ("model", "weights", "context_tokens", "adapter", "memory", "draft", "prefill"):
             if getattr(self, name):
                 option = {"context_tokens": "context"}.get(name, name)
                 raise ConfigError(
@@ -136,13 +145,28 @@ def speculation(draft: str) -> SpeculationOptions:
 
 
 def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """--program, --memory and --draft, for commands that answer; beneath `model_options`."""
+    """--program, --memory, --draft and how prompts are read, for commands that answer; beneath
+    `model_options`."""
     for option in (
         click.option(
             "--program",
             type=click.Path(path_type=Path),
             metavar="DIR",
             help="Run the exported programs in this folder (see `jaxllm export`) instead of a model.",
+        ),
+        click.option(
+            "--processors",
+            type=click.IntRange(1, 2),
+            default=1,
+            help="2 reads prompts on an integer and a float processor: an accelerator and the CPU, or two "
+            "cores. [default: 1]",
+        ),
+        click.option(
+            "--prefill",
+            type=click.Choice(MODES),
+            help="How prompts are read: in static 8-bit steps with shadow outliers, which takes a bundle of "
+            "`jaxllm calibrate --prefill`, or in floats. [default: float; "
+            "int8 if calibrated on two processors]",
         ),
         click.option(
             "--draft",

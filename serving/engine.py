@@ -25,6 +25,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.lora import Adapter, LoraConfig, padded
 from jaxllm.models.parameters import Params
+from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.quant import Weight
 from jaxllm.tokenizer import Tokenizer
 from serving.buckets import BucketTable
@@ -36,6 +37,9 @@ from serving.graph_store import GraphStore
 from serving.levels import Levels
 from serving.models import open_model
 from serving.options import EngineOptions
+from serving.prefill.choice import chosen_calibration
+from serving.prefill.processors import TwoProcessors
+from serving.prefill.table import IntegerTable
 from serving.progress import Progress, loading
 from serving.sliding import Sliding
 from serving.speculative.options import SpeculationOptions
@@ -100,6 +104,7 @@ class Engine:
         else:
             self._frozen = _load(bundle, progress)
         self._speculative: SpeculativeTable | None = None
+        self._processors: TwoProcessors | None = None
         # Shared by all copies of this engine, as the weights are.
         self._adapter_digest = [""]
         self._levels = Levels(bundle, self.options.levels, self._frozen)
@@ -117,10 +122,14 @@ class Engine:
                 kernels=repr(kernels()),
             )
         self.table: BucketTable | StreamedTable | ExpertTable
+        found = self._calibration()
         if isinstance(self._streamed, ExpertWeights):
             self.table = ExpertTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         elif self._streamed is not None:
             self.table = StreamedTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
+        elif found is not None:
+            self._processors = TwoProcessors() if self.options.prefill.processors > 1 else None
+            self.table = IntegerTable(bundle.cfg, params[WHOLE], self.options, found, store, self._processors)
         else:
             self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
         for level, cfg in self._levels.cfgs.items():
@@ -223,9 +232,18 @@ class Engine:
         return self._streamed
 
     def close(self) -> None:
-        """Ends the reading of weights, if they are read while the engine runs; it answers nothing more."""
+        """Ends the reading of weights and the processors of prefill, if there are such; it answers nothing
+        more."""
         if self._streamed is not None:
             self._streamed.close()
+        if self._processors is not None:
+            self._processors.close()
+
+    def _calibration(self) -> PrefillCalibration | None:
+        """What prompts are read in integers by, if they are."""
+        levels = (*self._levels.cfgs, WHOLE)
+        streamed = self._streamed is not None
+        return chosen_calibration(self.bundle, self.options, levels, streamed=streamed)
 
     @property
     def adapter_digest(self) -> str:

@@ -39,7 +39,9 @@ _HARMLESS_SETTINGS = (
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
 # Options that change no graph: where executables are kept, where weights are, which levels there are.
-_OUTSIDE_GRAPHS = ("executables_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts")
+_OUTSIDE_GRAPHS = (
+    "executables_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill",
+)  # fmt: skip
 
 
 class GraphStore:

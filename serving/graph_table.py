@@ -309,10 +309,14 @@ class GraphTable(BucketPlan, abc.ABC):
         if graph is not None:
             self.loaded.add(bucket)
         else:
-            graph = lower(bucket, at.cfg, at._params, self.options).compile()
+            graph = at._lowered(bucket).compile()
             if at._store is not None:
                 at._store.store(bucket, graph)
         return graph, 1000 * (time.perf_counter() - began)
+
+    def _lowered(self, bucket: Bucket) -> jax.stages.Lowered:
+        """The traced graph of a bucket of this level."""
+        return lower(bucket, self.cfg, self._params, self.options)
 
 
 def _failed(future: concurrent.futures.Future) -> bool:

@@ -79,7 +79,7 @@ def lower(
         return _lower_experts(bucket, cfg, params, options, jax.eval_shape(make_cache))
     if bucket.kind in ("draft", "follow", "verify", "settle", "keep"):
         return _lower_tree(bucket, cfg, params, options, jax.eval_shape(make_cache))
-    sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
+    sampler = shapes_of(sampler_state(Sampling(), [], cfg.vocab_size, 0))
     if bucket.kind == "sample":
         logits = jax.ShapeDtypeStruct((1, cfg.vocab_size), jnp.float32)
         return jax.jit(sample, donate_argnums=(1,)).lower(logits, sampler)
@@ -90,7 +90,7 @@ def lower(
 
         return jax.jit(run, donate_argnums=donated)
 
-    shapes = _shapes(params)
+    shapes = shapes_of(params)
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     rows = jax.ShapeDtypeStruct((bucket.rows, bucket.tokens), jnp.int32)
     if bucket.kind == "branches":
@@ -174,7 +174,7 @@ def _lower_context(
             return embed_tokens(part_of_sub_model(params, cfg), tokens, positions, cfg=cfg, dtype=dtype)
 
         row = jax.ShapeDtypeStruct((1, bucket.tokens), jnp.int32)
-        return jax.jit(embedded).lower(_shapes(embedding_params(params)), row, positions)
+        return jax.jit(embedded).lower(shapes_of(embedding_params(params)), row, positions)
     form = options.chunk_format
     past = cache.keys[layer], cache.values[layer]
     if bucket.kind == "encode":
@@ -191,20 +191,20 @@ def _lower_context(
         every = jax.ShapeDtypeStruct((cfg.layers, *sources[0].shape), jnp.uint32)
         of_all = every if addresses else tuple(sources)
         load = functools.partial(load_cache, cfg=cfg, form=form)
-        return jax.jit(load, donate_argnums=(1,)).lower(_shapes(counts_alone(params)), cache, of_all, bits)
+        return jax.jit(load, donate_argnums=(1,)).lower(shapes_of(counts_alone(params)), cache, of_all, bits)
 
     x = jax.ShapeDtypeStruct((1, bucket.tokens, cfg.hidden_size), dtype)
     at = Places(positions, jax.ShapeDtypeStruct((), jnp.int32))  # pyright: ignore[reportArgumentType]: shapes
     if cfg.is_sparse(layer) and f"layers.{layer}.experts.up" not in whole_params(params):
         whole = whole_params(params)
-        own, router = _shapes(layer_params(whole, layer, layer)), _shapes(router_params(whole, layer))
+        own, router = shapes_of(layer_params(whole, layer, layer)), shapes_of(router_params(whole, layer))
         attend = functools.partial(attend_restored, cfg=cfg, layer=layer, form=form)
         return jax.jit(attend, donate_argnums=(2, 4)).lower(own, router, x, at, past, sources[layer], bits)
 
     def restored(params: Params | CountedSubModel, *rest: Any) -> Any:
         return restore_layer(part_of_sub_model(params, cfg), *rest, cfg=cfg, layer=layer, form=form)
 
-    weights = _shapes(layer_params(params, layer, layer))
+    weights = shapes_of(layer_params(params, layer, layer))
     return jax.jit(restored, donate_argnums=(1, 3)).lower(weights, x, at, past, sources[layer], bits)
 
 
@@ -217,7 +217,7 @@ def _lower_piece(
     positions = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     if bucket.kind == "rows":
         table = table_shapes(whole["embed.tokens"], tokens * row_step(whole["embed.tokens"]))
-        embedding = {**_shapes(embedding_params(params)), "embed.tokens": table}
+        embedding = {**shapes_of(embedding_params(params)), "embed.tokens": table}
         embed = functools.partial(embed_tokens, cfg=cfg, dtype=dtype)
         return jax.jit(embed).lower(embedding, jax.ShapeDtypeStruct((1, tokens), jnp.int32), positions)
     if bucket.kind == "head":
@@ -227,14 +227,14 @@ def _lower_piece(
     x = jax.ShapeDtypeStruct((1, tokens, cfg.hidden_size), dtype)
     if bucket.kind == "norm":
         rows = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
-        return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(_shapes(norm_params(params)), x, rows)
+        return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(shapes_of(norm_params(params)), x, rows)
     at = _places(tokens, tree=bucket.kind == "tree")
 
     def run(params: Params | CountedSubModel, *rest: Any) -> Any:
         weights = part_of_sub_model(params, cfg)
         return forward_layer(weights, *rest, cfg=cfg, layer=layer, padded=tokens > 1)
 
-    weights = _shapes(layer_params(params, layer, layer))
+    weights = shapes_of(layer_params(params, layer, layer))
     past = cache.keys[layer], cache.values[layer]
     return jax.jit(run, donate_argnums=(1, 3, 4)).lower(weights, x, at, past, cache.mass)
 
@@ -255,8 +255,8 @@ def _lower_experts(
     whole, layer, tokens = whole_params(params), bucket.layer, bucket.tokens
     x = jax.ShapeDtypeStruct((1, tokens, cfg.hidden_size), jnp.dtype(options.activation_dtype))
     attend = functools.partial(attend_layer, cfg=cfg, layer=layer)
-    weights = _shapes(layer_params(whole, layer, layer))
-    router = _shapes(router_params(whole, layer))
+    weights = shapes_of(layer_params(whole, layer, layer))
+    router = shapes_of(router_params(whole, layer))
     past = cache.keys[layer], cache.values[layer]
     at = _places(tokens, tree=bucket.kind == "attend_tree")
     if bucket.kind in ("attend", "attend_tree"):
@@ -266,7 +266,7 @@ def _lower_experts(
         # The outputs of all tiles have no other shape to be given back in.
         return jax.jit(combine_experts).lower(before, out)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    expert = {name: _shapes(whole[f"{any_expert(bucket.bits)}.{name}"]) for name in EXPERT_PARTS}
+    expert = {name: shapes_of(whole[f"{any_expert(bucket.bits)}.{name}"]) for name in EXPERT_PARTS}
     norm = {name: each for name, each in router.items() if name != "router"}
     return jax.jit(functools.partial(expert_tile, cfg=cfg), donate_argnums=(4,)).lower(
         expert, norm, before, number, out
@@ -302,8 +302,8 @@ def _lower_tree(
 
         alpha = jax.ShapeDtypeStruct((), jnp.float32)
         grown = jax.jit(drafted, donate_argnums=(1, 2, 3))
-        return grown.lower(_shapes(params), tree, fed, cache, alpha, scalar, scalar)
-    sampler = _shapes(sampler_state(Sampling(), [], cfg.vocab_size, 0))
+        return grown.lower(shapes_of(params), tree, fed, cache, alpha, scalar, scalar)
+    sampler = shapes_of(sampler_state(Sampling(), [], cfg.vocab_size, 0))
     if bucket.kind == "settle":
         logits = jax.ShapeDtypeStruct((nodes, cfg.vocab_size), jnp.float32)
         return jax.jit(settle, donate_argnums=(2,)).lower(tree, logits, sampler, scalar)
@@ -311,7 +311,7 @@ def _lower_tree(
     def verified(params: Params | CountedSubModel, *rest: Any) -> Any:
         return verify(sub_model(params, cfg), *rest, cfg=cfg, dtype=dtype)
 
-    return jax.jit(verified, donate_argnums=(2, 3)).lower(_shapes(params), tree, cache, sampler, scalar)
+    return jax.jit(verified, donate_argnums=(2, 3)).lower(shapes_of(params), tree, cache, sampler, scalar)
 
 
 def row_step(table: Weight) -> int:
@@ -336,8 +336,9 @@ def lower_tiny_lm(bucket: Bucket, cfg: TlmConfig, params: Any) -> jax.stages.Low
     """Traces the tiny LM's pass over a row of `bucket.tokens` tokens: scores and decision."""
     shape = (bucket.rows, bucket.tokens)
     row, mask = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
-    return jax.jit(functools.partial(tlm.forward_both, cfg=cfg)).lower(_shapes(params), row, mask)
+    return jax.jit(functools.partial(tlm.forward_both, cfg=cfg)).lower(shapes_of(params), row, mask)
 
 
-def _shapes(tree: Any) -> Any:
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes instead of arrays."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)

@@ -13,6 +13,7 @@ from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.lora import LoraConfig
 from serving.direct_io import Storage
 from serving.experts.options import ExpertOptions
+from serving.prefill.options import PrefillOptions
 from serving.speculative.options import TreeShape
 from serving.user_cache import executables_bytes
 
@@ -56,6 +57,7 @@ class EngineOptions:
       read_ahead: whether the next layer is read while one is computed; only to measure what that brings.
       experts: of a mixture whose experts are stored apart, how they are kept and foreseen where there is too
         little memory for all.
+      prefill: how prompts are read by an int8 bundle with a calibration (see `serving.prefill`).
       trees: sizes of token trees, where the model drafts or verifies (see `serving.speculative`).
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
@@ -77,6 +79,7 @@ class EngineOptions:
     storage: Storage = dataclasses.field(default_factory=Storage)
     read_ahead: bool = True
     experts: ExpertOptions = dataclasses.field(default_factory=ExpertOptions)
+    prefill: PrefillOptions = dataclasses.field(default_factory=PrefillOptions)
     trees: TreeShape | None = None
     levels: tuple[int, ...] = ()
     executables_bytes: int | None = None

@@ -20,8 +20,8 @@ MAY_IMPORT = {
 # The core's rooms from the ground up: each stands on the ones before it.
 ROOMS = (
     "errors", "atomic", "config", "quant", "used_units", "kernels", "kv", "layers", "documents", "linear",
-    "encoder", "experts", "models", "elastic", "lora", "sampling", "speculative", "steps", "layer_steps",
-    "branching",
+    "encoder", "experts", "models", "elastic", "lora", "prefill", "sampling", "speculative", "steps",
+    "layer_steps", "branching",
     "chat_template", "tokenizer", "checkpoints", "bundle", "prepare", "programs", "tasks",
 )  # fmt: skip
 # Imports by name, at run time. The command line names every room's commands as strings and imports one

@@ -11,14 +11,19 @@ from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS
 @click.command("calibrate")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle's path.")
-@click.option("--run", "run_dir", required=True, type=click.Path(path_type=Path), help="The run's folder.")
+@click.option(
+    "--prefill",
+    is_flag=True,
+    help="Calibrate integer prefill of a model without experts, a folder or a bundle of 8 bits.",
+)
+@click.option(
+    "--run", "run_dir", type=click.Path(path_type=Path), help="The run's folder; not with --prefill."
+)
 @click.option(
     "--loss",
     "percent",
     type=click.FloatRange(min=0, min_open=True),
-    default=5.0,
-    show_default=True,
-    help="By how many percent the perplexity may grow.",
+    help="By how many percent the perplexity may grow.  [default: 5, with --prefill 1]",
 )
 @click.option(
     "--text",
@@ -44,8 +49,9 @@ from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS
 def calibrate_command(
     model: Path,
     out: Path,
-    run_dir: Path,
-    percent: float,
+    prefill: bool,
+    run_dir: Path | None,
+    percent: float | None,
     texts: tuple[Path, ...],
     tokens: int | None,
     weights: str | None,
@@ -57,16 +63,33 @@ def calibrate_command(
     MODEL is in Hugging Face's layout. Measures what each expert matters on a text, gives each the width it
     deserves, and counts which experts follow which, so that they can be foreseen. The same command on the
     same folder resumes. Prints a JSON object with what was found.
+
+    With --prefill instead: make a bundle whose prompts can be read in integers. Finds the steps of
+    activations and the channels with outliers on a text, and measures what that loses there and on as much
+    held out.
     """
+    if prefill and (run_dir or uniform or weights not in (None, "int8")):
+        raise click.UsageError("--prefill takes 8-bit weights, and neither --run nor --uniform")
+    if not prefill and run_dir is None:
+        raise click.UsageError("widths of experts are searched in a folder: name one with --run")
+    amount = {} if tokens is None else {"tokens": tokens}
+    if prefill:
+        from training.calibrate_prefill import PrefillRecipe, calibrate_prefill
+
+        recipe, most = PrefillRecipe(**amount), (1.0 if percent is None else percent) / 100
+        facts = calibrate_prefill(recipe, model, out, most_loss=most, texts=texts, name=name)
+        click.echo(json.dumps({"bundle": str(out), **facts}))
+        return
+    assert run_dir is not None
     # Here, so that --help and wrong usage do not wait for JAX.
     from training.calibrate import CalibrationRecipe, calibrate
 
     facts = calibrate(
-        CalibrationRecipe(**({} if tokens is None else {"tokens": tokens})),
+        CalibrationRecipe(**amount),
         model,
         out,
         run_dir,
-        most_loss=percent / 100,
+        most_loss=(5.0 if percent is None else percent) / 100,
         texts=texts,
         weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
         uniform=int(uniform or 0),

@@ -16,7 +16,7 @@ more than the file's own size, or run code.
 
 from jaxllm.bundle.layout import SUFFIX, WEIGHT_FORMATS, Part, Segment, Tensor, WeightFormat, segment_of
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.writer import EXPERT_BITS, write_bundle
+from jaxllm.bundle.writer import EXPERT_BITS, rewrite_bundle, write_bundle
 
 __all__ = [
     "EXPERT_BITS",
@@ -27,6 +27,7 @@ __all__ = [
     "Segment",
     "Tensor",
     "WeightFormat",
+    "rewrite_bundle",
     "segment_of",
     "write_bundle",
 ]

@@ -204,6 +204,25 @@ class Bundle:
         in_blocks = device.platform == "cpu" and native.kernels().native
         return jax.tree.map(put, blocked if in_blocks else from_blocks(blocked))
 
+    def stored(self, name: str) -> np.ndarray | BlockedArray:
+        """A parameter as it is in the file, in views of it.
+
+        Raises:
+          BundleError: its segment's checksum is wrong.
+        """
+        tensor = self.layout.tensors[name]
+        self.verify_segment(tensor.segment)
+        if tensor.scale is None:
+            return self._view(tensor.data)
+        return BlockedArray(
+            data=self._view(tensor.data),  # pyright: ignore[reportArgumentType]: of the host
+            scale=self._view(tensor.scale),  # pyright: ignore[reportArgumentType]
+            bits=tensor.bits,
+            group=tensor.group,
+            axis=tensor.axis,
+            shape=self.layout.specs[name].shape,
+        )
+
     def load_part(self, name: str) -> Part | None:
         """An addition to the model, its arrays views of the file; None where the bundle has none such.
 

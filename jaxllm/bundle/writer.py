@@ -1,4 +1,4 @@
-"""Writing a bundle: parameters one by one, quantized as their role asks, the manifest last."""
+"""Writing a bundle: parameters one by one, quantized as their role asks or as they are, the manifest last."""
 
 import dataclasses
 import hashlib
@@ -30,6 +30,7 @@ from jaxllm.bundle.layout import (
     part_segment,
     segment_of,
 )
+from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
@@ -97,6 +98,50 @@ def write_bundle(
                 "tensors": tensors,
                 "parts": written_parts,
                 "experts_apart": expert_bits is not None,
+            }
+            writer.manifest(manifest)
+    except OSError as error:
+        raise BundleError(
+            f"{path}: cannot be written ({error.strerror}); check the folder and the free space"
+        ) from error
+
+
+def rewrite_bundle(
+    path: str | os.PathLike[str], source: Bundle, parts: Mapping[str, Part], *, name: str = ""
+) -> None:
+    """Writes a bundle again with more parts, its weights byte for byte as they are.
+
+    Args:
+      path: of the new file, which may be the old one's.
+      source: an open bundle.
+      parts: what is added, or takes the place of parts of the same names.
+      name: the model's name, for people; the source's by default.
+
+    Raises:
+      BundleError: the source is corrupt, or the file cannot be written.
+    """
+    path, layout = Path(path), source.layout
+    kept = {each: source.load_part(each) for each in layout.parts if each not in parts}
+    try:
+        with atomic_file(path) as file:
+            writer = _Writer(file)
+            writer.segment("tokenizer")
+            writer.raw(json.dumps(source.tokenizer_files().to_json()).encode())
+            tensors: dict[str, Any] = {}
+            for param, tensor in layout.tensors.items():
+                writer.segment(tensor.segment)
+                tensors[param] = writer.tensor(source.stored(param))
+            every = {each: part for each, part in {**kept, **parts}.items() if part is not None}
+            written = {each: writer.part(each, part) for each, part in every.items()}
+            manifest = {
+                "name": name or layout.name,
+                "producer": f"jaxllm {jaxllm.__version__}",
+                "weights": layout.weights,
+                "model": layout.cfg.to_json(),
+                "segments": writer.finish(),
+                "tensors": tensors,
+                "parts": written,
+                "experts_apart": layout.experts_apart,
             }
             writer.manifest(manifest)
     except OSError as error:

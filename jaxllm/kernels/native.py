@@ -4,8 +4,9 @@ The library is built with the package where there is a C++ compiler (`native/`, 
 process, as are its threads; what a process chooses holds for all of its graphs. Without it, on other
 devices and in exported graphs XLA computes the same functions (`linear.py`, `layers.py`).
 
-Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs. A token whose
-activations hold NaN or infinity gives NaN; magnitudes under 1e-30 count as zero.
+Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or by a `step` that
+is given, in [1e-30, 1e30]: then what lies beyond 127 steps is clipped. A token whose activations hold NaN or
+infinity gives NaN; magnitudes under 1e-30 count as zero.
 """
 
 import contextlib
@@ -143,6 +144,7 @@ def to_units(
     norm_eps: float = 0.0,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    step: jax.Array | None = None,
 ) -> list[jax.Array]:
     """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format
     whose last axis is contracted: `[M, prod(U)]` float32 each. What belongs to units that are not used is
@@ -158,7 +160,7 @@ def to_units(
     attributes["widen"] = not rowwise
     # Weights that are used in part have the same units, of different widths.
     units = np.int64(1 if used is None else weights[0].shape[0])
-    return list(call(x, _optional(norm_scale), counts, *parts, **attributes, units=units))
+    return list(call(x, _optional(norm_scale), counts, _steps(step), *parts, **attributes, units=units))
 
 
 def from_units(
@@ -168,6 +170,7 @@ def from_units(
     residual: jax.Array | None = None,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    step: jax.Array | None = None,
 ) -> jax.Array:
     """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, as far as
     they are used, plus `residual` `[M, D]` if given: `[M, D]` float32."""
@@ -178,7 +181,8 @@ def from_units(
     counts, places = _counts(used)
     attributes = {**_format(weight), **places, **_adapters(weight), "stacked": stacked, "widen": not rowwise}
     segments = np.int64(weight.shape[0] if stacked else 1)
-    return call(h, *_parts(weight), _optional(residual), counts, **attributes, segments=segments)
+    operands = (h, *_parts(weight), _optional(residual), counts, _steps(step))
+    return call(*operands, **attributes, segments=segments)
 
 
 def feed_forward(
@@ -193,10 +197,11 @@ def feed_forward(
     residual: bool,
     used: UsedUnits | None = None,
     rowwise: bool = False,
+    steps: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format, of
     which as many of the F as are used; x passes an RMS norm first if one is given, and is added to the result
-    if `residual`."""
+    if `residual`. `steps` are those of x and of what `down` takes."""
     call = jax.ffi.ffi_call(_target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
     gate_parts = (nothing,) * 4 if gate is None else _parts(gate)
@@ -205,6 +210,7 @@ def feed_forward(
         x,
         _optional(norm_scale),
         counts,
+        _steps(*(steps or ())),
         *gate_parts,
         *_parts(up),
         *_parts(down),
@@ -420,6 +426,16 @@ def _counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]:
         return jnp.zeros((0,), jnp.int32), {"units_at": np.int64(-1), "rank_at": np.int64(-1)}
     units_at, rank_at = used.places
     return used.counts, {"units_at": np.int64(units_at), "rank_at": np.int64(rank_at)}
+
+
+def _steps(*steps: jax.Array | None) -> jax.Array:
+    """Steps as operand; an empty one for none."""
+    given = [each for each in steps if each is not None]
+    return (
+        jnp.stack([jnp.asarray(each, jnp.float32) for each in given])
+        if given
+        else jnp.zeros((0,), jnp.float32)
+    )
 
 
 def _optional(value: jax.Array | None) -> jax.Array:

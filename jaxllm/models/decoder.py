@@ -169,7 +169,7 @@ def forward_layer(
     Returns:
       The next layer's input, keys and values with the new rows, and the mass with these tokens' share.
     """
-    attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
     live = jnp.arange(x.shape[1], dtype=jnp.int32) < at.valid if padded else None
     weights, rowwise = LayerParams(params, f"layers.{layer}."), at.tree is not None
     x, (keys, values, mass), _ = _layer(weights, x, cfg, layer, attend, live=live, rowwise=rowwise)
@@ -192,7 +192,7 @@ def forward_to_experts(
       What the experts take, whom the tokens visit, keys and values, and the mass.
     """
     weights = LayerParams(params, f"layers.{layer}.")
-    attend = functools.partial(_attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
     x, (keys, values, mass) = _attended(weights, x, cfg, layer, attend, at.tree is not None)
     return x, _routing(weights, x, cfg), (keys, values), mass
 
@@ -340,19 +340,7 @@ def _attended(
         used=groups,
         rowwise=rowwise,
     )
-    if cfg.joint_qk_norm:
-        q, k = (
-            normalize(each.reshape(*each.shape[:2], -1), weights.norm(f"attn.{name}_norm", cfg)).reshape(
-                each.shape
-            )
-            for name, each in (("q", q), ("k", k))
-        )
-    q = q.reshape(*q.shape[:3], -1, k.shape[-1])
-    if cfg.qk_norm and not cfg.joint_qk_norm:
-        q = normalize(q, weights.norm("attn.q_norm", cfg))
-        k = normalize(k, weights.norm("attn.k_norm", cfg))
-    if cfg.qkv_clip:
-        q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
+    q, k, v = normed_heads(weights, q, k, v, cfg)
     out, kept = attend(q, k, v, groups)
     out = out.reshape(*out.shape[:3], -1)
     # A block adds its input to its output itself, unless a norm comes between.
@@ -366,6 +354,27 @@ def _attended(
         rowwise=rowwise,
     )
     return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed, kept
+
+
+def normed_heads(
+    weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What attention takes of a layer's products: queries `[B, T, K, G·H]` by heads `[B, T, K, G, H]`, keys
+    and values `[B, T, K, H]`, with the norms and bounds that the model has for them."""
+    if cfg.joint_qk_norm:
+        q, k = (
+            normalize(each.reshape(*each.shape[:2], -1), weights.norm(f"attn.{name}_norm", cfg)).reshape(
+                each.shape
+            )
+            for name, each in (("q", q), ("k", k))
+        )
+    q = q.reshape(*q.shape[:3], -1, k.shape[-1])
+    if cfg.qk_norm and not cfg.joint_qk_norm:
+        q = normalize(q, weights.norm("attn.q_norm", cfg))
+        k = normalize(k, weights.norm("attn.k_norm", cfg))
+    if cfg.qkv_clip:
+        q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
+    return q, k, v
 
 
 def _document_layer(
@@ -382,7 +391,7 @@ def _document_layer(
     return x, routing
 
 
-def _attend_cache(
+def attend_cache(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -394,6 +403,12 @@ def _attend_cache(
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    """Attention of new tokens over a cache that they are written into: queries `[B, T, K, G, H]`, keys and
+    values `[B, T, K, H]`. For the rest see `forward_layer`.
+
+    Returns:
+      What the queries attend to, like them; keys, values and mass.
+    """
     window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
     # XLA makes tables and masks that layers share once.
     table = None if rope is None else rotary_tables(at.positions, rope)

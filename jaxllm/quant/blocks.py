@@ -157,6 +157,27 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
     return levels, scale
 
 
+def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
+    """What inputs at `index` `[N]` are multiplied with, `[N, outputs]` float32, reading their blocks alone;
+    `index` in range, along all contracted axes together."""
+    last = weight.axis == -1
+    length = weight.shape[-1] if last else weight.shape[-2]
+    stack, inner = index // length, index % length
+    # [N, P, bits·64] -> [N, P, 16 outputs, 32 inputs] -> the one input of each.
+    blocks = weight.data[:, inner // BLOCK].swapaxes(0, 1) if last else weight.data[stack, inner // BLOCK]
+    wide = _unpack(blocks[:, :, None], weight.bits)
+    levels = jnp.take_along_axis(wide, (inner % BLOCK)[:, None, None, None], axis=-1)[..., 0]
+    if not weight.group:
+        scale = weight.scale.reshape(1 if last else len(weight.scale), -1, PANEL)[stack]
+    elif last:
+        scale = weight.scale[:, inner // weight.group].swapaxes(0, 1)
+    else:
+        scale = weight.scale[stack, inner // weight.group]
+    outputs = _count(weight.shape[:-1]) if last else weight.shape[-1]
+    rows = levels.astype(jnp.float32) * scale.astype(jnp.float32)
+    return rows.reshape(len(index), -1)[:, :outputs]
+
+
 def _count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_levels, blocked_scales, take_blocked_rows
+from jaxllm.quant.blocks import (
+    PANEL,
+    BlockedArray,
+    blocked_levels,
+    blocked_scales,
+    take_blocked_inputs,
+    take_blocked_rows,
+)
 from jaxllm.quant.formats import QArray
 
 
@@ -269,6 +276,32 @@ def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Arr
         return jnp.take(part, rows, axis=0, mode="clip")
 
     return dequantize(jax.tree.map(take, weight), dtype)
+
+
+def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Array:
+    """What the inputs at `index` `[N]` (int32, in range) of a product are multiplied with, `[N, outputs]`
+    float32.
+
+    Of a weight in blocks no more is read than the blocks that hold them. Adapters are left aside.
+
+    Args:
+      weight: `[*U, D]`.
+      index: of inputs: those along the last axis, else those along all the others together.
+      last: whether the last axis is contracted.
+    """
+    while isinstance(weight, _Changed):
+        weight = weight.base
+    if isinstance(weight, BlockedArray):
+        return take_blocked_inputs(weight, index)
+    if isinstance(weight, QArray) and weight.bits == 8 and not weight.group:
+        rows, columns = weight.data.shape[-2:]
+        if last:
+            taken = weight.data.reshape(-1, columns)[:, index].T
+            return taken.astype(jnp.float32) * weight.scale.reshape(-1)
+        scale = weight.scale.reshape(-1, columns)[index // rows]
+        return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
+    dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])
+    return dense[:, index].T if last else dense[index]
 
 
 def take_units(weight: Weight, count: int) -> Weight:

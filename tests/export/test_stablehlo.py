@@ -160,6 +160,7 @@ def test_weights_are_stored_once(stablehlo, subject):
         assert (stablehlo / each.file).stat().st_size < params / 2, each.name
 
 
+@pytest.mark.usefixtures("own_compilations")
 def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
     manifest, kept = Manifest.read(stablehlo), ExecutableFolder(tmp_path / "kept", limit_bytes=1 << 30)
     first = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))

@@ -49,6 +49,8 @@ UP = [DATA, SCALE]
 
 # No counts: all units and ranks are used.
 COUNTS = zeros(0, dtype=I32)
+# No steps: activations have scales of their own.
+STEPS = zeros(0)
 USED = dict(units_at=np.int64(-1), rank_at=np.int64(-1))
 
 
@@ -60,7 +62,12 @@ def placed(*places: int) -> dict[str, Any]:
 def unadapted(operands: list[Any], at: int = 2) -> list[Any]:
     """Operands with no counts from `at` on, and no adapter beside each weight's data and scales."""
     weights = [operands[i : i + 2] for i in range(at, len(operands), 2)]
-    return [*operands[:at], COUNTS, *(part for weight in weights for part in (*weight, NOTHING, NOTHING))]
+    return [
+        *operands[:at],
+        COUNTS,
+        STEPS,
+        *(part for weight in weights for part in (*weight, NOTHING, NOTHING)),
+    ]
 
 
 FIT, ROW = "a weight's shape does not fit", "at least one row"
@@ -149,7 +156,7 @@ ADAPTERS: dict[str, tuple[str, list[Any], tuple[int, ...]]] = {
 def test_adapters(part, operands, places):
     counts, *sides = operands
     options = dict(eps=F32(0), units=np.int64(1), **USED, **placed(*places))
-    refuse(part, "to_units", [Y], [X, NOTHING, counts, *UP, *sides], **formats(), **options)
+    refuse(part, "to_units", [Y], [X, NOTHING, counts, STEPS, *UP, *sides], **formats(), **options)
 
 
 COUNTED: dict[str, tuple[str, Any, dict[str, int]]] = {
@@ -171,7 +178,7 @@ def test_counts(part, counts, change):
     places = {
         name: np.int64(value) for name, value in {"units": 1, "units_at": 0, "rank_at": 1, **change}.items()
     }
-    operands = [X, NOTHING, counts, *UP, BUFFER, BUFFER]
+    operands = [X, NOTHING, counts, STEPS, *UP, BUFFER, BUFFER]
     options = dict(eps=F32(0), **places, **placed(LEFT_AT, RIGHT_AT, 2))
     refuse(part, "to_units", [Y], operands, **formats(), **options)
 
@@ -215,7 +222,7 @@ FROM_UNITS: dict[str, tuple[str, list[Any], dict[str, Any], int]] = {
 @pytest.mark.parametrize(("part", "operands", "form", "segments"), FROM_UNITS.values(), ids=FROM_UNITS)
 def test_from_units(part, operands, form, segments):
     weight = operands[1:3]
-    operands = [operands[0], *weight, NOTHING, NOTHING, *operands[3:], COUNTS]
+    operands = [operands[0], *weight, NOTHING, NOTHING, *operands[3:], COUNTS, STEPS]
     options = dict(segments=np.int64(segments), stacked=segments != 1, **USED, **placed(0, 0, 0))
     refuse(part, "from_units", Y, operands, **form, **options)
 
@@ -224,7 +231,7 @@ def test_from_units(part, operands, form, segments):
 @pytest.mark.parametrize("places", [(), (LEFT_AT, RIGHT_AT), (48, 0, 2), (0, 148, 2), (0, 0, 3)])
 def test_adapters_of_reductions(places):
     """Left sides are along the 70 inputs."""
-    operands = [H, REDUCTION, REDUCTION_SCALE, BUFFER, BUFFER, NOTHING, COUNTS]
+    operands = [H, REDUCTION, REDUCTION_SCALE, BUFFER, BUFFER, NOTHING, COUNTS, STEPS]
     options = dict(segments=np.int64(1), stacked=False, **USED, **placed(*places))
     refuse(MISPLACED, "from_units", Y, operands, **formats(), **options)
 
@@ -268,11 +275,30 @@ def test_feed_forward(part, result, operands, change):
 def test_adapters_of_feed_forward(at):
     attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
     operands = unadapted(BLOCK)
-    operands[3 + 4 * at + 2 : 3 + 4 * at + 4] = [BUFFER, BUFFER]
+    operands[4 + 4 * at + 2 : 4 + 4 * at + 4] = [BUFFER, BUFFER]
     places = [0] * 9
     places[3 * at : 3 * at + 3] = [LEFT_AT, RIGHT_AT + 1, 2]
     refuse(MISPLACED, "feed_forward", X, operands, **formats(), **attributes, **placed(*places))
     refuse("three weights", "feed_forward", X, operands, **formats(), **attributes, **placed(*places[:8]))
+
+
+@needs_native
+@pytest.mark.parametrize("step", [0, -1, np.nan, np.inf, 1e-38, 1e38])
+def test_steps(step):
+    """What is no step, by value and by shape, for all that takes one."""
+    none = placed(0, 0, 0) | USED
+    units = dict(eps=F32(0), units=np.int64(1)) | formats() | none
+    parts = [*UP, NOTHING, NOTHING]
+    for steps in (np.array([step], F32), zeros(2), np.ones(1, F16)):
+        refuse("steps must be", "to_units", [Y], [X, NOTHING, COUNTS, steps, *parts], **units)
+        operands = [H, REDUCTION, REDUCTION_SCALE, NOTHING, NOTHING, NOTHING, COUNTS, steps]
+        options = dict(segments=np.int64(1), stacked=False) | formats() | none
+        refuse("steps must be", "from_units", Y, operands, **options)
+    operands = unadapted(BLOCK)
+    options = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
+    for steps in (np.array([1, step], F32), np.array([step, 1], F32), np.ones(1, F32)):
+        operands[3] = steps
+        refuse("steps must be", "feed_forward", X, operands, **options, **formats(), **placed(*[0] * 9))
 
 
 INTEGERS = {
@@ -396,21 +422,21 @@ def test_what_fits_is_computed():
     for ranks in (0, 2, 3):
         counts = np.array([1, ranks], I32)
         for sides, places in (([LEFT, RIGHT], (0, 0, 2)), ([BUFFER, BUFFER], (LEFT_AT, RIGHT_AT, 2))):
-            operands = [X, NOTHING, counts, *UP, *sides]
+            operands = [X, NOTHING, counts, STEPS, *UP, *sides]
             outs = ask("to_units", [Y], operands, **formats(), **attributes, **placed(*places))
             assert outs[0].shape == (4, 20)
     attributes = dict(segments=np.int64(1), stacked=False, units_at=np.int64(0), rank_at=np.int64(1))
     for sides, places in (([RIGHT, LEFT], (0, 0, 2)), ([BUFFER, BUFFER], (LEFT_AT, LEFT_AT + 140, 2))):
-        operands = [H, REDUCTION, REDUCTION_SCALE, *sides, Y, TWO]
+        operands = [H, REDUCTION, REDUCTION_SCALE, *sides, Y, TWO, STEPS]
         out = ask("from_units", Y, operands, **formats(), **attributes, **placed(*places))
         assert out.shape == (4, 20)
-    operands = [HEADS, STACK, STACK_SCALE, NOTHING, NOTHING, NOTHING, COUNTS]
+    operands = [HEADS, STACK, STACK_SCALE, NOTHING, NOTHING, NOTHING, COUNTS, STEPS]
     attributes = dict(segments=np.int64(3), stacked=True, **USED, **placed(0, 0, 0))
     assert ask("from_units", Y, operands, **formats(4, 32), **attributes).shape == (4, 20)
     attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
     operands = unadapted(BLOCK)
     for at in range(3):
-        operands[3 + 4 * at + 2 : 3 + 4 * at + 4] = [BUFFER, BUFFER]
+        operands[4 + 4 * at + 2 : 4 + 4 * at + 4] = [BUFFER, BUFFER]
     for places in ((0, 0, 0), (LEFT_AT, RIGHT_AT, 2)):
         out = ask("feed_forward", X, operands, **formats(), **attributes, **placed(*places * 3))
         assert out.shape == (4, 70)

@@ -111,8 +111,9 @@ enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
 
 struct Backend {
   const char* name;
-  // x [length of all inputs] -> one row of Activations. `scale` and the sums point at the row's own.
-  void (*quantize)(const float* x, const Inputs&, int8_t* q, float* scale, int32_t* span_sum,
+  // x [length of all inputs] -> one row of Activations. `scale` and the sums point at the row's own. With a
+  // `step` above 0 that is the scale of all spans, and what lies beyond 127 steps is clipped.
+  void (*quantize)(const float* x, const Inputs&, float step, int8_t* q, float* scale, int32_t* span_sum,
                    int32_t* block_sum);
   void (*rms_norm)(const float* x, const float* scale, float eps, size_t width, float* out);
   // One row: outputs of panels [from, to), to y[0...] (16 floats per panel).

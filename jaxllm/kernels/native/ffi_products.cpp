@@ -68,15 +68,29 @@ bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, Places places, 
   return true;
 }
 
+// Steps that activations are quantized by: `count` positive numbers, or none for scales of their own (zeros).
+bool read_steps(const AnyBuffer& buffer, size_t count, float* out) {
+  const float* steps;
+  if (!read_floats(buffer, count, steps)) return false;
+  for (size_t i = 0; i < count; i++) {
+    out[i] = steps ? steps[i] : 0.0f;
+    // False for NaN, too; a step whose reciprocal overflows would make NaN of zeros.
+    if (steps && !(steps[i] >= 1e-30f && steps[i] <= 1e30f)) return false;
+  }
+  return true;
+}
+
+constexpr const char* kSteps = "steps must be numbers in [1e-30, 1e30]";
 constexpr const char* kMisfit = "an adapter does not fit";
 constexpr const char* kCount = "a count is out of range";
 
-// x, norm scale, counts, then data, scale and both sides of an adapter of each weight -> one result per
+// x, norm scale, counts, step, then data, scale and both sides of an adapter of each weight -> one result per
 // weight. Weights have `units` units each, of which counts[units_at] are computed; adapters have
 // counts[rank_at] ranks.
-Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
-                    ffi::RemainingRets results, int64_t bits, int64_t group, bool widen, float eps,
-                    int64_t units, int64_t units_at, int64_t rank_at, Places adapters) {
+Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer steps,
+                    ffi::RemainingArgs weights, ffi::RemainingRets results, int64_t bits, int64_t group,
+                    bool widen, float eps, int64_t units, int64_t units_at, int64_t rank_at,
+                    Places adapters) {
   const Timer timer;
   constexpr size_t kMost = 8;
   size_t rows, width;
@@ -85,6 +99,8 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
   Norm applied{nullptr, eps};
   if (!read_floats(norm, width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
+  float step;
+  if (!read_steps(steps, 1, &step)) return wrong(kSteps);
   const size_t count = results.size();
   if (count == 0 || count > kMost || weights.size() != 4 * count || adapters.size() != 3 * count)
     return wrong("each weight needs data, scales, an adapter and a result");
@@ -109,15 +125,15 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Remainin
     to[i].stride = outputs;
     to[i].y = (*out)->reinterpret_data<float>();
   }
-  return result(to_units(x.reinterpret_data<float>(), rows, applied, to, count));
+  return result(to_units(x.reinterpret_data<float>(), rows, applied, step, to, count));
 }
 
-// h [rows, segments * length], data, scale, both sides of an adapter, residual or nothing, counts -> y
+// h [rows, segments * length], data, scale, both sides of an adapter, residual or nothing, counts, step -> y
 // [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed.
 Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer left, AnyBuffer right,
-                      AnyBuffer residual, AnyBuffer counts, ffi::Result<AnyBuffer> y, int64_t bits,
-                      int64_t group, bool widen, int64_t segments, bool stacked, int64_t units_at,
-                      int64_t rank_at, Places adapters) {
+                      AnyBuffer residual, AnyBuffer counts, AnyBuffer steps, ffi::Result<AnyBuffer> y,
+                      int64_t bits, int64_t group, bool widen, int64_t segments, bool stacked,
+                      int64_t units_at, int64_t rank_at, Places adapters) {
   const Timer timer;
   size_t rows, width, out_rows, outputs;
   if (!read_rows(h, ffi::DataType::F32, rows, width))
@@ -140,16 +156,19 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
   if (!read_count(counts, units_at, 1, units, units)) return wrong(kCount);
   const float* add;
   if (!read_floats(residual, rows * outputs, add)) return wrong("the residual has another shape");
-  return result(from_units(h.reinterpret_data<float>(), rows, width, weight, adapter, count, length, outputs,
-                           add, y->reinterpret_data<float>()));
+  float step;
+  if (!read_steps(steps, 1, &step)) return wrong(kSteps);
+  return result(from_units(h.reinterpret_data<float>(), rows, width, step, weight, adapter, count, length,
+                           outputs, add, y->reinterpret_data<float>()));
 }
 
-// x [rows, width], norm scale, counts, then data, scale and both sides of an adapter of gate (empty: none),
-// up and down -> y [rows, width]. Of the `units` counts[units_at] are computed.
-Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::RemainingArgs weights,
-                        ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, bool widen, int64_t units,
-                        int64_t activation, bool residual, float eps, int64_t units_at, int64_t rank_at,
-                        Places adapters) {
+// x [rows, width], norm scale, counts, steps (of x, of what down takes), then data, scale and both sides of
+// an adapter of gate (empty: none), up and down -> y [rows, width]. Of the `units` counts[units_at] are
+// computed.
+Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer both,
+                        ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, int64_t bits, int64_t group,
+                        bool widen, int64_t units, int64_t activation, bool residual, float eps,
+                        int64_t units_at, int64_t rank_at, Places adapters) {
   const Timer timer;
   size_t rows, width;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
@@ -181,8 +200,10 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, ffi::Rema
       return wrong(kMisfit);
   }
   block.gate.widen = block.up.widen = block.down.widen = widen;
-  return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, block, used,
-                             static_cast<int>(activation), residual, y->reinterpret_data<float>()));
+  float steps[2];
+  if (!read_steps(both, 2, steps)) return wrong(kSteps);
+  return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, {steps[0], steps[1]}, block,
+                             used, static_cast<int>(activation), residual, y->reinterpret_data<float>()));
 }
 
 // x [rows, width], norm scale, residual like x -> y like x.
@@ -245,6 +266,7 @@ XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attr<int64_t>("bits")
@@ -264,6 +286,7 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
@@ -275,6 +298,7 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Attr<Places>("adapters"));
 XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                        ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()

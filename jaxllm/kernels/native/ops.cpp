@@ -77,8 +77,8 @@ struct Change {
 };
 
 // Quantizes rows of x, which begin `x_stride` apart, after a norm if there is one, into the caller's scratch.
-bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in, Norm norm, const Low* lows,
-                  size_t low_count, Prepared& prepared) {
+bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in, Norm norm, float step,
+                  const Low* lows, size_t low_count, Prepared& prepared) {
   const size_t width = in.segments * in.length, used = in.all_blocks() * kBlock;
   const size_t stride = (used + 63) / 64 * 64, padded = (rows + 15) / 16 * 16;
   const size_t spans = in.all_spans(), blocks = in.all_blocks();
@@ -108,7 +108,8 @@ bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in
       from = normed;
     }
     int8_t* to = q + row * stride;
-    kernels.quantize(from, in, to, scale + row * spans, span_sum + row * spans, block_sum + row * blocks);
+    kernels.quantize(from, in, step, to, scale + row * spans, span_sum + row * spans,
+                     block_sum + row * blocks);
     memset(to + used, 0, stride - used);
     float* sums = low + row * low_stride;
     for (size_t i = 0; i < low_count; i++) {
@@ -266,7 +267,7 @@ void add_normed(const float* x, size_t rows, size_t width, Norm norm, const floa
   });
 }
 
-Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results, size_t count) {
+Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outputs* results, size_t count) {
   constexpr size_t kMost = 8;
   if (count == 0 || count > kMost) return "a product takes 1 to 8 weights";
   Matrix m[kMost];
@@ -277,7 +278,7 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results,
   }
   const Inputs& in = m[0].inputs;
   Prepared p;
-  if (!prepare_rows(x, in.length, rows, in, norm, lows, count, p)) return kNoMemory;
+  if (!prepare_rows(x, in.length, rows, in, norm, step, lows, count, p)) return kNoMemory;
   Change changes[kMost];
   for (size_t i = 0, at = 0; i < count; at += results[i++].adapter.rank) {
     changes[i] = after_units(p, at, results[i].adapter);
@@ -312,20 +313,20 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results,
   return nullptr;
 }
 
-Failure from_units(const float* h, size_t rows, size_t stride, const Reduction& weight,
+Failure from_units(const float* h, size_t rows, size_t stride, float step, const Reduction& weight,
                    const Adapter& adapter, size_t segments, size_t length, size_t outputs,
                    const float* residual, float* y) {
   const Matrix m = matrix_of(weight, segments, length, outputs);
   const Low low = before_reduction(adapter);
   Prepared p;
-  if (!prepare_rows(h, stride, rows, m.inputs, {nullptr, 0}, &low, 1, p)) return kNoMemory;
+  if (!prepare_rows(h, stride, rows, m.inputs, {nullptr, 0}, step, &low, 1, p)) return kNoMemory;
   const Upcoming next = rows == 1 ? begin_reading(first_spans(m)) : Upcoming{};
   const Change change = after_reduction(p, adapter, outputs);
   return reduce(m, p.a, rows, outputs, residual, y, change, next) ? nullptr : kNoMemory;
 }
 
-Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Block& block, size_t units,
-                     int activation, bool residual, float* y) {
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps steps, const Block& block,
+                     size_t units, int activation, bool residual, float* y) {
   const bool gated = block.gate.data != nullptr;
   const Matrix up_matrix = matrix_of(block.up, units), down_matrix = matrix_of(block.down, 1, units, width);
   // Without a gate, the other is what is activated.
@@ -333,7 +334,8 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   const Adapter& first = gated ? block.gate_adapter : block.up_adapter;
   const Low lows[2] = {before_units(first, width), before_units(block.up_adapter, width)};
   Prepared p;
-  if (!prepare_rows(x, width, rows, up_matrix.inputs, norm, lows, gated ? 2 : 1, p)) return kNoMemory;
+  if (!prepare_rows(x, width, rows, up_matrix.inputs, norm, steps.in, lows, gated ? 2 : 1, p))
+    return kNoMemory;
   const Change gate_change = after_units(p, 0, first),
                up_change = after_units(p, first.rank, block.up_adapter);
   const size_t padded = up_matrix.panels * kPanel;
@@ -393,7 +395,8 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   }
   if (failed) return kNoMemory;
   const Low low = before_reduction(block.down_adapter);
-  if (!prepare_rows(hidden, units, rows, down_matrix.inputs, {nullptr, 0}, &low, 1, p)) return kNoMemory;
+  if (!prepare_rows(hidden, units, rows, down_matrix.inputs, {nullptr, 0}, steps.hidden, &low, 1, p))
+    return kNoMemory;
   const Change change = after_reduction(p, block.down_adapter, width);
   return reduce(down_matrix, p.a, rows, width, residual ? x : nullptr, y, change, next) ? nullptr : kNoMemory;
 }

@@ -53,11 +53,11 @@ struct Outputs {
   size_t outputs, stride;
   float* y;
 };
-// y = norm(x) [rows][inputs] times the first rows of each weight.
-Failure to_units(const float* x, size_t rows, Norm norm, const Outputs* results, size_t count);
+// y = norm(x) [rows][inputs] times the first rows of each weight. For `step` see Backend::quantize.
+Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outputs* results, size_t count);
 // y [rows][outputs] = residual + h times the first rows of each segment, where the rows of h begin `stride`
 // apart, with segments * length inputs.
-Failure from_units(const float* h, size_t rows, size_t stride, const Reduction& weight,
+Failure from_units(const float* h, size_t rows, size_t stride, float step, const Reduction& weight,
                    const Adapter& adapter, size_t segments, size_t length, size_t outputs,
                    const float* residual, float* y);
 // The three weights of a block and what is changed of each; without a gate, its `data` is null.
@@ -66,10 +66,14 @@ struct Block {
   Reduction down;
   Adapter gate_adapter, up_adapter, down_adapter;
 };
+// What the inputs of a block's products are quantized by, those of `down` by `hidden`; 0 for own scales.
+struct Steps {
+  float in, hidden;
+};
 // y [rows][width] = (x if residual) + down(activation(gate(norm(x))) * up(norm(x))), `units` of them; without
 // a gate down(activation(up(norm(x)))).
-Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Block& block, size_t units,
-                     int activation, bool residual, float* y);
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps steps, const Block& block,
+                     size_t units, int activation, bool residual, float* y);
 // y [rows][outputs] int32 = x [rows][inputs] int8 times 8-bit rows, scales left aside. -128 counts as -127.
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y);
 

@@ -1,7 +1,7 @@
 // Activations as 8-bit numbers, and the norm before them: part of compute.inl.
 
 // One span of `count` inputs (a multiple of 16) that starts at x.
-void quantize_span(const float* x, size_t count, int8_t* q, float* scale, int32_t* span_sum,
+void quantize_span(const float* x, size_t count, float step, int8_t* q, float* scale, int32_t* span_sum,
                    int32_t* block_sum) {
   I top = izero();
   const I magnitude = iset(0x7fffffff);
@@ -11,16 +11,18 @@ void quantize_span(const float* x, size_t count, int8_t* q, float* scale, int32_
   memcpy(&amax, &bits, 4);
   const bool finite = bits < 0x7f800000;
   const bool some = finite && amax >= kTiny;
-  const F factor = fset(some ? 127.0f / amax : 0.0f);
+  const F factor = fset(step > 0 ? 1.0f / step : some ? 127.0f / amax : 0.0f);
+  const F lowest = fset(-127.0f), highest = fset(127.0f);
   const uint32_t nan_bits = 0x7fc00000u;
   float nan;
   memcpy(&nan, &nan_bits, 4);
-  *scale = finite ? (some ? amax / 127.0f : 0.0f) : nan;
+  *scale = finite ? (step > 0 ? step : some ? amax / 127.0f : 0.0f) : nan;
   int32_t total = 0;
   for (size_t block = 0; block < count; block += kBlock) {
     I sum = izero();
     for (size_t i = block; i < block + kBlock && i < count; i += 16) {
-      const I value = some ? round_to_int(fmul(fload(x + i), factor)) : izero();
+      const F steps = fmul(fload(x + i), factor);
+      const I value = some ? round_to_int(fmin(fmax(steps, lowest), highest)) : izero();
       store_bytes(q + i, value);
       sum = iadd(sum, value);
     }
@@ -30,20 +32,20 @@ void quantize_span(const float* x, size_t count, int8_t* q, float* scale, int32_
   *span_sum = total;
 }
 
-void quantize(const float* x, const Inputs& inputs, int8_t* q, float* scale, int32_t* span_sum,
+void quantize(const float* x, const Inputs& inputs, float step, int8_t* q, float* scale, int32_t* span_sum,
               int32_t* block_sum) {
   for (size_t segment = 0; segment < inputs.segments; segment++) {
     for (size_t at = 0; at < inputs.length; at += kSpan) {
       const size_t left = inputs.length - at, count = left < kSpan ? left : kSpan;
       if (count % kBlock == 0) {
-        quantize_span(x + at, count, q, scale, span_sum, block_sum);
+        quantize_span(x + at, count, step, q, scale, span_sum, block_sum);
         q += count;
       } else {
         float padded[kSpan];
         const size_t whole = (count + kBlock - 1) / kBlock * kBlock;
         memcpy(padded, x + at, count * sizeof(float));
         memset(padded + count, 0, (whole - count) * sizeof(float));
-        quantize_span(padded, whole, q, scale, span_sum, block_sum);
+        quantize_span(padded, whole, step, q, scale, span_sum, block_sum);
         q += whole;
       }
       scale++, span_sum++;

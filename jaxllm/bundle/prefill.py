@@ -1,0 +1,122 @@
+"""The calibration of integer prefill in a bundle: steps, and the float rows of channels with outliers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxllm.bundle.layout import Part
+from jaxllm.bundle.reader import Bundle
+from jaxllm.errors import BundleError, ConfigError
+from jaxllm.prefill.calibration import PrefillCalibration
+from jaxllm.prefill.subgraphs import PRODUCTS, product_sizes
+
+_PART = "prefill"
+_LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30
+
+
+def prefill_parts(calibration: PrefillCalibration, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
+    """The part of a bundle that holds a calibration, for `write_bundle`; `facts` are for people."""
+    hot = np.zeros((len(calibration.shadowed), len(PRODUCTS)), np.int32)
+    arrays: dict[str, np.ndarray] = {"steps": calibration.steps, "hot": hot}
+    for (layer, product), channels in calibration.channels.items():
+        hot[layer, product] = calibration.hot[layer, product]
+        arrays[f"channels.{layer}.{product}"] = channels
+        for number, rows in enumerate(calibration.rows[layer, product]):
+            arrays[_rows(layer, product, number)] = rows
+    told = {
+        **(facts or {}),
+        "levels": list(calibration.levels),
+        "shadowed": list(calibration.shadowed),
+        "losses": {str(level): list(each) for level, each in calibration.losses.items()},
+    }
+    return {_PART: Part(told, arrays)}
+
+
+def prefill_facts(bundle: Bundle) -> dict[str, Any]:
+    """What is said of a bundle's integer prefill; empty where it has none."""
+    part = bundle.layout.parts.get(_PART)
+    return {} if part is None else dict(part.facts)
+
+
+def read_prefill(bundle: Bundle) -> PrefillCalibration | None:
+    """The calibration of a bundle, its arrays views of the file; None if it has none.
+
+    Raises:
+      BundleError: it is corrupt, malformed or of another model.
+    """
+    part = bundle.load_part(_PART)
+    if part is None:
+        return None
+    try:
+        return _checked(bundle, part)
+    except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        raise BundleError(
+            f"{bundle.path}: its calibration of integer prefill is malformed ({error!s:.300}); make it again "
+            "with `jaxllm calibrate --prefill`"
+        ) from error
+
+
+def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
+    cfg, facts, arrays = bundle.cfg, part.facts, dict(part.arrays)
+    levels, shadowed = tuple(facts["levels"]), tuple(facts["shadowed"])
+    if not levels or any(type(each) is not int for each in levels) or list(levels) != sorted(set(levels)):
+        raise ConfigError(f"its levels are {levels!s:.80}")
+    if len(shadowed) != cfg.layers or any(type(each) is not bool for each in shadowed):
+        raise ConfigError(f"it does not say of {cfg.layers} layers whether they have a shadow")
+    losses = {int(level): tuple(map(float, each)) for level, each in facts["losses"].items()}
+    if any(len(each) != 2 or any(math.isnan(loss) for loss in each) for each in losses.values()):
+        raise ConfigError("its losses are no pairs of numbers")
+    steps = _array(arrays, "steps", (len(levels), cfg.layers, len(PRODUCTS)), np.float32)
+    # False for NaN, too.
+    if not ((steps >= _LEAST_STEP) & (steps <= _LARGEST_STEP)).all():
+        raise ConfigError(f"its steps are not all in [{_LEAST_STEP:g}, {_LARGEST_STEP:g}]")
+    hot = _array(arrays, "hot", (cfg.layers, len(PRODUCTS)), np.int32)
+    channels, rows, counts = {}, {}, {}
+    for layer in (layer for layer, with_shadow in enumerate(shadowed) if with_shadow):
+        for product in range(len(PRODUCTS)):
+            inputs, outputs = product_sizes(cfg, layer, product)
+            own = arrays.pop(f"channels.{layer}.{product}")
+            if own.ndim != 1 or own.dtype != np.int32 or len(own) > inputs:
+                raise ConfigError(f"the channels of layer {layer} are {own.dtype.name} {list(own.shape)}")
+            real = own[own >= 0]
+            if (own < -1).any() or (real >= inputs).any() or len(np.unique(real)) != len(real):
+                raise ConfigError(f"the channels of layer {layer} are not different ones of {inputs}")
+            if not 0 <= hot[layer, product] <= len(own):
+                raise ConfigError(f"{hot[layer, product]} of {len(own)} channels of layer {layer} are hot")
+            channels[layer, product], counts[layer, product] = own, int(hot[layer, product])
+            rows[layer, product] = tuple(
+                _finite(arrays, _rows(layer, product, number), (len(own), each))
+                for number, each in enumerate(outputs)
+            )
+    if arrays:
+        raise ConfigError(f"it holds {min(arrays)}, which nothing takes")
+    return PrefillCalibration(
+        levels=levels,
+        steps=steps,
+        shadowed=shadowed,
+        channels=channels,
+        hot=counts,
+        rows=rows,
+        losses=losses,  # pyright: ignore[reportArgumentType]: pairs
+    )
+
+
+def _rows(layer: int, product: int, number: int) -> str:
+    return f"rows.{layer}.{product}.{number}"
+
+
+def _array(arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    found = arrays.pop(name)
+    if found.shape != shape or found.dtype != dtype:
+        raise ConfigError(f"{name} must be {np.dtype(dtype).name} {list(shape)}, got {found.dtype.name} "
+                          f"{list(found.shape)}")  # fmt: skip
+    return found
+
+
+def _finite(arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> np.ndarray:
+    found = _array(arrays, name, shape, np.float16)
+    if not np.isfinite(found).all():
+        raise ConfigError(f"{name} holds NaN or infinity")
+    return found

@@ -1,0 +1,314 @@
+"""Which steps, channels and layers integer prefill uses: found once on a text (arXiv 2407.05858, section
+3.3).
+
+- Steps. Of the inputs of a product the largest magnitude that each channel ever had is looked at. With a
+  shadow the step is one of these over 127, so that few channels ever pass it: each that does must make the
+  step so much finer. Without shadow it is the largest of them over 127, and nothing that was seen is clipped.
+- Hot channels. Few channels make most outliers: those that make `hot_share` of them come first among the
+  float rows, and stay in memory.
+- Layers. Outliers of most layers hardly matter: by how far the largest one passes its step, all but the most
+  important layers do without a shadow, as many as the tolerable loss allows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.kernels.stepwise import TOP_LEVEL
+from jaxllm.models.parameters import Params
+from jaxllm.prefill.reference import Rule, observed
+from jaxllm.prefill.shadow import FloatRows
+from jaxllm.prefill.subgraphs import (
+    PRODUCTS,
+    LayerCalibration,
+    contracts_last_axis,
+    product_matrices,
+    product_sizes,
+)
+from jaxllm.quant import contracted_rows
+
+# Of each layer and product something of its input's channels, `[D]`.
+ByProduct = list[list[np.ndarray]]
+# What native kernels take for a step; activations that are all zero get the least.
+_LEAST_STEP = 1e-20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShadowRecipe:
+    """How outliers are told from the rest.
+
+    Attributes:
+      most_channels: the share of a product's channels that may pass the step in a layer with shadow.
+      least_gain: by which share each of them must make the step finer; few are worth a shadow.
+      hot_share: of the outliers of a product, those whose channels' rows stay in memory.
+      pruned_share: of the layers, the least important, do without a shadow if the loss allows it.
+    """
+
+    most_channels: float = 0.03
+    least_gain: float = 0.05
+    hot_share: float = 0.8
+    pruned_share: float = 0.85
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{field.name} must be in [0, 1], got {value}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillCalibration:
+    """What integer prefill of a model takes, on the host.
+
+    Attributes:
+      levels: sub-models that steps are known of, in percent, ascending.
+      steps: `[levels, L, 4]` float32, of `PRODUCTS`.
+      shadowed: of each layer, whether it has a shadow.
+      channels: by (layer, product) of layers with shadow the channels `[R]` int32 of float rows, hot ones
+        first, -1 for rows that pad them; R is the same for all layers.
+      hot: by (layer, product), how many are hot.
+      rows: by (layer, product) for each weight of the product `[R, outputs]` floats.
+      losses: by level, by which share the perplexity grew on the text and on one that was held out.
+    """
+
+    levels: tuple[int, ...]
+    steps: np.ndarray
+    shadowed: tuple[bool, ...]
+    channels: Mapping[tuple[int, int], np.ndarray]
+    hot: Mapping[tuple[int, int], int]
+    rows: Mapping[tuple[int, int], tuple[np.ndarray, ...]]
+    losses: Mapping[int, tuple[float, float]]
+
+    def loss(self, level: int) -> float:
+        """The larger of the two losses that were measured at a level; infinite where none was."""
+        return max(self.losses.get(level, (math.inf,)))
+
+    def layers(self, level: int, cfg: ModelConfig) -> tuple[LayerCalibration, ...]:
+        """What the subgraphs of each layer take, as arrays of the host.
+
+        Args:
+          level: one of `levels`.
+          cfg: whose inputs the products have: the level's sub-model, or the whole model.
+
+        Raises:
+          ConfigError: the level was not calibrated.
+        """
+        if level not in self.levels:
+            raise ConfigError(
+                f"level {level} has no integer prefill; there are {', '.join(map(str, self.levels))}: "
+                "calibrate again with `jaxllm calibrate --prefill`"
+            )
+        steps = self.steps[self.levels.index(level)]
+
+        def rows_of(layer: int) -> tuple[FloatRows, ...]:
+            found = []
+            for product in range(len(PRODUCTS)):
+                inputs, _ = product_sizes(cfg, layer, product)
+                place, channels = np.full(inputs, -1, np.int32), self.channels[layer, product]
+                real = (channels >= 0) & (channels < inputs)
+                place[channels[real]] = np.flatnonzero(real)
+                found.append(FloatRows(place, self.rows[layer, product]))  # pyright: ignore[reportArgumentType]
+            return tuple(found)
+
+        return tuple(
+            LayerCalibration(steps[layer], rows_of(layer) if with_shadow else None)
+            for layer, with_shadow in enumerate(self.shadowed)
+        )
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the rows of hot channels."""
+        return sum(
+            self.hot[key] * sum(each.nbytes // max(1, len(each)) for each in rows)
+            for key, rows in self.rows.items()
+        )
+
+
+def channel_tops(
+    params: Params, tokens: jax.Array, *, cfg: ModelConfig, rule: Rule | None = None
+) -> list[list[jax.Array]]:
+    """The largest magnitude of each channel `[D]` of the inputs of all products, over tokens `[T]` of a text;
+    NaN where an activation is."""
+
+    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+        del layer, product
+        return jnp.max(jnp.abs(x), axis=0)
+
+    return observed(params, tokens, look, cfg=cfg, rule=rule)
+
+
+def outlier_counts(
+    params: Params, tokens: jax.Array, steps: jax.Array, *, cfg: ModelConfig, rule: Rule | None = None
+) -> list[list[jax.Array]]:
+    """How many of the tokens pass 127 of the steps `[L, 4]` in each channel `[D]`, int32."""
+
+    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.abs(x) > TOP_LEVEL * steps[layer, product], axis=0, dtype=jnp.int32)
+
+    return observed(params, tokens, look, cfg=cfg, rule=rule)
+
+
+def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
+    """The largest magnitudes over several texts.
+
+    Raises:
+      ConfigError: there is no text, or an activation was NaN or infinite.
+    """
+    if not tops:
+        raise ConfigError("there is no text to calibrate on; give more")
+    found = [
+        [
+            np.max([np.asarray(each[layer][product]) for each in tops], axis=0)
+            for product in range(len(PRODUCTS))
+        ]
+        for layer in range(len(tops[0]))
+    ]
+    if not all(np.isfinite(each).all() for layer in found for each in layer):
+        raise ConfigError("activations are NaN or infinite on the calibration text; the model is broken")
+    return found
+
+
+def whole_steps(tops: ByProduct) -> np.ndarray:
+    """The step `[L, 4]` float32 of each product that clips nothing of what was seen."""
+    return _as_steps([[each.max() for each in layer] for layer in tops])
+
+
+def clipping_steps(tops: ByProduct, recipe: ShadowRecipe) -> np.ndarray:
+    """The step `[L, 4]` float32 of each product with a shadow: that of the channels of which each is worth
+    it."""
+
+    def top_of(sizes: np.ndarray) -> float:
+        most = math.ceil(len(sizes) * recipe.most_channels - 1e-9)
+        largest = np.sort(sizes)[::-1][: most + 1]
+        largest = largest[largest > 0]
+        if not len(largest):
+            return 0.0
+        gained = np.log(largest[0] / largest)
+        return float(largest[np.argmax(gained - np.arange(len(largest)) * np.log1p(recipe.least_gain))])
+
+    return _as_steps([[top_of(each) for each in layer] for layer in tops])
+
+
+def _as_steps(tops: list[list[float]]) -> np.ndarray:
+    return np.maximum(np.array(tops) / TOP_LEVEL, _LEAST_STEP).astype(np.float32)
+
+
+def importances(tops: ByProduct, steps: np.ndarray) -> np.ndarray:
+    """How far the largest outlier of each layer passes its step, `[L]`: what leaving its shadow out costs."""
+    largest = np.array([[each.max() for each in layer] for layer in tops])
+    return (largest / steps).max(axis=1)
+
+
+def most_important(importance: np.ndarray, count: int) -> tuple[bool, ...]:
+    """Of each layer, whether it is among so many of the most important."""
+    chosen = set(np.argsort(-importance, kind="stable")[:count].tolist())
+    return tuple(layer in chosen for layer in range(len(importance)))
+
+
+def shadow_counts(layers: int, pruned_share: float) -> list[int]:
+    """How many layers to give a shadow, tried one after the other until too little is lost: as few as the
+    share asks for, then twice as many, and so on."""
+    count = max(1, math.ceil(layers * (1 - pruned_share) - 1e-9))
+    found = []
+    while count < layers:
+        found.append(count)
+        count *= 2
+    return [*found, layers]
+
+
+def search_shadow(
+    importance: np.ndarray,
+    loss_of: Callable[[tuple[bool, ...]], float],
+    *,
+    most_loss: float,
+    pruned_share: float,
+) -> tuple[tuple[bool, ...], float]:
+    """The fewest layers with shadow that lose little enough, and what they lose; all of them if none do.
+
+    Args:
+      importance: `[L]`.
+      loss_of: measures a choice.
+      most_loss: that may be lost.
+      pruned_share: of layers without shadow, to begin with.
+    """
+    shadowed, loss = (), math.inf
+    for count in shadow_counts(len(importance), pruned_share):
+        shadowed = most_important(importance, count)
+        loss = loss_of(shadowed)
+        if loss <= most_loss:
+            break
+    return shadowed, loss
+
+
+def hot_first(counts: np.ndarray, hot_share: float) -> tuple[np.ndarray, int]:
+    """Channels with outliers, those with most first, and how many of them make this share of all outliers."""
+    channels = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].astype(np.int32)
+    if not len(channels):
+        return channels, 0
+    reached = np.cumsum(counts[channels]) / counts.sum()
+    return channels, min(len(channels), int(np.searchsorted(reached, hot_share - 1e-12)) + 1)
+
+
+def assembled(
+    cfg: ModelConfig,
+    floats: Params,
+    counts: ByProduct,
+    *,
+    levels: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    shadowed: tuple[bool, ...],
+    recipe: ShadowRecipe,
+    losses: Mapping[int, tuple[float, float]] | None = None,
+) -> PrefillCalibration:
+    """A calibration from what was observed.
+
+    Args:
+      cfg: the model.
+      floats: its parameters, as exact as they are known.
+      counts: outliers of each channel, with the steps of shadows.
+      levels: by level the steps `[L, 4]` with shadow and without.
+      shadowed: which layers have one.
+      recipe: how hot channels are told.
+      losses: see `PrefillCalibration`.
+    """
+    mask = np.array(shadowed)[:, None]
+    steps = [np.where(mask, *levels[level]) for level in sorted(levels)]
+    found = {
+        (layer, product): hot_first(counts[layer][product], recipe.hot_share)
+        for layer, with_shadow in enumerate(shadowed)
+        for product in range(len(PRODUCTS))
+        if with_shadow
+    }
+    # One shape for all layers, so that they share graphs.
+    most = [max((len(each) for (_, at), (each, _) in found.items() if at == product), default=0)
+            for product in range(len(PRODUCTS))]  # fmt: skip
+    channels, rows = {}, {}
+    for (layer, product), (own, _) in found.items():
+        padded = np.full(most[product], -1, np.int32)
+        padded[: len(own)] = own
+        channels[layer, product] = padded
+        last = contracts_last_axis(product)
+        rows[layer, product] = tuple(
+            _float_rows(each, padded, last=last) for each in product_matrices(floats, layer, product, cfg)
+        )
+    return PrefillCalibration(
+        levels=tuple(sorted(levels)),
+        steps=np.stack(steps).astype(np.float32),
+        shadowed=shadowed,
+        channels=channels,
+        hot={key: hot for key, (_, hot) in found.items()},
+        rows=rows,
+        losses=losses or {},
+    )
+
+
+def _float_rows(weight, channels: np.ndarray, *, last: bool) -> np.ndarray:
+    """Rows of some channels in half precision, zeros for those that pad."""
+    taken = np.asarray(contracted_rows(weight, jnp.maximum(channels, 0), last=last))
+    top = float(np.finfo(np.float16).max)
+    return np.where(channels[:, None] >= 0, np.clip(taken, -top, top), 0).astype(np.float16)

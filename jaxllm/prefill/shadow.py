@@ -1,0 +1,131 @@
+"""Shadow outliers: what a static 8-bit step clips off activations, multiplied in floats (arXiv 2407.05858,
+3.3).
+
+A product whose activations are whole numbers of one calibrated step is a product of whole tensors, which
+integer processors want. The few channels with outliers pass 127 steps; what passes is gathered into a compact
+tensor and multiplied with those channels' rows in floats, by another processor if there is one. The sum is
+exact (equation 1): x = clip(x) + excess(x).
+
+Compact tensors have static room. Channels that pass are counted first, and the smallest room that holds them
+all is taken, the last of which holds every channel: nothing is dropped.
+
+Which step, which channels and which layers is for `calibration.py`.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.kernels.stepwise import TOP_LEVEL
+from jaxllm.quant import Weight, contracted_rows
+
+# Room of compact tensors, in channels: few outliers are the rule (5 to 15 channels in the paper's models),
+# and each room is a branch to compile.
+_ROOMS = (16, 128)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FloatRows:
+    """Rows in floats of the channels that were seen with outliers, for the products of one input.
+
+    Excess is large: a weight's rounding error would be multiplied by it. Channels without a row here take
+    theirs from the integer weight.
+
+    Attributes:
+      place: `[D]` int32, the row of each channel, or -1.
+      rows: for each weight `[R, outputs]` floats. Hot channels come first: theirs stay in memory, the others
+        may be mapped from storage and read when they are needed.
+    """
+
+    place: jax.Array
+    rows: tuple[jax.Array, ...]
+
+
+def excess(x: jax.Array, step: jax.Array) -> jax.Array:
+    """What of `x` lies beyond 127 steps, like x: zero for most."""
+    top = np.float32(TOP_LEVEL) * step
+    return x - jnp.clip(x, -top, top)
+
+
+def rooms(channels: int) -> tuple[int, ...]:
+    """Sizes of compact tensors for an input of so many channels, ascending: none, a few, and all."""
+    return (0, *(room for room in _ROOMS if room < channels), channels)
+
+
+def shadow_products(
+    x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, *, last: bool
+) -> tuple[list[jax.Array], jax.Array]:
+    """Products of the excess of `x` `[T, D]` with each weight.
+
+    Args:
+      x: activations; their NaN and infinity are for the integer product to show.
+      step: float32 scalar.
+      weights: whose D inputs are contracted, along the last axis if `last`, else along all others together.
+      rows: what there is in floats; None takes all rows from the weights.
+      last: see `weights`.
+
+    Returns:
+      `[T, outputs]` float32 for each weight, and how many channels have an outlier, int32 scalar.
+    """
+    beyond = jnp.nan_to_num(excess(x.astype(jnp.float32), step), nan=0.0, posinf=0.0, neginf=0.0)
+    hit = jnp.any(beyond != 0, axis=0)
+    count = jnp.sum(hit, dtype=jnp.int32)
+    sizes = rooms(x.shape[-1])
+
+    def branch(room: int):
+        def run(beyond: jax.Array, hit: jax.Array) -> list[jax.Array]:
+            if not room:
+                return [jnp.zeros((len(x), _outputs(each, last)), jnp.float32) for each in weights]
+            # Places that are left over take the first channel again, and nothing of it.
+            (channels,) = jnp.nonzero(hit, size=room, fill_value=0)
+            channels = channels.astype(jnp.int32)
+            real = jnp.arange(room, dtype=jnp.int32) < count
+            compact = jnp.where(real, beyond[:, channels], np.float32(0))
+            return [compact @ each for each in _rows_of(channels, real, weights, rows, last)]
+
+        return run
+
+    smallest = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), count)
+    out = jax.lax.switch(smallest, [branch(room) for room in sizes], beyond, hit)
+    return out, count
+
+
+def room_for(count: int, channels: int) -> int:
+    """The room that `shadow_products` takes for so many channels with outliers of an input of `channels`."""
+    sizes = rooms(channels)
+    return sizes[bisect.bisect_left(sizes, count)]
+
+
+def _rows_of(
+    channels: jax.Array, real: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, last: bool
+) -> list[jax.Array]:
+    """The rows of some channels, `[N, outputs]` of each weight; those that are not real are anything
+    finite."""
+
+    def of_weights() -> list[jax.Array]:
+        return [contracted_rows(each, channels, last=last) for each in weights]
+
+    if rows is None or not rows.rows[0].shape[0]:
+        return of_weights()
+    place = rows.place[channels]
+
+    def of_floats() -> list[jax.Array]:
+        at = jnp.maximum(place, 0)
+        cut = [floats[:, : _outputs(each, last)] for floats, each in zip(rows.rows, weights, strict=True)]
+        return [jnp.take(each, at, axis=0, mode="clip").astype(jnp.float32) for each in cut]
+
+    def of_both() -> list[jax.Array]:
+        known = place[:, None] >= 0
+        return [jnp.where(known, *pair) for pair in zip(of_floats(), of_weights(), strict=True)]
+
+    # Taking weights apart takes longer than the product: only where some channel has no row of its own.
+    return jax.lax.cond(jnp.any(real & (place < 0)), of_both, of_floats)
+
+
+def _outputs(weight: Weight, last: bool) -> int:
+    return int(np.prod(weight.shape[:-1])) if last else weight.shape[-1]

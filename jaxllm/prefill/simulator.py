@@ -1,0 +1,180 @@
+"""What a prompt takes on two processors of known speed, under any order of its subgraphs.
+
+The simulator asks the same `Dispatcher` as the runner. It knows no transfers beyond a constant per subgraph
+and no contention: what real runs differ by is measured, not modelled.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.prefill.schedule import PROCESSORS, Dispatcher, Order, Processor, Subgraph, Times
+from jaxllm.prefill.subgraphs import Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """When subgraphs ran.
+
+    Attributes:
+      starts_ms, ends_ms: of each subgraph, in the order of the list.
+      busy_ms: of each processor.
+    """
+
+    starts_ms: tuple[float, ...]
+    ends_ms: tuple[float, ...]
+    busy_ms: dict[Processor, float]
+
+    @property
+    def makespan_ms(self) -> float:
+        """From the start of the first to the end of the last."""
+        return max(self.ends_ms, default=0.0) - min(self.starts_ms, default=0.0)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the time that the integer processor does nothing: the paper's bubbles."""
+        return 1 - self.busy_ms["integer"] / self.makespan_ms if self.makespan_ms else 0.0
+
+
+def simulate(
+    subgraphs: Sequence[Subgraph], times: Times, order: Order = "out-of-order", *, overhead_ms: float = 0.0
+) -> Timeline:
+    """Runs a prompt's subgraphs on an integer and a float processor.
+
+    Args:
+      subgraphs: see `schedule.prompt_subgraphs`.
+      times: of each.
+      order: see `schedule.Dispatcher`.
+      overhead_ms: that each subgraph takes on its processor besides.
+
+    Raises:
+      ConfigError: the subgraphs wait for each other for ever.
+    """
+    dispatcher = Dispatcher(subgraphs, times, order)
+    starts, ends = [0.0] * len(subgraphs), [0.0] * len(subgraphs)
+    busy: dict[Processor, float] = dict.fromkeys(PROCESSORS, 0.0)
+    free, running, now = set(PROCESSORS), [], 0.0
+    while not dispatcher.done:
+        for processor in PROCESSORS:
+            if processor not in free:
+                continue
+            place = dispatcher.take(processor)
+            if place is None:
+                continue
+            spent = times(subgraphs[place]) + overhead_ms
+            starts[place], ends[place] = now, now + spent
+            busy[processor] += spent
+            free.remove(processor)
+            heapq.heappush(running, (now + spent, place))
+        if not running:
+            raise ConfigError("no subgraph can run, and some are left: they wait for each other")
+        now, place = heapq.heappop(running)
+        free.add(subgraphs[place].processor)
+        dispatcher.finish(place)
+    return Timeline(tuple(starts), tuple(ends), busy)
+
+
+def lower_bound_ms(subgraphs: Sequence[Subgraph], times: Times) -> float:
+    """No order is faster: a processor's subgraphs run one by one, after the shortest way to its first and
+    before the shortest way from its last; and no chain of subgraphs that need each other is cut short."""
+    heads, tails = [0.0] * len(subgraphs), [0.0] * len(subgraphs)
+    for place, each in enumerate(subgraphs):
+        heads[place] = max((heads[need] + times(subgraphs[need]) for need in each.needs), default=0.0)
+    for place in reversed(range(len(subgraphs))):
+        own = times(subgraphs[place])
+        for need in subgraphs[place].needs:
+            tails[need] = max(tails[need], tails[place] + own)
+    longest = max(
+        (heads[place] + times(each) + tails[place] for place, each in enumerate(subgraphs)), default=0.0
+    )
+    for processor in PROCESSORS:
+        own = [place for place, each in enumerate(subgraphs) if each.processor == processor]
+        if own:
+            load = sum(times(subgraphs[place]) for place in own)
+            shortest = min(heads[place] for place in own) + min(tails[place] for place in own)
+            longest = max(longest, load + shortest)
+    return longest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeedProfile:
+    """How fast two processors are, to predict subgraphs that were not measured.
+
+    Attributes:
+      name: of the device.
+      integer_gops: 8-bit operations per nanosecond of the integer processor in static subgraphs.
+      float_gflops: floating-point operations per nanosecond of the float processor.
+      overhead_ms: of a subgraph.
+    """
+
+    name: str
+    integer_gops: float
+    float_gflops: float
+    overhead_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.integer_gops, self.float_gflops) <= 0 or self.overhead_ms < 0:
+            raise ConfigError(f"the speeds of {self.name} must be positive, and its overhead not negative")
+
+    def times(self, cfg: ModelConfig, chunk_tokens: int, shadow_channels: int = 8) -> Times:
+        """Times of subgraphs of a model in chunks of `chunk_tokens`."""
+
+        def time(each: Subgraph) -> float:
+            work = stage_operations(
+                cfg,
+                each.stage,
+                chunk_tokens,
+                before=each.chunk * chunk_tokens,
+                shadow_channels=shadow_channels,
+            )
+            speed = self.integer_gops if each.processor == "integer" else self.float_gflops
+            return work / speed / 1e6 + self.overhead_ms
+
+        return time
+
+
+def _matmul_gops(milliseconds: float) -> float:
+    """Of the product that the paper times on each processor: 64 rows, 2,048 inputs, 2,048 outputs."""
+    return 2 * 64 * 2048 * 2048 / milliseconds / 1e6
+
+
+# A phone of Snapdragon 8 Gen 3: 0.9 ms on its NPU in 8 bits and 4.2 ms on its CPU (arXiv 2407.05858, table 3,
+# of which the CPU's is in 8 bits, too: its floats are no faster).
+PAPER_PHONE = SpeedProfile(
+    name="Redmi K70 Pro (paper)", integer_gops=_matmul_gops(0.9), float_gflops=_matmul_gops(4.2)
+)
+
+
+def stage_operations(
+    cfg: ModelConfig, stage: Stage, tokens: int, *, before: int = 0, shadow_channels: int = 8
+) -> float:
+    """Multiplications and additions of one subgraph over `tokens` tokens behind `before` others.
+
+    Args:
+      cfg: the model.
+      stage: of a layer.
+      tokens: of the chunk.
+      before: tokens in the cache.
+      shadow_channels: of the compact tensors.
+    """
+    width, query = cfg.hidden_size, cfg.heads * cfg.head_dim
+    outward = query + 2 * cfg.kv_heads * cfg.head_dim
+    first = (2 if cfg.gated_ffn else 1) * cfg.ffn_size
+    # Queries times keys, weights times values; a token sees half of its own chunk on average.
+    seen = 4 * query * (before + tokens / 2)
+    shadow = {
+        "project_shadow": 2 * shadow_channels * outward,
+        "widen_shadow": 2 * shadow_channels * first,
+        "narrow_shadow": 2 * shadow_channels * width,
+    }
+    per_token = {
+        "project": 2 * width * outward,
+        "attend": seen,
+        "finish": 2 * width * (query + first + cfg.ffn_size),
+        "widen": 2 * width * (query + first),
+        "narrow": 2 * width * cfg.ffn_size,
+        **shadow,
+    }
+    return tokens * float(per_token[stage])

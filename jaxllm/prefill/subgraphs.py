@@ -1,0 +1,354 @@
+"""What a layer of integer prefill is cut into (mllm-NPU, arXiv 2407.05858, section 3.2).
+
+Static subgraphs depend on nothing but the length of a chunk: one compiled graph serves all chunks of all
+prompts, and all layers of one shape. Attention alone depends on what is in the cache, and is compiled for
+each of its lengths. Weights, steps and float rows are arguments.
+
+A layer without outliers is three subgraphs, of which the integer processor runs two:
+
+    project   norm, quantize, products of queries, keys and values
+    attend    attention over the cache, in floats
+    finish    product of what was attended to, the feed-forward block
+
+A layer whose outliers count is cut at every product, so that the float processor multiplies what is clipped
+(`shadow.py`) while the integer processor multiplies the rest; the two are added where they meet:
+
+    project        project_shadow     ->  attend (adds both; multiplies its own output's excess)
+    widen                                 product of what was attended to, norm, first products of the block
+    narrow         widen_shadow       ->  (adds both) activation, last product of the block
+                   narrow_shadow          adds the excess of what the last product took
+
+Where subgraphs run, and in which order, is for `schedule.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import Places
+from jaxllm.layers import activate, normalize
+from jaxllm.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
+from jaxllm.models.decoder import attend_cache, normed_heads
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.prefill.shadow import FloatRows, shadow_products
+from jaxllm.quant import Weight
+from jaxllm.used_units import used_in_layer
+
+Stage = Literal[
+    "project", "attend", "finish", "project_shadow", "widen", "widen_shadow", "narrow", "narrow_shadow"
+]
+# In the order in which one processor would run them.
+PLAIN_STAGES: tuple[Stage, ...] = ("project", "attend", "finish")
+SHADOWED_STAGES: tuple[Stage, ...] = (
+    "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow",
+)  # fmt: skip
+INTEGER_STAGES: frozenset[Stage] = frozenset(("project", "finish", "widen", "narrow"))
+# The inputs of a layer's products, which have a step each.
+PRODUCTS = ("project", "out", "widen", "narrow")
+_PROJECT, _OUT, _WIDEN, _NARROW = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCalibration:
+    """What integer prefill knows of a layer.
+
+    Attributes:
+      steps: `[4]` float32, of each of `PRODUCTS`.
+      rows: for each of `PRODUCTS` the float rows of channels with outliers; None where the layer has no
+        shadow.
+    """
+
+    steps: jax.Array
+    rows: tuple[FloatRows, ...] | None = None
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether what is clipped is multiplied in floats."""
+        return self.rows is not None
+
+
+def require_integer_prefill(cfg: ModelConfig) -> None:
+    """Raises ConfigError unless the model's layers can be cut so."""
+    if cfg.experts:
+        raise ConfigError(
+            "a mixture of experts has no integer prefill: which products a token needs depends on the token; "
+            "choose --prefill float"
+        )
+
+
+def stages_of(shadowed: bool) -> tuple[Stage, ...]:
+    """The subgraphs of a layer."""
+    return SHADOWED_STAGES if shadowed else PLAIN_STAGES
+
+
+def project(
+    params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
+) -> list[jax.Array]:
+    """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
+    weights = _weights(params, layer)
+    matrices, biases = _matrices(weights, _PROJECT, cfg)
+    step, norm = calibration.steps[_PROJECT], weights.norm("attn_norm", cfg)
+    groups, _ = used_in_layer(weights.counts, layer)
+    return normed_to_units(x, norm, matrices, biases, used=groups, step=step)
+
+
+def project_shadow(
+    params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """What outliers add to the results of `project`, and how many channels have one."""
+    weights = _weights(params, layer)
+    normed = normalize(x, weights.norm("attn_norm", cfg))
+    return _shadow(weights, calibration, _PROJECT, normed, cfg)
+
+
+def attend(
+    params: Params,
+    calibration: LayerCalibration,
+    heads: Sequence[jax.Array],
+    shadows: Sequence[jax.Array] | None,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
+    """Attention of a chunk over the cache.
+
+    Args:
+      params: the layer's, norms of heads and the output product's rows among them.
+      calibration: of the layer.
+      heads: of `project`.
+      shadows: of `project_shadow`, where the layer has a shadow.
+      at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
+
+    Returns:
+      What was attended to, `[1, T, K, G·H]`; where the layer has a shadow what its outliers add to the output
+      product, `[1, T, D]`, else None; keys and values, mass; and how many channels have outliers, or None.
+    """
+    weights = _weights(params, layer)
+    q, k, v = heads if shadows is None else _sums(heads, shadows)
+    q, k, v = normed_heads(weights, q, k, v, cfg)
+    groups, _ = used_in_layer(weights.counts, layer)
+    out, (*past_after, mass) = attend_cache(
+        q, k, v, groups, cfg=cfg, layer=layer, at=at, past=past, mass=mass
+    )
+    out = out.reshape(*out.shape[:3], -1)
+    keys, values = past_after
+    if not calibration.shadowed:
+        return out, None, (keys, values), mass, None
+    used = out if groups is None else groups.only(out, 2)
+    (added,), count = _shadow(weights, calibration, _OUT, used.reshape(*out.shape[:2], -1), cfg)
+    return out, added, (keys, values), mass, count
+
+
+def finish(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> jax.Array:
+    """The next layer's input `[1, T, D]`, of the layer's own and what was attended to."""
+    weights = _weights(params, layer)
+    x = _added_output(weights, calibration, x, out, None, cfg, layer)
+    _, neurons = used_in_layer(weights.counts, layer)
+    steps = calibration.steps[_WIDEN], calibration.steps[_NARROW]
+    mixed = feed_forward(
+        x,
+        weights.norm("ffn_norm", cfg),
+        _block(weights, cfg),
+        cfg.activation,
+        add_input=not cfg.post_norms,
+        used=neurons,
+        steps=steps,
+    )
+    return add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+
+
+def widen(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    added: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """The block's input `[1, T, D]`, and its first products `[1, T, F]` each; `added` is of `attend`."""
+    weights = _weights(params, layer)
+    x = _added_output(weights, calibration, x, out, added, cfg, layer)
+    matrices, biases = _matrices(weights, _WIDEN, cfg)
+    _, neurons = used_in_layer(weights.counts, layer)
+    step, norm = calibration.steps[_WIDEN], weights.norm("ffn_norm", cfg)
+    return x, normed_to_units(x, norm, matrices, biases, used=neurons, step=step)
+
+
+def widen_shadow(
+    params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """What outliers add to the products of `widen`, of the block's input; how many channels have one."""
+    weights = _weights(params, layer)
+    normed = normalize(x, weights.norm("ffn_norm", cfg))
+    return _shadow(weights, calibration, _WIDEN, normed, cfg)
+
+
+def narrow(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    products: Sequence[jax.Array],
+    shadows: Sequence[jax.Array],
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The block's output `[1, T, D]` (with its input x, unless a norm follows), and what its last product
+    took, `[1, T, F]`."""
+    weights = _weights(params, layer)
+    hidden = _hidden(_sums(products, shadows), cfg)
+    _, neurons = used_in_layer(weights.counts, layer)
+    out = from_units(
+        hidden,
+        weights["ffn.down"],
+        weights.vector("ffn.down_bias"),
+        residual=None if cfg.post_norms else x,
+        used=neurons,
+        step=calibration.steps[_NARROW],
+    )
+    return out, hidden
+
+
+def narrow_shadow(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    hidden: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The next layer's input `[1, T, D]`, with what outliers of `hidden` add; how many channels have one."""
+    weights = _weights(params, layer)
+    _, neurons = used_in_layer(weights.counts, layer)
+    used = hidden if neurons is None else neurons.only(hidden, 2)
+    (added,), count = _shadow(weights, calibration, _NARROW, used, cfg)
+    out = out + added
+    return add_normed(x, out, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else out, count
+
+
+def product_matrices(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[Weight]:
+    """The weights of one of `PRODUCTS`."""
+    return _matrices(_weights(params, layer), product, cfg)[0]
+
+
+def product_biases(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[jax.Array | None]:
+    """The biases of one of `PRODUCTS`."""
+    return _matrices(_weights(params, layer), product, cfg)[1]
+
+
+def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list[int]]:
+    """How many inputs a product has, and how many outputs each of its weights."""
+    specs = param_specs(cfg)
+    shapes = [specs[f"layers.{layer}.{name}"].shape for name in _names(product, cfg)]
+    units = [int(np.prod(shape[:-1], dtype=object)) for shape in shapes]
+    if contracts_last_axis(product):
+        return shapes[0][-1], units
+    return units[0], [shape[-1] for shape in shapes]
+
+
+def contracts_last_axis(product: int) -> bool:
+    """Whether a product contracts its weights' last axis, or their units."""
+    return product in (_PROJECT, _WIDEN)
+
+
+def _weights(params: Params, layer: int) -> LayerParams:
+    return LayerParams(params, f"layers.{layer}.")
+
+
+def _names(product: int, cfg: ModelConfig) -> list[str]:
+    """The names of a product's weights within a layer."""
+    gate = ["ffn.gate"] if cfg.gated_ffn else []
+    return (["attn.q", "attn.k", "attn.v"], ["attn.o"], [*gate, "ffn.up"], ["ffn.down"])[product]
+
+
+def _matrices(
+    weights: LayerParams, product: int, cfg: ModelConfig
+) -> tuple[list[Weight], list[jax.Array | None]]:
+    """The weights of a product and their biases."""
+    names = _names(product, cfg)
+    return [weights[name] for name in names], [weights.vector(f"{name}_bias") for name in names]
+
+
+def _block(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
+    first, biases = _matrices(weights, _WIDEN, cfg)
+    return FeedForward(
+        up=first[-1],
+        down=weights["ffn.down"],
+        gate=first[0] if cfg.gated_ffn else None,
+        up_bias=biases[-1],
+        down_bias=weights.vector("ffn.down_bias"),
+        gate_bias=biases[0] if cfg.gated_ffn else None,
+    )
+
+
+def _added_output(
+    weights: LayerParams,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    added: jax.Array | None,
+    cfg: ModelConfig,
+    layer: int,
+) -> jax.Array:
+    """A layer's input with its output product added, and the shadow's part of that."""
+    groups, _ = used_in_layer(weights.counts, layer)
+    mixed = from_units(
+        out,
+        weights["attn.o"],
+        weights.vector("attn.o_bias"),
+        residual=None if cfg.post_norms else x,
+        used=groups,
+        step=calibration.steps[_OUT],
+    )
+    mixed = mixed if added is None else mixed + added
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+
+
+def _hidden(products: Sequence[jax.Array], cfg: ModelConfig) -> jax.Array:
+    if not cfg.gated_ffn:
+        return activate(products[0], cfg.activation)
+    gate, up = products
+    return activate(gate, cfg.activation) * up
+
+
+def _sums(results: Sequence[jax.Array], shadows: Sequence[jax.Array]) -> list[jax.Array]:
+    return [each + shadow.astype(each.dtype) for each, shadow in zip(results, shadows, strict=True)]
+
+
+def _shadow(
+    weights: LayerParams, calibration: LayerCalibration, product: int, x: jax.Array, cfg: ModelConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """What the outliers of a product's input `[1, T, inputs]` add to each of its results."""
+    assert calibration.rows is not None
+    matrices, _ = _matrices(weights, product, cfg)
+    last = contracts_last_axis(product)
+    found, count = shadow_products(
+        x.reshape(-1, x.shape[-1]), calibration.steps[product], matrices, calibration.rows[product], last=last
+    )
+    units = [each.shape[:-1] if last else each.shape[-1:] for each in matrices]
+    shaped = [
+        out.astype(x.dtype).reshape(*x.shape[:2], *unit) for out, unit in zip(found, units, strict=True)
+    ]
+    return shaped, count

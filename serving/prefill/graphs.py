@@ -1,0 +1,131 @@
+"""The graphs of integer prefill: which buckets there are, and what is traced for each."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Bucket, Kind, ModelConfig
+from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
+from jaxllm.kv.cache import Places, new_cache
+from jaxllm.models.parameters import Params
+from jaxllm.prefill import subgraphs
+from jaxllm.prefill.calibration import PrefillCalibration
+from jaxllm.prefill.shadow import FloatRows
+from jaxllm.prefill.subgraphs import PRODUCTS, LayerCalibration, Stage, product_sizes
+from serving.lowering import layer_params, shapes_of
+from serving.options import EngineOptions
+
+# Which product's rows a graph takes.
+_SHADOW_OF: Mapping[str, int] = {
+    "int_project_shadow": PRODUCTS.index("project"),
+    "int_attend_shadow": PRODUCTS.index("out"),
+    "int_widen_shadow": PRODUCTS.index("widen"),
+    "int_narrow_shadow": PRODUCTS.index("narrow"),
+}
+SUBGRAPH_KINDS: frozenset[Kind] = frozenset(
+    ("int_project", "int_attend", "int_finish", "int_widen", "int_narrow", *_SHADOW_OF)  # pyright: ignore
+)
+
+
+def kind_of(stage: Stage, *, shadowed: bool) -> Kind:
+    """The kind of bucket of a stage of a layer with or without shadow."""
+    return f"int_{stage}_shadow" if stage == "attend" and shadowed else f"int_{stage}"  # pyright: ignore
+
+
+def float_rows(kind: Kind, calibration: PrefillCalibration, layer: int) -> int:
+    """How many rows in floats the graph of a kind takes, the same for all layers with shadow."""
+    product = _SHADOW_OF.get(kind)
+    return 0 if product is None else len(calibration.channels[layer, product])
+
+
+def known_to(kind: Kind, calibration: LayerCalibration) -> LayerCalibration:
+    """Of a layer's calibration what the graph of a kind takes: steps, and the rows of its own product."""
+    product = _SHADOW_OF.get(kind)
+    if product is None or calibration.rows is None:
+        return LayerCalibration(calibration.steps)
+    nothing = FloatRows(np.zeros(0, np.int32), ())  # pyright: ignore[reportArgumentType]: of the host
+    rows = [nothing] * len(PRODUCTS)
+    rows[product] = calibration.rows[product]
+    return LayerCalibration(calibration.steps, tuple(rows))
+
+
+def lower_subgraph(
+    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions
+) -> jax.stages.Lowered:
+    """Traces the graph of one of `SUBGRAPH_KINDS` (see `serving.lowering.lower`)."""
+    layer, kind = bucket.layer, bucket.kind
+    weights = shapes_of(layer_params(params, layer, layer))
+    # Where a graph serves all levels, units are those of the whole model.
+    own = cfg.whole if isinstance(params, CountedSubModel) else cfg
+    known = shapes_of(_calibration_shapes(bucket, own))
+
+    def bound(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(params: Params | CountedSubModel, *rest: Any) -> Any:
+            return step(part_of_sub_model(params, cfg), *rest, cfg=cfg, layer=layer)
+
+        return run
+
+    of = _Shapes(bucket, own, options)
+    if kind in ("int_attend", "int_attend_shadow"):
+        shadows = of.heads if kind == "int_attend_shadow" else None
+        attend = jax.jit(bound(subgraphs.attend), donate_argnums=(5, 6))
+        return attend.lower(weights, known, of.heads, shadows, of.at, of.past, of.mass)
+    step, rest = {
+        "int_project": (subgraphs.project, (of.x,)),
+        "int_project_shadow": (subgraphs.project_shadow, (of.x,)),
+        "int_finish": (subgraphs.finish, (of.x, of.out)),
+        "int_widen": (subgraphs.widen, (of.x, of.out, of.x)),
+        "int_widen_shadow": (subgraphs.widen_shadow, (of.x,)),
+        "int_narrow": (subgraphs.narrow, (of.x, of.products, of.products)),
+        "int_narrow_shadow": (subgraphs.narrow_shadow, (of.x, of.x, of.hidden)),
+    }[kind]
+    return jax.jit(bound(step)).lower(weights, known, *rest)
+
+
+class _Shapes:
+    """The shapes that subgraphs of one layer pass to each other."""
+
+    def __init__(self, bucket: Bucket, cfg: ModelConfig, options: EngineOptions) -> None:
+        dtype, tokens, units = jnp.dtype(options.activation_dtype), bucket.tokens, cfg.units(bucket.layer)
+
+        def floats(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, tokens, *shape), dtype)
+
+        heads, size = units.kv_heads, cfg.head_dim
+        self.x = floats(cfg.hidden_size)
+        self.out = floats(heads, cfg.group * size)
+        self.heads = [self.out, floats(heads, size), floats(heads, size)]
+        self.hidden = floats(units.neurons)
+        self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        positions = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+        self.at = Places(positions, scalar, run=True)  # pyright: ignore[reportArgumentType]: shapes
+        make = functools.partial(
+            new_cache,
+            cfg,
+            batch=1,
+            tokens=bucket.cache_tokens,
+            dtype=jnp.dtype(options.cache_dtype),
+            mass=bool(options.kv_codec),
+        )
+        cache = jax.eval_shape(make)
+        self.past = cache.keys[bucket.layer], cache.values[bucket.layer]
+        self.mass = cache.mass
+
+
+def _calibration_shapes(bucket: Bucket, cfg: ModelConfig) -> LayerCalibration:
+    """What `known_to` gives for the bucket's kind, of the bucket's number of rows."""
+    steps, product = np.zeros(len(PRODUCTS), np.float32), _SHADOW_OF.get(bucket.kind)
+    if product is None:
+        return LayerCalibration(steps)  # pyright: ignore[reportArgumentType]: shapes
+    # Rows have the whole model's outputs at every level.
+    inputs, _ = product_sizes(cfg, bucket.layer, product)
+    _, outputs = product_sizes(cfg.whole, bucket.layer, product)
+    rows = tuple(np.zeros((bucket.rows, each), np.float16) for each in outputs)
+    own = FloatRows(np.zeros(inputs, np.int32), rows)  # pyright: ignore[reportArgumentType]
+    calibration = LayerCalibration(steps, (own,) * len(PRODUCTS))  # pyright: ignore[reportArgumentType]
+    return known_to(bucket.kind, calibration)

@@ -1,0 +1,42 @@
+"""How an engine reads prompts, and when it may read them in integers."""
+
+import dataclasses
+from typing import Literal
+
+from jaxllm.errors import ConfigError
+from jaxllm.prefill.schedule import ORDERS, Order
+
+Mode = Literal["", "float", "int8"]
+MODES: tuple[Mode, ...] = ("float", "int8")
+_MOST_PROCESSORS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillOptions:
+    """How prompts are read.
+
+    Attributes:
+      mode: "int8" in static steps with shadow outliers, which takes a calibrated bundle; "float" with
+        activations as they are (which native kernels quantize by what they see); "" for int8 on two
+        processors if the bundle was calibrated and lost little enough, else float.
+      most_loss: the growth of perplexity, as a share, that int8 may cost by the bundle's own account.
+      processors: 1, or 2 for an integer and a float processor (see `serving.prefill.processors`).
+      order: of subgraphs on two processors.
+    """
+
+    mode: Mode = ""
+    most_loss: float = 0.01
+    processors: int = 1
+    order: Order = "out-of-order"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("", *MODES):
+            raise ConfigError(f"prefill is one of {', '.join(MODES)}, got {self.mode!r:.80}")
+        if not 1 <= self.processors <= _MOST_PROCESSORS:
+            raise ConfigError(f"prefill runs on 1 or {_MOST_PROCESSORS} processors, got {self.processors}")
+        if not self.most_loss >= 0:
+            raise ConfigError(
+                f"the most loss of int8 prefill must be a share from 0 on, got {self.most_loss}"
+            )
+        if self.order not in ORDERS:
+            raise ConfigError(f"the order of subgraphs is one of {', '.join(ORDERS)}, got {self.order!r:.80}")

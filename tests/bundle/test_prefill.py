@@ -1,0 +1,131 @@
+"""The calibration of integer prefill in a bundle: kept whole, and refused where it is not."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxllm.bundle import Bundle, Part, rewrite_bundle
+from jaxllm.bundle.prefill import prefill_facts, prefill_parts, read_prefill
+from jaxllm.errors import BundleError
+from tests.prefill.calibrated import calibrated, outlying
+from tests.tiny import write_tiny_bundle
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return write_tiny_bundle(
+        tmp_path_factory.mktemp("prefill") / "plain.jaxllm",
+        "int8",
+        params=outlying(),
+        parts={"other": Part({"a": 1})},
+    )
+
+
+def rewritten(plain, tmp_path, parts) -> Bundle:
+    with Bundle.open(plain) as source:
+        rewrite_bundle(tmp_path / "m.jaxllm", source, parts)
+    return Bundle.open(tmp_path / "m.jaxllm")
+
+
+def test_it_comes_back(plain, tmp_path):
+    known = calibrated()
+    bundle = rewritten(plain, tmp_path, prefill_parts(known, {"tokens": 7}))
+    bundle.verify()
+    found = read_prefill(bundle)
+    assert found is not None
+    assert (found.levels, found.shadowed) == (known.levels, known.shadowed)
+    assert (found.hot, found.losses) == (known.hot, known.losses)
+    np.testing.assert_array_equal(found.steps, known.steps)
+    for key, channels in known.channels.items():
+        np.testing.assert_array_equal(found.channels[key], channels)
+        for own, other in zip(found.rows[key], known.rows[key], strict=True):
+            np.testing.assert_array_equal(own, other)
+    assert prefill_facts(bundle)["tokens"] == 7
+    assert bundle.layout.parts["other"].facts == {"a": 1}
+
+
+def test_weights_stay_byte_for_byte(plain, tmp_path):
+    bundle = rewritten(plain, tmp_path, prefill_parts(calibrated()))
+    with Bundle.open(plain) as source:
+        assert source.layout.tensors.keys() == bundle.layout.tensors.keys()
+        for name in source.layout.tensors:
+            for own, other in zip(leaves(bundle.stored(name)), leaves(source.stored(name)), strict=True):
+                np.testing.assert_array_equal(own, other)
+        assert source.tokenizer_files() == bundle.tokenizer_files()
+        assert source.layout.weights == bundle.layout.weights
+
+
+def leaves(value):
+    return [value] if isinstance(value, np.ndarray) else [np.asarray(value.data), np.asarray(value.scale)]
+
+
+def test_a_file_may_be_rewritten_in_its_place(plain, tmp_path):
+    path = tmp_path / "own.jaxllm"
+    shutil.copy(plain, path)
+    with Bundle.open(path) as source:
+        rewrite_bundle(path, source, prefill_parts(calibrated()))
+    assert read_prefill(Bundle.open(path)) is not None
+
+
+def test_no_calibration(plain):
+    with Bundle.open(plain) as bundle:
+        assert read_prefill(bundle) is None
+        assert prefill_facts(bundle) == {}
+
+
+def test_no_shadow_at_all(plain, tmp_path):
+    known = dataclasses.replace(calibrated(), shadowed=(False, False), channels={}, hot={}, rows={})
+    found = read_prefill(rewritten(plain, tmp_path, prefill_parts(known)))
+    assert found is not None
+    assert found.shadowed == (False, False)
+
+
+LAYER = calibrated().shadowed.index(True)
+CHANNELS = calibrated().channels[LAYER, 0]
+ROWS = calibrated().rows[LAYER, 0][0]
+
+
+@pytest.mark.parametrize(
+    ("facts", "arrays", "message"),
+    [
+        ({"levels": []}, {}, "levels are"),
+        ({"levels": ["100"]}, {}, "levels are"),
+        ({"levels": [100, 50]}, {}, "levels are"),
+        ({"levels": [50, 100]}, {}, "steps must be"),
+        ({"levels": 5}, {}, "malformed"),
+        ({"shadowed": [True]}, {}, "whether they have a shadow"),
+        ({"shadowed": [1, 0]}, {}, "whether they have a shadow"),
+        ({"losses": {"100": [0.1]}}, {}, "no pairs"),
+        ({"losses": {"100": [float("nan"), 0]}}, {}, "no pairs"),
+        ({"losses": {"all": [0, 0]}}, {}, "malformed"),
+        ({"losses": 3}, {}, "malformed"),
+        ({}, {"steps": np.zeros((1, 2, 4), np.float32)}, "steps are not all in"),
+        ({}, {"steps": np.full((1, 2, 4), np.nan, np.float32)}, "steps are not all in"),
+        ({}, {"steps": np.ones((1, 2, 4), np.float16)}, "steps must be"),
+        ({}, {"hot": np.full((2, 4), 99, np.int32)}, "are hot"),
+        ({}, {f"channels.{LAYER}.0": CHANNELS + 64}, "not different ones of 64"),
+        ({}, {f"channels.{LAYER}.0": np.zeros_like(CHANNELS)}, "not different ones"),
+        ({}, {f"channels.{LAYER}.0": CHANNELS - 99}, "not different ones"),
+        ({}, {f"channels.{LAYER}.0": CHANNELS.astype(np.float32)}, "channels of layer"),
+        ({}, {f"rows.{LAYER}.0.0": ROWS[:, :-1]}, "must be float16"),
+        ({}, {f"rows.{LAYER}.0.0": ROWS * np.float16(np.nan)}, "NaN or infinity"),
+        ({}, {f"rows.{LAYER}.0.9": ROWS}, "which nothing takes"),
+    ],
+)
+def test_forged_parts_are_refused(plain, tmp_path, facts, arrays, message):
+    part = prefill_parts(calibrated())["prefill"]
+    forged = Part({**part.facts, **facts}, {**part.arrays, **arrays})
+    with pytest.raises(BundleError, match=message):
+        read_prefill(rewritten(plain, tmp_path, {"prefill": forged}))
+
+
+def test_damage_is_seen(plain, tmp_path):
+    bundle = rewritten(plain, tmp_path, prefill_parts(calibrated()))
+    at = bundle.layout.segments["part.prefill"].offset
+    raw = bytearray(bundle.path.read_bytes())
+    raw[at + 5] ^= 1
+    (tmp_path / "bad.jaxllm").write_bytes(raw)
+    with pytest.raises(BundleError, match="is corrupt"):
+        read_prefill(Bundle.open(tmp_path / "bad.jaxllm"))

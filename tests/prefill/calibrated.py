@@ -1,0 +1,76 @@
+"""The tiny model with outliers put into it, and its calibration."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.bundle.layout import contracted_axis
+from jaxllm.config import ModelConfig
+from jaxllm.models.parameters import param_specs
+from jaxllm.prefill.calibration import (
+    PrefillCalibration,
+    ShadowRecipe,
+    assembled,
+    channel_tops,
+    clipping_steps,
+    importances,
+    largest_of,
+    most_important,
+    outlier_counts,
+    whole_steps,
+)
+from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
+from jaxllm.quant import quantize, to_blocks
+from tests.tiny import TINY, tiny_params
+
+RECIPE = ShadowRecipe(most_channels=0.06)
+# No more channels than may be outliers: 64 and 80 of them there are.
+OUTLIERS = OutlierRecipe(channels=2, factor=256)
+
+
+@functools.cache
+def outlying(cfg: ModelConfig = TINY):
+    """Parameters in floats, with outliers."""
+    return with_outliers(cfg, dict(tiny_params(cfg)), OUTLIERS)
+
+
+@functools.cache
+def stored(cfg: ModelConfig = TINY):
+    """The same at 8 bits, in blocks, on the device."""
+    specs, found = param_specs(cfg), {}
+    for name, value in outlying(cfg).items():
+        if specs[name].role == "vector":
+            found[name] = jnp.asarray(value)
+        else:
+            blocks = to_blocks(quantize(value, bits=8, axis=contracted_axis(specs[name])))
+            found[name] = jax.tree.map(jnp.asarray, blocks)
+    return found
+
+
+def texts(cfg: ModelConfig = TINY, count: int = 4, length: int = 48) -> np.ndarray:
+    return np.random.default_rng(1).integers(0, cfg.vocab_size, (count, length)).astype(np.int32)
+
+
+@functools.cache
+def calibrated(cfg: ModelConfig = TINY, shadows: int = 1) -> PrefillCalibration:
+    """With a shadow in so many layers, the most important."""
+    floats = {name: jnp.asarray(each) for name, each in outlying(cfg).items()}
+    look = jax.jit(functools.partial(channel_tops, cfg=cfg))
+    tops = largest_of([jax.device_get(look(floats, row)) for row in texts(cfg)])
+    clipping, whole = clipping_steps(tops, RECIPE), whole_steps(tops)
+    shadowed = most_important(importances(tops, clipping), shadows)
+    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
+    each = [jax.device_get(count(floats, row, clipping)) for row in texts(cfg)]
+    counts = [[np.sum([one[layer][product] for one in each], axis=0) for product in range(4)]
+              for layer in range(cfg.layers)]  # fmt: skip
+    return assembled(
+        cfg,
+        floats,
+        counts,
+        levels={100: (clipping, whole)},
+        shadowed=shadowed,
+        recipe=RECIPE,
+        losses={100: (0.001, 0.002)},
+    )

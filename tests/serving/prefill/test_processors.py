@@ -1,0 +1,51 @@
+"""Two processors give what one gives, and run each subgraph once, after all that it needs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from serving.prefill.processors import TwoProcessors, prepare_processors
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores"
+)
+@pytest.mark.parametrize("order", ["out-of-order", pytest.param("in-order", marks=pytest.mark.slow)])
+def test_two_are_as_one(calibrated_bundle, order):
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.serving.prefill.two_processors", str(calibrated_bundle), order],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    one, two = np.array(found["logits1"]), np.array(found["logits2"])
+    np.testing.assert_allclose(two, one, atol=2e-3 * np.abs(one).max())
+    assert found["keys2"] == pytest.approx(found["keys1"], rel=1e-3)
+    assert found["answer2"] == found["answer1"]
+    assert found["runs"] == found["subgraphs"]
+    assert found["once"]
+    assert found["in_time"]
+
+
+def test_a_process_that_was_not_prepared():
+    """JAX is in use here, with one device."""
+    import jax
+
+    jax.devices()
+    with pytest.raises(ConfigError, match="prepared before JAX is used"):
+        prepare_processors()
+    with pytest.raises(ConfigError, match=r"call serving\.prefill\.processors\.prepare_processors"):
+        TwoProcessors()

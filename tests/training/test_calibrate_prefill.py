@@ -1,0 +1,91 @@
+"""From a model to a bundle that reads prompts in integers; elastic ones keep their levels."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import elastic_parts, read_ladder
+from jaxllm.bundle.prefill import prefill_facts, read_prefill
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.prefill.calibration import ShadowRecipe
+from tests.prefill.calibrated import OUTLIERS, outlying
+from tests.tiny import write_tiny_bundle, write_tiny_folder
+from training.calibrate_cli import calibrate_command
+from training.calibrate_prefill import PrefillRecipe, calibrate_prefill
+
+RECIPE = PrefillRecipe(tokens=2048, row_tokens=64, shadow=ShadowRecipe(most_channels=0.06, pruned_share=0.5))
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = np.random.default_rng(0).integers(97, 123, (600, 8)).astype(np.uint8)
+    path.write_text(" ".join(bytes(word).decode() for word in words))
+    return path
+
+
+def test_a_folder(text, tmp_path):
+    """Its float rows are the checkpoint's, and channels with outliers are among them."""
+    folder = write_tiny_folder(tmp_path / "hf", params=outlying())
+    facts = calibrate_prefill(RECIPE, folder, tmp_path / "m.jaxllm", texts=[text], console=QUIET)
+    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        found = read_prefill(bundle)
+        assert found is not None
+        assert bundle.layout.weights == "int8"
+        assert prefill_facts(bundle)["tokens"] >= 2048
+        assert facts["losses"][100] == [round(each, 5) for each in found.losses[100]]
+        layer = found.shadowed.index(True)
+        scaled = np.flatnonzero(outlying()["layers.0.attn_norm.scale"] != 1)
+        assert len(scaled) == OUTLIERS.channels
+        assert set(scaled) <= set(found.channels[layer, 0])
+    assert facts["channels"] >= facts["hot_channels"] > 0
+
+
+def test_an_elastic_bundle(text, tmp_path):
+    """Every level has steps and losses of its own; no shadow where nothing is to be lost without."""
+    ladder = Ladder(levels=(50, 100), anchors=())
+    path = write_tiny_bundle(tmp_path / "e.jaxllm", "int8", parts=elastic_parts(ladder))
+    calibrate_prefill(RECIPE, path, tmp_path / "m.jaxllm", texts=[text], console=QUIET, most_loss=1.0)
+    with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        assert read_ladder(bundle) == ladder
+        found = read_prefill(bundle)
+        assert found is not None
+        assert found.levels == (50, 100)
+        assert not np.array_equal(found.steps[0], found.steps[1])
+        assert found.losses.keys() == {50, 100}
+
+
+def test_the_command(text, tmp_path):
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
+    args = [str(path), "--prefill", "-o", str(tmp_path / "p.jaxllm"), "--text", str(text), "--tokens", "2048"]
+    run = CliRunner().invoke(calibrate_command, args)
+    assert run.exit_code == 0, run.output
+    assert json.loads(run.output.splitlines()[-1])["layers"] == 2
+    assert CliRunner().invoke(calibrate_command, [*args, "--run", "x"]).exit_code == 2
+    assert CliRunner().invoke(calibrate_command, [str(path), "-o", "x"]).exit_code == 2
+
+
+def test_refusals(text, tmp_path):
+    def refused(model, error, message, texts=(text,), recipe=RECIPE):
+        with pytest.raises(error, match=message):
+            calibrate_prefill(recipe, model, tmp_path / "out.jaxllm", texts=texts, console=QUIET)
+        assert not (tmp_path / "out.jaxllm").exists()
+
+    integer = write_tiny_bundle(tmp_path / "i.jaxllm", "int8")
+    refused(tmp_path / "none", CheckpointError, "no such file or folder")
+    refused(write_tiny_bundle(tmp_path / "f.jaxllm"), ConfigError, "has f32")
+    short = tmp_path / "short.txt"
+    short.write_text("hello there")
+    refused(integer, ConfigError, "2048 tokens each, and there are 0: give more text", texts=[short])
+    refused(integer, ConfigError, "missing", texts=[tmp_path / "missing.txt"])
+    broken = dict(outlying())
+    broken["layers.1.ffn_norm.scale"] = np.full_like(broken["layers.1.ffn_norm.scale"], np.nan)
+    refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "NaN or infinite")
+    with pytest.raises(ConfigError, match="at least 2048 tokens"):
+        PrefillRecipe(tokens=5)

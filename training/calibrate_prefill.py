@@ -1,0 +1,187 @@
+"""From a model to a bundle that reads prompts in integers (mllm-NPU, arXiv 2407.05858, section 3.3).
+
+The model is observed in floats on a text: steps of activations, channels with outliers, layers whose outliers
+matter. The bundle's weights are those of 8 bits that it would have anyway; what is added is steps and the
+float rows of the channels with outliers, and what the perplexity was measured to lose, on the text and on as
+much that was held out.
+
+From a Hugging Face folder float rows are the checkpoint's; from a bundle they are as exact as its weights.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle.elastic import read_ladder, read_recovery
+from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import WHOLE, sub_config
+from jaxllm.elastic.submodel import shared_sub_model
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.lora import adapt
+from jaxllm.models.parameters import Params
+from jaxllm.prefill.calibration import PrefillCalibration, ShadowRecipe
+from jaxllm.prefill.fitting import LEAST_TOKENS, fit_calibration, windows_of
+from jaxllm.prefill.subgraphs import require_integer_prefill
+from jaxllm.prepare import prepare
+from jaxllm.quant import dequantize
+from jaxllm.tokenizer import Tokenizer
+from training.documents import builtin_texts, read_texts, text_document
+from training.encoders import ModelEncoder
+from training.lora import FrozenModel
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillRecipe:
+    """What is measured.
+
+    Attributes:
+      tokens: of text to calibrate on; as many more are held out.
+      row_tokens: longest context.
+      shadow: how outliers are told.
+    """
+
+    tokens: int = 8192
+    row_tokens: int = 256
+    shadow: ShadowRecipe = dataclasses.field(default_factory=ShadowRecipe)
+
+    def __post_init__(self) -> None:
+        if self.tokens < LEAST_TOKENS:
+            raise ConfigError(f"calibrate on at least {LEAST_TOKENS} tokens, got {self.tokens}")
+        if self.row_tokens < 2:
+            raise ConfigError(f"rows of {self.row_tokens} tokens predict nothing")
+
+
+def calibrate_prefill(
+    recipe: PrefillRecipe,
+    model: Path,
+    out: Path,
+    *,
+    most_loss: float = 0.01,
+    texts: Sequence[Path] = (),
+    name: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes a bundle that can read prompts in integers.
+
+    Args:
+      recipe: what is measured.
+      model: a Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
+      out: the new bundle's path; written whole or not at all.
+      most_loss: tolerable growth of the perplexity, as a share: as many layers get a shadow as it takes.
+      texts: files to calibrate on; Python's language reference if there are none.
+      name: the model's name, for people; its own by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      What was found: layers with shadow, channels, bytes, and losses by level.
+
+    Raises:
+      ConfigError: the model has experts or other weights, or there is too little text.
+      CheckpointError: the model cannot be read.
+    """
+    console, model, out = console or Console(stderr=True), Path(model), Path(out)
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    if not model.exists():
+        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
+    with tempfile.TemporaryDirectory() as scratch:
+        path, floats = model, None
+        if model.is_dir():
+            frozen = FrozenModel.read(model)
+            require_integer_prefill(frozen.cfg)
+            path, floats = Path(scratch) / "model.jaxllm", frozen.params
+            prepare(model, path, weights="int8", name=name)
+        with Bundle.open(path) as bundle:
+            calibration, facts = _calibrated(bundle, floats, recipe, most_loss, texts, console)
+            rewrite_bundle(out, bundle, prefill_parts(calibration, facts), name=name)
+    channels = sum(int((each >= 0).sum()) for each in calibration.channels.values())
+    return {
+        **facts,
+        "layers_with_shadow": sum(calibration.shadowed),
+        "layers": len(calibration.shadowed),
+        "channels": channels,
+        "hot_channels": sum(calibration.hot.values()),
+        "resident_bytes": calibration.resident_bytes,
+        "losses": {level: [round(each, 5) for each in pair] for level, pair in calibration.losses.items()},
+    }
+
+
+def _calibrated(
+    bundle: Bundle,
+    floats: Params | None,
+    recipe: PrefillRecipe,
+    most_loss: float,
+    texts: Sequence[Path],
+    console: Console,
+) -> tuple[PrefillCalibration, dict[str, Any]]:
+    cfg = bundle.cfg
+    require_integer_prefill(cfg)
+    if bundle.layout.weights != "int8":
+        raise ConfigError(
+            f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; give "
+            "the Hugging Face folder, or a bundle made with --weights int8"
+        )
+    rows, held_out = _texts(bundle, recipe, texts)
+    stored = bundle.load()
+    if floats is None:
+        floats = {each: dequantize(weight, jnp.dtype(jnp.float32)) for each, weight in stored.items()}
+    with ProgressBar(console=console, transient=True) as bar:
+        task = bar.add_task("calibrating", total=None)
+        calibration = fit_calibration(
+            cfg,
+            floats,
+            stored,
+            rows,
+            held_out,
+            recipe=recipe.shadow,
+            most_loss=most_loss,
+            sub_models=_sub_models(bundle, stored),
+            report=lambda passes: bar.update(task, completed=passes),
+        )
+    facts = {
+        **dataclasses.asdict(recipe.shadow),
+        "most_loss": most_loss,
+        "tokens": sum(map(len, rows)),
+        "held_out_tokens": sum(map(len, held_out)),
+    }
+    return calibration, facts
+
+
+def _sub_models(bundle: Bundle, stored: Params) -> dict[int, tuple[ModelConfig, Params]]:
+    """The levels of an elastic bundle besides the whole model, each with its recovery."""
+    ladder = read_ladder(bundle)
+    found: dict[int, tuple[ModelConfig, Params]] = {}
+    for level in () if ladder is None else ladder.levels:
+        if level == WHOLE or ladder is None:
+            continue
+        cfg = sub_config(bundle.cfg, ladder, level)
+        params, own = shared_sub_model(stored, cfg), read_recovery(bundle, level)
+        found[level] = cfg, params if own is None else adapt(params, own.adapter, own.scaling)
+    return found
+
+
+def _texts(
+    bundle: Bundle, recipe: PrefillRecipe, paths: Sequence[Path]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Rows to calibrate on, and rows that are held out."""
+    documents = [text_document(text) for path in paths for text in read_texts(path)]
+    documents = documents or [text_document(text) for text in builtin_texts()]
+    encoder = ModelEncoder(Tokenizer(bundle.tokenizer_files()))
+    tokens: list[int] = []
+    for document in documents:
+        if len(tokens) >= 2 * recipe.tokens:
+            break
+        tokens += encoder.encode([document])[0][0]
+    length = min(recipe.row_tokens, bundle.cfg.window_tokens)
+    rows = windows_of(tokens[: 2 * recipe.tokens], length)
+    # By turns, so that both are of all the text's kinds.
+    return rows[::2], rows[1::2]
