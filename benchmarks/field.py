@@ -91,8 +91,9 @@ class Field:
         own = checkpoint.stored in (None, width)
         model = checkpoint.model if own else checkpoint.folder(self._progress)
         options = dataclasses.asdict(self._given.options)
-        # A child has all weights in memory and no draft.
-        del options["storage"], options["trees"]
+        # A child has all weights in memory and no draft, and reads prompts as engines do by themselves.
+        for name in ("storage", "trees", "experts", "prefill"):
+            del options[name]
         return self._open(OURS, model, width, options)
 
     def _open(self, peer: str, model: Path, format_: str, options: dict[str, Any]) -> Child:

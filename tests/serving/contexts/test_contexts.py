@@ -74,6 +74,7 @@ from serving.direct_io import Storage
 from serving.engine import Engine
 from serving.experts.options import ExpertOptions
 from serving.options import EngineOptions
+from serving.prefill.options import PrefillOptions
 engine = Engine.open({str(contexts.engine.bundle.path)!r}, options={contexts.engine.options!r})
 contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
 context = Context(contexts, contexts.record("mail", {context.name!r}))
