@@ -64,6 +64,8 @@ def own_compilations(shared_compilations: None) -> Iterator[None]:
         patch.setenv(name.upper(), "0")
         jax.config.update(name, False)
         compilation_cache.reset_cache()
+        # What earlier tests left in memory came from there, too.
+        jax.clear_caches()
         try:
             yield
         finally:

@@ -174,7 +174,7 @@ void check_concurrency(uint64_t seed) {
       const Outputs result{
           {w.data.data(), w.scale.data(), 8, 0, w.panels, 300}, {}, outputs, outputs, y.data()};
       for (int round = 0; round < 200; round++) {
-        must(to_units(values.data(), rows, {nullptr, 0}, &result, 1));
+        must(to_units(values.data(), rows, {nullptr, 0}, 0, &result, 1));
         if (round == 0) first = y;
         if (memcmp(first.data(), y.data(), y.size() * 4))
           fail("another caller is in the way", i, round, 0, 0, 0);

@@ -120,7 +120,7 @@ void check_to_units(Random& random) {
   everywhere(
       y,
       [&] {
-        must(to_units(x.data(), rows, {nullptr, 0}, results.data(), count));
+        must(to_units(x.data(), rows, {nullptr, 0}, 0, results.data(), count));
         for (size_t i = 0; i < count; i++) {
           const size_t outputs = results[i].outputs, stride = results[i].stride;
           for (size_t row = 0; row < rows; row++) {
@@ -134,7 +134,7 @@ void check_to_units(Random& random) {
         for (size_t i = 0; i < count; i++) expected[i].judge(y.data() + starts[i]);
         if (widen) return;
         const size_t row = rows / 2;
-        must(to_units(x.data() + row * inputs, 1, {nullptr, 0}, results.data(), count));
+        must(to_units(x.data() + row * inputs, 1, {nullptr, 0}, 0, results.data(), count));
         for (size_t i = 0; i < count; i++) {
           const size_t outputs = results[i].outputs;
           judge_alone(results[i].y, y.data() + starts[i] + row * outputs, row, outputs);
@@ -167,14 +167,14 @@ void check_from_units(Random& random) {
   everywhere(
       y,
       [&] {
-        must(from_units(h.data(), rows, stride, reduction, change.adapter(), segments, length, outputs, add,
-                        y.data()));
+        must(from_units(h.data(), rows, stride, 0, reduction, change.adapter(), segments, length, outputs,
+                        add, y.data()));
       },
       [&] {
         expected.judge(y.data());
         if (widen) return;
         const size_t row = rows / 2;
-        must(from_units(h.data() + row * stride, 1, stride, reduction, change.adapter(), segments, length,
+        must(from_units(h.data() + row * stride, 1, stride, 0, reduction, change.adapter(), segments, length,
                         outputs, add ? add + row * outputs : nullptr, alone.data()));
         judge_alone(alone.data(), y.data() + row * outputs, row, outputs);
       });
@@ -203,19 +203,22 @@ void check_feed_forward(Random& random) {
   const Norm norm{random.below(2) ? scale.data() : nullptr, 1e-5f};
   Buffer<float> y(rows * width), expected(rows * width), hidden(rows * units), other(rows * units);
   everywhere(
-      y, [&] { must(feed_forward(x.data(), rows, width, norm, block, units, activation, add, y.data())); },
+      y,
+      [&] {
+        must(feed_forward(x.data(), rows, width, norm, {0, 0}, block, units, activation, add, y.data()));
+      },
       [&] {
         Outputs results[2] = {{block.up, block.up_adapter, units, units, hidden.data()}};
         if (gated) {
           results[1] = {block.up, block.up_adapter, units, units, other.data()};
           results[0] = {block.gate, block.gate_adapter, units, units, hidden.data()};
         }
-        must(to_units(x.data(), rows, norm, results, gated ? 2 : 1));
+        must(to_units(x.data(), rows, norm, 0, results, gated ? 2 : 1));
         for (size_t row = 0; row < rows; row++) {
           float* to = hidden.data() + row * units;
           backend().activate(to, gated ? other.data() + row * units : nullptr, units, activation);
         }
-        must(from_units(hidden.data(), rows, units, block.down, block.down_adapter, 1, units, width,
+        must(from_units(hidden.data(), rows, units, 0, block.down, block.down_adapter, 1, units, width,
                         add ? x.data() : nullptr, expected.data()));
         for (size_t i = 0; i < rows * width; i++) {
           if (memcmp(&y.data()[i], &expected.data()[i], 4)) {
