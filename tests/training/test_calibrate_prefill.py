@@ -13,9 +13,9 @@ from jaxllm.bundle.prefill import prefill_facts, read_prefill
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.prefill.calibration import ShadowRecipe
+from serving.cli import cli
 from tests.prefill.calibrated import OUTLIERS, outlying
 from tests.tiny import write_tiny_bundle, write_tiny_folder
-from training.calibrate_cli import calibrate_command
 from training.calibrate_prefill import PrefillRecipe, calibrate_prefill
 
 RECIPE = PrefillRecipe(tokens=2048, row_tokens=64, shadow=ShadowRecipe(most_channels=0.06, pruned_share=0.5))
@@ -64,11 +64,11 @@ def test_an_elastic_bundle(text, tmp_path):
 def test_the_command(text, tmp_path):
     path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
     args = [str(path), "--prefill", "-o", str(tmp_path / "p.jaxllm"), "--text", str(text), "--tokens", "2048"]
-    run = CliRunner().invoke(calibrate_command, args)
+    run = CliRunner().invoke(cli, ["calibrate", *args])
     assert run.exit_code == 0, run.output
     assert json.loads(run.output.splitlines()[-1])["layers"] == 2
-    assert CliRunner().invoke(calibrate_command, [*args, "--run", "x"]).exit_code == 2
-    assert CliRunner().invoke(calibrate_command, [str(path), "-o", "x"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["calibrate", *args, "--run", "x"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["calibrate", str(path), "-o", "x"]).exit_code == 2
 
 
 def test_refusals(text, tmp_path):

@@ -17,6 +17,7 @@ from jaxllm.lora import LoraConfig
 from jaxllm.models.decoder import forward_documents
 from jaxllm.models.tlm import forward_both
 from jaxllm.quant import dequantize
+from serving.cli import cli
 from tests.tiny import TINY, tiny_params, write_tiny_folder
 from tests.training.tiny_runs import ENCODER, ONE, QUIET, TLM_RECIPE
 from training import elasticize as module
@@ -194,9 +195,7 @@ def test_the_command(model, data, tmp_path, monkeypatch):
     plain = [str(model), "-o", str(out), "--recipe", str(recipe), "--data", str(data), "--tlm", "none"]
     plain += ["--run", str(tmp_path / "run"), "--mesh", "data=1", "--recovery", "none"]
     chosen = ["--levels", "30,100", "--anchors", "0.5", "--order", "magnitude", "--weights", "int8"]
-    result = CliRunner().invoke(
-        elasticize_cli.elasticize_command, [*plain, *chosen, "--steps", "3", "--name", "mini"]
-    )
+    result = CliRunner().invoke(cli, ["elasticize", *plain, *chosen, "--steps", "3", "--name", "mini"])
     assert result.exit_code == 0, result.output
     told = json.loads(result.stdout.splitlines()[-1])
     assert told["bundle"] == str(out)
@@ -209,7 +208,7 @@ def test_the_command(model, data, tmp_path, monkeypatch):
     recipe_of_run = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
     assert (recipe_of_run["steps"], recipe_of_run["recovery"]) == (3, "none")
     for levels, message in (("30,x", "no list of whole percentages"), ("30", "end with 100")):
-        result = CliRunner().invoke(elasticize_cli.elasticize_command, [*plain, "--levels", levels])
+        result = CliRunner().invoke(cli, ["elasticize", *plain, "--levels", levels])
         assert result.exit_code != 0
         assert message in result.output + str(result.exception)
 

@@ -12,9 +12,9 @@ from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tokenizer import Tokenizer
+from serving.cli import cli
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
 from training.checkpoints import read_best
-from training.cli import pretrain_command
 from training.corpus import TokenizedDocuments
 from training.loop import Trainer
 from training.pretrain import export_best, pretrain, pretrain_job
@@ -121,6 +121,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 
 def test_export_only_takes_no_other_option():
-    result = CliRunner().invoke(pretrain_command, ["--run", "x", "--export-only", "--steps", "3"])
+    result = CliRunner().invoke(cli, ["pretrain", "--run", "x", "--export-only", "--steps", "3"])
     assert result.exit_code == 2
     assert "give it --run alone" in result.output

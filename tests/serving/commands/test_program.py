@@ -16,11 +16,11 @@ def program(home: Path) -> Path:
     """The bundle that chats, exported."""
     from click.testing import CliRunner
 
-    from export.cli import export_command
+    from serving.cli import cli
 
     out = home / "program"
     arguments = [str(home / "tiny.jaxllm"), "-o", str(out), "--platform", "cpu", "--chunk", "16"]
-    done = CliRunner().invoke(export_command, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(cli, ["export", *arguments], catch_exceptions=False)
     assert done.output.startswith(f"{out}: 2 programs of tiny, ")
     return out
 

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from jaxllm.errors import ConfigError
 from serving import Engine
-from serving.commands.evaluate import eval_command
+from serving.cli import cli
 from serving.evaluation.agreement import greedy_agreement
 from serving.evaluation.routing import expert_use
 from tests.serving.conftest import OPTIONS
@@ -105,14 +105,14 @@ def test_the_command_reports_both(tmp_path):
         bundle,
         "--routing",
     ]
-    result = CliRunner().invoke(eval_command, [*arguments, "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(cli, ["eval", *arguments, "--json"], catch_exceptions=False)
     facts = json.loads(result.stdout)
     assert facts["agreement"]["agreement"] == 1.0
     assert facts["routing"]["tokens"] == facts["tokens"] == facts["agreement"]["tokens"]
-    shown = CliRunner().invoke(eval_command, arguments, catch_exceptions=False)
+    shown = CliRunner().invoke(cli, ["eval", *arguments], catch_exceptions=False)
     assert "agreement 100.0%" in shown.stdout
     assert "experts: " in shown.stdout
     alone = CliRunner().invoke(
-        eval_command, ["--agreement", bundle, "--task", "news", "--data", str(tmp_path)]
+        cli, ["eval", "--agreement", bundle, "--task", "news", "--data", str(tmp_path)]
     )
     assert alone.exit_code == 2
