@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.devices import REAL, Device, emulated
+from benchmarks.devices import BOARDS, REAL, Device, named_devices
 from benchmarks.experts.replay import COMPARED, hit_ratio, watch
 from benchmarks.experts.systems import (
     ABLATIONS,
@@ -28,13 +28,6 @@ from serving.experts.options import ExpertOptions
 from serving.generation import GenerationConfig
 from serving.progress import Progress
 
-# EdgeMoE's platforms (section 5.1), and a memory card's published speeds (UHS-I, application class A1).
-EMULATED = (
-    emulated("Jetson TX2 SSD", 550, 500, 90_000),
-    emulated("HDD", 50, 50, 150),
-    emulated("SD card", 90, 30, 1_500),
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -49,10 +42,11 @@ class Plan:
       share: room of ours, as a share of all experts.
       buffers: further rooms, in times the experts of a token at one layer, for the sweep and for the replay
         of eviction policies.
-      watched_tokens: that predictors and policies are judged on.
+      watched_tokens: that predictors and policies are judged on; 0 leaves that out.
+      variants: whether ours runs without each technique and with other rooms and losses, too.
     """
 
-    devices: tuple[Device, ...] = (REAL, *EMULATED)
+    devices: tuple[Device, ...] = named_devices(BOARDS)
     tokens: int = 32
     repeats: int = 3
     prompt_tokens: int = 24
@@ -60,11 +54,14 @@ class Plan:
     share: float = 0.25
     buffers: tuple[int, ...] = (2, 5, 10, 20)
     watched_tokens: int = 400
+    variants: bool = True
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for a small model, once its bundles are made."""
-        return cls(devices=EMULATED[:1], tokens=12, repeats=1, buffers=(2, 10), watched_tokens=60)
+        return cls(
+            devices=named_devices(["tx2-ssd"]), tokens=12, repeats=1, buffers=(2, 10), watched_tokens=60
+        )
 
 
 def run(
@@ -95,13 +92,14 @@ def run(
     for number, device in enumerate(plan.devices):
         setting = dataclasses.replace(fast, storage=device.storage)
         rows += _system_rows(setting, device, plan, first=number == 0)
-        if number == 0:
+        if number == 0 and plan.variants:
             rows += _ablation_rows(setting, device, plan)
             rows += _budget_rows(setting, device, plan, choices)
             rows += _loss_rows(setting, device, plan, mixed)
         if progress is not None:
             progress("Measuring", number + 1, stages)
-    rows += _watched_rows(fast, plan, choices)
+    if plan.watched_tokens:
+        rows += _watched_rows(fast, plan, choices)
     if progress is not None:
         progress("Measuring", stages, stages)
     return rows
