@@ -1,5 +1,6 @@
 """`jaxllm bench elastic`: an elastic model."""
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -44,6 +45,12 @@ from serving.models import open_model
     help="Take the times of the trace from random weights of this size, with the model's levels and "
     "tokenizer, and only the answers from the model.",
 )
+@click.option(
+    "--only-levels", is_flag=True, help="Only how right levels are, of the model and of those beside it."
+)
+@click.option(
+    "--questions", type=click.IntRange(min=1), metavar="N", help="Of each task. [default: 40, quick 8]"
+)
 @report_options
 def elastic_command(
     model: Path | None,
@@ -54,6 +61,8 @@ def elastic_command(
     plain: tuple[Path, ...],
     pruned: Path | None,
     beside: tuple[Path, ...],
+    only_levels: bool,
+    questions: int | None,
     quick: bool,
     plot: Path | None,
     as_json: bool,
@@ -66,7 +75,10 @@ def elastic_command(
         raise click.UsageError("random weights have no right answers: --data takes a --model")
     if times is not None and data is None:
         raise click.UsageError("--times are those of a trace: give --data, or --shape for levels alone")
+    if only_levels and data is None:
+        raise click.UsageError("--only-levels asks the tasks' questions: give --data")
     chosen = run.Plan.quick() if quick else run.Plan()
+    chosen = dataclasses.replace(chosen, questions=questions or chosen.questions)
     with progress_bars() as progress:
         if shape is not None:
             model = elastic_shape(shape, weights, progress)
@@ -76,7 +88,8 @@ def elastic_command(
             with open_model(model) as bundle:
                 timed = elastic_shape(times, weights, progress, like=bundle)
         subject = run.Subject(model=model, data=data, plain=plain, pruned=pruned, beside=beside, times=timed)
-        rows = run.run(subject, chosen, progress)
+        measure = run.compare_levels if only_levels else run.run
+        rows = measure(subject, chosen, progress)
     emit("elastic", rows, as_json=as_json, plot=None)
     if plot is not None:
         draw(rows, plot)
