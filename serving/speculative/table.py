@@ -151,6 +151,8 @@ class SpeculativeTable:
         if limit < 2 or room < self._options.trees.nodes[0] or not self._worthwhile:
             return self._plain(root, cache, sampler, stop_ids)
         began = time.perf_counter()
+        # Whatever is drafted, the root is read.
+        self.target.expect(np.array([root]))
         most = max(each for each in self._options.trees.nodes if each <= room)
         tree = self._drafter.grow(held, root, self._fallback.alpha, most)
         draft_s = time.perf_counter() - began
