@@ -32,6 +32,12 @@ from serving.user_cache import cache_folder
     "losses.",
 )
 @shape_option("Instead: random weights of this size, for speed alone.", MIXTURES)
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="FILE",
+    help="A UTF-8 text that prompts are pieces of. [default: tokens drawn at random]",
+)
 @device_option(BOARDS)
 @click.option(
     "--only-systems", is_flag=True, help="Leave out ablations, sweeps, and predictors and policies replayed."
@@ -41,6 +47,7 @@ def experts_command(
     folder: Path | None,
     models: tuple[Path, ...],
     shape: str | None,
+    text: Path | None,
     devices: tuple[Device, ...],
     only_systems: bool,
     quick: bool,
@@ -51,7 +58,7 @@ def experts_command(
     if (shape is None) != (folder is not None and bool(models)) or (shape and (folder or models)):
         raise click.UsageError("give either --shape, or --folder and --model")
     plan = run.Plan.quick() if quick else run.Plan()
-    plan = dataclasses.replace(plan, devices=devices or plan.devices)
+    plan = dataclasses.replace(plan, devices=devices or plan.devices, text=text)
     if only_systems:
         plan = dataclasses.replace(plan, variants=False, watched_tokens=0)
     cache = cache_folder() / "benchmarks" / "experts"

@@ -23,6 +23,7 @@ from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
+from serving.console import read_text
 from serving.engine import Engine
 from serving.experts.options import ExpertOptions
 from serving.generation import GenerationConfig
@@ -44,6 +45,7 @@ class Plan:
         of eviction policies.
       watched_tokens: that predictors and policies are judged on; 0 leaves that out.
       variants: whether ours runs without each technique and with other rooms and losses, too.
+      text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
     """
 
     devices: tuple[Device, ...] = named_devices(BOARDS)
@@ -55,6 +57,7 @@ class Plan:
     buffers: tuple[int, ...] = (2, 5, 10, 20)
     watched_tokens: int = 400
     variants: bool = True
+    text: Path | None = None
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -138,7 +141,13 @@ def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
 def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
     draw = np.random.default_rng(0)
     shape = (plan.repeats + 1, plan.prompt_tokens)
-    return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
+    if plan.text is None:
+        return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
+    ids = np.array(engine.tokenizer.encode(read_text(plan.text)))
+    if len(ids) < 2 * plan.prompt_tokens:
+        raise ConfigError(f"{plan.text}: {len(ids)} tokens are too few for prompts; give a longer text")
+    at = draw.integers(0, len(ids) - plan.prompt_tokens, shape[0])
+    return ids[at[:, None] + np.arange(plan.prompt_tokens)].tolist()
 
 
 def _note(engine: Engine, device: Device) -> str:
