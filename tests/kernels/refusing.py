@@ -27,6 +27,8 @@ def refuse(part: str, *call: Any, **attributes: Any) -> None:
 
 
 NOTHING = zeros(0)
+# What the messages say.
+FIT, ROW = "a weight's shape does not fit", "at least one row"
 
 
 def formats(bits: int = 8, group: int = 0) -> dict[str, Any]:

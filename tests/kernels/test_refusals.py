@@ -17,11 +17,13 @@ from tests.kernels.refusing import (
     DATA,
     F16,
     F32,
+    FIT,
     GROUPED,
     I8,
     I32,
     NARROW,
     NOTHING,
+    ROW,
     SCALE,
     STEPS,
     UP,
@@ -37,7 +39,6 @@ from tests.kernels.refusing import (
 )
 from tests.kernels.switching import fall_back, needs_native
 
-FIT, ROW = "a weight's shape does not fit", "at least one row"
 TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "few inputs": (FIT, [Y], [zeros(4, 64), NOTHING, DATA, SCALE], formats()),
     "many inputs": (FIT, [Y], [zeros(4, 97), NOTHING, DATA, SCALE], formats()),
