@@ -15,7 +15,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.lora import Adapter, merge, parameters_of
+from jaxllm.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
 from jaxllm.programs.manifest import LEFT, RIGHT, WHOLE, Argument, ProgramLevel
 from jaxllm.quant import dequantize
@@ -93,7 +93,7 @@ def read_subject(
             order = read_order(bundle)
             change = change if order is None else reorder_adapter(change, order)
             params = merge(params, change, lora.scaling)
-            model = _adapted_fingerprint(model, change, lora.scaling)
+            model = hashlib.sha256(f"{model} {adapter_digest(change, lora.scaling)}".encode()).hexdigest()
         arrays = {
             name: np.asarray(dequantize(weight, jnp.float32)).astype(dtype) for name, weight in params.items()
         }
@@ -135,13 +135,6 @@ def require_portable(bundle: Bundle) -> None:
             f"{bundle.path} has {layout.weights} weights, a width that the native kernels alone read "
             f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
         )
-
-
-def _adapted_fingerprint(model: str, adapter: Adapter, scaling: float) -> str:
-    digest = hashlib.sha256(f"{model} {scaling!r}".encode())
-    for name in sorted(adapter):
-        digest.update(name.encode() + np.ascontiguousarray(adapter[name]).tobytes())
-    return digest.hexdigest()
 
 
 def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,6 @@
 """Programs as JAX runs them: compiled once, kept for later processes, caches donated."""
 
 import concurrent.futures
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 
 from jaxllm.programs.manifest import Manifest, Signature
 from serving.executables import ExecutableFolder
-from serving.graph_store import environment_facts
+from serving.graph_store import digest_of, environment_facts
 from serving.machine import usable_cores
 from serving.progress import Progress
 
@@ -77,7 +75,7 @@ class JaxPrograms:
         return out.pop("logits", None), out
 
     def _build(self, signature: Signature) -> Any:
-        key = _digest([self._key(signature), environment_facts()])
+        key = digest_of([self._key(signature), environment_facts()])
         graph = None if self._store is None else self._store.load(key)
         if graph is None:
             graph = self._lowered(signature).compile()
@@ -97,7 +95,3 @@ class JaxPrograms:
         # The export knows no donation: without it every step would copy the caches.
         step = jax.jit(self._step(signature), donate_argnums=(1,), keep_unused=True)
         return step.lower(self._weights[signature.level], caches, *inputs)
-
-
-def _digest(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
