@@ -59,7 +59,8 @@ def share_buffers(data: bytes) -> tuple[bytes, Sharing]:
     """The model with every buffer's bytes stored once, also those that begin a larger buffer."""
     import flatbuffers
 
-    _, model = _unpacked(data)
+    schema, model = _unpacked(data)
+    _dequantize_halves(schema, model, data)
     large: list[tuple[Any, memoryview]] = []
     for buffer in model.buffers:
         content = _content(buffer, data)
@@ -103,6 +104,28 @@ def share_buffers(data: bytes) -> tuple[bytes, Sharing]:
         out += b"\0" * (place - len(out))
         out += blob
     return bytes(out), Sharing(sum(len(each) for _, each in large), sum(len(blob) for blob in blobs))
+
+
+def _dequantize_halves(schema: Any, model: Any, data: bytes) -> None:
+    """Makes casts of constants at half precision what XNNPACK knows them as: it widens them once, when it
+    packs weights, and would run a cast in every step."""
+    codes = [max(each.builtinCode, each.deprecatedBuiltinCode) for each in model.operatorCodes]
+    dequantize = schema.OperatorCodeT()
+    dequantize.builtinCode = dequantize.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
+    # Its version that takes halves.
+    dequantize.version = 3
+    for graph in model.subgraphs:
+        for each in graph.operators:
+            if codes[each.opcodeIndex] != schema.BuiltinOperator.CAST:
+                continue
+            source = graph.tensors[each.inputs[0]]
+            constant = len(_content(model.buffers[source.buffer], data)) > 0
+            if source.type != schema.TensorType.FLOAT16 or not constant:
+                continue
+            each.opcodeIndex, each.builtinOptions = len(codes), None
+            each.builtinOptionsType = schema.BuiltinOptions.NONE
+            if len(model.operatorCodes) == len(codes):
+                model.operatorCodes.append(dequantize)
 
 
 def _content(buffer: Any, data: bytes) -> memoryview:

@@ -51,10 +51,7 @@ class Subject:
 
     def weights(self, level: int) -> dict[str, np.ndarray]:
         """What a level's programs take, by name: views of the arrays."""
-        return {
-            name: self.arrays[each.stored][: each.shape[0]]
-            for name, each in self.levels[level].weights.items()
-        }
+        return self.levels[level].views(self.arrays)
 
 
 def read_subject(
@@ -142,14 +139,20 @@ def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ..
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """An adapter as programs take it: `[r, *U]`, scaled, and `[r, D]`."""
+    """An adapter as programs take it: `[r, *U]`, scaled, and `[r, D]`; at half precision, as a bundle stores
+    it, where the scaled numbers are exactly that (programs widen what they multiply by)."""
     sides = {}
     for name in parameters_of(recovery.adapter):
-        left, right = (np.asarray(recovery.adapter[f"{name}{side}"], np.float32) for side in (LEFT, RIGHT))
+        left, right = (recovery.adapter[f"{name}{side}"] for side in (LEFT, RIGHT))
         if right.ndim != 2:
             raise ConfigError(f"the adapter of {name} changes a stack of experts, which no program holds")
-        sides[f"{name}{LEFT}"] = np.ascontiguousarray(
-            np.moveaxis(left, -1, 0) * np.float32(recovery.scaling)
-        ).astype(dtype)
-        sides[f"{name}{RIGHT}"] = right.astype(dtype)
+        turned = np.moveaxis(left.astype(np.float32), -1, 0) * np.float32(recovery.scaling)
+        sides[f"{name}{LEFT}"] = _stored(np.ascontiguousarray(turned), dtype)
+        sides[f"{name}{RIGHT}"] = _stored(right.astype(np.float32), dtype)
     return sides
+
+
+def _stored(side: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        half = side.astype(np.float16)
+    return half if np.array_equal(half, side) else side.astype(dtype)

@@ -9,12 +9,13 @@ stores those matrices by output, so that a level's part is no beginning.
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import numpy as np
 
 from export.extras import require_format
@@ -22,17 +23,16 @@ from export.flatbuffer import Sharing, share_buffers
 from export.folder import finish, new_folder
 from export.mlir import Traced, convert
 from export.quantized import LEVELS, SCALE, Ranges, annotated, quantized_subject
-from export.signatures import ExportPlan, step_of, step_shapes
+from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
-from jaxllm.programs.steps import ParamsOf, with_adapters
+from jaxllm.programs.manifest import LEFT, RIGHT, Argument, Manifest, Precision, ProgramLevel, Signature
+from jaxllm.programs.steps import ParamsOf, step_of, with_adapters
 from jaxllm.quant import FirstUnits, Weight
-
-Progress = Callable[[str, int, int], None]
+from serving.progress import Progress
 
 FILE = "model.tflite"
 PRECISIONS = ("f32", "int8", "w8a8")
@@ -158,6 +158,10 @@ def _params_of(*, scales: Mapping[str, np.ndarray], ranges: Mapping[str, Ranges]
         for name, spec in param_specs(cfg).items():
             if spec.role == "from_units" and weights[name].shape != spec.shape:
                 whole[name] = FirstUnits(weights[name], spec.shape[0])
+        for name, each in weights.items():
+            if name.endswith((LEFT, RIGHT)) and each.dtype == jnp.float16:
+                # The converter would widen the constant itself, and store it so.
+                whole[name] = jax.lax.optimization_barrier(each).astype(_FLOAT)
         if not scales:
             return with_adapters(whole, cfg)
         return annotated(whole, cfg, scales=scales, ranges=ranges)
@@ -177,7 +181,7 @@ def _traced(
     step = functools.partial(
         step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=scales, ranges=ranges)
     )
-    shapes = step_shapes(signature, subject, plan.context_tokens, _FLOAT, _FLOAT)
+    shapes = step_shapes(signature, subject, plan, _FLOAT)
     with portable_graphs():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
     weights, caches = subject.weights(signature.level), sorted(shapes[1])

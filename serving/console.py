@@ -36,6 +36,7 @@ _STAGES = {
     "prepare": "Preparing weights",
     "load": "Loading weights",
     "compile": "Compiling graphs",
+    "export": "Exporting programs",
     "score": "Scoring tokens",
     "profile": "Timing levels",
     "replay": "Replaying requests",

@@ -40,7 +40,7 @@ class ProgramEngine(Answerer):
         """
         began = time.perf_counter()
         executor = open_executor(Path(folder), threads=threads)
-        engine = cls(executor, Tokenizer(read_tokenizer(Path(folder))), level)
+        engine = cls(executor, Tokenizer(read_tokenizer(executor.manifest, Path(folder))), level)
         engine.load_ms = 1000 * (time.perf_counter() - began)
         return engine
 
@@ -60,12 +60,14 @@ class ProgramEngine(Answerer):
     def warm_up(
         self, *, prompt_tokens: int | None = None, max_tokens: int = 0, progress: Progress | None = None
     ) -> None:
-        """Gets the programs of this level ready: all, or those that one request needs, however many tokens
-        are decoded (see `serving.Engine.warm_up`)."""
-        del max_tokens
+        """Gets the programs of this level ready: all, or those that one request needs (see
+        `serving.Engine.warm_up`)."""
         began = time.perf_counter()
         table = self.table
-        wanted = table.signatures if prompt_tokens is None else table.request_signatures(prompt_tokens)
+        if prompt_tokens is None:
+            wanted = table.signatures
+        else:
+            wanted = table.request_signatures(prompt_tokens, max_tokens)
         self.executor.prepare(wanted, progress)
         self.build_ms += 1000 * (time.perf_counter() - began)
 

@@ -50,10 +50,7 @@ class StableHloExecutor(JaxPrograms):
 
 def _placed(arrays: dict[str, np.ndarray], level: ProgramLevel) -> dict[str, jax.Array]:
     device = jax.devices()[0]
-    return {
-        name: jax.device_put(arrays[each.stored][: each.shape[0]], device, may_alias=True)
-        for name, each in level.weights.items()
-    }
+    return {name: jax.device_put(view, device, may_alias=True) for name, view in level.views(arrays).items()}
 
 
 def _program(manifest: Manifest, folder: Path, signature: Signature):

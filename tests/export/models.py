@@ -25,6 +25,8 @@ PROMPTS = [
     [1],
     [1, 50, 7, 99, 23],
     [(7 * i) % CFG.vocab_size for i in range(17)],
+    # Its answer outgrows caches of 32.
+    [(5 * i) % CFG.vocab_size for i in range(25)],
     [(11 * i) % CFG.vocab_size for i in range(52)],
 ]
 

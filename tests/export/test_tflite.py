@@ -135,7 +135,7 @@ def test_perplexity_is_near_that_of_floats(request, engine, name, within):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
     scales, not what they cost a trained model."""
     quantized = ProgramEngine.open(request.getfixturevalue(name), threads=1)
-    tokens = PROMPTS[3]
+    tokens = PROMPTS[4]
     loss = [-each.table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
