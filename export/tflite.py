@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 
 from export.extras import require_format
@@ -29,7 +28,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import LEFT, RIGHT, Argument, Manifest, Precision, ProgramLevel, Signature
+from jaxllm.programs.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
 from jaxllm.programs.steps import ParamsOf, step_of, with_adapters
 from jaxllm.quant import FirstUnits, Weight
 from serving.progress import Progress
@@ -122,7 +121,9 @@ def tflite_model(
         )
         if progress is not None:
             progress("export", done + 1, len(signatures))
-    return share_buffers(convert(traced))
+    # The converter widens them.
+    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
+    return share_buffers(convert(traced), halves)
 
 
 def require_holdable(cfg: ModelConfig) -> None:
@@ -158,10 +159,6 @@ def _params_of(*, scales: Mapping[str, np.ndarray], ranges: Mapping[str, Ranges]
         for name, spec in param_specs(cfg).items():
             if spec.role == "from_units" and weights[name].shape != spec.shape:
                 whole[name] = FirstUnits(weights[name], spec.shape[0])
-        for name, each in weights.items():
-            if name.endswith((LEFT, RIGHT)) and each.dtype == jnp.float16:
-                # The converter would widen the constant itself, and store it so.
-                whole[name] = jax.lax.optimization_barrier(each).astype(_FLOAT)
         if not scales:
             return with_adapters(whole, cfg)
         return annotated(whole, cfg, scales=scales, ranges=ranges)

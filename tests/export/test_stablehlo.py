@@ -17,7 +17,7 @@ from export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
 from export.subject import read_subject
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
 from jaxllm.models.decoder import forward_documents, logits
-from jaxllm.programs.manifest import WEIGHTS, Manifest
+from jaxllm.programs.manifest import LEFT, WEIGHTS, Manifest
 from jaxllm.programs.weights import read_weights, write_weights
 from jaxllm.sampling import Sampling
 from serving.executables import ExecutableFolder
@@ -27,7 +27,7 @@ from serving.programs.live import LiveExecutor
 from serving.programs.stablehlo import StableHloExecutor
 from serving.programs.table import ProgramTable
 from tests.export.conftest import PLAN
-from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers
+from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers, write_elastic
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
@@ -329,6 +329,19 @@ def test_widths_that_only_native_kernels_read(tmp_path):
 def test_plans_that_cannot_be(options, part):
     with pytest.raises(ConfigError, match=part):
         ExportPlan(**options).resolved(CFG)
+
+
+def test_adapters_are_at_half_precision_where_nothing_is_lost(subject, tmp_path):
+    other = read_subject(write_elastic(tmp_path / "tiny.jaxllm", scaling=0.3), levels=(40,))
+    sides = [name for name in subject.arrays if name.startswith("level_40.")]
+    for name in sides:
+        assert subject.arrays[name].dtype == np.float16, name
+        # Scaled by three tenths, left sides are halves no more.
+        assert other.arrays[name].dtype == (np.float32 if name.endswith(LEFT) else np.float16), name
+        ratio = np.float32(0.3) / np.float32(0.5) if name.endswith(LEFT) else 1
+        wide = subject.arrays[name].astype(np.float32)
+        np.testing.assert_allclose(other.arrays[name], wide * ratio, rtol=1e-6, err_msg=name)
+    assert sides
 
 
 def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):
