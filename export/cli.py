@@ -147,13 +147,15 @@ def export_command(
                 platforms=platforms or PLATFORMS,
                 progress=progress,
             )
-            _say(output, manifest)
+            said = [_facts(output, manifest)]
         elif kind == "iree":
             from export.iree import export_iree
 
-            _say(output, export_iree(subject, output, plan, progress=progress))
+            said = [_facts(output, export_iree(subject, output, plan, progress=progress))]
         else:
-            _export_tflite(subject, output, plan, kind, precision, calibrate, progress)
+            said = _export_tflite(subject, output, plan, kind, precision, calibrate, progress)
+    for line in said:
+        click.echo(line)
 
 
 def _export_tflite(
@@ -164,7 +166,8 @@ def _export_tflite(
     precision: Any,
     calibrate: Path | None,
     progress: Progress,
-) -> None:
+) -> list[str]:
+    """Exports as tflite or litertlm; what there is to say of it."""
     from export.tflite import export_tflite, require_holdable
 
     # Before a text is read with it.
@@ -174,19 +177,20 @@ def _export_tflite(
         manifest, sharing = export_tflite(
             subject, output, plan, precision=precision, ranges=ranges, progress=progress
         )
-        _say(output, manifest)
+        said = [_facts(output, manifest)]
     else:
         from export.litertlm import export_litertlm
 
         sharing = export_litertlm(
             subject, output, plan, precision=precision, ranges=ranges, progress=progress
         )
-        click.echo(f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB")
+        said = [f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB"]
     if len(subject.levels) > 1:
-        click.echo(
+        said.append(
             f"weights: {sharing.stored_bytes / 1e6:.1f} MB, which would be "
             f"{sharing.apart_bytes / 1e6:.1f} MB if levels shared none"
         )
+    return said
 
 
 def _ranges(subject: Subject, text: Path) -> dict[str, quantized.Ranges]:
@@ -194,6 +198,6 @@ def _ranges(subject: Subject, text: Path) -> dict[str, quantized.Ranges]:
     return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 
-def _say(output: Path, manifest: Manifest) -> None:
+def _facts(output: Path, manifest: Manifest) -> str:
     size_mb = sum(each.size_bytes for each in manifest.files.values()) / 1e6
-    click.echo(f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB")
+    return f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB"
