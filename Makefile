@@ -22,7 +22,9 @@ test-fast: $(VENV)/.dev
 
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
 test-export: $(VENV)-export/.ready
-	$(VENV)-export/bin/python -m pytest -p no:anyio tests/export/test_tflite.py tests/export/test_litertlm.py tests/export/test_iree.py
+	$(VENV)-export/bin/python -m pytest -p no:anyio \
+	  tests/export/test_tflite.py tests/export/test_architectures.py tests/export/test_litertlm.py \
+	  tests/export/test_iree.py
 
 # What a reviewer's machine would say: format, lint, types.
 check: $(VENV)/.dev

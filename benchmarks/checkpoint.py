@@ -7,7 +7,6 @@ the same width quantizes a second time (rows then say so).
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +15,8 @@ from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from serving.models import default_bundle
+from serving.progress import Progress
 from serving.user_cache import cache_folder
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.peers.process import Child
 from benchmarks.quiet import wait_for_quiet
 from benchmarks.report import median
+from serving.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 _PHASES = ("prefill_ms", "decode_ms")
 _KERNELS = {"prefill_ms": "prefill_kernel_ms", "decode_ms": "decode_kernel_ms"}
 # An answer is repeated within a sample until it takes this long: one of two milliseconds says little.

@@ -24,9 +24,9 @@ from benchmarks.shapes import shape_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from serving.options import DEFAULT_CONTEXT_TOKENS, EngineOptions
+from serving.progress import Progress
 
 MEMORY = "memory"
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

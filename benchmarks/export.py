@@ -28,18 +28,17 @@ from benchmarks.report import Row, compared, median
 from jaxllm.errors import JaxllmError, one_line
 from jaxllm.tokenizer import Tokenizer
 from serving.models import open_model
+from serving.options import CPU_CHUNK_TOKENS, cache_lengths
+from serving.progress import Progress
 
-Progress = Callable[[str, int, int], None]
 Tell = Callable[[str], None]
 
 LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
 TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
 LITERT_LM = "LiteRT-LM"
 LLAMA_CPP = "llama.cpp"
-_CHUNKS = (16, 64, 256)
 _VERIFY_TOKENS = 64
 _PROMPT_TOKENS = 12
-
 _CALIBRATION_BYTES = 1 << 16
 
 
@@ -131,9 +130,17 @@ def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Ro
             )  # fmt: skip
             children[system] = stack.enter_context(Child(system, opening, progress))
 
-        engine_options = {"context_tokens": context, "chunk_tokens": list(_CHUNKS), "executables_bytes": 0}
+        engine_options = {
+            "context_tokens": context,
+            "chunk_tokens": list(CPU_CHUNK_TOKENS),
+            "executables_bytes": 0,
+        }
         opened(LIVE, "jaxllm", folder, "f32", engine_options)
-        step_options = {"chunk_tokens": list(_CHUNKS), "verify_tokens": [_VERIFY_TOKENS]}
+        step_options = {
+            "chunk_tokens": [each for each in CPU_CHUNK_TOKENS if each <= context],
+            "verify_tokens": [min(_VERIFY_TOKENS, context)],
+            "cache_tokens": list(cache_lengths(context)[:-1]),
+        }
         opened(STEPS, "live-steps", path, "f32", step_options)
         for system, export in exports.items():
             if system != LITERT_LM:
@@ -172,9 +179,8 @@ def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Ro
 
 def _exports(bundle: Path, scratch: Path, context: int, text: Path | None, tell: Tell) -> dict[str, Export]:
     """What can be made of a bundle here, by system."""
-    chunks = [part for each in _CHUNKS if each <= context for part in ("--chunk", each)]
+    chunks = [part for each in CPU_CHUNK_TOKENS if each <= context for part in ("--chunk", each)]
     sizes = [*chunks, "--context", context]
-
     tree = ["--verify", min(_VERIFY_TOKENS, context)]
     wanted: dict[str, list[Any]] = {
         STABLEHLO: ["--format", "stablehlo", "--platform", _platform(), *sizes, *tree],
@@ -262,7 +268,6 @@ def _opening_rows(
     for system, child in children.items():
         times = {metric: child.facts[metric] for metric in ("load_ms", "build_ms") if metric in child.facts}
         rows += [_row("open", system, metric, value, "ms") for metric, value in times.items()]
-
         rows.append(_row("open", system, "peak_memory_bytes", child.open_peak_bytes, "bytes"))
         rows.append(_row("run", system, "peak_memory_bytes", child.peak_bytes, "bytes"))
     if runtime is not None:

@@ -6,7 +6,7 @@ run under two names (ours, with and without blocks of tokens).
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from benchmarks.peers import PEERS, Opening
 from benchmarks.peers.jaxllm_engine import BLOCKS, ONE_TOKEN
 from benchmarks.peers.process import Child
 from serving.options import EngineOptions
+from serving.progress import Progress
 
 OURS, PER_TOKEN = OUR_PEER.name, "jaxllm-one-token-per-dispatch"
-Progress = Callable[[str, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ that activations stay of order one, so no denormal or infinite number slows a sy
 """
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,8 @@ import numpy as np
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.tokenizer import TokenizerFiles
+from serving.progress import Progress
 from serving.user_cache import cache_folder
-
-Progress = Callable[[str, int, int], None]
 
 # Deviation of a mixture's embeddings, where what layers add is of order one.
 _LOUD_TOKENS = 10.0

@@ -1,22 +1,25 @@
 """`jaxllm export`: a bundle becomes programs."""
 
-import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from export import extras, quantized, signatures
 from export.stablehlo import DTYPES, PLATFORMS, export_stablehlo
 from export.subject import Subject, read_subject
-from jaxllm.errors import ConfigError
 from jaxllm.programs.manifest import Manifest
 from jaxllm.tokenizer import Tokenizer
+from serving.console import progress_bars, read_text
+from serving.options import CPU_CHUNK_TOKENS
+from serving.progress import Progress
 
 FORMATS = ("stablehlo", "tflite", "litertlm", "iree")
 PRECISIONS = ("f32", "bf16", "int8", "w8a8")
 # Enough for the largest magnitudes of a text to have been seen.
 _CALIBRATION_TOKENS = 4096
-_MAX_TEXT_BYTES = 1 << 20
+# What surely holds as many.
+_CALIBRATION_CHARACTERS = 1 << 20
 
 
 @click.command("export")
@@ -70,9 +73,18 @@ _MAX_TEXT_BYTES = 1 << 20
     "chunks",
     multiple=True,
     type=click.IntRange(min=2),
-    default=signatures.DEFAULT_CHUNKS,
+    default=CPU_CHUNK_TOKENS,
     show_default=True,
     help="A length of prefill chunks. Repeatable.",
+)
+@click.option(
+    "--cache",
+    "caches",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="TOKENS",
+    help="A length of caches besides the whole context, which programs over them need not read; 0 for none. "
+    "Repeatable. [default: stablehlo, tflite: as the engine has them, 512 and four times more each time]",
 )
 @click.option(
     "--verify",
@@ -102,6 +114,7 @@ def export_command(
     platforms: tuple[str, ...],
     context_tokens: int,
     chunks: tuple[int, ...],
+    caches: tuple[int, ...],
     trees: tuple[int, ...],
     levels: tuple[int, ...],
     adapter: Path | None,
@@ -118,57 +131,73 @@ def export_command(
         context_tokens=context_tokens,
         chunk_tokens=tuple(sorted(set(chunks))),
         verify_tokens=tuple(sorted(set(trees))),
+        cache_tokens=tuple(sorted(set(caches) - {0})) if caches else None,
         levels=tuple(sorted(set(levels))),
     )
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
-    if kind == "stablehlo":
-        manifest = export_stablehlo(
-            subject, output, plan, precision=precision, platforms=platforms or PLATFORMS, progress=_tell
-        )
-        _say(output, manifest)
-        return
-    if kind == "iree":
-        from export.iree import export_iree
+    with progress_bars() as progress:
+        if kind == "stablehlo":
+            manifest = export_stablehlo(
+                subject,
+                output,
+                plan,
+                precision=precision,
+                platforms=platforms or PLATFORMS,
+                progress=progress,
+            )
+            said = [_facts(output, manifest)]
+        elif kind == "iree":
+            from export.iree import export_iree
 
-        _say(output, export_iree(subject, output, plan, progress=_tell))
-        return
+            said = [_facts(output, export_iree(subject, output, plan, progress=progress))]
+        else:
+            said = _export_tflite(subject, output, plan, kind, precision, calibrate, progress)
+    for line in said:
+        click.echo(line)
+
+
+def _export_tflite(
+    subject: Subject,
+    output: Path,
+    plan: signatures.ExportPlan,
+    kind: str,
+    precision: Any,
+    calibrate: Path | None,
+    progress: Progress,
+) -> list[str]:
+    """Exports as tflite or litertlm; what there is to say of it."""
+    from export.tflite import export_tflite, require_holdable
+
+    # Before a text is read with it.
+    require_holdable(subject.cfg)
     ranges = None if calibrate is None else _ranges(subject, calibrate)
     if kind == "tflite":
-        from export.tflite import export_tflite
-
         manifest, sharing = export_tflite(
-            subject, output, plan, precision=precision, ranges=ranges, progress=_tell
+            subject, output, plan, precision=precision, ranges=ranges, progress=progress
         )
-        _say(output, manifest)
+        said = [_facts(output, manifest)]
     else:
         from export.litertlm import export_litertlm
 
-        sharing = export_litertlm(subject, output, plan, precision=precision, ranges=ranges, progress=_tell)
-        click.echo(f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB")
-    click.echo(
-        f"weights: {sharing.stored_bytes / 1e6:.1f} MB, which would be {sharing.apart_bytes / 1e6:.1f} MB if "
-        "levels shared none"
-    )
+        sharing = export_litertlm(
+            subject, output, plan, precision=precision, ranges=ranges, progress=progress
+        )
+        said = [f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB"]
+    if len(subject.levels) > 1:
+        said.append(
+            f"weights: {sharing.stored_bytes / 1e6:.1f} MB, which would be "
+            f"{sharing.apart_bytes / 1e6:.1f} MB if levels shared none"
+        )
+    return said
 
 
 def _ranges(subject: Subject, text: Path) -> dict[str, quantized.Ranges]:
-    try:
-        with text.open("rb") as file:
-            raw = file.read(_MAX_TEXT_BYTES)
-    except OSError as error:
-        raise ConfigError(f"{text}: cannot be read ({error.strerror})") from error
-    # A character may be cut at the end of what is read.
-    tokens = Tokenizer(subject.tokenizer).encode(raw.decode("utf-8", errors="ignore"))
+    tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
     return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 
-def _say(output: Path, manifest: Manifest) -> None:
+def _facts(output: Path, manifest: Manifest) -> str:
     size_mb = sum(each.size_bytes for each in manifest.files.values()) / 1e6
-    click.echo(f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB")
-
-
-def _tell(stage: str, done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        click.echo(f"\r{stage} {done} of {total}", err=True, nl=done == total)
+    return f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB"

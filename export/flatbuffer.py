@@ -1,13 +1,14 @@
-"""A `.tflite` model as its file has it: which operators it runs, and buffers that share bytes.
+"""A `.tflite` model as its file has it: buffers that share bytes, and weights at half precision.
 
 Buffers lie behind the flatbuffer, each at a place and of a size (`Buffer.offset`, `Buffer.size` of the
 schema), so that two may read the same bytes: what is equal is stored once, and so is the beginning of a
 larger one, which is what a level's matrices are of the whole model's.
 """
 
+import copy
 import dataclasses
 import itertools
-from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,6 @@ _IDENTIFIER = b"TFL3"
 _ALIGN = 64
 # Smaller buffers stay where they are: shapes, axes and the like.
 _LEAST_SHARED_BYTES = 1024
-_CUSTOM = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Operator:
-    """An operator by name and by the types of its first two inputs and of its output."""
-
-    name: str
-    inputs: tuple[str, ...]
-    output: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,29 +28,19 @@ class Sharing:
     stored_bytes: int
 
 
-def operators(data: bytes) -> dict[str, Counter[Operator]]:
-    """The operators of each signature."""
-    schema, model = _unpacked(data)
-    names = {value: name for name, value in vars(schema.BuiltinOperator).items() if not name.startswith("_")}
-    types = {value: name for name, value in vars(schema.TensorType).items() if not name.startswith("_")}
-    found = {}
-    for signature in model.signatureDefs or []:
-        graph, count = model.subgraphs[signature.subgraphIndex], Counter()
-        for each in graph.operators:
-            code = model.operatorCodes[each.opcodeIndex]
-            number = max(code.builtinCode, code.deprecatedBuiltinCode)
-            name = code.customCode.decode() if number == _CUSTOM else names[number]
-            inputs = [types[graph.tensors[index].type] for index in list(each.inputs)[:2] if index >= 0]
-            count[Operator(name, tuple(inputs), types[graph.tensors[each.outputs[0]].type])] += 1
-        found[signature.signatureKey.decode()] = count
-    return found
+def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes, Sharing]:
+    """The model with every buffer's bytes stored once, also those that begin a larger buffer.
 
-
-def share_buffers(data: bytes) -> tuple[bytes, Sharing]:
-    """The model with every buffer's bytes stored once, also those that begin a larger buffer."""
+    Args:
+      data: the model.
+      halves: float16 matrices (or stacks, flattened to matrices); constants of the model that are one of them
+        in float32, turned or not, are stored as they are here.
+    """
     import flatbuffers
 
-    _, model = _unpacked(data)
+    schema, model = _unpacked(data)
+    if halves:
+        _put_halves(schema, model, data, halves)
     large: list[tuple[Any, memoryview]] = []
     for buffer in model.buffers:
         content = _content(buffer, data)
@@ -103,6 +84,40 @@ def share_buffers(data: bytes) -> tuple[bytes, Sharing]:
         out += b"\0" * (place - len(out))
         out += blob
     return bytes(out), Sharing(sum(len(each) for _, each in large), sum(len(blob) for blob in blobs))
+
+
+def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarray]) -> None:
+    """Stores constants that are `halves`, widened, at half precision, each behind an operator that XNNPACK
+    runs once, when it packs weights."""
+    wide = [each.reshape(len(each), -1).astype(np.float32) for each in halves]
+    layouts = [*wide, *(each.T for each in wide)]
+    known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each)) for each in layouts}
+    dequantize = schema.OperatorCodeT()
+    dequantize.builtinCode = dequantize.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
+    # Its version that takes halves.
+    dequantize.version = 3
+    model.operatorCodes.append(dequantize)
+    replaced = set()
+    for graph in model.subgraphs:
+        added = []
+        for index, tensor in enumerate(list(graph.tensors)):
+            content = _content(model.buffers[tensor.buffer], data)
+            if tensor.type != schema.TensorType.FLOAT32 or xxhash.xxh3_128_digest(content) not in known:
+                continue
+            buffer, source, operator = schema.BufferT(), copy.copy(tensor), schema.OperatorT()
+            buffer.data = np.frombuffer(content, np.float32).astype(np.float16).view(np.uint8)
+            source.type, source.buffer = schema.TensorType.FLOAT16, len(model.buffers)
+            operator.opcodeIndex, operator.inputs = len(model.operatorCodes) - 1, [len(graph.tensors)]
+            operator.outputs = [index]
+            model.buffers.append(buffer)
+            graph.tensors.append(source)
+            added.append(operator)
+            replaced.add(tensor.buffer)
+            # The first buffer is that of all that is no constant.
+            tensor.buffer = 0
+        graph.operators[:0] = added
+    for index in replaced:
+        model.buffers[index] = schema.BufferT()
 
 
 def _content(buffer: Any, data: bytes) -> memoryview:

@@ -1,10 +1,12 @@
 """One `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, its tokenizer, what ends text.
 
-The runtime knows prefill and decode signatures of one model: a bundle holds neither levels nor token trees.
+The runtime knows prefill and decode signatures of one model over caches of one length: a bundle holds neither
+levels nor token trees nor short caches.
 """
 
+import dataclasses
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ from export.tflite import FILE, tflite_model
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import ConfigError
 from jaxllm.programs.manifest import WHOLE, Precision
-
-Progress = Callable[[str, int, int], None]
+from serving.progress import Progress
 
 SUFFIX = ".litertlm"
 # For a model without a chat template: its messages one behind the other.
@@ -40,14 +41,15 @@ def export_litertlm(
     """Writes a file that `litert-lm` runs (see `tflite.export_tflite` for the arguments).
 
     Raises:
-      ConfigError: the plan has levels or token trees, or see `export_tflite`.
+      ConfigError: the plan has levels, token trees or short caches, or see `export_tflite`.
     """
     require_format("litertlm")
-    if list(subject.levels) != [WHOLE] or plan.verify_tokens:
+    if list(subject.levels) != [WHOLE] or plan.verify_tokens or plan.cache_tokens:
         raise ConfigError(
-            "a LiteRT-LM bundle holds no levels and no token trees; leave --level and --verify out, or "
-            "export as tflite"
+            "a LiteRT-LM bundle holds no levels, no token trees and caches of one length; leave --level, "
+            "--verify and --cache out, or export as tflite"
         )
+    plan = dataclasses.replace(plan, cache_tokens=())
     if out.exists():
         raise ConfigError(f"{out} exists already; remove it or name another output")
     plan = plan.resolved(subject.cfg)

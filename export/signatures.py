@@ -1,26 +1,23 @@
-"""The bucket table as flat, named signatures, and their traces.
+"""The bucket table as flat, named signatures: which there are, and the shapes of what they take.
 
-One signature per level and number of new tokens, all over one cache length (see `jaxllm.programs.steps` for
-names and shapes). Chunk lengths are the engine's, so that a loop over programs cuts prompts as it does.
+One signature per level, number of new tokens and length of caches (see `jaxllm.programs.steps` for names and
+shapes). All lengths are the engine's, so that a loop over programs cuts prompts and grows caches as it does.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import WHOLE, Kind, Signature, cache_shapes
-from jaxllm.programs.steps import run_step, run_tree
+from jaxllm.programs.manifest import WHOLE, Signature, level_signatures
+from jaxllm.programs.shapes import input_shapes
+from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
-DEFAULT_CONTEXT_TOKENS = 2048
-DEFAULT_CHUNKS = (16, 64, 256)
 _MAX_TREE = 256
 
 
@@ -29,20 +26,23 @@ class ExportPlan:
     """Which programs are made.
 
     Attributes:
-      context_tokens: room of the caches; 0 chooses the model's window, up to 2048.
+      context_tokens: room of the longest caches; 0 chooses the model's window, up to 2048.
       chunk_tokens: prefill chunk lengths, ascending.
       verify_tokens: sizes of token trees that programs verify; also how text is scored in few calls.
+      cache_tokens: lengths of caches besides the whole context, for sequences that are shorter; None chooses
+        those that the engine has.
       levels: of an elastic bundle, in percent, besides the whole model.
     """
 
     context_tokens: int = 0
-    chunk_tokens: tuple[int, ...] = DEFAULT_CHUNKS
+    chunk_tokens: tuple[int, ...] = CPU_CHUNK_TOKENS
     verify_tokens: tuple[int, ...] = ()
+    cache_tokens: tuple[int, ...] | None = None
     levels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("levels", 1)):
-            values = getattr(self, name)
+        for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):
+            values = getattr(self, name) or ()
             if list(values) != sorted(set(values)) or min(values, default=least) < least:
                 raise ConfigError(f"{name} must be ascending and at least {least}, got {values}")
         if not self.chunk_tokens:
@@ -53,10 +53,10 @@ class ExportPlan:
             raise ConfigError(f"levels are percentages, got {self.levels}")
 
     def resolved(self, cfg: ModelConfig) -> "ExportPlan":
-        """With a context that fits the model, and no chunk longer than it.
+        """With a context that fits the model, caches no longer than it, and no chunk longer than both.
 
         Raises:
-          ConfigError: the context is longer than the model's window.
+          ConfigError: the context is longer than the model's window, or something does not fit it.
         """
         context = self.context_tokens or min(cfg.window_tokens, DEFAULT_CONTEXT_TOKENS)
         if not 1 <= context <= cfg.window_tokens:
@@ -68,33 +68,33 @@ class ExportPlan:
             raise ConfigError(f"no chunk of {self.chunk_tokens} tokens fits the context of {context}")
         if max(self.verify_tokens, default=0) > context:
             raise ConfigError(f"trees of {self.verify_tokens[-1]} nodes do not fit the context of {context}")
-        return dataclasses.replace(self, context_tokens=context, chunk_tokens=chunks)
+        caches = self.cache_tokens
+        if caches is None:
+            caches = tuple(each for each in cache_lengths(context)[:-1] if each >= chunks[0])
+        elif caches and not chunks[0] <= caches[0] <= caches[-1] < context:
+            raise ConfigError(
+                f"caches of {caches} tokens must be shorter than the context of {context}, and hold the "
+                f"shortest chunk of {chunks[0]}"
+            )
+        return dataclasses.replace(self, context_tokens=context, chunk_tokens=chunks, cache_tokens=caches)
 
     def signatures(self, level: int, file: Callable[[str], str]) -> list[Signature]:
-        """The signatures of a level; `file` says where one of a name is kept."""
-        sizes: list[tuple[Kind, Sequence[int]]] = [
-            ("prefill", self.chunk_tokens),
-            ("decode", (1,)),
-            ("verify", self.verify_tokens),
-        ]
-        found = []
-        for kind, tokens in sizes:
-            for count in tokens:
-                bare = Signature(kind=kind, tokens=count, level=level, file="")
-                found.append(dataclasses.replace(bare, file=file(bare.name)))
-        return found
+        """The signatures of a level, of a plan that is resolved; `file` says where one of a name is kept."""
+        return level_signatures(
+            level,
+            chunk_tokens=self.chunk_tokens,
+            verify_tokens=self.verify_tokens,
+            cache_tokens=self.cache_tokens or (),
+            file=file,
+        )
 
-
-def step_of(signature: Signature, cfg: ModelConfig, dtype: np.dtype) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask])` that a signature is, to be traced in
-    `portable_graphs`."""
-    if signature.kind == "verify":
-        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
-    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+    def room(self, signature: Signature) -> int:
+        """Positions in the caches of a signature."""
+        return signature.cache_tokens or self.context_tokens
 
 
 def step_shapes(
-    signature: Signature, subject: Subject, context_tokens: int, dtype: np.dtype, cache_dtype: np.dtype
+    signature: Signature, subject: Subject, plan: ExportPlan, cache_dtype: np.dtype
 ) -> tuple[Any, ...]:
     """The shapes of a signature's arguments, in order."""
     level = subject.levels[signature.level]
@@ -102,31 +102,4 @@ def step_shapes(
         name: jax.ShapeDtypeStruct(each.shape, subject.arrays[each.stored].dtype)
         for name, each in level.weights.items()
     }
-    caches = {
-        name: jax.ShapeDtypeStruct(shape, cache_dtype)
-        for name, shape in cache_shapes(level.cfg, context_tokens).items()
-    }
-    count = signature.tokens
-    tokens = jax.ShapeDtypeStruct((1, count), jnp.int32)
-    shapes = (weights, caches, tokens, jax.ShapeDtypeStruct((count,), jnp.int32))
-    mask = jax.ShapeDtypeStruct((count, count), jnp.bool_)
-    return (*shapes, mask) if signature.kind == "verify" else shapes
-
-
-def example_inputs(signature: Signature, cfg: ModelConfig, context_tokens: int) -> tuple[np.ndarray, ...]:
-    """Tokens, positions and, for a tree, a mask to try a program with: a chunk whose last token is padding,
-    or a tree of two branches."""
-    count = signature.tokens
-    draw = np.random.default_rng(count)
-    tokens = draw.integers(0, cfg.vocab_size, (1, count)).astype(np.int32)
-    start = min(3, context_tokens - count)
-    positions = np.arange(start, start + count, dtype=np.int32)
-    if signature.kind != "verify":
-        if count > 1:
-            positions[-1] = 0
-        return tokens, positions
-    mask = np.tril(np.ones((count, count), np.bool_))
-    # The last node is a second child of the root.
-    mask[-1, 1:-1] = False
-    positions[-1] = start + 1
-    return tokens, positions, mask
+    return (weights, *input_shapes(signature, level.cfg, plan.room(signature), cache_dtype))

@@ -4,7 +4,7 @@ Weights are arguments, so that all programs share one copy, and a level takes th
 Artifacts are `jax.export`'s, each for all platforms asked for. Caches are donated by whoever runs them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -14,14 +14,15 @@ import numpy as np
 
 from export.extras import require_format
 from export.folder import finish, new_folder
-from export.signatures import ExportPlan, example_inputs, step_of, step_shapes
+from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
-from jaxllm.errors import ConfigError, ProgramError
+from export.trial import require_alike, trial
+from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.programs.manifest import WEIGHTS, Manifest, Signature, cache_shapes
+from jaxllm.programs.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.programs.steps import step_of
 from jaxllm.programs.weights import read_weights, write_weights
-
-Progress = Callable[[str, int, int], None]
+from serving.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 SUFFIX = ".jaxexport"
@@ -91,7 +92,7 @@ def traced(
     """A signature's program. Weights that it does not use stay arguments: all programs take the same."""
     dtype = DTYPES[precision]
     step = step_of(signature, subject.levels[signature.level].cfg, dtype)
-    shapes = step_shapes(signature, subject, plan.context_tokens, dtype, dtype)
+    shapes = step_shapes(signature, subject, plan, dtype)
     with portable_graphs():
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)
 
@@ -103,26 +104,9 @@ def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPla
     Raises:
       ProgramError: they differ.
     """
-    dtype, level = DTYPES[precision], subject.levels[signature.level]
-    inputs = example_inputs(signature, level.cfg, plan.context_tokens)
-    draw = np.random.default_rng(0)
-    caches = {
-        name: draw.standard_normal(shape).astype(dtype)
-        for name, shape in cache_shapes(level.cfg, plan.context_tokens).items()
-    }
+    caches, inputs, wanted = trial(signature, subject, plan, DTYPES[precision])
     stored = read_weights(folder / WEIGHTS, model=subject.model)
-    weights = {name: stored[each.stored][: each.shape[0]] for name, each in level.weights.items()}
+    weights = subject.levels[signature.level].views(stored)
     program = jax.export.deserialize(bytearray((folder / signature.file).read_bytes()))
-    out = jax.jit(program.call)(weights, caches, *inputs)
-    with portable_graphs():
-        wanted = jax.jit(step_of(signature, level.cfg, dtype))(
-            subject.weights(signature.level), caches, *inputs
-        )
-    for name, each in wanted.items():
-        this, that = (np.asarray(array, np.float32) for array in (out[name], each))
-        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
-        if not worst <= _TOLERANCE[precision] * max(1.0, largest):
-            raise ProgramError(
-                f"the program {signature.name} differs from the graph that it was made of by {worst:.3g} in "
-                f"{name}; report this model and these versions of jax and jaxlib"
-            )
+    got = jax.jit(program.call)(weights, caches, *inputs)
+    require_alike(got, wanted, name=signature.name, tolerance=_TOLERANCE[precision])

@@ -15,7 +15,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.lora import Adapter, merge, parameters_of
+from jaxllm.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
 from jaxllm.programs.manifest import LEFT, RIGHT, WHOLE, Argument, ProgramLevel
 from jaxllm.quant import dequantize
@@ -51,10 +51,7 @@ class Subject:
 
     def weights(self, level: int) -> dict[str, np.ndarray]:
         """What a level's programs take, by name: views of the arrays."""
-        return {
-            name: self.arrays[each.stored][: each.shape[0]]
-            for name, each in self.levels[level].weights.items()
-        }
+        return self.levels[level].views(self.arrays)
 
 
 def read_subject(
@@ -93,7 +90,7 @@ def read_subject(
             order = read_order(bundle)
             change = change if order is None else reorder_adapter(change, order)
             params = merge(params, change, lora.scaling)
-            model = _adapted_fingerprint(model, change, lora.scaling)
+            model = hashlib.sha256(f"{model} {adapter_digest(change, lora.scaling)}".encode()).hexdigest()
         arrays = {
             name: np.asarray(dequantize(weight, jnp.float32)).astype(dtype) for name, weight in params.items()
         }
@@ -137,26 +134,25 @@ def require_portable(bundle: Bundle) -> None:
         )
 
 
-def _adapted_fingerprint(model: str, adapter: Adapter, scaling: float) -> str:
-    digest = hashlib.sha256(f"{model} {scaling!r}".encode())
-    for name in sorted(adapter):
-        digest.update(name.encode() + np.ascontiguousarray(adapter[name]).tobytes())
-    return digest.hexdigest()
-
-
 def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ...]:
     return param_specs(cfg)[name].shape if cfg.layer_units else whole
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """An adapter as programs take it: `[r, *U]`, scaled, and `[r, D]`."""
+    """An adapter as programs take it: `[r, *U]`, scaled, and `[r, D]`; at half precision, as a bundle stores
+    it, where the scaled numbers are exactly that (programs widen what they multiply by)."""
     sides = {}
     for name in parameters_of(recovery.adapter):
-        left, right = (np.asarray(recovery.adapter[f"{name}{side}"], np.float32) for side in (LEFT, RIGHT))
+        left, right = (recovery.adapter[f"{name}{side}"] for side in (LEFT, RIGHT))
         if right.ndim != 2:
             raise ConfigError(f"the adapter of {name} changes a stack of experts, which no program holds")
-        sides[f"{name}{LEFT}"] = np.ascontiguousarray(
-            np.moveaxis(left, -1, 0) * np.float32(recovery.scaling)
-        ).astype(dtype)
-        sides[f"{name}{RIGHT}"] = right.astype(dtype)
+        turned = np.moveaxis(left.astype(np.float32), -1, 0) * np.float32(recovery.scaling)
+        sides[f"{name}{LEFT}"] = _stored(np.ascontiguousarray(turned), dtype)
+        sides[f"{name}{RIGHT}"] = _stored(right.astype(np.float32), dtype)
     return sides
+
+
+def _stored(side: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        half = side.astype(np.float16)
+    return half if np.array_equal(half, side) else side.astype(dtype)

@@ -9,7 +9,7 @@ stores those matrices by output, so that a level's part is no beginning.
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,16 @@ from export.flatbuffer import Sharing, share_buffers
 from export.folder import finish, new_folder
 from export.mlir import Traced, convert
 from export.quantized import LEVELS, SCALE, Ranges, annotated, quantized_subject
-from export.signatures import ExportPlan, step_of, step_shapes
+from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.programs.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
-from jaxllm.programs.steps import ParamsOf, with_adapters
+from jaxllm.programs.steps import ParamsOf, step_of, with_adapters
 from jaxllm.quant import FirstUnits, Weight
-
-Progress = Callable[[str, int, int], None]
+from serving.progress import Progress
 
 FILE = "model.tflite"
 PRECISIONS = ("f32", "int8", "w8a8")
@@ -122,7 +121,9 @@ def tflite_model(
         )
         if progress is not None:
             progress("export", done + 1, len(signatures))
-    return share_buffers(convert(traced))
+    # The converter widens them.
+    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
+    return share_buffers(convert(traced), halves)
 
 
 def require_holdable(cfg: ModelConfig) -> None:
@@ -177,7 +178,7 @@ def _traced(
     step = functools.partial(
         step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=scales, ranges=ranges)
     )
-    shapes = step_shapes(signature, subject, plan.context_tokens, _FLOAT, _FLOAT)
+    shapes = step_shapes(signature, subject, plan, _FLOAT)
     with portable_graphs():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
     weights, caches = subject.weights(signature.level), sorted(shapes[1])

@@ -10,6 +10,7 @@ same graph. Files are `checkpoints/peft_folder.py`'s business, training `trainin
 """
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 
@@ -198,6 +199,16 @@ def padded(cfg: ModelConfig, adapter: Adapter, targets: tuple[str, ...], rank: i
                 whole[space] = given
             full[f"{name}.{part}"] = whole
     return full
+
+
+def adapter_digest(adapter: Adapter, scaling: float) -> str:
+    """Tells an adapter from all others, in hex."""
+    digest = hashlib.sha256(repr(scaling).encode())
+    for name in sorted(adapter):
+        part = np.ascontiguousarray(adapter[name])
+        digest.update(f"{name} {part.shape} {part.dtype}".encode())
+        digest.update(part.data)
+    return digest.hexdigest()[:32]
 
 
 def parameters_of(adapter: Adapter) -> tuple[str, ...]:

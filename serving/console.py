@@ -36,6 +36,7 @@ _STAGES = {
     "prepare": "Preparing weights",
     "load": "Loading weights",
     "compile": "Compiling graphs",
+    "export": "Exporting programs",
     "score": "Scoring tokens",
     "profile": "Timing levels",
     "replay": "Replaying requests",
@@ -83,12 +84,14 @@ class ModelChoice:
         )
 
     def _open_program(self, folder: Path, progress: ProgressCallback, *, warm_up: bool) -> "ProgramEngine":
-        for name in ("model", "weights", "context_tokens", "adapter", "memory", "draft", "prefill"):
-            if getattr(self, name):
-                option = {"context_tokens": "context"}.get(name, name)
+        for field in dataclasses.fields(self):
+            # What was not given is nothing, or the default.
+            given = getattr(self, field.name) not in (None, 0, field.default)
+            if given and field.name not in ("program", "level"):
+                option = {"context_tokens": "context"}.get(field.name, field.name)
                 raise ConfigError(
-                    f"--{option} cannot be given with --program: programs were exported with theirs; give "
-                    "it to `jaxllm export`, or leave --program out"
+                    f"--{option} cannot be given with --program, whose programs are as they were exported; "
+                    "leave it or --program out"
                 )
         # Here, because most commands open no program.
         from serving.programs.engine import ProgramEngine

@@ -3,17 +3,13 @@
 import copy
 import dataclasses
 import functools
-import hashlib
 import logging
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
-import numpy as np
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_order, require_level
@@ -23,11 +19,12 @@ from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
-from jaxllm.lora import Adapter, LoraConfig, padded
+from jaxllm.lora import Adapter, LoraConfig, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.quant import Weight
 from jaxllm.tokenizer import Tokenizer
+from serving.answerer import Answerer
 from serving.buckets import BucketTable
 from serving.executables import ExecutableFolder
 from serving.experts.table import ExpertTable
@@ -51,10 +48,8 @@ from serving.user_cache import cache_folder
 if TYPE_CHECKING:
     from serving.speculative.table import SpeculativeTable
 
-Message = Mapping[str, str]
 
-
-class Engine:
+class Engine(Answerer):
     """Answers requests with one model, or one of its levels. Not thread-safe: one answer at a time.
 
     Attributes:
@@ -274,7 +269,7 @@ class Engine:
         # All are made before the first is changed: an adapter that does not fit changes nothing.
         for level, params in self._adapted(adapter, scaling).items():
             self.table.at(level).swap(params)
-        self._adapter_digest[0] = _digest(adapter, scaling) if adapter else ""
+        self._adapter_digest[0] = adapter_digest(adapter, scaling) if adapter else ""
 
     def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
         """The parameters of all levels, with room for an adapter if the options ask for it, and this one in
@@ -345,33 +340,10 @@ class Engine:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
             served.
         """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ConfigError("the prompt is empty; give it at least one character")
-            prompt = self.tokenizer.encode(prompt)
-        config = config or GenerationConfig()
-        seed = config.sampling.seed
-        seed = secrets.randbits(64) if seed is None else seed
-        session = Session() if session is None else session
         table = self.table if level is None else self.table.at(level)
         if self._speculative is not None and table is self.table:
             table = self._speculative
-        return Generation(table, self.tokenizer, session, prompt, config, seed, sliding, tpot_ms)
-
-    def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
-        """`stream`, run to the end."""
-        return self.stream(prompt, config).result()
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        config: GenerationConfig | None = None,
-        *,
-        session: Session | None = None,
-    ) -> Generation:
-        """Answers a conversation of {"role", "content"} messages through the model's chat template."""
-        prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
-        return self.stream(prompt, config, session=session)
+        return self._answer(table, prompt, config, session, sliding, tpot_ms)
 
 
 def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
@@ -387,15 +359,6 @@ def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
     lora, adapter = read_adapter(folder, bundle.cfg)
     order = read_order(bundle)
     return lora, adapter if order is None else reorder_adapter(adapter, order)
-
-
-def _digest(adapter: Adapter, scaling: float) -> str:
-    digest = hashlib.sha256(repr(scaling).encode())
-    for name in sorted(adapter):
-        part = np.ascontiguousarray(adapter[name])
-        digest.update(f"{name} {part.shape} {part.dtype}".encode())
-        digest.update(part.data)
-    return digest.hexdigest()[:32]
 
 
 @functools.cache

@@ -66,7 +66,7 @@ class GraphStore:
         kernels: str = "xla",
     ) -> None:
         self._folder = folder
-        environment = _digest([kernels, environment_facts()])
+        environment = digest_of([kernels, environment_facts()])
         self._key = functools.partial(
             graph_key, cfg=cfg, options=options, params=params_signature(params), environment=environment
         )
@@ -102,7 +102,7 @@ def graph_key(
     if bucket.kind != "draft":
         # All else of trees is in the bucket.
         del shapes["trees"]
-    return _digest([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
+    return digest_of([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
 
 
 def graph_options(options: "EngineOptions") -> dict[str, Any]:
@@ -122,7 +122,7 @@ def params_signature(params: Any) -> str:
         (jax.tree_util.keystr(path), np.shape(leaf), str(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
         for path, leaf in leaves
     ]
-    return _digest([str(structure), named])
+    return digest_of([str(structure), named])
 
 
 def environment_facts() -> dict[str, Any]:
@@ -171,5 +171,6 @@ def _modules(package: str) -> Iterator[str]:
 _SOURCE_DIGEST = source_digest(*jaxllm.__path__, os.path.dirname(__file__))
 
 
-def _digest(parts: Any) -> str:
+def digest_of(parts: Any) -> str:
+    """Digest of plain data, 64 hexadecimal digits."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

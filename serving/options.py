@@ -21,8 +21,8 @@ CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
 # On a CPU a chunk of 16 costs little more than a token, and 256 tokens are enough rows to keep the
 # cores busy; accelerators want more rows and fewer graphs.
-_CPU_CHUNKS = (16, 64, 256)
-_ACCELERATOR_CHUNKS = (32, 128, 512)
+CPU_CHUNK_TOKENS = (16, 64, 256)
+_ACCELERATOR_CHUNK_TOKENS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
 _CACHE_GROWTH = 4
 _MAX_DECODE_BLOCK = 256
@@ -158,10 +158,10 @@ class EngineOptions:
                 f"context_tokens {context} is more than the model's window of {cfg.window_tokens} "
                 "tokens; ask for less"
             )
-        caches = self.cache_tokens or _cache_lengths(context)
+        caches = self.cache_tokens or cache_lengths(context)
         if caches[-1] != context:
             raise ConfigError(f"the longest of cache_tokens {caches} must equal context_tokens {context}")
-        chunks = self.chunk_tokens or (_CPU_CHUNKS if on_cpu else _ACCELERATOR_CHUNKS)
+        chunks = self.chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS)
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
@@ -189,7 +189,8 @@ class EngineOptions:
         )
 
 
-def _cache_lengths(context: int) -> tuple[int, ...]:
+def cache_lengths(context: int) -> tuple[int, ...]:
+    """Lengths of caches that a context is worth, ascending; the last is its own."""
     lengths = []
     length = _SHORTEST_CACHE_TOKENS
     while length < context:

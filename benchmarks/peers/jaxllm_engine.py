@@ -13,10 +13,9 @@ from jaxllm.config import ModelConfig
 BLOCKS, ONE_TOKEN = "blocks of tokens", "one token per dispatch"
 
 
-class JaxllmEngine:
-    """Our engine on a bundle or a folder."""
+class Ours:
+    """What our own forms of a model have in common: they are here, and run what was made for them."""
 
-    name = "jaxllm"
     slow = False
 
     def missing(self) -> str | None:
@@ -26,6 +25,12 @@ class JaxllmEngine:
     def refusal(self, cfg: ModelConfig) -> str | None:
         """None: it has been opened as one of our models."""
         return None
+
+
+class JaxllmEngine(Ours):
+    """Our engine on a bundle or a folder."""
+
+    name = "jaxllm"
 
     def systems(self, weights: str) -> Mapping[str, str]:
         """One row, at the width that is asked for."""

@@ -8,13 +8,12 @@ same clock. Libraries are imported inside of methods, so that a peer which is no
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.config import ModelConfig
-
-Progress = Callable[[str, int, int], None]
+from serving.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

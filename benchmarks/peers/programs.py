@@ -1,32 +1,23 @@
 """Exported programs, run by the loop that `jaxllm generate --program` runs; and the same steps jitted live,
 to tell what exporting costs.
 
-
 `model` of their opening is a folder of programs, or for the live steps a bundle.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.peers.jaxllm_engine import Ours
 from benchmarks.peers.peer import Opening, Progress, Session
-from jaxllm.config import ModelConfig
 
 STEP = "one token per step"
 
 
-class Programs:
+class Programs(Ours):
     """Programs of a folder."""
 
     name = "programs"
-    slow = False
-
-    def missing(self) -> str | None:
-        """Whatever runs a folder says so itself when it is opened."""
-        return None
-
-    def refusal(self, cfg: ModelConfig) -> str | None:
-        """None: what cannot be exported has no folder."""
-        return None
 
     def systems(self, weights: str) -> Mapping[str, str]:
         """None beside a width: `benchmarks.export` names them."""
@@ -49,12 +40,11 @@ class LiveSteps(Programs):
 
     def open(self, opening: Opening, progress: Progress) -> Session:
         """Opens a bundle; `options` has the lengths that an export would be given."""
-        import time
-
         import jax.numpy as jnp
 
         from jaxllm.bundle import Bundle
         from jaxllm.kernels.native import portable_graphs
+        from jaxllm.programs.manifest import WHOLE
         from jaxllm.quant import dequantize
         from serving.programs.live import LiveExecutor
         from serving.programs.table import ProgramTable
@@ -64,13 +54,19 @@ class LiveSteps(Programs):
             params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
             cfg = bundle.cfg
         executor = LiveExecutor(
-            "live steps", {100: params}, {100: cfg}, context_tokens=opening.context_tokens, **opening.options
+            "live steps",
+            {WHOLE: params},
+            {WHOLE: cfg},
+            context_tokens=opening.context_tokens,
+            **opening.options,
         )
         loaded = time.perf_counter()
         with portable_graphs():
             for signature in executor.manifest.signatures:
                 # One after the other: threads would not know that graphs are to be portable.
                 executor.compile(signature)
+        # What is left: the ways from short caches into longer ones.
+        executor.prepare(executor.manifest.signatures)
         facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
         return ProgramSession(ProgramTable(executor), facts)
 

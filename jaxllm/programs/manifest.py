@@ -4,20 +4,22 @@
     tokenizer.json     see `jaxllm.tokenizer.TokenizerFiles`
     weights.safetensors, *.jaxexport     or     *.tflite
 
-A signature is one compiled step: `prefill_16`, `decode`, `verify_8`, and of a level `level_30_decode`. The
-manifest says all that a loop over them needs, so that running them takes neither model code nor the bundle.
+A signature is one compiled step: `prefill_16`, `decode`, `verify_8`, of a level `level_30_decode`, and over
+caches shorter than the context `cache_512_decode`. The manifest says all that a loop over them needs, so that
+running them takes neither model code nor the bundle.
 """
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
 import xxhash
 
-from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.config import MAX_DIMENSION, ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError, ProgramError
 from jaxllm.tokenizer import TokenizerFiles
 
 # "live" programs are in no folder: what a process traces for itself.
@@ -25,31 +27,79 @@ ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
 FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
 Kind = Literal["prefill", "decode", "verify"]
 Precision = Literal["f32", "bf16", "int8", "w8a8"]
+CACHE_DTYPES = ("float32", "bfloat16")
 
 MANIFEST, TOKENIZER, WEIGHTS = "program.json", "tokenizer.json", "weights.safetensors"
-VERSION = 1
+VERSION = 2
 WHOLE = 100
 KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
 # What the names of an adapter's sides end in, behind their parameter's.
 LEFT, RIGHT = ".left", ".right"
 _READ_BYTES = 1 << 24
-_MAX_MANIFEST_BYTES = 64 << 20
+_MAX_TEXT_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
-    """One program: `tokens` new tokens of a level, in the file `file`."""
+    """One program.
+
+    Attributes:
+      kind: what it does.
+      tokens: T, of new tokens.
+      level: the sub-model, in percent.
+      cache_tokens: S, the room of its caches; 0 for the whole context.
+      file: where it is.
+    """
 
     kind: Kind
     tokens: int
     level: int
+    cache_tokens: int = 0
     file: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"a program of kind {self.kind!r:.40}")
+        _require_ints("a program", (self.tokens, self.level), 1, MAX_DIMENSION)
+        _require_ints("a program's cache", (self.cache_tokens,), 0, MAX_DIMENSION)
 
     @property
     def name(self) -> str:
-        """What runtimes know it by; LiteRT-LM must not take a level's for the whole model's."""
-        own = "decode" if self.kind == "decode" else f"{self.kind}_{self.tokens}"
-        return own if self.level == WHOLE else f"level_{self.level}_{own}"
+        """What runtimes know it by; LiteRT-LM must take none of a level or a short cache for the model's."""
+        parts = [] if self.level == WHOLE else [f"level_{self.level}"]
+        parts += [f"cache_{self.cache_tokens}"] if self.cache_tokens else []
+        parts += [self.kind] if self.kind == "decode" else [f"{self.kind}_{self.tokens}"]
+        return "_".join(parts)
+
+
+def level_signatures(
+    level: int,
+    *,
+    chunk_tokens: Sequence[int],
+    verify_tokens: Sequence[int],
+    cache_tokens: Sequence[int] = (),
+    file: Callable[[str], str] = lambda _: "",
+) -> list[Signature]:
+    """The signatures of a level.
+
+    Args:
+      level: in percent.
+      chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
+      cache_tokens: lengths of caches besides the whole context; each has the chunks and trees that it holds.
+      file: where a program of a name is kept.
+    """
+    found = []
+    for cache in (*cache_tokens, 0):
+        sizes: list[tuple[Kind, int]] = [
+            *(("prefill", each) for each in chunk_tokens),
+            ("decode", 1),
+            *(("verify", each) for each in verify_tokens),
+        ]
+        for kind, tokens in sizes:
+            if not cache or tokens <= cache:
+                bare = Signature(kind=kind, tokens=tokens, level=level, cache_tokens=cache, file="")
+                found.append(dataclasses.replace(bare, file=file(bare.name)))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +109,9 @@ class Argument:
     stored: str
     shape: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        _require_ints(f"the shape of {self.stored!r:.80}", self.shape or (None,), 1, MAX_DIMENSION)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramLevel:
@@ -66,6 +119,23 @@ class ProgramLevel:
 
     cfg: ModelConfig
     weights: Mapping[str, Argument]
+
+    def views(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """What the level's programs take of the stored arrays, by name.
+
+        Raises:
+          ProgramError: an array is missing, or of another shape.
+        """
+        found = {}
+        for name, each in self.weights.items():
+            whole = arrays.get(each.stored, np.zeros(0))
+            if whole.shape[1:] != each.shape[1:] or len(whole) < each.shape[0]:
+                raise ProgramError(
+                    f"{name} must be the beginning {list(each.shape)} of {each.stored}, which is missing or "
+                    f"another ({list(whole.shape)}); export the model again"
+                )
+            found[name] = whole[: each.shape[0]]
+        return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +163,7 @@ class Manifest:
       format: what the programs are.
       name: the model's name, for people.
       model: fingerprint of the bundle that they were made of; their weights carry the same.
-      context_tokens: S, the room of the caches.
+      context_tokens: room of the longest caches.
       precision: of the weight matrices, and for w8a8 of what they are multiplied with.
       cache_dtype: of keys and values.
       platforms: that the programs run on.
@@ -115,35 +185,62 @@ class Manifest:
     files: Mapping[str, StoredFile]
     made_with: Mapping[str, str]
 
-    def chunk_tokens(self, level: int) -> tuple[int, ...]:
-        """Prefill chunk lengths of a level, ascending."""
-        return tuple(sorted(each.tokens for each in self._of(level) if each.kind == "prefill"))
+    def __post_init__(self) -> None:
+        if WHOLE not in self.levels:
+            raise ValueError("there is no whole model")
+        _require_ints("context_tokens", (self.context_tokens,), 1, self.levels[WHOLE].cfg.window_tokens)
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(f"cache_dtype {self.cache_dtype!r:.40}")
+        for each in self.signatures:
+            room = self.room(each)
+            if each.level not in self.levels or each.tokens > room or room > self.context_tokens:
+                raise ValueError(f"{each.name} is of no level, or does not fit its caches")
+        for level in self.levels:
+            for cache in {self.context_tokens, *self.cache_tokens(level)}:
+                kinds = [each.kind for each in self._of(level, cache)]
+                if kinds.count("decode") != 1 or "prefill" not in kinds:
+                    raise ValueError(f"level {level} cannot read a prompt and decode in {cache} tokens")
 
-    def verify_tokens(self, level: int) -> tuple[int, ...]:
-        """Tree sizes of a level, ascending."""
-        return tuple(sorted(each.tokens for each in self._of(level) if each.kind == "verify"))
+    def room(self, signature: Signature) -> int:
+        """Positions in the caches of a program."""
+        return signature.cache_tokens or self.context_tokens
 
-    def signature(self, kind: Kind, tokens: int, level: int) -> Signature:
+    def cache_tokens(self, level: int) -> tuple[int, ...]:
+        """Lengths of caches that a level has programs for, ascending."""
+        return tuple(sorted({self.room(each) for each in self.signatures if each.level == level}))
+
+    def chunk_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
+        """Prefill chunk lengths of a level over caches of a length, ascending."""
+        return self._sizes("prefill", level, cache_tokens)
+
+    def verify_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
+        """Tree sizes of a level over caches of a length, ascending."""
+        return self._sizes("verify", level, cache_tokens)
+
+    def signature(self, kind: Kind, tokens: int, level: int, cache_tokens: int) -> Signature:
         """A program.
 
         Raises:
           ProgramError: the folder has none such.
         """
-        for each in self._of(level):
+        for each in self._of(level, cache_tokens):
             if (each.kind, each.tokens) == (kind, tokens):
                 return each
         names = ", ".join(each.name for each in self.signatures)
         raise ProgramError(
-            f"there is no {kind} program of {tokens} tokens for level {level}, only {names}; export the "
-            "model again with it"
+            f"there is no {kind} program of {tokens} tokens for level {level} in {cache_tokens}, only "
+            f"{names}; export the model again with it"
         )
 
-    def cache_shapes(self, level: int) -> dict[str, tuple[int, ...]]:
+    def cache_shapes(self, level: int, cache_tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes `[1, K, S, H]` of a level's caches by name."""
-        return cache_shapes(self.levels[level].cfg, self.context_tokens)
+        return cache_shapes(self.levels[level].cfg, cache_tokens)
 
-    def _of(self, level: int) -> list[Signature]:
-        return [each for each in self.signatures if each.level == level]
+    def _sizes(self, kind: Kind, level: int, cache_tokens: int) -> tuple[int, ...]:
+        return tuple(sorted(each.tokens for each in self._of(level, cache_tokens) if each.kind == kind))
+
+    def _of(self, level: int, cache_tokens: int) -> list[Signature]:
+        return [each for each in self.signatures if each.level == level and self.room(each) == cache_tokens]
 
     def write(self, folder: Path) -> None:
         """Writes `program.json`."""
@@ -159,7 +256,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            if path.stat().st_size > _MAX_TEXT_BYTES:
                 raise ProgramError(f"{path}: {path.stat().st_size} bytes are no manifest")
             data = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -197,28 +294,29 @@ class Manifest:
         fields["levels"] = {int(level): _level(each) for level, each in fields["levels"].items()}
         manifest = cls(**fields)
         unknown = [each.file for each in manifest.signatures if each.file not in manifest.files]
-        homeless = [each.name for each in manifest.signatures if each.level not in manifest.levels]
-        if unknown or homeless or WHOLE not in manifest.levels:
-            raise ValueError(f"programs without a file or level: {[*unknown, *homeless]}")
+        if unknown or TOKENIZER not in manifest.files:
+            raise ValueError(f"there is no file {', '.join(unknown) or TOKENIZER}")
         return manifest
 
     def require_intact(self, folder: Path, name: str) -> Path:
         """The path of a file whose checksum is right.
 
         Raises:
-          ProgramError: it is not.
+          ProgramError: it is not, or the manifest has no such file.
         """
         path = folder / name
+        if name not in self.files:
+            raise ProgramError(f"{folder} has no {name}; export the model again")
         if StoredFile.of(path) != self.files[name]:
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return path
 
 
-def cache_shapes(cfg: ModelConfig, context_tokens: int) -> dict[str, tuple[int, ...]]:
+def cache_shapes(cfg: ModelConfig, cache_tokens: int) -> dict[str, tuple[int, ...]]:
     """Shapes `[1, K, S, H]` of the caches of a model by name."""
     shapes = {}
     for layer in range(cfg.layers):
-        shape = (1, cfg.units(layer).kv_heads, context_tokens, cfg.head_dim)
+        shape = (1, cfg.units(layer).kv_heads, cache_tokens, cfg.head_dim)
         shapes[KEYS.format(layer)] = shapes[VALUES.format(layer)] = shape
     return shapes
 
@@ -228,18 +326,26 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
     (folder / TOKENIZER).write_text(json.dumps(files.to_json()), encoding="utf-8")
 
 
-def read_tokenizer(folder: Path) -> TokenizerFiles:
+def read_tokenizer(manifest: Manifest, folder: Path) -> TokenizerFiles:
     """The tokenizer beside the programs.
 
     Raises:
       ProgramError: it is malformed.
     """
+    path = manifest.require_intact(folder, TOKENIZER)
+    if manifest.files[TOKENIZER].size_bytes > _MAX_TEXT_BYTES:
+        raise ProgramError(f"{path}: {manifest.files[TOKENIZER].size_bytes} bytes are no tokenizer")
     try:
-        return TokenizerFiles.from_json(json.loads((folder / TOKENIZER).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ProgramError(
-            f"{folder / TOKENIZER}: malformed ({error!s:.200}); export the model again"
-        ) from error
+        return TokenizerFiles.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
+        raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+
+
+def _require_ints(what: str, values: tuple[Any, ...], low: int, high: int) -> None:
+    """Raises ValueError unless all values are whole numbers in [low, high]."""
+    for value in values:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"{what} has {value!r:.40}, which is no whole number in [{low}, {high}]")
 
 
 def _level(data: dict[str, Any]) -> ProgramLevel:

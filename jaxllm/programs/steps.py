@@ -7,6 +7,7 @@ successor must: whatever other number a runtime writes into `input_pos` behind t
 which is written nowhere. Static shapes, unrolled layers, no loops.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,11 +17,18 @@ from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import KVCache, Places, TreeRows
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import KEYS, LEFT, RIGHT, VALUES
+from jaxllm.programs.manifest import KEYS, LEFT, RIGHT, VALUES, Signature
 from jaxllm.quant import Adapted, Weight
 
 Arrays = Mapping[str, jax.Array]
 ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
+
+
+def step_of(signature: Signature, cfg: ModelConfig, dtype: jnp.dtype) -> Callable[..., dict[str, jax.Array]]:
+    """The function `(weights, caches, tokens, input_pos[, mask])` that a signature is, of a level's model."""
+    if signature.kind == "verify":
+        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
+    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
 
 
 def run_step(

@@ -17,6 +17,7 @@ from jaxllm.errors import ProgramError
 
 _ALIGN = 64
 _MODEL = "model"
+_MAX_HEADER_BYTES = 64 << 20
 _DTYPES = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -52,17 +53,17 @@ def read_weights(path: Path, *, model: str) -> dict[str, np.ndarray]:
     Raises:
       ProgramError: the file is malformed, or of another model than `model`.
     """
-    with path.open("rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
+        with path.open("rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         (length,) = struct.unpack_from("<Q", data)
-        if length > len(data) - 8:
-            raise ValueError("truncated")
+        if length > min(len(data) - 8, _MAX_HEADER_BYTES):
+            raise ValueError(f"a header of {length} bytes")
         header = json.loads(data[8 : 8 + length])
-        found = header.pop("__metadata__", {}).get(_MODEL, "")
+        found = str(header.pop("__metadata__", {}).get(_MODEL, ""))
         body = memoryview(data)[8 + length :]
         arrays = {name: _array(body, entry) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
         raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
     if found != model:
         raise ProgramError(
@@ -76,4 +77,6 @@ def _array(body: memoryview, entry: dict) -> np.ndarray:
     start, end = entry["data_offsets"]
     if not 0 <= start <= end <= len(body):
         raise ValueError("an array beyond the file's end")
+    if any(type(each) is not int or each < 0 for each in entry["shape"]):
+        raise ValueError(f"an array of shape {entry['shape']!r:.80}")
     return np.frombuffer(body[start:end], _DTYPES[entry["dtype"]]).reshape(entry["shape"])

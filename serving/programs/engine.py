@@ -1,29 +1,24 @@
 """An engine over exported programs: opened from their folder, it answers as `serving.Engine` does."""
 
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.errors import ConfigError
 from jaxllm.programs.manifest import WHOLE, read_tokenizer
 from jaxllm.tokenizer import Tokenizer
+from serving.answerer import Answerer
 from serving.generation import Generation, GenerationConfig, Session
 from serving.programs.executor import Executor, open_executor
 from serving.programs.table import ProgramTable
 from serving.progress import Progress
 
-Message = Mapping[str, str]
 
-
-class ProgramEngine:
+class ProgramEngine(Answerer):
     """Answers prompts with the programs of one folder, as one level. One answer at a time.
 
     Attributes:
       executor: runs the programs.
       tokenizer: the model's.
-      name: the model's, for people.
       table: the level's programs, as calls.
       load_ms: time to open the folder and place its weights.
       build_ms: time spent getting programs ready.
@@ -32,7 +27,6 @@ class ProgramEngine:
     def __init__(self, executor: Executor, tokenizer: Tokenizer, level: int = WHOLE) -> None:
         """See `open`."""
         self.executor, self.tokenizer = executor, tokenizer
-        self.name = executor.manifest.name
         self.table = ProgramTable(executor, level)
         self.load_ms = self.build_ms = 0.0
 
@@ -46,9 +40,14 @@ class ProgramEngine:
         """
         began = time.perf_counter()
         executor = open_executor(Path(folder), threads=threads)
-        engine = cls(executor, Tokenizer(read_tokenizer(Path(folder))), level)
+        engine = cls(executor, Tokenizer(read_tokenizer(executor.manifest, Path(folder))), level)
         engine.load_ms = 1000 * (time.perf_counter() - began)
         return engine
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.executor.manifest.name
 
     def at(self, level: int) -> "ProgramEngine":
         """The same programs as another level.
@@ -61,12 +60,14 @@ class ProgramEngine:
     def warm_up(
         self, *, prompt_tokens: int | None = None, max_tokens: int = 0, progress: Progress | None = None
     ) -> None:
-        """Gets the programs of this level ready: all, or those that one request needs, however many tokens
-        are decoded (see `serving.Engine.warm_up`)."""
-        del max_tokens
+        """Gets the programs of this level ready: all, or those that one request needs (see
+        `serving.Engine.warm_up`)."""
         began = time.perf_counter()
         table = self.table
-        wanted = table.signatures if prompt_tokens is None else table.request_signatures(prompt_tokens)
+        if prompt_tokens is None:
+            wanted = table.signatures
+        else:
+            wanted = table.request_signatures(prompt_tokens, max_tokens)
         self.executor.prepare(wanted, progress)
         self.build_ms += 1000 * (time.perf_counter() - began)
 
@@ -82,27 +83,4 @@ class ProgramEngine:
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long.
         """
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ConfigError("the prompt is empty; give it at least one character")
-            prompt = self.tokenizer.encode(prompt)
-        config = config or GenerationConfig()
-        seed = config.sampling.seed
-        seed = secrets.randbits(64) if seed is None else seed
-        session = Session() if session is None else session
-        return Generation(self.table, self.tokenizer, session, prompt, config, seed)
-
-    def generate(self, prompt: str | Sequence[int], config: GenerationConfig | None = None) -> Generation:
-        """`stream`, run to the end."""
-        return self.stream(prompt, config).result()
-
-    def chat(
-        self,
-        messages: Sequence[Message],
-        config: GenerationConfig | None = None,
-        *,
-        session: Session | None = None,
-    ) -> Generation:
-        """Answers a conversation of {"role", "content"} messages through the model's chat template."""
-        prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
-        return self.stream(prompt, config, session=session)
+        return self._answer(self.table, prompt, config, session)

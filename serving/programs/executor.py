@@ -18,8 +18,8 @@ from serving.user_cache import cache_folder, executables_bytes
 
 
 class Executor(Protocol):
-    """Runs the programs of a manifest. Caches are its own business: what `start` and `run` return is only
-    ever given back to `run`, once."""
+    """Runs the programs of a manifest. Caches are its own business: what `start`, `grow` and `run` return
+    is only ever given back to `grow` or `run`, once."""
 
     @property
     def manifest(self) -> Manifest:
@@ -27,11 +27,20 @@ class Executor(Protocol):
         ...
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """Gets programs ready, so that none is made under a request."""
+        """Gets programs ready, and the ways from their caches into longer ones, so that none is made under a
+        request."""
         ...
 
-    def start(self, level: int) -> Any:
-        """Empty caches of a level."""
+    def is_ready(self, signature: Signature) -> bool:
+        """Whether a program can run at once."""
+        ...
+
+    def start(self, level: int, cache_tokens: int) -> Any:
+        """Empty caches of a level, of a length that it has programs for."""
+        ...
+
+    def grow(self, level: int, caches: Any, cache_tokens: int) -> Any:
+        """The same sequence in caches of the next such length, `cache_tokens`."""
         ...
 
     def run(

@@ -1,8 +1,8 @@
 """Programs as JAX runs them: compiled once, kept for later processes, caches donated."""
 
 import concurrent.futures
-import hashlib
-import json
+import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from jaxllm.programs.manifest import Manifest, Signature
+from jaxllm.programs.shapes import input_shapes
 from serving.executables import ExecutableFolder
-from serving.graph_store import environment_facts
+from serving.graph_store import digest_of, environment_facts
 from serving.machine import usable_cores
 from serving.progress import Progress
 
@@ -43,23 +44,36 @@ class JaxPrograms:
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
         """See `Executor`: several at a time, from disk where an earlier process left them."""
-        missing = [each for each in signatures if each.name not in self._compiled]
+        missing = [each for each in signatures if not self.is_ready(each)]
         with concurrent.futures.ThreadPoolExecutor(usable_cores()) as pool:
             graphs = pool.map(self._build, missing)
             for done, (signature, graph) in enumerate(zip(missing, graphs, strict=True)):
                 self._compiled[signature.name] = graph
                 if progress is not None:
                     progress("compile", done + 1, len(missing))
+        rooms = {(each.level, self.manifest.room(each)) for each in signatures}
+        for level in {level for level, _ in rooms}:
+            for short, long in itertools.pairwise(self.manifest.cache_tokens(level)):
+                if {(level, short), (level, long)} <= rooms:
+                    self._growing(level, short, long)
+
+    def is_ready(self, signature: Signature) -> bool:
+        """See `Executor`."""
+        return signature.name in self._compiled
 
     def compile(self, signature: Signature) -> None:
         """Gets one program ready, in this thread."""
         self._compiled[signature.name] = self._build(signature)
 
-    def start(self, level: int) -> Caches:
+    def start(self, level: int, cache_tokens: int) -> Caches:
         """See `Executor`."""
-        dtype = jax.numpy.dtype(self.manifest.cache_dtype)
-        shapes = self.manifest.cache_shapes(level)
-        return {name: jax.device_put(np.zeros(shape, dtype)) for name, shape in shapes.items()}
+        shapes = self._cache_shapes(level, cache_tokens)
+        return {name: jax.device_put(np.zeros(each.shape, each.dtype)) for name, each in shapes.items()}
+
+    def grow(self, level: int, caches: Caches, cache_tokens: int) -> Caches:
+        """See `Executor`."""
+        short = next(iter(caches.values())).shape[2]
+        return self._growing(level, short, cache_tokens)(caches)
 
     def run(
         self,
@@ -70,34 +84,51 @@ class JaxPrograms:
         mask: np.ndarray | None = None,
     ) -> tuple[jax.Array | None, Caches]:
         """See `Executor`."""
-        if signature.name not in self._compiled:
+        if not self.is_ready(signature):
             self.prepare([signature])
         inputs = (tokens, input_pos) if mask is None else (tokens, input_pos, mask)
         out = self._compiled[signature.name](self._weights[signature.level], caches, *inputs)
         return out.pop("logits", None), out
 
     def _build(self, signature: Signature) -> Any:
-        key = _digest([self._key(signature), environment_facts()])
+        return self._kept(self._key(signature), functools.partial(self._lowered, signature))
+
+    def _growing(self, level: int, short: int, long: int) -> Any:
+        """The graph that pads a level's caches."""
+        name = f"grow_{level}_{short}_{long}"
+        if name not in self._compiled:
+            shapes = self._cache_shapes(level, short)
+            # Nothing to donate: no buffer of the short caches has the size of one of the long.
+            grow = jax.jit(functools.partial(_padded, tokens=long - short))
+            key = str(
+                ("grow", long, sorted((name, each.shape, str(each.dtype)) for name, each in shapes.items()))
+            )
+            self._compiled[name] = self._kept(key, lambda: grow.lower(shapes))
+        return self._compiled[name]
+
+    def _kept(self, key: str, lowered: Callable[[], jax.stages.Lowered]) -> Any:
+        """An executable from disk, or compiled and stored there."""
+        key = digest_of([key, environment_facts()])
         graph = None if self._store is None else self._store.load(key)
         if graph is None:
-            graph = self._lowered(signature).compile()
+            graph = lowered().compile()
             if self._store is not None:
                 self._store.store(key, graph)
         return graph
 
     def _lowered(self, signature: Signature) -> jax.stages.Lowered:
-        dtype, count = jax.numpy.dtype(self.manifest.cache_dtype), signature.tokens
-        caches = {
-            name: jax.ShapeDtypeStruct(shape, dtype)
-            for name, shape in self.manifest.cache_shapes(signature.level).items()
-        }
-        inputs = [jax.ShapeDtypeStruct((1, count), np.int32), jax.ShapeDtypeStruct((count,), np.int32)]
-        if signature.kind == "verify":
-            inputs.append(jax.ShapeDtypeStruct((count, count), np.bool_))
+        manifest = self.manifest
+        cfg, dtype = manifest.levels[signature.level].cfg, jax.numpy.dtype(manifest.cache_dtype)
+        shapes = input_shapes(signature, cfg, manifest.room(signature), dtype)
         # The export knows no donation: without it every step would copy the caches.
         step = jax.jit(self._step(signature), donate_argnums=(1,), keep_unused=True)
-        return step.lower(self._weights[signature.level], caches, *inputs)
+        return step.lower(self._weights[signature.level], *shapes)
+
+    def _cache_shapes(self, level: int, cache_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+        dtype = jax.numpy.dtype(self.manifest.cache_dtype)
+        shapes = self.manifest.cache_shapes(level, cache_tokens)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
 
 
-def _digest(parts: Any) -> str:
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+def _padded(caches: Caches, *, tokens: int) -> Caches:
+    return {name: jax.numpy.pad(rows, ((0, 0), (0, 0), (0, tokens), (0, 0))) for name, rows in caches.items()}

@@ -30,8 +30,10 @@ _SAID_BYTES = 300
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """A level's caches by name: those that hold the sequence, and those to write next."""
+    """A level's caches of `cache_tokens` positions by name: those that hold the sequence, and those to write
+    next."""
 
+    cache_tokens: int
     held: dict[str, Any]
     spare: dict[str, Any]
 
@@ -71,7 +73,11 @@ class LiteRtExecutor:
         from ai_edge_litert.options import Options
 
         self.manifest, self.threads = manifest, threads or usable_cores()
-        (file,) = {each.file for each in manifest.signatures}
+        file, *others = {each.file for each in manifest.signatures}
+        if others or manifest.cache_dtype != "float32":
+            raise ProgramError(
+                f"{folder} is no single model over float32 caches, as LiteRT takes it; export it again"
+            )
         path = manifest.require_intact(folder, file)
         kept = _packed_path(manifest.files[file].xxh3_128) if packed is None else packed
         cpu = CpuOptions(
@@ -79,7 +85,7 @@ class LiteRtExecutor:
         )
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
-        with _quiet() as said:
+        with _stderr_kept() as said:
             try:
                 self._model = CompiledModel.from_file(str(path), options=options)
             except RuntimeError as error:
@@ -99,16 +105,28 @@ class LiteRtExecutor:
             if progress is not None:
                 progress("compile", done + 1, len(signatures))
 
-    def start(self, level: int) -> Buffers:
+    def is_ready(self, signature: Signature) -> bool:
+        """See `Executor`: all are."""
+        return True
+
+    def start(self, level: int, cache_tokens: int) -> Buffers:
         """See `Executor`."""
-        name = self.manifest.signature("decode", 1, level).name
-        shapes = self.manifest.cache_shapes(level)
-        held = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
-        spare = {each: self._model.create_output_buffer_by_name(name, each) for each in shapes}
-        for each, shape in shapes.items():
+        buffers = self._caches(level, cache_tokens)
+        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
             # What is not attended to is multiplied by zero: it must be finite.
-            held[each].write(np.zeros(shape, np.float32))
-        return Buffers(held, spare)
+            buffers.held[name].write(np.zeros(shape, np.float32))
+        return buffers
+
+    def grow(self, level: int, caches: Buffers, cache_tokens: int) -> Buffers:
+        """See `Executor`."""
+        longer = self._caches(level, cache_tokens)
+        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
+            heads, width = shape[1], shape[3]
+            whole = np.zeros(shape, np.float32)
+            rows = caches.held[name].read(caches.cache_tokens * heads * width, np.float32)
+            whole[:, :, : caches.cache_tokens] = rows.reshape(1, heads, -1, width)
+            longer.held[name].write(whole)
+        return longer
 
     def run(
         self,
@@ -132,7 +150,15 @@ class LiteRtExecutor:
         if _LOGITS in outputs:
             shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
             logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
-        return logits, Buffers(caches.spare, caches.held)
+        return logits, Buffers(caches.cache_tokens, caches.spare, caches.held)
+
+    def _caches(self, level: int, cache_tokens: int) -> Buffers:
+        """Buffers for caches, with anything in them."""
+        name = self.manifest.signature("decode", 1, level, cache_tokens).name
+        shapes = self.manifest.cache_shapes(level, cache_tokens)
+        held = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
+        spare = {each: self._model.create_output_buffer_by_name(name, each) for each in shapes}
+        return Buffers(cache_tokens, held, spare)
 
     def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
         """The buffers of a signature besides the caches, by name."""
@@ -147,7 +173,7 @@ class LiteRtExecutor:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[Callable[[], str]]:
+def _stderr_kept() -> Iterator[Callable[[], str]]:
     """LiteRT tells all that it does on standard error and cannot be told not to: here it is kept, and `said`
     gives the last lines of it."""
     sys.stderr.flush()
@@ -167,7 +193,7 @@ def _quiet() -> Iterator[Callable[[], str]]:
 
 
 def _close(model: Any) -> None:
-    with _quiet():
+    with _stderr_kept():
         model.close()
 
 

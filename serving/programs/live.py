@@ -1,15 +1,14 @@
 """The steps of programs, jitted where they are: what exported ones are measured against."""
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import Params
-from jaxllm.programs.manifest import Manifest, ProgramLevel, Signature
-from jaxllm.programs.steps import run_step, run_tree
+from jaxllm.programs.manifest import Manifest, ProgramLevel, Signature, level_signatures
+from jaxllm.programs.steps import step_of
 from serving.programs.graphs import JaxPrograms
 
 
@@ -20,8 +19,9 @@ class LiveExecutor(JaxPrograms):
       name: the model's, for people.
       params: by level, parameters of the sub-model.
       cfgs: by level; 100 among them.
-      context_tokens: room of the caches.
+      context_tokens: room of the longest caches.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
+      cache_tokens: lengths of shorter caches.
       dtype: of activations and caches.
     """
 
@@ -34,17 +34,15 @@ class LiveExecutor(JaxPrograms):
         context_tokens: int,
         chunk_tokens: Sequence[int],
         verify_tokens: Sequence[int] = (),
+        cache_tokens: Sequence[int] = (),
         dtype: str = "float32",
     ) -> None:
-        sizes = [
-            *(("prefill", each) for each in chunk_tokens),
-            ("decode", 1),
-            *(("verify", each) for each in verify_tokens),
-        ]
         signatures = tuple(
-            Signature(kind=kind, tokens=tokens, level=level, file="")
+            signature
             for level in cfgs
-            for kind, tokens in sizes
+            for signature in level_signatures(
+                level, chunk_tokens=chunk_tokens, verify_tokens=verify_tokens, cache_tokens=cache_tokens
+            )
         )
         manifest = Manifest(
             format="live",
@@ -60,11 +58,8 @@ class LiveExecutor(JaxPrograms):
             made_with={},
         )
         weights = {level: dict(each) for level, each in params.items()}
-        super().__init__(manifest, weights, functools.partial(_step, manifest), lambda each: each.name, None)
 
+        def step(signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+            return step_of(signature, cfgs[signature.level], jnp.dtype(dtype))
 
-def _step(manifest: Manifest, signature: Signature):
-    cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
-    if signature.kind == "verify":
-        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
-    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+        super().__init__(manifest, weights, step, lambda each: each.name, None)

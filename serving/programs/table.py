@@ -10,12 +10,12 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.programs.manifest import WHOLE, Signature
+from jaxllm.programs.manifest import WHOLE, Manifest, Signature
 from jaxllm.sampling import SamplerState, sample
-from serving.chunks import plan_chunks
+from serving.chunks import padded, plan_chunks
 from serving.programs.executor import Executor
 
-# Programs that run a token each: text flows and a cancel is obeyed whatever this is, within reason.
+# A call runs a program for each of its tokens: few enough that text flows and a cancel is obeyed soon.
 _MOST_PER_CALL = 16
 # What marks padding in a row of positions (see `jaxllm.programs.steps`).
 _PADDING = -1
@@ -23,11 +23,9 @@ _PADDING = -1
 
 @dataclasses.dataclass(frozen=True)
 class ProgramOptions:
-    """What a loop over programs is told by their manifest."""
+    """What an answer is told of programs (see `serving.generation.Window`)."""
 
     context_tokens: int
-    chunk_tokens: tuple[int, ...]
-    verify_tokens: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,54 +63,55 @@ class ProgramTable:
             )
         self.executor, self.level = executor, level
         self.cfg: ModelConfig = manifest.levels[level].cfg
-        self.options = ProgramOptions(
-            manifest.context_tokens, manifest.chunk_tokens(level), manifest.verify_tokens(level)
-        )
+        self.options = ProgramOptions(manifest.context_tokens)
         self.weights_version = (level, 0)
-        self._decoding = manifest.signature("decode", 1, level)
+        # Asked for with every token.
+        self._lengths = manifest.cache_tokens(level)
+        self._program = functools.cache(functools.partial(_program, manifest, level))
 
     @property
     def signatures(self) -> list[Signature]:
         """The programs of this level."""
         return [each for each in self.executor.manifest.signatures if each.level == self.level]
 
-    def request_signatures(self, prompt_tokens: int) -> list[Signature]:
-        """The programs that one request needs."""
-        chunks = dict.fromkeys(self._chunks(prompt_tokens - 1))
-        return [*(self._program("prefill", each) for each in chunks), self._decoding]
+    def request_signatures(self, prompt_tokens: int, max_tokens: int) -> list[Signature]:
+        """The fewest programs that answer one request: over caches of one length, the chunks of its prompt.
+        `max_tokens` is 0 where it is not known."""
+        wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
+        cache = next(each for each in self._lengths if each >= wanted)
+        chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
+        return [
+            *(self._program("prefill", each, cache) for each in chunks),
+            self._program("decode", 1, cache),
+        ]
 
     def start(self, tokens: int) -> ProgramCache:
         """See `Decoder`."""
-        return self.make_room(
-            ProgramCache(self.executor.start(self.level), self.options.context_tokens), tokens
-        )
+        length = self._length_for(tokens)
+        return ProgramCache(self.executor.start(self.level, length), length)
 
     def make_room(self, cache: ProgramCache, tokens: int) -> ProgramCache:
-        """See `Decoder`: programs have caches of one length.
+        """See `Decoder`.
 
         Raises:
-          ContextOverflow: it is too short.
+          ContextOverflow: there are no programs over caches of so many tokens.
         """
-        if tokens > cache.capacity_tokens:
-            raise ContextOverflow(
-                f"{tokens} tokens do not fit; the programs' caches hold {cache.capacity_tokens}: export the "
-                "model with a longer --context"
-            )
-        return cache
+        target, caches = self._length_for(tokens), cache.caches
+        for length in self._lengths:
+            if cache.capacity_tokens < length <= target:
+                caches = self.executor.grow(self.level, caches, length)
+        return ProgramCache(caches, max(target, cache.capacity_tokens))
 
     def prefill(self, cache: ProgramCache, tokens: Sequence[int], at: int) -> tuple[Any, ProgramCache]:
         """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
-        caches, position = cache.caches, 0
-        for chunk in self._chunks(len(tokens) - 1):
-            row = np.zeros((1, chunk), np.int32)
+        room, position = cache.capacity_tokens, 0
+        for chunk in self._chunks(len(tokens) - 1, room):
+            row, real = padded(tokens[position : min(position + chunk, len(tokens) - 1)], chunk)
             places = np.full(chunk, _PADDING, np.int32)
-            part = tokens[position : min(position + chunk, len(tokens) - 1)]
-            row[0, : len(part)] = part
-            places[: len(part)] = np.arange(at + position, at + position + len(part))
-            _, caches = self.executor.run(self._program("prefill", chunk), caches, row, places)
-            position += len(part)
-        logits, caches = self._decode_one(caches, tokens[-1], at + len(tokens) - 1)
-        return logits, dataclasses.replace(cache, caches=caches)
+            places[:real] = np.arange(at + position, at + position + real)
+            _, caches = self.executor.run(self._program("prefill", chunk, room), cache.caches, row, places)
+            cache, position = ProgramCache(caches, room), position + real
+        return self._decode_one(cache, tokens[-1], at + len(tokens) - 1)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """The next token `[1]`, and the sampler. The likeliest is found without a dispatch."""
@@ -135,54 +134,71 @@ class ProgramTable:
         held: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
         """See `Decoder`: a step for each token, until one of them stops."""
-        stops, said, caches = set(stop_ids.tolist()), [int(np.asarray(token)[0])], cache.caches
+        stops, said = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
         while len(said) <= limit and (len(said) == 1 or said[-1] not in stops):
-            logits, caches = self._decode_one(caches, said[-1], len(held) + len(said) - 1)
+            logits, cache = self._decode_one(cache, said[-1], len(held) + len(said) - 1)
             chosen, sampler = self.sample(logits, sampler)
             said.append(int(chosen[0]))
         rows = np.array([said[1:]], np.int32)
-        return rows, rows.shape[1], dataclasses.replace(cache, caches=caches), sampler
+        return rows, rows.shape[1], cache, sampler
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
 
         By the largest program that verifies, or token by token where there is none.
         """
-        sizes = self.options.verify_tokens
-        caches, scores = self.executor.start(self.level), []
+        cache, scores = self.start(len(tokens)), []
+        sizes = self.executor.manifest.verify_tokens(self.level, cache.capacity_tokens)
         size = sizes[-1] if sizes else 1
         for at in range(0, len(tokens), size):
             part, goals = tokens[at : at + size], np.asarray(targets[at : at + size])
             if sizes:
-                logits, caches = self._read_run(caches, part, at, size)
+                logits, cache = self._read_run(cache, part, at, size)
             else:
-                logits, caches = self._decode_one(caches, part[0], at)
+                logits, cache = self._decode_one(cache, part[0], at)
             wide = np.asarray(logits, np.float64)
             wide = wide - wide.max(axis=-1, keepdims=True)
             chosen = wide[np.arange(len(goals)), goals]
             scores.append(chosen - np.log(np.exp(wide).sum(axis=-1)))
         return np.concatenate(scores)
 
-    def _read_run(self, caches: Any, part: Sequence[int], at: int, size: int) -> tuple[np.ndarray, Any]:
+    def _read_run(
+        self, cache: ProgramCache, part: Sequence[int], at: int, size: int
+    ) -> tuple[np.ndarray, ProgramCache]:
         """Logits `[n, V]` behind each of n tokens that follow one another, a tree without branches."""
-        row = np.zeros((1, size), np.int32)
-        row[0, : len(part)] = part
+        row, real = padded(part, size)
         mask = np.tril(np.ones((size, size), np.bool_))
-        mask[len(part) :] = False
-        places = np.arange(at, at + size, dtype=np.int32)
-        logits, caches = self.executor.run(self._program("verify", size), caches, row, places, mask)
-        return np.asarray(logits)[0, : len(part)], caches
+        mask[real:] = False
+        places, room = np.arange(at, at + size, dtype=np.int32), cache.capacity_tokens
+        logits, caches = self.executor.run(
+            self._program("verify", size, room), cache.caches, row, places, mask
+        )
+        return np.asarray(logits)[0, :real], ProgramCache(caches, room)
 
-    def _decode_one(self, caches: Any, token: int, position: int) -> tuple[Any, Any]:
+    def _decode_one(self, cache: ProgramCache, token: int, position: int) -> tuple[Any, ProgramCache]:
         row, place = np.array([[token]], np.int32), np.array([position], np.int32)
-        logits, caches = self.executor.run(self._decoding, caches, row, place)
-        return logits[0], caches
+        room = cache.capacity_tokens
+        logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, place)
+        return logits[0], ProgramCache(caches, room)
 
-    def _chunks(self, tokens: int) -> list[int]:
-        return plan_chunks(tokens, self.options.chunk_tokens) if tokens > 0 else []
+    def _length_for(self, tokens: int) -> int:
+        """The shortest caches for `tokens`; those first that a program is ready for."""
+        fitting = [each for each in self._lengths if each >= tokens]
+        if not fitting:
+            raise ContextOverflow(
+                f"{tokens} tokens do not fit; the programs' caches hold {self.options.context_tokens}: "
+                "export the model with a longer --context"
+            )
+        ready = (each for each in fitting if self.executor.is_ready(self._program("decode", 1, each)))
+        return next(ready, fitting[0])
 
-    def _program(self, kind: Any, tokens: int) -> Signature:
-        return self.executor.manifest.signature(kind, tokens, self.level)
+    def _chunks(self, tokens: int, room: int) -> list[int]:
+        lengths = self.executor.manifest.chunk_tokens(self.level, room)
+        return plan_chunks(tokens, lengths) if tokens > 0 else []
+
+
+def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) -> Signature:
+    return manifest.signature(kind, tokens, level, room)
 
 
 @functools.cache

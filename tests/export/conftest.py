@@ -7,7 +7,9 @@ from export.subject import read_subject
 from serving.engine import Engine
 from tests.export.models import CHUNKS, CONTEXT, OPTIONS, answers, write_elastic
 
-PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,), levels=(40,))
+PLAN = ExportPlan(
+    context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,), cache_tokens=(32,), levels=(40,)
+)
 
 
 @pytest.fixture(scope="session")

@@ -25,18 +25,20 @@ PROMPTS = [
     [1],
     [1, 50, 7, 99, 23],
     [(7 * i) % CFG.vocab_size for i in range(17)],
+    # Its answer outgrows caches of 32.
+    [(5 * i) % CFG.vocab_size for i in range(25)],
     [(11 * i) % CFG.vocab_size for i in range(52)],
 ]
 
 
-def write_elastic(path):
+def write_elastic(path, scaling=0.5):
     """An elastic bundle of float weights whose level 40 has an adapter of its own."""
     adapter = init_adapter(
         sub_config(CFG, LADDER, 40), LoraConfig(rank=2, targets=("attn.q", "ffn.down")), jax.random.key(1)
     )
     draw = np.random.default_rng(1)
     adapter = {name: draw.normal(size=part.shape).astype(np.float32) * 0.3 for name, part in adapter.items()}
-    parts = elastic_parts(LADDER, {40: Recovery(adapter, 0.5)})
+    parts = elastic_parts(LADDER, {40: Recovery(adapter, scaling)})
     return write_tiny_bundle(path, cfg=CFG, params=tiny_params(CFG), parts=parts)
 
 

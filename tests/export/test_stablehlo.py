@@ -1,5 +1,6 @@
 """StableHLO programs: their answers, their files, and what is refused."""
 
+import copy
 import dataclasses
 import os
 import shutil
@@ -16,7 +17,7 @@ from export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
 from export.subject import read_subject
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
 from jaxllm.models.decoder import forward_documents, logits
-from jaxllm.programs.manifest import WEIGHTS, Manifest
+from jaxllm.programs.manifest import LEFT, WEIGHTS, Manifest
 from jaxllm.programs.weights import read_weights, write_weights
 from jaxllm.sampling import Sampling
 from serving.executables import ExecutableFolder
@@ -26,7 +27,7 @@ from serving.programs.live import LiveExecutor
 from serving.programs.stablehlo import StableHloExecutor
 from serving.programs.table import ProgramTable
 from tests.export.conftest import PLAN
-from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers
+from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers, write_elastic
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
@@ -83,6 +84,41 @@ def test_caches_are_donated(engine):
     assert all(each.is_deleted() for each in buffers)
 
 
+def test_caches_are_as_short_as_a_sequence_and_grow_with_it(engine):
+    table, ran = engine.table, []
+    run = engine.executor.run
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            engine.executor,
+            "run",
+            lambda signature, *rest: ran.append(signature.name) or run(signature, *rest),
+        )
+        engine.generate(PROMPTS[3], CONFIG)
+    # How many tokens a call decodes is a matter of time: caches grow when they could not hold them all.
+    grown = ran.index("decode")
+    assert ran[:3] == ["cache_32_prefill_16", "cache_32_prefill_16", "cache_32_decode"]
+    assert set(ran[2:grown]) == {"cache_32_decode"}
+    assert ran[grown:] == ["decode"] * (len(ran) - grown)
+    assert len(ran) == 2 + CONFIG.max_tokens
+    cache = table.make_room(table.start(4), 33)
+    assert {rows.shape[2] for rows in cache.caches.values()} == {CONTEXT}
+    assert table.make_room(cache, 4).capacity_tokens == CONTEXT
+
+
+def test_one_request_waits_for_programs_of_one_length_alone(stablehlo):
+    table = ProgramTable(StableHloExecutor(Manifest.read(stablehlo), stablehlo))
+    assert [each.name for each in table.request_signatures(5, 12)] == [
+        "cache_32_prefill_16",
+        "cache_32_decode",
+    ]
+    assert [each.name for each in table.request_signatures(1, 5)] == ["cache_32_decode"]
+    wanted = table.request_signatures(5, 60)
+    assert [each.name for each in wanted] == ["prefill_16", "decode"]
+    table.executor.prepare(wanted)
+    # What is ready is used, though a shorter one would do.
+    assert table.start(5).capacity_tokens == CONTEXT
+
+
 def test_a_second_turn_feeds_only_what_is_new(engine):
     session = Session()
     first = engine.stream(PROMPTS[1], CONFIG, session=session).result()
@@ -100,7 +136,7 @@ def test_a_draw_is_that_of_its_seed(engine):
 
 
 def test_an_answer_ends_with_the_window_and_a_prompt_must_fit_it(engine):
-    long = engine.generate(PROMPTS[3], GenerationConfig(max_tokens=50, ignore_eos=True))
+    long = engine.generate(PROMPTS[4], GenerationConfig(max_tokens=50, ignore_eos=True))
     assert long.finish_reason == "length"
     # The last token need not fit.
     assert len(long.sequence) == CONTEXT + 1
@@ -109,15 +145,17 @@ def test_an_answer_ends_with_the_window_and_a_prompt_must_fit_it(engine):
 
 
 def test_text_is_scored_as_a_whole_document_is(engine):
-    tokens = PROMPTS[3]
+    tokens = PROMPTS[4]
     params = {name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}
     hidden = forward_documents(params, np.array([tokens[:-1]], np.int32), cfg=CFG)
     scores = jax.nn.log_softmax(logits(params, hidden, cfg=CFG))[0]
     want = np.asarray(scores)[np.arange(len(tokens) - 1), tokens[1:]]
     np.testing.assert_allclose(engine.table.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
     # Without programs that verify, token by token.
-    engine = ProgramEngine(engine.executor, engine.tokenizer)
-    engine.table.options = dataclasses.replace(engine.table.options, verify_tokens=())
+    executor, manifest = copy.copy(engine.executor), engine.executor.manifest
+    kept = tuple(each for each in manifest.signatures if each.kind != "verify")
+    executor.manifest = dataclasses.replace(manifest, signatures=kept)
+    engine = ProgramEngine(executor, engine.tokenizer)
     np.testing.assert_allclose(engine.table.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
 
 
@@ -164,10 +202,10 @@ def test_weights_are_stored_once(stablehlo, subject):
 def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
     manifest, kept = Manifest.read(stablehlo), ExecutableFolder(tmp_path / "kept", limit_bytes=1 << 30)
     first = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))
-    first.executor.prepare(first.request_signatures(20))
+    first.executor.prepare(first.request_signatures(20, 4))
     again = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))
     with compiles() as count:
-        again.executor.prepare(again.request_signatures(20))
+        again.executor.prepare(again.request_signatures(20, 4))
     assert count() == 0
     outs = [table.prefill(table.start(20), PROMPTS[2], 0)[0] for table in (first, again)]
     np.testing.assert_array_equal(*outs)
@@ -175,7 +213,7 @@ def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
 
 def test_one_artifact_serves_all_platforms(subject):
     plan = PLAN.resolved(CFG)
-    (decode,) = [each for each in plan.signatures(40, str) if each.kind == "decode"]
+    (decode,) = [each for each in plan.signatures(40, str) if each.name == "level_40_decode"]
     program = traced(decode, subject, plan, precision="bf16", platforms=PLATFORMS)
     assert program.platforms == ("cpu", "cuda", "tpu")
     # Nothing of this machine's kernels: whoever loads it has none of their calls.
@@ -284,11 +322,26 @@ def test_widths_that_only_native_kernels_read(tmp_path):
         ({"context_tokens": 1000}, "window of 128"),
         ({"context_tokens": 8}, "no chunk"),
         ({"context_tokens": 16, "verify_tokens": (32,)}, "do not fit the context of 16"),
+        ({"cache_tokens": (128,)}, "shorter than the context of 128"),
+        ({"cache_tokens": (8,)}, "hold the shortest chunk of 16"),
     ],
 )
 def test_plans_that_cannot_be(options, part):
     with pytest.raises(ConfigError, match=part):
         ExportPlan(**options).resolved(CFG)
+
+
+def test_adapters_are_at_half_precision_where_nothing_is_lost(subject, tmp_path):
+    other = read_subject(write_elastic(tmp_path / "tiny.jaxllm", scaling=0.3), levels=(40,))
+    sides = [name for name in subject.arrays if name.startswith("level_40.")]
+    for name in sides:
+        assert subject.arrays[name].dtype == np.float16, name
+        # Scaled by three tenths, left sides are halves no more.
+        assert other.arrays[name].dtype == (np.float32 if name.endswith(LEFT) else np.float16), name
+        ratio = np.float32(0.3) / np.float32(0.5) if name.endswith(LEFT) else 1
+        wide = subject.arrays[name].astype(np.float32)
+        np.testing.assert_allclose(other.arrays[name], wide * ratio, rtol=1e-6, err_msg=name)
+    assert sides
 
 
 def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):

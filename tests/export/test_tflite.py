@@ -10,18 +10,19 @@ from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.programs.manifest import Manifest
+from jaxllm.programs.manifest import LEFT, RIGHT, Manifest
 from jaxllm.tokenizer import Tokenizer
 from serving.programs.engine import ProgramEngine
 from serving.programs.litert import LiteRtExecutor
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CONTEXT, PROMPTS, answers
+from tests.export.operators import Operator, operators
 from tests.tiny import tiny_params
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from export.flatbuffer import Operator, operators, share_buffers
+from export.flatbuffer import share_buffers
 from export.quantized import calibrate, quantized_subject
 from export.tflite import FILE, export_tflite, require_holdable, tflite_model
 
@@ -100,6 +101,20 @@ def test_a_chunk_length_and_a_level_add_no_weights(whole, subject):
     assert stored(subject, bare, (40, 100)) < 1.03 * one + adapters
 
 
+def test_a_levels_adapter_is_stored_at_half_precision_and_widened_once(tflite, subject):
+    sides = [name for name in subject.levels[40].weights if name.endswith((LEFT, RIGHT))]
+    for name, found in operators((tflite[0] / FILE).read_bytes()).items():
+        halves = {each.name: count for each, count in found.items() if "FLOAT16" in each.inputs}
+        if not name.startswith("level_40"):
+            assert halves == {}, name
+        elif "prefill" in name:
+            # Of the last layer it needs keys and values alone.
+            assert 0 < halves.pop("DEQUANTIZE") < len(sides)
+            assert halves == {}
+        else:
+            assert halves == {"DEQUANTIZE": len(sides)}, name
+
+
 def integers(found: Counter[Operator]) -> set[str]:
     return {each.name for each in found if "INT8" in (*each.inputs, each.output)}
 
@@ -135,7 +150,7 @@ def test_perplexity_is_near_that_of_floats(request, engine, name, within):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
     scales, not what they cost a trained model."""
     quantized = ProgramEngine.open(request.getfixturevalue(name), threads=1)
-    tokens = PROMPTS[3]
+    tokens = PROMPTS[4]
     loss = [-each.table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within

@@ -43,8 +43,18 @@ def test_chat_answers_as_the_bundle_does(run: Run, bundle: Path, program: Path) 
 
 
 def test_what_was_exported_cannot_be_changed(run: Run, bundle: Path, program: Path, tmp_path: Path) -> None:
-    for option in (("-m", bundle), ("--context", 32), ("--draft", "ngram"), ("--memory", "1GB")):
-        failed(run("generate", "--program", program, "-p", "x", *option), "--program")
+    for option in (
+        ("--model", bundle),
+        ("--context", 32),
+        ("--draft", "ngram"),
+        ("--memory", "1GB"),
+        ("--prefill", "float"),
+        ("--processors", 2),
+        ("--weights", "f32"),
+        ("--adapter", tmp_path),
+    ):
+        done = run("generate", "--program", program, "-p", "x", *option)
+        failed(done, f"{option[0]} cannot be given with --program")
     failed(run("generate", "--program", program, "-p", "x", "--level", 30), "level 30 was not exported")
     failed(run("generate", "--program", tmp_path, "-p", "x"), "not a folder of programs", "jaxllm export")
     failed(run("generate", "--program", tmp_path / "none", "-p", "x"), "no such folder")

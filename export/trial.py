@@ -1,0 +1,83 @@
+"""A program beside the graph that it was made of: run once on the same inputs, before it is shipped."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from export.signatures import ExportPlan
+from export.subject import Subject
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ProgramError
+from jaxllm.kernels.native import portable_graphs
+from jaxllm.programs.manifest import Signature, cache_shapes
+from jaxllm.programs.steps import step_of
+
+
+class Trial(NamedTuple):
+    """What to call a program with, and what must come out.
+
+    Attributes:
+      caches: random, by name.
+      inputs: tokens, positions and, for a tree, its mask.
+      wanted: of the graph, by name.
+    """
+
+    caches: dict[str, np.ndarray]
+    inputs: tuple[np.ndarray, ...]
+    wanted: dict[str, jax.Array]
+
+
+def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype) -> Trial:
+    """Runs the graph of a signature with activations and caches of `dtype`."""
+    cfg, room = subject.levels[signature.level].cfg, plan.room(signature)
+    inputs, draw = example_inputs(signature, cfg, room), np.random.default_rng(0)
+    caches = {
+        name: draw.standard_normal(shape).astype(dtype) for name, shape in cache_shapes(cfg, room).items()
+    }
+    with portable_graphs():
+        wanted = jax.jit(step_of(signature, cfg, dtype))(subject.weights(signature.level), caches, *inputs)
+    return Trial(caches, inputs, wanted)
+
+
+def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[np.ndarray, ...]:
+    """Tokens, positions and, for a tree, a mask to try a program with: a chunk whose last token is padding,
+    or a tree of two branches."""
+    count = signature.tokens
+    draw = np.random.default_rng(count)
+    tokens = draw.integers(0, cfg.vocab_size, (1, count)).astype(np.int32)
+    start = min(3, cache_tokens - count)
+    positions = np.arange(start, start + count, dtype=np.int32)
+    if signature.kind != "verify":
+        if count > 1:
+            positions[-1] = 0
+        return tokens, positions
+    mask = np.tril(np.ones((count, count), np.bool_))
+    # The last node is a second child of the root.
+    mask[-1, 1:-1] = False
+    positions[-1] = start + 1
+    return tokens, positions, mask
+
+
+def require_alike(
+    got: Mapping[str, Any], wanted: Mapping[str, jax.Array], *, name: str, tolerance: float
+) -> None:
+    """Checks what the program `name` gave.
+
+    Args:
+      got, wanted: logits and caches by name.
+      name: for people.
+      tolerance: most that a number may be off, as a share of the largest of its array (of 1 at least).
+
+    Raises:
+      ProgramError: it is something else than the graph gave.
+    """
+    for output, each in wanted.items():
+        this, that = (np.asarray(array, np.float32) for array in (got[output], each))
+        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
+        if not worst <= tolerance * max(1.0, largest):
+            raise ProgramError(
+                f"the program {name} differs from the graph that it was made of by {worst:.3g} in {output}; "
+                "report this model and the versions of jax and of what compiled it"
+            )
