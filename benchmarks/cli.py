@@ -18,6 +18,7 @@ from benchmarks.experts import run as experts_bench
 from benchmarks.experts.figures import draw as draw_experts
 from benchmarks.experts.systems import random_mixed
 from benchmarks.peers import PEERS
+from benchmarks.prefill.cli import prefill_command
 from benchmarks.report import check_plot, emit
 from benchmarks.shapes import MIXTURES, SHAPES, shape_folder
 from benchmarks.speculative import run as speculative_bench
@@ -446,3 +447,6 @@ def export_command(
             lambda message: click.echo(message, err=True),
         )
     emit("export", rows, as_json=as_json, plot=plot)
+
+
+bench_command.add_command(prefill_command)

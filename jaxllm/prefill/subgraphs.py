@@ -22,7 +22,7 @@ Where subgraphs run, and in which order, is for `schedule.py`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -49,6 +49,17 @@ SHADOWED_STAGES: tuple[Stage, ...] = (
     "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow",
 )  # fmt: skip
 INTEGER_STAGES: frozenset[Stage] = frozenset(("project", "finish", "widen", "narrow"))
+# What the names of a subgraph's parameters begin with, within the layer.
+STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
+    "project": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
+    "project_shadow": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
+    "attend": ("attn.q_norm.", "attn.k_norm.", "attn.o"),
+    "finish": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.", "ffn_post_norm."),
+    "widen": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.gate", "ffn.up"),
+    "widen_shadow": ("ffn_norm.", "ffn.gate", "ffn.up"),
+    "narrow": ("ffn.down",),
+    "narrow_shadow": ("ffn.down", "ffn_post_norm."),
+}
 # The inputs of a layer's products, which have a step each.
 PRODUCTS = ("project", "out", "widen", "narrow")
 _PROJECT, _OUT, _WIDEN, _NARROW = range(4)

@@ -1,5 +1,6 @@
 """The graphs of integer prefill: which buckets there are, and what is traced for each."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +16,13 @@ from jaxllm.models.parameters import Params
 from jaxllm.prefill import subgraphs
 from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import PRODUCTS, LayerCalibration, Stage, product_sizes
+from jaxllm.prefill.subgraphs import (
+    PRODUCTS,
+    STAGE_PARAMETERS,
+    LayerCalibration,
+    Stage,
+    product_sizes,
+)
 from serving.lowering import layer_params, shapes_of
 from serving.options import EngineOptions
 
@@ -25,6 +32,10 @@ _SHADOW_OF: Mapping[str, int] = {
     "int_attend_shadow": PRODUCTS.index("out"),
     "int_widen_shadow": PRODUCTS.index("widen"),
     "int_narrow_shadow": PRODUCTS.index("narrow"),
+}
+_STAGE_OF: Mapping[str, Stage] = {
+    "int_attend_shadow": "attend",
+    **{f"int_{stage}": stage for stage in STAGE_PARAMETERS},
 }
 SUBGRAPH_KINDS: frozenset[Kind] = frozenset(
     ("int_project", "int_attend", "int_finish", "int_widen", "int_narrow", *_SHADOW_OF)  # pyright: ignore
@@ -53,12 +64,33 @@ def known_to(kind: Kind, calibration: LayerCalibration) -> LayerCalibration:
     return LayerCalibration(calibration.steps, tuple(rows))
 
 
+def stage_params(
+    params: Params | CountedSubModel, layer: int, like: int, kind: Kind
+) -> dict[str, Any] | CountedSubModel:
+    """The parameters that the graph of a kind takes of a layer, under the names of another's."""
+    found = layer_params(params, layer, like)
+    prefix = f"layers.{like}."
+    starts = tuple(prefix + each for each in STAGE_PARAMETERS[_STAGE_OF[kind]])
+    if not isinstance(found, CountedSubModel):
+        return {name: each for name, each in found.items() if name.startswith(starts)}
+    whole = {name: each for name, each in found.whole.items() if name.startswith(starts)}
+    places = tuple(place for place in found.places if place.name in whole)
+    return dataclasses.replace(found, whole=whole, places=places)
+
+
+def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> int:
+    """What the weights of a stage take."""
+    found = stage_params(params, layer, layer, kind_of(stage, shadowed=False))
+    whole = found.whole if isinstance(found, CountedSubModel) else found
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+
+
 def lower_subgraph(
     bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions
 ) -> jax.stages.Lowered:
     """Traces the graph of one of `SUBGRAPH_KINDS` (see `serving.lowering.lower`)."""
     layer, kind = bucket.layer, bucket.kind
-    weights = shapes_of(layer_params(params, layer, layer))
+    weights = shapes_of(stage_params(params, layer, layer, kind))
     # Where a graph serves all levels, units are those of the whole model.
     own = cfg.whole if isinstance(params, CountedSubModel) else cfg
     known = shapes_of(_calibration_shapes(bucket, own))

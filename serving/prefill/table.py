@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,16 +19,32 @@ from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.schedule import Dispatcher, Processor, Subgraph, Times, natural_place, prompt_subgraphs
+from jaxllm.prefill.schedule import (
+    Dispatcher,
+    Subgraph,
+    Times,
+    natural_place,
+    placed_by_memory,
+    prompt_subgraphs,
+)
 from jaxllm.prefill.shadow import rooms
+from jaxllm.prefill.simulator import stage_operations
 from jaxllm.prefill.subgraphs import LayerCalibration, Stage, product_sizes, stages_of
 from jaxllm.sampling import Sampling, sampler_state
 from serving.buckets import BucketTable
 from serving.chunks import padded, plan_chunks
 from serving.graph_store import GraphStore
-from serving.lowering import MAX_STOP_IDS, layer_params, norm_params
+from serving.lowering import MAX_STOP_IDS, norm_params
 from serving.options import EngineOptions
-from serving.prefill.graphs import SUBGRAPH_KINDS, float_rows, kind_of, known_to, lower_subgraph
+from serving.prefill.graphs import (
+    SUBGRAPH_KINDS,
+    float_rows,
+    kind_of,
+    known_to,
+    lower_subgraph,
+    stage_bytes,
+    stage_params,
+)
 from serving.prefill.passing import Passing
 from serving.prefill.processors import TwoProcessors
 
@@ -70,7 +86,6 @@ class IntegerTable(BucketTable):
         calibration: PrefillCalibration,
         store: GraphStore | None = None,
         processors: TwoProcessors | None = None,
-        placed: Callable[[int, Stage], Processor] = natural_place,
     ) -> None:
         """Makes an empty table of the whole model.
 
@@ -81,12 +96,22 @@ class IntegerTable(BucketTable):
           calibration: of this model.
           store: keeps graphs for later processes.
           processors: see the class.
-          placed: (layer, stage) -> where it runs, if there are two processors.
+
+        Raises:
+          ConfigError: the integer processor's memory holds no subgraph.
         """
         super().__init__(cfg, params, options, store)
         self.calibration, self.processors = calibration, processors
         self.outliers = OutlierCounts()
-        self._placed = placed
+        self._placed = natural_place
+        if processors is not None and options.prefill.integer_bytes:
+            tokens = options.chunk_tokens[-1]
+            self._placed = placed_by_memory(
+                calibration.shadowed,
+                lambda layer, stage: stage_bytes(params, layer, stage),
+                lambda layer, stage: stage_operations(cfg, stage, tokens),
+                options.prefill.integer_bytes,
+            )
         # By layer and bucket, measured when the table is rehearsed.
         self._times: dict[_Case, float] = {}
         self._ready_for: tuple[int, int] | None = None
@@ -266,7 +291,7 @@ class IntegerTable(BucketTable):
         self._head = whole["embed.tokens" if self.cfg.tied_head else "head"]
         self._known = self.calibration.layers(self.level, self.graphs_cfg)
         self._kept: dict[_Case, tuple[Bucket, tuple[Any, LayerCalibration]]] = {}
-        self._weights_on: dict[tuple[int, int], Any] = {}
+        self._placed_weights: dict[tuple[int, str, int], tuple[Any, LayerCalibration]] = {}
         self._ready_for = self.weights_version
 
     def _operands(
@@ -277,11 +302,12 @@ class IntegerTable(BucketTable):
         if case not in self._kept:
             bucket = self.subgraph_bucket(*case)
             device, known = self._device_of(bucket), known_to(bucket.kind, self._known[layer])
-            key = layer, bucket.bits
-            if key not in self._weights_on:
-                weights = layer_params(self._params, layer, bucket.layer)
-                self._weights_on[key] = _put(weights, device)
-            self._kept[case] = bucket, (self._weights_on[key], _put(known, device))
+            # A device has what its own subgraphs take, once for all lengths.
+            key = layer, bucket.kind, bucket.bits
+            if key not in self._placed_weights:
+                weights = stage_params(self._params, layer, bucket.layer, bucket.kind)
+                self._placed_weights[key] = _put(weights, device), _put(known, device)
+            self._kept[case] = bucket, self._placed_weights[key]
         return self._kept[case]
 
 

@@ -180,6 +180,7 @@ def test_static_graphs_are_shared(engine):
         ({"processors": 3}, "1 or 2 processors"),
         ({"most_loss": float("nan")}, "must be a share"),
         ({"order": "random"}, "order of subgraphs"),
+        ({"integer_bytes": -1}, "must not be negative"),
     ],
 )
 def test_refused_options(change, message):

@@ -1,0 +1,259 @@
+"""How fast prompts are read: by the engines of each system, in processes of their own.
+
+On all cores together: floats, floats padded to the longest prompt, native kernels that look at activations
+(K-Quant), static steps alone (naive-int8), and with shadow (ours). On an integer and a float processor:
+static steps with and without shadow, in order and out of order, beside what the simulator says of the same
+subgraphs.
+
+The weights are random, with outliers put into them: that is labelled, and only speed is measured of them.
+"""
+
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.quiet import wait_for_quiet
+from jaxllm.bundle import Bundle, rewrite_bundle
+from jaxllm.bundle.prefill import prefill_parts, read_prefill
+from jaxllm.config import Bucket
+from jaxllm.errors import JaxllmError
+from jaxllm.prefill.schedule import ORDERS, PROCESSORS, Dispatcher, Order, Subgraph
+from jaxllm.prefill.simulator import lower_bound_ms, simulate
+from jaxllm.prefill.subgraphs import stages_of
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.prefill.options import PrefillOptions
+from serving.prefill.processors import prepare_processors
+from serving.prefill.table import IntegerTable
+
+OURS = "jaxllm"
+# Of the bundles of a shape.
+Paths = dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeedPlan:
+    """Sizes.
+
+    Attributes:
+      lengths: of prompts, ascending.
+      repeats: of each prompt on each system, which take turns.
+      chunk_tokens: of graphs.
+    """
+
+    lengths: tuple[int, ...] = (64, 256, 1024)
+    repeats: int = 5
+    chunk_tokens: tuple[int, ...] = (64, 256)
+
+
+def bundles_of(integer: Path, floats: Path) -> Paths:
+    """The bundles that systems take, those that differ in their calibration made beside the first."""
+    bare = integer.with_suffix(".naive.jaxllm")
+    if not bare.exists():
+        with Bundle.open(integer) as bundle:
+            known = read_prefill(bundle)
+            assert known is not None
+            none = dataclasses.replace(
+                known, shadowed=(False,) * len(known.shadowed), channels={}, hot={}, rows={}
+            )
+            rewrite_bundle(bare, bundle, prefill_parts(none))
+    return {"int8": str(integer), "naive": str(bare), "float": str(floats)}
+
+
+def measured(paths: Paths, plan: SpeedPlan, *, processors: int) -> dict[str, Any]:
+    """What a process that measures finds (see `main`).
+
+    Raises:
+      JaxllmError: it failed.
+    """
+    told = json.dumps({"paths": paths, "plan": dataclasses.asdict(plan), "processors": processors})
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.prefill.speed", told], capture_output=True, text=True, check=False
+    )
+    if run.returncode:
+        raise JaxllmError(f"measuring failed: {run.stderr.strip()[-400:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def main(told: str) -> None:
+    """Measures in this process, which nobody else's JAX has touched, and prints one JSON object."""
+    asked = json.loads(told)
+    plan = SpeedPlan(**{name: tuple(v) if isinstance(v, list) else v for name, v in asked["plan"].items()})
+    paths: Paths = asked["paths"]
+    if asked["processors"] == 1:
+        found = _on_all_cores(paths, plan)
+    else:
+        prepare_processors()
+        found = _on_two_processors(paths, plan)
+    print(json.dumps(found))
+
+
+def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
+    systems = {
+        "float": (paths["float"], PrefillOptions(mode="float")),
+        "K-Quant": (paths["int8"], PrefillOptions(mode="float")),
+        "naive-int8": (paths["naive"], PrefillOptions(mode="int8")),
+        OURS: (paths["int8"], PrefillOptions(mode="int8")),
+    }
+    engines = {name: _opened(*each, plan) for name, each in systems.items()}
+    times = _times(engines, plan)
+    # The same engine, each prompt filled up to the longest.
+    longest = {"float-padded": engines["float"]}
+    padded = _times(longest, dataclasses.replace(plan, lengths=plan.lengths[-1:]))["float-padded"]
+    times["float-padded"] = dict.fromkeys(map(str, plan.lengths), padded[str(plan.lengths[-1])])
+    table = engines[OURS].table
+    assert isinstance(table, IntegerTable)
+    return {
+        "ms": times,
+        "build_ms": {name: engine.table.build_ms for name, engine in engines.items()},
+        "graphs": {name: len(engine.table.bucket_ms) for name, engine in engines.items()},
+        "sharing": _sharing(table, plan),
+        "resident_bytes": table.calibration.resident_bytes,
+        "weight_bytes": engines[OURS].bundle.weight_bytes,
+        "outliers": dataclasses.asdict(table.outliers),
+    }
+
+
+def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
+    systems = {
+        f"{OURS}-no-shadow-in-order": (
+            paths["naive"],
+            PrefillOptions(mode="int8", processors=2, order="in-order"),
+        ),
+        f"{OURS}-in-order": (paths["int8"], PrefillOptions(mode="int8", processors=2, order="in-order")),
+        f"{OURS}-first-ready": (
+            paths["int8"],
+            PrefillOptions(mode="int8", processors=2, order="first-ready"),
+        ),
+        OURS: (paths["int8"], PrefillOptions(mode="int8", processors=2)),
+    }
+    engines = {name: _opened(*each, plan) for name, each in systems.items()}
+    traces: dict[str, dict[int, list[float]]] = {name: {} for name in engines}
+
+    def watch(name: str, length: int) -> None:
+        table = engines[name].table
+        assert isinstance(table, IntegerTable)
+        assert table.processors is not None
+        assert table.processors.trace is not None
+        traces[name].setdefault(length, []).append(table.processors.trace.makespan_ms)
+
+    times = _times(engines, plan, watch)
+    simulated: dict[str, Any] = {}
+    for name, engine in engines.items():
+        table = engine.table
+        assert isinstance(table, IntegerTable)
+        order = engine.options.prefill.order
+        for length in plan.lengths:
+            passing = table.begin_passing(table.start(length), [0] * length, 0)
+            subgraphs, known = table.subgraphs(passing), table.times(passing)
+            simulated.setdefault(name, {})[str(length)] = {
+                "ms": simulate(subgraphs, known, order).makespan_ms,
+                "bound_ms": lower_bound_ms(subgraphs, known),
+                "real_ms": statistics.median(traces[name][length]),
+            }
+    table = engines[OURS].table
+    assert isinstance(table, IntegerTable)
+    passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
+    subgraphs = table.subgraphs(passing)
+    return {
+        "ms": times,
+        "simulated": simulated,
+        "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
+    }
+
+
+def _decision_us(subgraphs: Sequence[Subgraph], order: Order) -> float:
+    """What a decision takes, in microseconds: all of a prompt's, one after the other."""
+    dispatcher = Dispatcher(subgraphs, lambda each: 1.0, order)
+    began = time.perf_counter()
+    while not dispatcher.done:
+        for processor in PROCESSORS:
+            place = dispatcher.take(processor)
+            if place is not None:
+                dispatcher.finish(place)
+    return 1e6 * (time.perf_counter() - began) / len(subgraphs)
+
+
+def _opened(path: str, how: PrefillOptions, plan: SpeedPlan) -> Engine:
+    longest = plan.lengths[-1]
+    options = EngineOptions(
+        context_tokens=longest,
+        cache_tokens=(longest,),
+        chunk_tokens=plan.chunk_tokens,
+        cache_dtype="float16",
+        # What building takes is measured, not reading.
+        executables_bytes=0,
+        prefill=how,
+    )
+    return Engine.open(path, options=options)
+
+
+def _times(engines: dict[str, Engine], plan: SpeedPlan, watch: Any = None) -> dict[str, dict[str, float]]:
+    """Milliseconds of each system and length, medians over prompts that all get by turns."""
+    found: dict[str, dict[str, float]] = {name: {} for name in engines}
+    draw = np.random.default_rng(0)
+    for length in plan.lengths:
+        taken: dict[str, list[float]] = {name: [] for name in engines}
+        for number in range(plan.repeats + 1):
+            order = list(engines) if number % 2 else list(engines)[::-1]
+            tokens: list[int] | None = None
+            for name in order:
+                engine = engines[name]
+                tokens = tokens or draw.integers(0, engine.cfg.vocab_size, length).tolist()
+                cache = jax.block_until_ready(engine.table.start(length))
+                wait_for_quiet(0.3)
+                began = time.perf_counter()
+                jax.block_until_ready(engine.table.prefill(cache, tokens, 0)[0])
+                if number:
+                    taken[name].append(1000 * (time.perf_counter() - began))
+                    if watch is not None:
+                        watch(name, length)
+        for name, values in taken.items():
+            found[name][str(length)] = statistics.median(values)
+    return found
+
+
+def _sharing(table: IntegerTable, plan: SpeedPlan) -> dict[str, Any]:
+    """Graphs, their memory and the time to build them for prompts of the greatest length: shared by chunks
+    and layers, against one for each chunk and layer, counted from those that were built."""
+    chunk, longest = plan.chunk_tokens[-1], plan.lengths[-1]
+    chunks, layers = -(-longest // chunk), table.cfg.layers
+    own = [each for each in table.chunk_buckets(chunk, longest) if each.kind.startswith("int_")]
+    apart = [each for layer in range(layers) for each in _of_layer(table, layer, chunk, longest) * chunks]
+    memory = {bucket: _graph_bytes(table.graph(bucket)) for bucket in own}
+    return {
+        "shared": {
+            "graphs": len(own),
+            "bytes": sum(memory.values()),
+            "build_ms": sum(table.bucket_ms[each] for each in own),
+        },
+        "apart": {
+            "graphs": len(apart),
+            "bytes": sum(memory[each] for each in apart),
+            "build_ms": sum(table.bucket_ms[each] for each in apart),
+        },
+    }
+
+
+def _of_layer(table: IntegerTable, layer: int, chunk: int, cache: int) -> list[Bucket]:
+    stages = stages_of(table.calibration.shadowed[layer])
+    return [table.subgraph_bucket(layer, stage, chunk, cache) for stage in stages]
+
+
+def _graph_bytes(graph: Any) -> int:
+    """What a graph takes besides its arguments: code, and memory while it runs."""
+    known = graph.memory_analysis()
+    return int(known.generated_code_size_in_bytes + known.temp_size_in_bytes + known.output_size_in_bytes)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
