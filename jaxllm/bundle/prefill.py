@@ -90,6 +90,8 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
                 _finite(arrays, _rows(layer, product, number), (len(own), each))
                 for number, each in enumerate(outputs)
             )
+    if len({len(own) for own in channels.values()}) > 1:
+        raise ConfigError("its products have different numbers of rows")
     if arrays:
         raise ConfigError(f"it holds {min(arrays)}, which nothing takes")
     return PrefillCalibration(

@@ -18,14 +18,17 @@ A layer whose outliers count is cut at every product, so that the float processo
     narrow         widen_shadow       ->  (adds both) activation, last product of the block
                    narrow_shadow          adds the excess of what the last product took
 
+One processor that runs everything runs a layer as one graph, `pass_layer`, which is all of these.
+
 Where subgraphs run, and in which order, is for `schedule.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
@@ -41,7 +44,15 @@ from jaxllm.quant import Weight
 from jaxllm.used_units import used_in_layer
 
 Stage = Literal[
-    "project", "attend", "finish", "project_shadow", "widen", "widen_shadow", "narrow", "narrow_shadow"
+    "project",
+    "attend",
+    "finish",
+    "project_shadow",
+    "widen",
+    "widen_shadow",
+    "narrow",
+    "narrow_shadow",
+    "layer",
 ]
 # In the order in which one processor would run them.
 PLAIN_STAGES: tuple[Stage, ...] = ("project", "attend", "finish")
@@ -59,10 +70,13 @@ STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
     "widen_shadow": ("ffn_norm.", "ffn.gate", "ffn.up"),
     "narrow": ("ffn.down",),
     "narrow_shadow": ("ffn.down", "ffn_post_norm."),
+    "layer": ("",),
 }
 # The inputs of a layer's products, which have a step each.
 PRODUCTS = ("project", "out", "widen", "narrow")
 _PROJECT, _OUT, _WIDEN, _NARROW = range(4)
+# Of products that take what a norm gives.
+_NORMS = {_PROJECT: "attn_norm", _WIDEN: "ffn_norm"}
 
 
 @jax.tree_util.register_dataclass
@@ -95,28 +109,62 @@ def require_integer_prefill(cfg: ModelConfig) -> None:
 
 
 def stages_of(shadowed: bool) -> tuple[Stage, ...]:
-    """The subgraphs of a layer."""
+    """The subgraphs of a layer, for two processors."""
     return SHADOWED_STAGES if shadowed else PLAIN_STAGES
+
+
+def pass_layer(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
+    """A layer over a chunk: all of its subgraphs.
+
+    Args:
+      params: the layer's.
+      calibration: of the layer.
+      x: `[1, T, D]`, its input.
+      at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
+
+    Returns:
+      The next layer's input, keys and values, mass; and where the layer has a shadow how many channels of
+      each of `PRODUCTS` have outliers, `[4]` int32, else None.
+    """
+
+    def run(step: Callable[..., Any], *operands: Any) -> Any:
+        return step(params, calibration, *operands, cfg=cfg, layer=layer)
+
+    heads = run(project, x)
+    if not calibration.shadowed:
+        out, _, past, mass, _ = run(attend, heads, None, at, past, mass)
+        return run(finish, x, out), past, mass, None
+    shadows, projected = run(project_shadow, x)
+    out, added, past, mass, mixed = run(attend, heads, shadows, at, past, mass)
+    x, products = run(widen, x, out, added)
+    shadows, widened = run(widen_shadow, x)
+    out, hidden = run(narrow, x, products, shadows)
+    x, narrowed = run(narrow_shadow, x, out, hidden)
+    return x, past, mass, jnp.stack([projected, mixed, widened, narrowed])
 
 
 def project(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> list[jax.Array]:
     """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
-    weights = _weights(params, layer)
-    matrices, biases = _matrices(weights, _PROJECT, cfg)
-    step, norm = calibration.steps[_PROJECT], weights.norm("attn_norm", cfg)
-    groups, _ = used_in_layer(weights.counts, layer)
-    return normed_to_units(x, norm, matrices, biases, used=groups, step=step)
+    return _products(_weights(params, layer), calibration, _PROJECT, x, cfg, layer)
 
 
 def project_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """What outliers add to the results of `project`, and how many channels have one."""
-    weights = _weights(params, layer)
-    normed = normalize(x, weights.norm("attn_norm", cfg))
-    return _shadow(weights, calibration, _PROJECT, normed, cfg)
+    return _normed_shadow(_weights(params, layer), calibration, _PROJECT, x, cfg)
 
 
 def attend(
@@ -199,19 +247,14 @@ def widen(
     """The block's input `[1, T, D]`, and its first products `[1, T, F]` each; `added` is of `attend`."""
     weights = _weights(params, layer)
     x = _added_output(weights, calibration, x, out, added, cfg, layer)
-    matrices, biases = _matrices(weights, _WIDEN, cfg)
-    _, neurons = used_in_layer(weights.counts, layer)
-    step, norm = calibration.steps[_WIDEN], weights.norm("ffn_norm", cfg)
-    return x, normed_to_units(x, norm, matrices, biases, used=neurons, step=step)
+    return x, _products(weights, calibration, _WIDEN, x, cfg, layer)
 
 
 def widen_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """What outliers add to the products of `widen`, of the block's input; how many channels have one."""
-    weights = _weights(params, layer)
-    normed = normalize(x, weights.norm("ffn_norm", cfg))
-    return _shadow(weights, calibration, _WIDEN, normed, cfg)
+    return _normed_shadow(_weights(params, layer), calibration, _WIDEN, x, cfg)
 
 
 def narrow(
@@ -342,6 +385,30 @@ def _hidden(products: Sequence[jax.Array], cfg: ModelConfig) -> jax.Array:
         return activate(products[0], cfg.activation)
     gate, up = products
     return activate(gate, cfg.activation) * up
+
+
+def _products(
+    weights: LayerParams,
+    calibration: LayerCalibration,
+    product: int,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+) -> list[jax.Array]:
+    """The products behind a norm of `x`: of heads, or the block's first."""
+    matrices, biases = _matrices(weights, product, cfg)
+    groups, neurons = used_in_layer(weights.counts, layer)
+    used = groups if product == _PROJECT else neurons
+    norm = weights.norm(_NORMS[product], cfg)
+    return normed_to_units(x, norm, matrices, biases, used=used, step=calibration.steps[product])
+
+
+def _normed_shadow(
+    weights: LayerParams, calibration: LayerCalibration, product: int, x: jax.Array, cfg: ModelConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """What outliers add to `_products`, and how many channels have one."""
+    normed = normalize(x, weights.norm(_NORMS[product], cfg))
+    return _shadow(weights, calibration, product, normed, cfg)
 
 
 def _sums(results: Sequence[jax.Array], shadows: Sequence[jax.Array]) -> list[jax.Array]:

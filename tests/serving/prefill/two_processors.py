@@ -52,6 +52,8 @@ def main(path: str, order: str, integer_bytes: str) -> None:
                 ends[need] <= starts[place] for place, each in enumerate(subgraphs) for need in each.needs
             )
             found["subgraphs"] = len(subgraphs)
+            buckets = table.chunk_buckets(16, 64) + table.chunk_buckets(16, 96)
+            found["kinds"] = sorted(each.kind for each in dict.fromkeys(buckets) if "int_" in each.kind)
             found["integer"] = sum(each.processor == "integer" for each in subgraphs)
         engine.close()
     print(json.dumps(found))
