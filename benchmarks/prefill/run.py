@@ -67,7 +67,7 @@ def speed_rows(shape: str, plan: Plan, progress: Progress) -> list[Row]:
     progress("Measuring", 1, 2)
     two = measured(paths, plan.speed, processors=2)
     progress("Measuring", 2, 2)
-    return [*_rates(shape, one, plan), *_graph_rows(shape, one), *_two_rows(shape, two, plan)]
+    return [*_rates(shape, one, plan), *_graph_rows(shape, one, two), *_two_rows(shape, two, plan)]
 
 
 def simulated_rows(plan: Plan) -> list[Row]:
@@ -127,8 +127,8 @@ def _rates(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
     return rows
 
 
-def _graph_rows(shape: str, found: dict[str, Any]) -> list[Row]:
-    shared, apart = found["sharing"]["shared"], found["sharing"]["apart"]
+def _graph_rows(shape: str, found: dict[str, Any], two: dict[str, Any]) -> list[Row]:
+    shared, apart = two["sharing"]["shared"], two["sharing"]["apart"]
     rows = []
     for metric, unit, key in (
         ("graphs", "", "graphs"),
@@ -138,7 +138,7 @@ def _graph_rows(shape: str, found: dict[str, Any]) -> list[Row]:
         rows += compared(
             {OURS: float(shared[key]), "chunk-and-layer-graphs": float(apart[key])},
             ours=OURS,
-            case=f"{shape}, graphs of the longest prompt",
+            case=f"{shape}, subgraphs of the longest prompt",
             metric=metric,
             unit=unit,
             notes={"chunk-and-layer-graphs": "counted from those that are shared"},

@@ -1,9 +1,9 @@
 """How fast prompts are read: by the engines of each system, in processes of their own.
 
-On all cores together: floats, floats padded to the longest prompt, native kernels that look at activations
-(K-Quant), static steps alone (naive-int8), and with shadow (ours). On an integer and a float processor:
-static steps with and without shadow, in order and out of order, beside what the simulator says of the same
-subgraphs.
+On all cores together: floats and static steps alone (naive-int8), of prompts that are padded to the longest,
+as one graph for all of them takes, and in chunks that share graphs; native kernels that look at activations
+(K-Quant); static steps with shadow (ours). On an integer and a float processor: static steps with and without
+shadow, in order and out of order, beside what the simulator says of the same subgraphs.
 
 The weights are random, with outliers put into them: that is labelled, and only speed is measured of them.
 """
@@ -36,6 +36,8 @@ from serving.prefill.processors import prepare_processors
 from serving.prefill.table import IntegerTable
 
 OURS = "jaxllm"
+# Behind the name of a system whose prompts are filled up to the longest.
+_PADDED = "-padded"
 # Of the bundles of a shape.
 Paths = dict[str, str]
 
@@ -98,25 +100,21 @@ def main(told: str) -> None:
 
 
 def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
-    systems = {
-        "float": (paths["float"], PrefillOptions(mode="float")),
-        "K-Quant": (paths["int8"], PrefillOptions(mode="float")),
-        "naive-int8": (paths["naive"], PrefillOptions(mode="int8")),
-        OURS: (paths["int8"], PrefillOptions(mode="int8")),
+    floats, integers = PrefillOptions(mode="float"), PrefillOptions(mode="int8")
+    engines = {
+        "float": _opened(paths["float"], floats, plan),
+        "K-Quant": _opened(paths["int8"], floats, plan),
+        "naive-int8": _opened(paths["naive"], integers, plan),
+        OURS: _opened(paths["int8"], integers, plan),
     }
-    engines = {name: _opened(*each, plan) for name, each in systems.items()}
-    times = _times(engines, plan)
-    # The same engine, each prompt filled up to the longest.
-    longest = {"float-padded": engines["float"]}
-    padded = _times(longest, dataclasses.replace(plan, lengths=plan.lengths[-1:]))["float-padded"]
-    times["float-padded"] = dict.fromkeys(map(str, plan.lengths), padded[str(plan.lengths[-1])])
+    padded = {f"{name}{_PADDED}": engines[name] for name in ("float", "naive-int8")}
+    times = _times({**engines, **padded}, plan)
     table = engines[OURS].table
     assert isinstance(table, IntegerTable)
     return {
         "ms": times,
         "build_ms": {name: engine.table.build_ms for name, engine in engines.items()},
         "graphs": {name: len(engine.table.bucket_ms) for name, engine in engines.items()},
-        "sharing": _sharing(table, plan),
         "resident_bytes": table.calibration.resident_bytes,
         "weight_bytes": engines[OURS].bundle.weight_bytes,
         "outliers": dataclasses.asdict(table.outliers),
@@ -124,19 +122,17 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
 
 
 def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
-    systems = {
-        f"{OURS}-no-shadow-in-order": (
-            paths["naive"],
-            PrefillOptions(mode="int8", processors=2, order="in-order"),
-        ),
-        f"{OURS}-in-order": (paths["int8"], PrefillOptions(mode="int8", processors=2, order="in-order")),
-        f"{OURS}-first-ready": (
-            paths["int8"],
-            PrefillOptions(mode="int8", processors=2, order="first-ready"),
-        ),
-        OURS: (paths["int8"], PrefillOptions(mode="int8", processors=2)),
+    orders: dict[str, tuple[str, Order]] = {
+        f"{OURS}-no-shadow-in-order": ("naive", "in-order"),
+        f"{OURS}-no-shadow": ("naive", "out-of-order"),
+        f"{OURS}-in-order": ("int8", "in-order"),
+        f"{OURS}-first-ready": ("int8", "first-ready"),
+        OURS: ("int8", "out-of-order"),
     }
-    engines = {name: _opened(*each, plan) for name, each in systems.items()}
+    engines = {
+        name: _opened(paths[path], PrefillOptions(mode="int8", processors=2, order=order), plan)
+        for name, (path, order) in orders.items()
+    }
     traces: dict[str, dict[int, list[float]]] = {name: {} for name in engines}
 
     def watch(name: str, length: int) -> None:
@@ -167,6 +163,7 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
     return {
         "ms": times,
         "simulated": simulated,
+        "sharing": _sharing(table, plan),
         "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
     }
 
@@ -209,10 +206,11 @@ def _times(engines: dict[str, Engine], plan: SpeedPlan, watch: Any = None) -> di
             for name in order:
                 engine = engines[name]
                 tokens = tokens or draw.integers(0, engine.cfg.vocab_size, length).tolist()
-                cache = jax.block_until_ready(engine.table.start(length))
+                cache = jax.block_until_ready(engine.table.start(plan.lengths[-1]))
+                missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
                 wait_for_quiet(0.3)
                 began = time.perf_counter()
-                jax.block_until_ready(engine.table.prefill(cache, tokens, 0)[0])
+                jax.block_until_ready(engine.table.prefill(cache, tokens + [0] * missing, 0)[0])
                 if number:
                     taken[name].append(1000 * (time.perf_counter() - began))
                     if watch is not None:

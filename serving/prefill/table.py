@@ -191,7 +191,7 @@ class IntegerTable(BucketTable):
                 fed = min(tokens, capacity)
                 jax.block_until_ready(self.prefill(self.start(capacity), [0] * fed, 0)[0])
                 if self.processors is not None:
-                    self._measure(fed, capacity)
+                    self.measure(fed, capacity)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""
@@ -263,13 +263,16 @@ class IntegerTable(BucketTable):
                 self.outliers.channels += channels
                 self.outliers.enlarged += channels > rooms(inputs)[1]
 
-    def _measure(self, tokens: int, capacity: int) -> None:
-        """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length."""
+    def measure(self, tokens: int, capacity: int) -> None:
+        """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length, on two
+        processors."""
+        # All kinds of tokens, so that there are as many outliers as there will be.
+        fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
         taken: dict[tuple[Bucket, bool], list[float]] = {}
         cases: dict[_Case, Bucket] = {}
         for run in range(2 * _TIMED_RUNS):
             full = bool(run % 2)
-            passing = self.begin_passing(self.start(capacity), [0] * tokens, (capacity - tokens) * full)
+            passing = self.begin_passing(self.start(capacity), fed, (capacity - tokens) * full)
             for each in self.subgraphs(passing):
                 case = each.layer, each.stage, passing.x[each.chunk].shape[1], capacity
                 cases[case] = bucket = self.subgraph_bucket(*case)
