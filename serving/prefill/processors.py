@@ -125,11 +125,14 @@ class TwoProcessors:
         finally:
             native.set_threads(before)
 
-    def timed(self, processor: Processor, work: Callable[[], Any]) -> float:
-        """Runs something on a processor that has nothing to do: milliseconds."""
+    def timed(self, processor: Processor, work: Callable[[], Any]) -> tuple[float, float]:
+        """Runs something on a processor that has nothing to do: milliseconds that it took, and that handing
+        it over and hearing of its end took besides."""
         with self._own_threads():
+            began = time.perf_counter()
             self._workers[processor].submit(0, work)
-            return self._answer()[2]
+            spent_ms = self._answer()[2]
+            return spent_ms, 1000 * (time.perf_counter() - began) - spent_ms
 
     def run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
         """Runs the subgraphs of a prompt, in the order that the dispatcher decides.

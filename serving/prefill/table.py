@@ -73,6 +73,8 @@ class IntegerTable(BucketTable):
       calibration: that prompts are read by.
       outliers: what shadows had to do so far, at all levels.
       processors: that run subgraphs; None for this process's device alone.
+      handover_ms: that a subgraph takes besides its work, on two processors; measured when the table is
+        rehearsed.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class IntegerTable(BucketTable):
             )
         # Milliseconds in an empty cache and in a full one, measured when the table is rehearsed.
         self._times: dict[_Case, tuple[float, float]] = {}
+        self.handover_ms = 0.0
         self._ready_for: tuple[int, int] | None = None
 
     # -- which graphs ----------------------------------------------------------------------------
@@ -269,6 +272,7 @@ class IntegerTable(BucketTable):
         # All kinds of tokens, so that there are as many outliers as there will be.
         fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
         taken: dict[tuple[Bucket, bool], list[float]] = {}
+        handovers: list[float] = []
         cases: dict[_Case, Bucket] = {}
         for run in range(2 * _TIMED_RUNS):
             full = bool(run % 2)
@@ -277,9 +281,12 @@ class IntegerTable(BucketTable):
                 case = each.layer, each.stage, passing.x[each.chunk].shape[1], capacity
                 cases[case] = bucket = self.subgraph_bucket(*case)
                 assert self.processors is not None
-                spent_ms = self.processors.timed(each.processor, functools.partial(passing.run, each))
+                work = functools.partial(passing.run, each)
+                spent_ms, handover_ms = self.processors.timed(each.processor, work)
+                handovers.append(handover_ms)
                 taken.setdefault((bucket, full), []).append(spent_ms)
         medians = {key: statistics.median(times) for key, times in taken.items()}
+        self.handover_ms = statistics.median(handovers)
         self._times |= {case: (medians[each, False], medians[each, True]) for case, each in cases.items()}
 
     # -- parameters ------------------------------------------------------------------------------
