@@ -1,11 +1,11 @@
-"""The storage that chunks are on: this machine's, or a phone's, emulated by what its maker published.
+"""The storage that weights and contexts are on: this machine's, or another, emulated by its published speeds.
 
 An emulated device reads and writes through the page cache and then waits until the device would have been
 ready, so that only its own speed shows. Computing stays this machine's.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from serving.direct_io import Storage
@@ -13,7 +13,7 @@ from serving.direct_io import Storage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """Where chunks are.
+    """Where it is.
 
     Attributes:
       name: as cases have it.
@@ -39,10 +39,23 @@ def emulated(name: str, read_mb_s: float, write_mb_s: float, read_iops: float) -
 
 
 REAL = Device(name="real storage", storage=Storage())
-# Samsung's own table of its embedded storage (press release of the 512 GB eUFS 3.1, 17 March 2020).
-EMULATED = (
-    emulated("eMMC 5.1", 250, 125, 11_000),
-    emulated("eUFS 3.1", 2100, 1200, 100_000),
-)
 # By what they are asked for.
-DEVICES: Mapping[str, Device] = MappingProxyType({"real": REAL, "emmc": EMULATED[0], "eufs": EMULATED[1]})
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        "real": REAL,
+        # Samsung's own table of its embedded storage (press release of the 512 GB eUFS 3.1, 17 March 2020).
+        "emmc": emulated("eMMC 5.1", 250, 125, 11_000),
+        "eufs": emulated("eUFS 3.1", 2100, 1200, 100_000),
+        # EdgeMoE's platforms (section 5.1), and a memory card's published speeds (UHS-I, class A1).
+        "tx2-ssd": emulated("Jetson TX2 SSD", 550, 500, 90_000),
+        "hdd": emulated("HDD", 50, 50, 150),
+        "sd": emulated("SD card", 90, 30, 1_500),
+    }
+)
+PHONES = ("real", "emmc", "eufs")
+BOARDS = ("real", "tx2-ssd", "hdd", "sd")
+
+
+def named_devices(names: Iterable[str]) -> tuple[Device, ...]:
+    """Those of `DEVICES`."""
+    return tuple(DEVICES[name] for name in names)

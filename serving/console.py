@@ -188,6 +188,16 @@ def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+context_option = click.option(
+    "--context",
+    "context_tokens",
+    type=int,
+    default=0,
+    metavar="TOKENS",
+    help="Most tokens of prompt and answer together. [default: the model's window, up to 2048]",
+)
+
+
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--model, --level, --adapter, --weights and --context, given to the command as one `choice`."""
 
@@ -210,14 +220,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Path(path_type=Path),
             help="A low-rank adapter of the model, a folder in PEFT's layout.",
         ),
-        click.option(
-            "--context",
-            "context_tokens",
-            type=int,
-            default=0,
-            metavar="TOKENS",
-            help="Most tokens of prompt and answer together. [default: the model's window, up to 2048]",
-        ),
+        context_option,
         click.option(
             "--weights",
             type=click.Choice(WEIGHT_FORMATS),

@@ -216,6 +216,11 @@ class GraphTable(BucketPlan, abc.ABC):
             cache = self.graph(self._grow_bucket(here, longer))(cache)
         return cache
 
+    def expect(self, tokens: np.ndarray) -> None:
+        """Says what will be read next, `[M]` ids, before it is known where: what must come from storage for
+        them may be on its way then."""
+        del tokens
+
     def capacity_for(self, tokens: int) -> int:
         """The shortest cache length with a `start` graph and room for `tokens`.
 

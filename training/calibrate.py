@@ -33,6 +33,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.activation_paths import PathCounts, count_paths
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
+from jaxllm.experts.token_experts import TokenExperts, count_tokens
 from jaxllm.models import decoder
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.prepare import weight_format_of
@@ -138,7 +139,7 @@ def calibrate(
     batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
 
     text = WidthLosses(frozen.cfg, frozen.params, batches, run_dir / _LOSSES_FILE)
-    counts, shares = text.paths()
+    counts, of_tokens, shares = text.paths()
     if uniform:
         bits = np.full(shares.shape, uniform, np.int8)
         facts: dict[str, Any] = {"uniform": uniform}
@@ -167,7 +168,7 @@ def calibrate(
         weights=weights,
         tokenizer=read_tokenizer(model),
         name=name or model.resolve().name,
-        parts=expert_parts(counts, facts),
+        parts=expert_parts(counts, facts, of_tokens),
         expert_bits=bits,
     )
     widths, number = np.unique(bits, return_counts=True)
@@ -226,14 +227,17 @@ class WidthLosses:
             report(done, found.size)
         return found
 
-    def paths(self) -> tuple[PathCounts, np.ndarray]:
-        """The activation paths of the text, and of each layer the experts' shares `[L_sparse, E]`."""
+    def paths(self) -> tuple[PathCounts, TokenExperts, np.ndarray]:
+        """The activation paths of the text, the experts of its tokens, and of each layer the experts' shares
+        `[L_sparse, E]`."""
         route = jax.jit(functools.partial(_visited, self._cfg))
-        ids = np.concatenate(
-            [np.asarray(route(self._params, each))[:, each.weights > 0] for each in self._batches], axis=1
-        )
+        read = [each.weights > 0 for each in self._batches]
+        each_route = (np.asarray(route(self._params, each)) for each in self._batches)
+        ids = np.concatenate([found[:, where] for found, where in zip(each_route, read, strict=True)], axis=1)
+        tokens = [np.asarray(each.tokens)[where] for each, where in zip(self._batches, read, strict=True)]
         counts = count_paths(ids, self._cfg.experts)
-        return counts, counts.alone / counts.alone.sum(-1, keepdims=True)
+        of_tokens = count_tokens(ids, np.concatenate(tokens), self._cfg.experts)
+        return counts, of_tokens, counts.alone / counts.alone.sum(-1, keepdims=True)
 
     def _measured(self, key: str, params: Callable[[], Params]) -> float:
         if key not in self._known:

@@ -12,7 +12,7 @@ from benchmarks.contexts.replay import Switches, replay
 from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
 from benchmarks.contexts.speed import speed_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
-from benchmarks.devices import EMULATED, REAL, Device
+from benchmarks.devices import PHONES, REAL, Device, named_devices
 from benchmarks.report import Row
 from jaxllm.bundle import WeightFormat
 from jaxllm.errors import ConfigError
@@ -50,7 +50,7 @@ class Plan:
     contexts: tuple[int, ...] = (2, 4, 8, 16)
     fitting: int = 8
     calls: int = 30
-    devices: tuple[Device, ...] = (REAL, *EMULATED)
+    devices: tuple[Device, ...] = named_devices(PHONES)
     chunk_tokens: tuple[int, ...] = (8, 32, 64)
     variants: bool = True
     repeats: int = 5

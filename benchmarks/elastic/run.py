@@ -29,8 +29,10 @@ from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.shortened import Question
+from jaxllm.tokenizer import Tokenizer
 from serving.engine import Engine
 from serving.evaluation.tasks import read_questions
+from serving.models import open_model
 from serving.planner import Planner
 from serving.profile import DeviceProfile, measure_together
 from serving.progress import Progress
@@ -86,6 +88,21 @@ class Subject:
     pruned: Path | None = None
     beside: tuple[Path, ...] = ()
     times: Path | None = None
+
+
+def compare_levels(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
+    """How right every level of the model is, and of the bundles beside it; nothing is timed.
+
+    Raises:
+      ConfigError: a model is no elastic bundle, or the subject has no data.
+    """
+    if subject.data is None:
+        raise ConfigError("levels are compared by the tasks' questions: name the folder of their files")
+    examples = read_questions(TRACE_TASKS, subject.data, plan.questions).examples
+    with open_model(subject.model) as bundle:
+        tokenizer = Tokenizer(bundle.tokenizer_files())
+    questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
+    return level_rows(_level_answers([subject.model, *subject.beside], questions, progress))
 
 
 def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:

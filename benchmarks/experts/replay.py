@@ -5,14 +5,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxllm.bundle.experts import read_token_experts
 from jaxllm.experts.activation_paths import PathCounts
 from jaxllm.experts.eviction import Policy, Residents
+from jaxllm.experts.token_experts import TokenExperts
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
 from serving.experts.predictors import Predictor, make_predictor
 from serving.generation import GenerationConfig
 
-COMPARED = ("paths", "router", "frequency")
+_UNKNOWN = np.zeros(0, np.int32)
+COMPARED = ("paths", "router", "tokens", "frequency")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Watched:
 
     Attributes:
       visits: `[L_sparse, M, k]` int, of M decoded tokens.
-      hits: by predictor, of each layer the share of visits that it foresaw when one layer was left.
+      hits: by predictor, of each layer the share of visits that it foresaw when the layer before was
+        computed, of the first one when the token was known.
     """
 
     visits: np.ndarray
@@ -31,13 +35,16 @@ class Watched:
 class _Watching(Predictor):
     """Asks all predictors at each layer of a decoded token, and foresees nothing."""
 
-    def __init__(self, counts: PathCounts) -> None:
-        self._all = {name: make_predictor(name, counts) for name in COMPARED}
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        self._all = {name: make_predictor(name, counts, tokens) for name in COMPARED}
         self._foreseen: dict[str, list[np.ndarray]] = {name: [] for name in COMPARED}
         self.passes: list[np.ndarray] = []
         self.found: dict[str, list[list[float]]] = {name: [] for name in COMPARED}
-        # What was foreseen of the next token's first layer.
-        self._first: dict[str, np.ndarray] = {}
+
+    def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
+        """Tells all what will be read."""
+        for each in self._all.values():
+            each.begin(tokens)
 
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> None:
         """Keeps what each predictor says of the next layer."""
@@ -50,18 +57,13 @@ class _Watching(Predictor):
     def learn(self, visited: list[np.ndarray]) -> None:
         """Compares with what was visited."""
         tokens, choices = visited[0].shape
-        layers = len(visited)
         for name, foreseen in self._foreseen.items():
-            # Behind the last layer the first one of the next token was foreseen.
-            if tokens == 1 and len(foreseen) == layers and name in self._first:
-                order = [self._first[name], *foreseen[:-1]]
+            # Behind the last layer the next token's first one was foreseen, before that token was known.
+            if tokens == 1:
+                pairs = zip(visited, foreseen[:-1], strict=True)
                 self.found[name].append(
-                    [
-                        float(np.isin(each[0], best[:choices]).mean())
-                        for each, best in zip(visited, order, strict=True)
-                    ]
+                    [float(np.isin(each[0], best[:choices]).mean()) for each, best in pairs]
                 )
-            self._first[name] = foreseen[-1]
             self._foreseen[name] = []
         if tokens == 1:
             self.passes.append(np.stack(visited)[:, 0])
@@ -71,7 +73,7 @@ class _Watching(Predictor):
 
 def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
     """Lets an engine whose experts are streamed answer, and looks at the experts that it visits."""
-    watching = _Watching(counts)
+    watching = _Watching(counts, read_token_experts(engine.bundle))
     engine.table.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
         sampling = Sampling(temperature=1.0, seed=number)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.devices import REAL, Device, emulated
+from benchmarks.devices import BOARDS, REAL, Device, named_devices
 from benchmarks.experts.replay import COMPARED, hit_ratio, watch
 from benchmarks.experts.systems import (
     ABLATIONS,
@@ -23,17 +23,11 @@ from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
+from serving.console import read_text
 from serving.engine import Engine
 from serving.experts.options import ExpertOptions
 from serving.generation import GenerationConfig
 from serving.progress import Progress
-
-# EdgeMoE's platforms (section 5.1), and a memory card's published speeds (UHS-I, application class A1).
-EMULATED = (
-    emulated("Jetson TX2 SSD", 550, 500, 90_000),
-    emulated("HDD", 50, 50, 150),
-    emulated("SD card", 90, 30, 1_500),
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +43,12 @@ class Plan:
       share: room of ours, as a share of all experts.
       buffers: further rooms, in times the experts of a token at one layer, for the sweep and for the replay
         of eviction policies.
-      watched_tokens: that predictors and policies are judged on.
+      watched_tokens: that predictors and policies are judged on; 0 leaves that out.
+      variants: whether ours runs without each technique and with other rooms and losses, too.
+      text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
     """
 
-    devices: tuple[Device, ...] = (REAL, *EMULATED)
+    devices: tuple[Device, ...] = named_devices(BOARDS)
     tokens: int = 32
     repeats: int = 3
     prompt_tokens: int = 24
@@ -60,11 +56,15 @@ class Plan:
     share: float = 0.25
     buffers: tuple[int, ...] = (2, 5, 10, 20)
     watched_tokens: int = 400
+    variants: bool = True
+    text: Path | None = None
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for a small model, once its bundles are made."""
-        return cls(devices=EMULATED[:1], tokens=12, repeats=1, buffers=(2, 10), watched_tokens=60)
+        return cls(
+            devices=named_devices(["tx2-ssd"]), tokens=12, repeats=1, buffers=(2, 10), watched_tokens=60
+        )
 
 
 def run(
@@ -95,13 +95,14 @@ def run(
     for number, device in enumerate(plan.devices):
         setting = dataclasses.replace(fast, storage=device.storage)
         rows += _system_rows(setting, device, plan, first=number == 0)
-        if number == 0:
+        if number == 0 and plan.variants:
             rows += _ablation_rows(setting, device, plan)
             rows += _budget_rows(setting, device, plan, choices)
             rows += _loss_rows(setting, device, plan, mixed)
         if progress is not None:
             progress("Measuring", number + 1, stages)
-    rows += _watched_rows(fast, plan, choices)
+    if plan.watched_tokens:
+        rows += _watched_rows(fast, plan, choices)
     if progress is not None:
         progress("Measuring", stages, stages)
     return rows
@@ -140,7 +141,13 @@ def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
 def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
     draw = np.random.default_rng(0)
     shape = (plan.repeats + 1, plan.prompt_tokens)
-    return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
+    if plan.text is None:
+        return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
+    ids = np.array(engine.tokenizer.encode(read_text(plan.text)))
+    if len(ids) < 2 * plan.prompt_tokens:
+        raise ConfigError(f"{plan.text}: {len(ids)} tokens are too few for prompts; give a longer text")
+    at = draw.integers(0, len(ids) - plan.prompt_tokens, shape[0])
+    return ids[at[:, None] + np.arange(plan.prompt_tokens)].tolist()
 
 
 def _note(engine: Engine, device: Device) -> str:

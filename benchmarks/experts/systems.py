@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.bundle import Bundle, Part
-from jaxllm.bundle.experts import expert_facts, expert_parts, read_path_counts
+from jaxllm.bundle.experts import expert_facts, expert_parts, read_path_counts, read_token_experts
 from jaxllm.checkpoints.huggingface import read_config
 from jaxllm.prepare import prepare
 from serving.direct_io import Storage
@@ -78,7 +78,7 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | No
     """
     with Bundle.open(mixed) as bundle:
         # The same statistics for all.
-        parts = expert_parts(read_path_counts(bundle), expert_facts(bundle))
+        parts = expert_parts(read_path_counts(bundle), expert_facts(bundle), read_token_experts(bundle))
         weights = bundle.layout.weights
         digest = bundle.fingerprint[:16]
     cache.mkdir(parents=True, exist_ok=True)
@@ -124,6 +124,7 @@ def opened(name: str, setting: Setting) -> Engine:
     how = {
         f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
         f"{OURS}-paths": ExpertOptions(predictor="paths"),
+        f"{OURS}-tokens": ExpertOptions(predictor="tokens"),
         f"{OURS}-lru": ExpertOptions(eviction="lru"),
     }.get(name, ExpertOptions())
     buffer = 0 if name == f"{OURS}-no-buffer" else _buffer_bytes(setting)
@@ -131,7 +132,9 @@ def opened(name: str, setting: Setting) -> Engine:
 
 
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
-ABLATIONS = tuple(f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "paths", "lru"))
+ABLATIONS = tuple(
+    f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "paths", "tokens", "lru")
+)
 
 
 def planned_bytes(engine: Engine) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.devices import EMULATED, REAL, Device
+from benchmarks.devices import PHONES, Device, named_devices
 from benchmarks.report import Row, compared
 from benchmarks.speculative.prompts import TASKS, read_prompts
 from benchmarks.speculative.systems import (
@@ -35,9 +35,11 @@ class Plan:
       prompts: of each task, timed.
       tokens: of each answer, at most.
       tried: prompts of each task that SP's length is chosen on.
-      same: prompts whose answers are compared with the target's own.
+      same: prompts whose answers are compared with the target's own; 0 compares none.
       context_tokens: of every context.
       shares: budgets, as shares of the target's weights.
+      devices: where weights are read from.
+      ablations: whether ours runs without each technique in turn, too.
       seed: of the choice of prompts.
     """
 
@@ -47,12 +49,14 @@ class Plan:
     same: int = 200
     context_tokens: int = 512
     shares: tuple[float, ...] = (0.5,)
+    devices: tuple[Device, ...] = named_devices(PHONES)
+    ablations: bool = True
     seed: int = 0
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for the packaged models."""
-        return cls(prompts=1, tokens=24, tried=1, same=4)
+        return cls(prompts=1, tokens=24, tried=1, same=4, devices=named_devices(PHONES[:1]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,18 +68,12 @@ class Subject:
       draft: a small model of its tokenizer.
       coarse: the target at 4 bits, for STI.
       data: the folder of the tasks' files.
-      devices: where weights are read from.
     """
 
     model: Path
     draft: Path
     coarse: Path | None
     data: Path
-    devices: tuple[Device, ...] = (REAL, *EMULATED)
-
-    def quick(self) -> "Subject":
-        """On one storage."""
-        return dataclasses.replace(self, devices=self.devices[:1])
 
 
 def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[Row]:
@@ -88,8 +86,8 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
     rows: list[Row] = []
     with open_model(subject.model) as bundle:
         weight_bytes = bundle.weight_bytes
-    total = len(subject.devices) * len(plan.shares)
-    for number, device in enumerate(subject.devices):
+    total = len(plan.devices) * len(plan.shares)
+    for number, device in enumerate(plan.devices):
         for place, share in enumerate(plan.shares):
             setting = Setting(
                 model=subject.model,
@@ -110,7 +108,7 @@ def _setting_rows(
     setting: Setting, device: Device, share: float, subject: Subject, plan: Plan, *, first: bool
 ) -> list[Row]:
     """One storage and budget."""
-    engines = {name: opened(setting) for name, opened in systems(setting).items()}
+    engines = {name: opened(setting) for name, opened in systems(setting, plan.ablations).items()}
     tokenizer = engines[OURS].tokenizer
     most = plan.context_tokens - plan.tokens
     count = plan.prompts + plan.tried
@@ -142,7 +140,7 @@ def _setting_rows(
         )
     rows += _draft_rows(engines, case)
     rows += _hopeless_rows(engines, timed, config, case)
-    if first:
+    if first and plan.same:
         rows += _same_rows(engines[OURS], subject, plan)
     for each in engines.values():
         each.close()

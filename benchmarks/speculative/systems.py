@@ -102,8 +102,9 @@ def big_little(setting: Setting) -> Engine:
     return engine
 
 
-def systems(setting: Setting) -> dict[str, Opener]:
-    """Every system by its name, ours first; SP is not among them (see `fixed_lines`)."""
+def systems(setting: Setting, ablations: bool = True) -> dict[str, Opener]:
+    """Every system by its name, ours first, and ours without each technique in turn where that is asked for;
+    SP is not among them (see `fixed_lines`)."""
     tree = TreeShape()
     found: dict[str, Opener] = {
         OURS: drafted,
@@ -113,6 +114,8 @@ def systems(setting: Setting) -> dict[str, Opener]:
     }
     if setting.coarse is not None:
         found["STI"] = lambda s: plain(s, model=s.coarse)
+    if not ablations:
+        return found
     return found | {
         f"{OURS}-no-tree": lambda s: drafted(s, trees=dataclasses.replace(tree, branches=1)),
         f"{OURS}-no-pacer": lambda s: drafted(s, trees=dataclasses.replace(tree, paced=False)),

@@ -9,13 +9,17 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.experts.activation_paths import PathCounts
+from jaxllm.experts.token_experts import TokenExperts
 
 _PART = "experts"
 
 
-def expert_parts(counts: PathCounts, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
+def expert_parts(
+    counts: PathCounts, facts: Mapping[str, Any] | None = None, tokens: TokenExperts | None = None
+) -> dict[str, Part]:
     """Statistics of a text, for `write_bundle`; `facts` are for people."""
-    return {_PART: Part({**(facts or {})}, counts.to_arrays())}
+    of_tokens = {} if tokens is None else tokens.to_arrays()
+    return {_PART: Part({**(facts or {})}, {**counts.to_arrays(), **of_tokens})}
 
 
 def expert_facts(bundle: Bundle) -> dict[str, Any]:
@@ -30,8 +34,7 @@ def read_path_counts(bundle: Bundle) -> PathCounts:
     Raises:
       BundleError: they are corrupt, or of another model.
     """
-    cfg = bundle.cfg
-    layers = sum(cfg.is_sparse(layer) for layer in range(cfg.layers))
+    cfg, layers = bundle.cfg, _sparse_layers(bundle)
     part = bundle.load_part(_PART)
     if part is None:
         none = np.zeros((layers, 0), np.int32)
@@ -44,4 +47,28 @@ def read_path_counts(bundle: Bundle) -> PathCounts:
     try:
         return PathCounts.from_arrays(part.arrays, layers=layers, experts=cfg.experts)
     except ConfigError as error:
-        raise BundleError(f"{bundle.path}: {error}; make it again with `jaxllm calibrate`") from error
+        raise _unusable(bundle, error) from error
+
+
+def read_token_experts(bundle: Bundle) -> TokenExperts:
+    """The experts of tokens; of a bundle without such statistics those of no text.
+
+    Raises:
+      BundleError: they are corrupt, or of another model.
+    """
+    cfg, part = bundle.cfg, bundle.load_part(_PART)
+    shape = {"layers": _sparse_layers(bundle), "choices": cfg.experts_per_token}
+    if part is None:
+        return TokenExperts.none(**shape)
+    try:
+        return TokenExperts.from_arrays(part.arrays, experts=cfg.experts, **shape)
+    except ConfigError as error:
+        raise _unusable(bundle, error) from error
+
+
+def _sparse_layers(bundle: Bundle) -> int:
+    return sum(map(bundle.cfg.is_sparse, range(bundle.cfg.layers)))
+
+
+def _unusable(bundle: Bundle, error: ConfigError) -> BundleError:
+    return BundleError(f"{bundle.path}: {error}; make it again with `jaxllm calibrate`")

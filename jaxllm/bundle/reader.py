@@ -189,20 +189,12 @@ class Bundle:
         def put(array: np.ndarray) -> jax.Array:
             return jax.device_put(array, device, may_alias=True)
 
-        if tensor.scale is None:
-            array = view(tensor.data)
-            as_bits = array.dtype.name == "bfloat16" and device.platform == "cpu"
-            return Bfloat16Bits(put(array.view(np.uint16))) if as_bits else put(array)
-        blocked = BlockedArray(
-            data=view(tensor.data),  # pyright: ignore[reportArgumentType]: placed below
-            scale=view(tensor.scale),  # pyright: ignore[reportArgumentType]
-            bits=tensor.bits,
-            group=tensor.group,
-            axis=tensor.axis,
-            shape=shape,
-        )
+        stored = _as_stored(tensor, shape, view)
+        if not isinstance(stored, BlockedArray):
+            as_bits = stored.dtype.name == "bfloat16" and device.platform == "cpu"
+            return Bfloat16Bits(put(stored.view(np.uint16))) if as_bits else put(stored)
         in_blocks = device.platform == "cpu" and native.kernels().native
-        return jax.tree.map(put, blocked if in_blocks else from_blocks(blocked))
+        return jax.tree.map(put, stored if in_blocks else from_blocks(stored))
 
     def stored(self, name: str) -> np.ndarray | BlockedArray:
         """A parameter as it is in the file, in views of it.
@@ -212,16 +204,7 @@ class Bundle:
         """
         tensor = self.layout.tensors[name]
         self.verify_segment(tensor.segment)
-        if tensor.scale is None:
-            return self._view(tensor.data)
-        return BlockedArray(
-            data=self._view(tensor.data),  # pyright: ignore[reportArgumentType]: of the host
-            scale=self._view(tensor.scale),  # pyright: ignore[reportArgumentType]
-            bits=tensor.bits,
-            group=tensor.group,
-            axis=tensor.axis,
-            shape=self.layout.specs[name].shape,
-        )
+        return _as_stored(tensor, self.layout.specs[name].shape, self._view)
 
     def load_part(self, name: str) -> Part | None:
         """An addition to the model, its arrays views of the file; None where the bundle has none such.
@@ -290,3 +273,19 @@ class Bundle:
 
     def _view(self, extent: Extent) -> np.ndarray:
         return extent.array(self._bytes(extent.offset, extent.size_bytes))
+
+
+def _as_stored(
+    tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]
+) -> np.ndarray | BlockedArray:
+    """A parameter of `shape` as the file has it, of arrays that `view` finds."""
+    if tensor.scale is None:
+        return view(tensor.data)
+    return BlockedArray(
+        data=view(tensor.data),  # pyright: ignore[reportArgumentType]: of the host
+        scale=view(tensor.scale),  # pyright: ignore[reportArgumentType]
+        bits=tensor.bits,
+        group=tensor.group,
+        axis=tensor.axis,
+        shape=shape,
+    )

@@ -1,5 +1,6 @@
 """Writing a bundle: parameters one by one, quantized as their role asks or as they are, the manifest last."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -75,35 +76,16 @@ def write_bundle(
     """
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
-    path = Path(path)
-    try:
-        with atomic_file(path) as file:
-            writer = _Writer(file)
-            writer.segment("tokenizer")
-            writer.raw(json.dumps(tokenizer.to_json()).encode())
-            tensors: dict[str, Any] = {}
-            for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
-                writer.segment(segment_of(param))
-                stored = stored_form(value, spec, weights, width)
-                tensors[param] = writer.tensor(stored)
-                if on_tensor is not None:
-                    on_tensor(param, _stored_bytes(stored))
-            written_parts = {each: writer.part(each, part) for each, part in (parts or {}).items()}
-            manifest = {
-                "name": name,
-                "producer": f"jaxllm {jaxllm.__version__}",
-                "weights": weights,
-                "model": cfg.to_json(),
-                "segments": writer.finish(),
-                "tensors": tensors,
-                "parts": written_parts,
-                "experts_apart": expert_bits is not None,
-            }
-            writer.manifest(manifest)
-    except OSError as error:
-        raise BundleError(
-            f"{path}: cannot be written ({error.strerror}); check the folder and the free space"
-        ) from error
+    with _written(path) as writer:
+        writer.tokenizer(tokenizer)
+        for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
+            stored = stored_form(value, spec, weights, width)
+            writer.parameter(param, segment_of(param), stored)
+            if on_tensor is not None:
+                on_tensor(param, _stored_bytes(stored))
+        for each, part in (parts or {}).items():
+            writer.part(each, part)
+        writer.finish(name, cfg, weights, experts_apart=expert_bits is not None)
 
 
 def rewrite_bundle(
@@ -120,34 +102,16 @@ def rewrite_bundle(
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
     """
-    path, layout = Path(path), source.layout
+    layout = source.layout
     kept = {each: source.load_part(each) for each in layout.parts if each not in parts}
-    try:
-        with atomic_file(path) as file:
-            writer = _Writer(file)
-            writer.segment("tokenizer")
-            writer.raw(json.dumps(source.tokenizer_files().to_json()).encode())
-            tensors: dict[str, Any] = {}
-            for param, tensor in layout.tensors.items():
-                writer.segment(tensor.segment)
-                tensors[param] = writer.tensor(source.stored(param))
-            every = {each: part for each, part in {**kept, **parts}.items() if part is not None}
-            written = {each: writer.part(each, part) for each, part in every.items()}
-            manifest = {
-                "name": name or layout.name,
-                "producer": f"jaxllm {jaxllm.__version__}",
-                "weights": layout.weights,
-                "model": layout.cfg.to_json(),
-                "segments": writer.finish(),
-                "tensors": tensors,
-                "parts": written,
-                "experts_apart": layout.experts_apart,
-            }
-            writer.manifest(manifest)
-    except OSError as error:
-        raise BundleError(
-            f"{path}: cannot be written ({error.strerror}); check the folder and the free space"
-        ) from error
+    with _written(path) as writer:
+        writer.tokenizer(source.tokenizer_files())
+        for param, tensor in layout.tensors.items():
+            writer.parameter(param, tensor.segment, source.stored(param))
+        for each, part in {**kept, **parts}.items():
+            if part is not None:
+                writer.part(each, part)
+        writer.finish(name or layout.name, layout.cfg, layout.weights, experts_apart=layout.experts_apart)
 
 
 def stored_form(
@@ -234,19 +198,77 @@ def _paired(
         raise ConfigError(f"parameter {extra[0]} is not part of the model")
 
 
+@contextlib.contextmanager
+def _written(path: str | os.PathLike[str]) -> "Iterator[_Writer]":
+    """A file of whose writing nothing is left at `path` unless it ends well."""
+    path = Path(path)
+    try:
+        with atomic_file(path) as file:
+            yield _Writer(file)
+    except OSError as error:
+        raise BundleError(
+            f"{path}: cannot be written ({error.strerror}); check the folder and the free space"
+        ) from error
+
+
 class _Writer:
-    """Lays segments and tensors out in an open file."""
+    """Lays segments and tensors out in an open file, and keeps what the manifest says of them."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._segments: list[Segment] = []
+        self._tensors: dict[str, Any] = {}
+        self._parts: dict[str, Any] = {}
         self._name: str | None = None
         self._start = 0
         self._hash = xxhash.xxh3_128()
         self._position = 0
         self._put(bytes(HEADER.size))
 
-    def segment(self, name: str) -> None:
+    def tokenizer(self, tokenizer: TokenizerFiles) -> None:
+        """Writes the tokenizer, which comes first."""
+        self._segment("tokenizer")
+        self._put(json.dumps(tokenizer.to_json()).encode())
+
+    def parameter(self, name: str, segment: str, stored: np.ndarray | BlockedArray) -> None:
+        """Writes one parameter behind the last one, in a segment of its own or that one's."""
+        self._segment(segment)
+        self._tensors[name] = self._tensor(stored)
+
+    def part(self, name: str, part: Part) -> None:
+        """Writes an addition to the model."""
+        self._segment(part_segment(name))
+        for each, array in part.arrays.items():
+            if np.asarray(array).dtype.name not in PART_DTYPES:
+                raise ConfigError(f"{each} of part {name} must be one of {', '.join(PART_DTYPES)}")
+        self._parts[name] = {
+            "facts": part.facts,
+            "tensors": {each: self._tensor(np.asarray(array)) for each, array in part.arrays.items()},
+        }
+
+    def finish(self, name: str, cfg: ModelConfig, weights: WeightFormat, *, experts_apart: bool) -> None:
+        """Appends the manifest and fills in the header."""
+        self._close()
+        self._name = None
+        self._pad(PAGE)
+        manifest = {
+            "name": name,
+            "producer": f"jaxllm {jaxllm.__version__}",
+            "weights": weights,
+            "model": cfg.to_json(),
+            "segments": [dataclasses.asdict(segment) for segment in self._segments],
+            "tensors": self._tensors,
+            "parts": self._parts,
+            "experts_apart": experts_apart,
+        }
+        raw = json.dumps(manifest, separators=(",", ":")).encode()
+        offset = self._position
+        self._file.write(raw)
+        self._file.seek(0)
+        digest = hashlib.sha256(raw).digest()
+        self._file.write(HEADER.pack(MAGIC, VERSION, 0, offset, len(raw), digest))
+
+    def _segment(self, name: str) -> None:
         """Starts segment `name` unless it is the running one."""
         if name == self._name:
             return
@@ -254,11 +276,8 @@ class _Writer:
         self._pad(PAGE)
         self._name, self._start, self._hash = name, self._position, xxhash.xxh3_128()
 
-    def raw(self, data: bytes) -> None:
-        self._put(data)
-
-    def tensor(self, stored: np.ndarray | BlockedArray) -> dict[str, Any]:
-        """Writes one parameter and returns its manifest entry."""
+    def _tensor(self, stored: np.ndarray | BlockedArray) -> dict[str, Any]:
+        """Writes arrays into the running segment and returns their manifest entry."""
         assert self._name is not None
         if not isinstance(stored, BlockedArray):
             return {"segment": self._name, "data": self._extent(np.asarray(stored))}
@@ -270,33 +289,6 @@ class _Writer:
             "group": stored.group,
             "axis": stored.axis,
         }
-
-    def part(self, name: str, part: Part) -> dict[str, Any]:
-        """Writes an addition to the model and returns its manifest entry."""
-        self.segment(part_segment(name))
-        for each, array in part.arrays.items():
-            if np.asarray(array).dtype.name not in PART_DTYPES:
-                raise ConfigError(f"{each} of part {name} must be one of {', '.join(PART_DTYPES)}")
-        return {
-            "facts": part.facts,
-            "tensors": {each: self.tensor(np.asarray(array)) for each, array in part.arrays.items()},
-        }
-
-    def finish(self) -> list[dict[str, Any]]:
-        """Ends the last segment; returns the manifest entries of all."""
-        self._close()
-        self._name = None
-        self._pad(PAGE)
-        return [dataclasses.asdict(segment) for segment in self._segments]
-
-    def manifest(self, manifest: dict[str, Any]) -> None:
-        """Appends the manifest and fills in the header."""
-        raw = json.dumps(manifest, separators=(",", ":")).encode()
-        offset = self._position
-        self._file.write(raw)
-        self._file.seek(0)
-        digest = hashlib.sha256(raw).digest()
-        self._file.write(HEADER.pack(MAGIC, VERSION, 0, offset, len(raw), digest))
 
     def _extent(self, array: np.ndarray) -> dict[str, Any]:
         self._pad(ALIGN)

@@ -14,7 +14,8 @@ from jaxllm.config import ModelConfig
 from jaxllm.kv.cache import Places
 from jaxllm.layers import activate, normalize
 from jaxllm.linear import add_normed, from_units, to_units
-from jaxllm.models.decoder import attend_cache, embed_tokens, logits, normed_heads
+from jaxllm.models.block import attend_cache, normed_heads
+from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.shadow import shadow_products

@@ -36,7 +36,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import Places
 from jaxllm.layers import activate, normalize
 from jaxllm.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
-from jaxllm.models.decoder import attend_cache, normed_heads
+from jaxllm.models.block import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.prefill.shadow import FloatRows, shadow_products

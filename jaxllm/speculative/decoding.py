@@ -100,7 +100,7 @@ def draft(
     paced: bool = True,
 ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
     """Grows a tree in one dispatch: the most confident branches first, until none is more confident than
-    alpha, the tree has enough nodes, or `limit` readings are done.
+    alpha, the most confident nodes are found, or `limit` readings are done.
 
     Args:
       params: the draft's parameters.
@@ -108,7 +108,9 @@ def draft(
       fed: `[N]` bool, which nodes the draft has read.
       cache: the draft's.
       alpha: float32 scalar, see `fallback`.
-      most: int32 scalar, nodes that are enough; the last reading may add a few more.
+      most: int32 scalar, nodes that are wanted: growing ends where no branch could bring one that is among
+        the so many most confident; there may be more of less confidence. Not `paced`, as soon as there are
+        so many.
       limit: int32 scalar.
       cfg: the draft.
       tips: how many branches are read at a time.
@@ -123,8 +125,11 @@ def draft(
 
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
-        enough = tree.count >= jnp.minimum(most, tree.room)
-        return (best_confidence(tree, fed) >= alpha) & ~enough & (done < limit)
+        tip = best_confidence(tree, fed)
+        # What grows from a branch is less confident than its tip.
+        found = jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32) if paced else tree.count
+        enough = (found >= most) | (tree.count >= tree.room)
+        return (tip >= alpha) & ~enough & (done < limit)
 
     def step(
         carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxllm.errors import ConfigError
-from serving.console import print_json, progress_bars, read_text
+from serving.console import context_option, print_json, progress_bars, read_text
 from serving.engine import Engine
 from serving.models import levels_of
 from serving.options import EngineOptions
@@ -27,7 +27,7 @@ from serving.profile import (
 
 @click.command("profile")
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
-@click.option("--context", "context_tokens", type=int, default=0, metavar="TOKENS", help="As when it serves.")
+@context_option
 @click.option("--repeats", type=click.IntRange(min=1), default=REPEATS, show_default=True)
 @click.option(
     "--energy",

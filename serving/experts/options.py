@@ -5,7 +5,7 @@ import dataclasses
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import eviction_policy
 
-PREDICTORS = ("router", "paths", "frequency", "none")
+PREDICTORS = ("router", "paths", "tokens", "frequency", "none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,9 @@ class ExpertOptions:
     Attributes:
       eviction: who leaves, a name of `jaxllm.experts.eviction.POLICIES`.
       predictor: who comes before the router has spoken: "router" by the next router on this layer's hidden
-        states, "paths" by the experts of the layers before (EdgeMoE), "frequency" the most frequent ones,
-        "none" nobody.
+        states, "paths" by the experts of the layers before (EdgeMoE), "tokens" by what is read (a draft's
+        tokens among it), "frequency" the most frequent ones, "none" nobody. Of a pass's first layer, which
+        no router sees ahead, "router" says what "tokens" does.
       layers_ahead: for how many layers experts are foreseen; routers see no further than one.
     """
 

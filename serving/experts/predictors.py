@@ -6,11 +6,18 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxllm.experts.activation_paths import PathCounts, learn, next_experts
+from jaxllm.experts.token_experts import TokenExperts
 from serving.experts.options import PREDICTORS
+
+_UNKNOWN = np.zeros(0, np.int32)
 
 
 class Predictor(abc.ABC):
-    """Foresees experts. A pass says at each sparse layer what its router decided."""
+    """Foresees experts. A pass says what it will read, and at each sparse layer what its router decided."""
+
+    def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
+        """What is foreseen from here on is of a pass of these tokens `[M]`, none where nobody knows them."""
+        del tokens
 
     @abc.abstractmethod
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:
@@ -22,7 +29,7 @@ class Predictor(abc.ABC):
           steps: how many layers behind that, from 1.
 
         Returns:
-          `[E]`; None where it foresees nothing.
+          `[E]`, which sums to one; None where it foresees nothing.
         """
 
     def learn(self, visited: list[np.ndarray]) -> None:
@@ -33,7 +40,8 @@ class Predictor(abc.ABC):
 class PathPredictor(Predictor):
     """By the experts of the two layers before (EdgeMoE, section 3.3); adapts to what is read."""
 
-    def __init__(self, counts: PathCounts) -> None:
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        del tokens
         self._counts = PathCounts(
             counts.alone.copy(), counts.after_one.copy(), counts.pairs, counts.after_two.copy()
         )
@@ -48,24 +56,40 @@ class PathPredictor(Predictor):
         learn(self._counts, np.stack(visited))
 
 
-class RouterPredictor(Predictor):
-    """By the next router, applied to this layer's hidden states."""
+class TokenPredictor(Predictor):
+    """By what is read: a token mostly visits whom it visited in another text."""
 
-    def __init__(self, counts: PathCounts) -> None:
-        self._counts = counts
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        self._counts, self._experts, self._tokens = counts, tokens, _UNKNOWN
+
+    def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:  # noqa: D102
+        self._tokens = tokens
+
+    def probabilities(  # noqa: D102
+        self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
+    ) -> np.ndarray | None:
+        del ahead, steps
+        layer = len(visited)
+        found = self._experts.chances(layer, self._tokens, self._counts.experts)
+        return next_experts(self._counts, layer) if found is None else found
+
+
+class RouterPredictor(TokenPredictor):
+    """By the next router, applied to this layer's hidden states; of the first layer, by the tokens."""
 
     def probabilities(  # noqa: D102
         self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
     ) -> np.ndarray | None:
         if not visited:
-            return next_experts(self._counts, 0)
+            return super().probabilities(visited, ahead, steps)
         return ahead if steps == 1 else None
 
 
 class FrequencyPredictor(Predictor):
     """Whoever is visited most, whatever was."""
 
-    def __init__(self, counts: PathCounts) -> None:
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        del tokens
         self._counts = counts
 
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray:  # noqa: D102
@@ -76,18 +100,22 @@ class FrequencyPredictor(Predictor):
 class NoPredictor(Predictor):
     """Foresees nothing: experts are read when they are visited."""
 
-    def __init__(self, counts: PathCounts) -> None:
-        del counts
+    def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
+        del counts, tokens
 
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> None:  # noqa: D102
         del visited, ahead, steps
 
 
-_MAKERS: dict[str, Callable[[PathCounts], Predictor]] = dict(
-    zip(PREDICTORS, (RouterPredictor, PathPredictor, FrequencyPredictor, NoPredictor), strict=True)
+_MAKERS: dict[str, Callable[[PathCounts, TokenExperts], Predictor]] = dict(
+    zip(
+        PREDICTORS,
+        (RouterPredictor, PathPredictor, TokenPredictor, FrequencyPredictor, NoPredictor),
+        strict=True,
+    )
 )
 
 
-def make_predictor(name: str, counts: PathCounts) -> Predictor:
+def make_predictor(name: str, counts: PathCounts, tokens: TokenExperts) -> Predictor:
     """A predictor by its name among `PREDICTORS`, from statistics of a text."""
-    return _MAKERS[name](counts)
+    return _MAKERS[name](counts, tokens)

@@ -76,6 +76,10 @@ class ExpertTable(LayeredTable):
 
     # -- running them ----------------------------------------------------------------------------
 
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `GraphTable`."""
+        self.experts.expect(tokens)
+
     def _embedded(self, tokens: np.ndarray, at: Places) -> jax.Array:
         graph = self.graph(self._rows_bucket(len(tokens)))
         return graph(self._embedding, tokens[None], np.asarray(at.positions))
@@ -84,6 +88,7 @@ class ExpertTable(LayeredTable):
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
         del meanwhile
+        self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
         outputs = [self._embedded(tokens, at) for tokens, at in chunks]
         keys, values, mass = list(cache.keys), list(cache.values), cache.mass
         visited: list[np.ndarray] = []
@@ -177,7 +182,10 @@ class ExpertTable(LayeredTable):
         """Every tile through its expert, as experts come; `outs` is changed."""
         place, norm = len(visited) - 1, self._norms[layer]
         # What comes first behind the last layer are the first layers, of another token.
-        seen = [] if len(visited) == len(self.experts.store.sparse) else visited
+        seen = visited
+        if len(visited) == len(self.experts.store.sparse):
+            seen = []
+            self.experts.predictor.begin()
         guesses = self.experts.likely(seen, ahead, len(tiles))
         for expert, weights in self.experts.cache.visit(place, list(tiles), guesses):
             bits = self.experts.store[place, expert].bits

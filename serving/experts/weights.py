@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.experts import read_path_counts
+from jaxllm.bundle.experts import read_path_counts, read_token_experts
 from jaxllm.errors import BudgetExceeded
 from jaxllm.experts.eviction import eviction_policy
 from jaxllm.quant import Weight
@@ -24,6 +24,8 @@ from serving.streaming.weight_stream import Meanwhile
 # What the statistics of a text weigh beside what is visited online, in tokens.
 _PRIOR_TOKENS = 64.0
 _TELLING_TOKENS = 16
+# Nobody is read who is foreseen little more than others: who leaves for them may be wanted as well.
+_WORTH_READING = 1.5
 
 
 class ExpertWeights:
@@ -91,7 +93,7 @@ class ExpertWeights:
             policy=eviction_policy(self.options.eviction),
             frequency=_PRIOR_TOKENS * bundle.cfg.experts_per_token * alone,
         )
-        self.predictor: Predictor = make_predictor(self.options.predictor, counts)
+        self.predictor: Predictor = make_predictor(self.options.predictor, counts, read_token_experts(bundle))
 
     @property
     def counts(self) -> ExpertCounts:
@@ -134,13 +136,19 @@ class ExpertWeights:
         del number, meanwhile
         yield self._hot["embed.tokens" if self._bundle.cfg.tied_head else "head"]
 
+    def expect(self, tokens: np.ndarray) -> None:
+        """A pass of some tokens `[M]` comes: reads whom it will visit first, as far as that is foreseen."""
+        self.predictor.begin(tokens[-_TELLING_TOKENS:])
+        choices, experts = self._bundle.cfg.experts_per_token, self._bundle.cfg.experts
+        self.cache.expect(self.likely([], np.zeros(experts), min(experts, choices * len(tokens))))
+
     def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[tuple[int, int]]:
         """The experts that are foreseen behind some layers of a pass, nearest layers first.
 
         Args:
           visited: `[M, k]` int of each sparse layer so far.
           ahead: see `AtExperts`.
-          count: how many of a layer.
+          count: how many of a layer, at most.
         """
         # Of a long chunk some tokens tell enough.
         seen, found = [each[-_TELLING_TOKENS:] for each in visited], []
@@ -152,7 +160,8 @@ class ExpertWeights:
             if chances is None:
                 break
             best = np.argsort(-chances, kind="stable")
-            found += [(len(seen), int(expert)) for expert in best[:count]]
+            worth = chances[best[:count]] > _WORTH_READING / self._bundle.cfg.experts
+            found += [(len(seen), int(expert)) for expert in best[:count][worth]]
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found
 

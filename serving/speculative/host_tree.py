@@ -24,20 +24,29 @@ def on_host(tree: TokenTree) -> TokenTree:
     return jax.tree.map(np.array, tree)
 
 
-def first_nodes(tree: TokenTree, count: int, room: int) -> TokenTree:
-    """The first `count` nodes of a tree, in one with room for `room`."""
+def best_nodes(tree: TokenTree, count: int) -> np.ndarray:
+    """The `count` most confident nodes, ascending: with each of them its parent, which is no less confident
+    and came before it."""
+    confidences = np.asarray(tree.confidences)[: int(tree.count)]
+    return np.sort(np.argsort(-confidences, kind="stable")[:count])
 
+
+def some_nodes(tree: TokenTree, nodes: np.ndarray, room: int) -> TokenTree:
+    """Some nodes of a tree, ascending and each with its parent, in one with room for `room`."""
+    count = len(nodes)
     ancestors = np.zeros((room, room), bool)
-    ancestors[:count, :count] = np.asarray(tree.ancestors)[:count, :count]
+    ancestors[:count, :count] = np.asarray(tree.ancestors)[np.ix_(nodes, nodes)]
 
     def cut(values: np.ndarray, empty: float) -> np.ndarray:
         out = np.full(room, empty, values.dtype)
-        out[:count] = values[:count]
+        out[:count] = values[nodes]
         return out
 
+    parents = cut(np.asarray(tree.parents), -1)
+    parents[1:count] = np.searchsorted(nodes, parents[1:count])
     return _tree(
         tokens=cut(np.asarray(tree.tokens), 0),
-        parents=cut(np.asarray(tree.parents), -1),
+        parents=parents,
         depths=cut(np.asarray(tree.depths), 0),
         confidences=cut(np.asarray(tree.confidences), 0.0),
         ancestors=ancestors,

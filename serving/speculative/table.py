@@ -22,7 +22,7 @@ from serving.buckets import BucketTable
 from serving.options import EngineOptions
 from serving.progress import Progress
 from serving.speculative.drafters import Drafter
-from serving.speculative.host_tree import first_nodes, open_confidence
+from serving.speculative.host_tree import best_nodes, open_confidence, some_nodes
 from serving.speculative.options import SpeculationOptions
 from serving.speculative.thrift import Thrift, running_mean
 from serving.streaming.table import StreamedTable
@@ -151,6 +151,8 @@ class SpeculativeTable:
         if limit < 2 or room < self._options.trees.nodes[0] or not self._worthwhile:
             return self._plain(root, cache, sampler, stop_ids)
         began = time.perf_counter()
+        # Whatever is drafted, the root is read.
+        self.target.expect(np.array([root]))
         most = max(each for each in self._options.trees.nodes if each <= room)
         tree = self._drafter.grow(held, root, self._fallback.alpha, most)
         draft_s = time.perf_counter() - began
@@ -176,21 +178,25 @@ class SpeculativeTable:
     ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         began = time.perf_counter()
         nodes = self._size(tree, count, draft_s)
-        part = first_nodes(tree, min(count, nodes), nodes)
+        chosen = np.arange(min(count, nodes))
+        if self._options.trees.paced:
+            chosen = best_nodes(tree, len(chosen))
+        part = some_nodes(tree, chosen, nodes)
         verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
         self._verify_s[nodes] = running_mean(self._verify_s.get(nodes), verify_s)
-        self._drafter.follow(verdict.path.tolist(), int(verdict.tokens[-1]))
+        self._drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn(part, len(verdict.tokens), draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
     def _size(self, tree: TokenTree, count: int, draft_s: float) -> int:
         """With how much of a tree tokens come fastest, of the sizes that there are graphs for.
 
-        A tree's first nodes promise as many tokens as their confidences add up to, the root's standing for
-        the target's own. What a size takes that was never tried is taken to be what a smaller one takes.
+        The nodes that are read promise as many tokens as their confidences add up to, the root's standing
+        for the target's own. What a size takes that was never tried is taken to be what a smaller one takes.
         """
-        promised = np.cumsum(np.asarray(tree.confidences)[:count])
+        confidences = np.asarray(tree.confidences)[: int(tree.count)]
+        promised = np.cumsum(-np.sort(-confidences) if self._options.trees.paced else confidences)[:count]
         best, chosen, takes_s = 0.0, self._options.trees.nodes[0], 0.0
         for nodes in self._options.trees.nodes:
             takes_s = max(takes_s, self._verify_s.get(nodes, 0.0))

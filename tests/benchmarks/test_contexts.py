@@ -13,7 +13,7 @@ from benchmarks.contexts.forms import EIGHT, RAW, Stored
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.rows import most_contexts, switch_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
-from benchmarks.devices import DEVICES, EMULATED, REAL, emulated
+from benchmarks.devices import DEVICES, REAL, emulated
 from benchmarks.report import Row
 from serving.cli import cli
 from serving.contexts.graphs import ContextGraphs
@@ -38,7 +38,7 @@ def test_a_mean_switch_and_how_it_was_read():
     ]
     assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
     assert "nothing on storage" in (rows[1].note or "")
-    (row, *_) = switch_rows("a case", {OURS: switches(1.0)}, EMULATED[0])
+    (row, *_) = switch_rows("a case", {OURS: switches(1.0)}, DEVICES["emmc"])
     assert "emulated: reads 250 MB/s and 11,000 IOPS, writes 125 MB/s" in (row.note or "")
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.devices import REAL
+from benchmarks.devices import DEVICES, REAL
 from benchmarks.experts.figures import draw
 from benchmarks.experts.replay import hit_ratio
-from benchmarks.experts.run import EMULATED, Plan, run
+from benchmarks.experts.run import Plan, run
 from benchmarks.experts.systems import ABLATIONS, OURS, SYSTEMS
 from benchmarks.report import Row
 from jaxllm.experts.eviction import eviction_policy
@@ -72,7 +72,7 @@ def test_figures(tmp_path):
 
 
 def test_quick_runs_on_one_storage():
-    assert Plan.quick().devices == EMULATED[:1]
+    assert Plan.quick().devices == (DEVICES["tx2-ssd"],)
     assert Plan().devices[0] == REAL
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks.devices import EMULATED
+from benchmarks.devices import DEVICES
 from benchmarks.speculative import memory, systems
 from benchmarks.speculative.prompts import TASKS, read_prompts
 from benchmarks.speculative.run import _agreement, _token_ms
@@ -36,7 +36,7 @@ def setting(tmp_path_factory):
         coarse=None,
         weights_bytes=int(0.9 * engine.bundle.weight_bytes),
         context_tokens=128,
-        storage=EMULATED[1].storage,
+        storage=DEVICES["eufs"].storage,
     )
 
 

@@ -183,6 +183,7 @@ def test_the_source_is_all_that_a_graph_is_made_from():
     modules = {path for room in rooms for path in serving.graph_store._modules(str(room))}
     for module in (
         "jaxllm/steps.py",
+        "jaxllm/models/block.py",
         "jaxllm/models/decoder.py",
         "jaxllm/kernels/native.py",
         "serving/buckets.py",

@@ -8,6 +8,7 @@ import pytest
 
 from jaxllm.bundle.experts import expert_parts
 from jaxllm.experts.activation_paths import count_paths
+from jaxllm.experts.token_experts import count_tokens
 from serving.engine import Engine
 from serving.options import EngineOptions
 from serving.streaming.footprint import budget_with_experts
@@ -42,8 +43,10 @@ def bundle_of(tmp_path_factory):
         path = tmp_path_factory.mktemp("experts") / f"{width}.jaxllm"
         bits = MIXED if width == "mixed" else np.full((SPARSE, E), width)
         ids = np.random.default_rng(1).permuted(np.tile(np.arange(E), (SPARSE, 200, 1)), axis=-1)[..., :K]
+        tokens = count_tokens(ids, np.arange(200) % CFG.vocab_size, E)
+        parts = expert_parts(count_paths(ids, E), tokens=tokens)
         return write_tiny_bundle(
-            path, weights, cfg=CFG, params=drawn_params(), parts=expert_parts(count_paths(ids, E)),
+            path, weights, cfg=CFG, params=drawn_params(), parts=parts,
             expert_bits=bits if apart else None,
         )  # fmt: skip
 

@@ -6,6 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxllm.bundle.experts import read_token_experts
 from jaxllm.errors import BudgetExceeded, BundleError
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST
@@ -90,6 +91,24 @@ def test_every_predictor_gives_the_same_answer(bundle_of, resident_of, predictor
     streamed = open_streamed(bundle_of("mixed"), whole, 4, experts=how)
     assert answer(streamed) == answer(whole)
     assert (streamed.streamed.counts.guesses > 0) == (predictor != "none")
+    streamed.close()
+
+
+def test_what_is_read_next_says_who_comes(bundle_of, resident_of):
+    whole = resident_of("mixed")
+    streamed = open_streamed(bundle_of("mixed"), whole, 4, experts=ExpertOptions(predictor="tokens"))
+    weights = streamed.streamed
+    token = np.array([11])
+    known = read_token_experts(streamed.bundle).chances(0, token, E)
+    asked = []
+    weights.cache.expect = asked.extend
+    streamed.table.expect(token)
+    first = [expert for layer, expert in asked if layer == 0]
+    assert sorted(first) == np.flatnonzero(known).tolist()
+    # Of what nobody has seen the most frequent ones are foreseen, if any is likelier than the others.
+    asked.clear()
+    streamed.table.expect(np.array([CFG.vocab_size + 1]))
+    assert asked == []
     streamed.close()
 
 

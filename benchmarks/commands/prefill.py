@@ -1,19 +1,18 @@
-"""`jaxllm bench prefill`."""
+"""`jaxllm bench prefill`: prompts read in integers."""
 
 from pathlib import Path
 
 import click
 
-from benchmarks.prefill import run as prefill_bench
-from benchmarks.report import check_plot, emit
+from benchmarks.commands.options import report_options, shape_option
+from benchmarks.prefill import run
+from benchmarks.report import emit
 from benchmarks.shapes import DENSE
 from serving.console import progress_bars
 
 
 @click.command("prefill")
-@click.option(
-    "--shape", type=click.Choice(DENSE), help="Time random weights of this size, with outliers put in."
-)
+@shape_option("Time random weights of this size, with outliers put in.", DENSE)
 @click.option(
     "--folder",
     "folders",
@@ -23,9 +22,7 @@ from serving.console import progress_bars
     "outliers put in. Repeatable.",
 )
 @click.option("--data", type=click.Path(path_type=Path), help="The folder of texts and tasks, for --folder.")
-@click.option("--quick", is_flag=True, help="Fewer and shorter runs (under a minute).")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="DIR", help="Draw figures into DIR.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@report_options
 def prefill_command(
     shape: str | None,
     folders: tuple[Path, ...],
@@ -38,8 +35,7 @@ def prefill_command(
     model, beside other ways to quantize activations. Without options the paper's phone alone is simulated."""
     if bool(folders) != (data is not None):
         raise click.UsageError("accuracy is judged of a trained model: --folder DIR --data DIR")
-    check_plot(plot)
-    plan = prefill_bench.Plan.quick() if quick else prefill_bench.Plan()
+    plan = run.Plan.quick() if quick else run.Plan()
     with progress_bars() as progress:
-        rows = prefill_bench.run(shape, list(folders), data, plan, progress)
+        rows = run.run(shape, list(folders), data, plan, progress)
     emit("prefill", rows, as_json=as_json, plot=plot)

@@ -1,0 +1,1 @@
+"""Subcommands of `jaxllm bench`, one module each."""
