@@ -172,14 +172,15 @@ def _graph_rows(shape: str, found: dict[str, Any], two: dict[str, Any]) -> list[
 def _two_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
     rows = []
     for length in plan.speed.lengths:
-        spans = {name: each[str(length)]["real_ms"] for name, each in found["simulated"].items()}
-        notes: dict[str, str | None] = {}
-        for name, each in found["simulated"].items():
-            known = each[str(length)]
-            notes[name] = (
-                f"simulated {known['ms']:.1f} ms ({known['real_ms'] / known['ms'] - 1:+.0%} in truth), bound "
-                f"{known['bound_ms']:.1f} ms"
-            )
+        known = {name: each[str(length)] for name, each in found["spans"].items()}
+        spans = {name: each["real_ms"] for name, each in known.items()}
+        notes: dict[str, str | None] = {
+            name: f"{each['real_to_simulated'] - 1:+.0%} against simulated {each['simulated_ms']:.0f} ms; "
+            f"bound {each['bound_ms']:.0f} ms"
+            for name, each in known.items()
+        }
+        spent = spans[OURS] / spans[f"{OURS}-no-shadow"] - 1
+        notes[OURS] = f"{notes[OURS]}; shadow takes {spent:.1%} of the time without"
         rows += compared(
             spans,
             ours=OURS,

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +109,7 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
     }
     padded = {f"{name}{_PADDED}": engines[name] for name in ("float", "naive-int8")}
     times = _times({**engines, **padded}, plan)
-    table = engines[OURS].table
-    assert isinstance(table, IntegerTable)
+    table = _integer_table(engines[OURS])
     return {
         "ms": times,
         "build_ms": {name: engine.table.build_ms for name, engine in engines.items()},
@@ -133,43 +132,41 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         name: _opened(paths[path], PrefillOptions(mode="int8", processors=2, order=order), plan)
         for name, (path, order) in orders.items()
     }
-    traces: dict[str, dict[int, list[float]]] = {name: {} for name in engines}
+    tables = {name: _integer_table(engine) for name, engine in engines.items()}
+    spans: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in engines}
+
+    def predict(name: str, length: int) -> None:
+        # What a subgraph takes changes with what else the machine does, from moment to moment.
+        table, order = tables[name], engines[name].options.prefill.order
+        table.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
+        passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * length, 0)
+        subgraphs, known = table.subgraphs(passing), table.times(passing)
+        simulated = simulate(subgraphs, known, order, overhead_ms=table.handover_ms).makespan_ms
+        bound = lower_bound_ms(subgraphs, known)
+        spans[name].setdefault(length, []).append({"simulated_ms": simulated, "bound_ms": bound})
 
     def watch(name: str, length: int) -> None:
-        table = engines[name].table
-        assert isinstance(table, IntegerTable)
-        assert table.processors is not None
-        assert table.processors.trace is not None
-        traces[name].setdefault(length, []).append(table.processors.trace.makespan_ms)
+        processors = tables[name].processors
+        assert processors is not None
+        assert processors.trace is not None
+        latest = spans[name][length][-1]
+        latest["real_ms"] = processors.trace.makespan_ms
+        latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
 
-    times: dict[str, dict[str, float]] = {name: {} for name in engines}
-    for length in plan.lengths:
-        # What a subgraph takes changes with what else the machine does, from minute to minute.
-        for engine in engines.values():
-            assert isinstance(engine.table, IntegerTable)
-            engine.table.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1])
-        for name, found in _times(engines, dataclasses.replace(plan, lengths=(length,)), watch).items():
-            times[name] |= found
-    simulated: dict[str, Any] = {}
-    for name, engine in engines.items():
-        table = engine.table
-        assert isinstance(table, IntegerTable)
-        order = engine.options.prefill.order
-        for length in plan.lengths:
-            passing = table.begin_passing(table.start(length), [0] * length, 0)
-            subgraphs, known = table.subgraphs(passing), table.times(passing)
-            simulated.setdefault(name, {})[str(length)] = {
-                "ms": simulate(subgraphs, known, order, overhead_ms=table.handover_ms).makespan_ms,
-                "bound_ms": lower_bound_ms(subgraphs, known),
-                "real_ms": statistics.median(traces[name][length]),
-            }
-    table = engines[OURS].table
-    assert isinstance(table, IntegerTable)
+    times = _times(engines, plan, predict, watch)
+    found: dict[str, Any] = {}
+    for name, by_length in spans.items():
+        found[name] = {}
+        for length, runs in by_length.items():
+            # The first run is not counted.
+            medians = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
+            found[name][str(length)] = medians
+    table = tables[OURS]
     passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
     subgraphs = table.subgraphs(passing)
     return {
         "ms": times,
-        "simulated": simulated,
+        "spans": found,
         "sharing": _sharing(table, plan),
         "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
     }
@@ -201,8 +198,19 @@ def _opened(path: str, how: PrefillOptions, plan: SpeedPlan) -> Engine:
     return Engine.open(path, options=options)
 
 
-def _times(engines: dict[str, Engine], plan: SpeedPlan, watch: Any = None) -> dict[str, dict[str, float]]:
-    """Milliseconds of each system and length, medians over prompts that all get by turns."""
+def _integer_table(engine: Engine) -> IntegerTable:
+    assert isinstance(engine.table, IntegerTable)
+    return engine.table
+
+
+def _times(
+    engines: dict[str, Engine],
+    plan: SpeedPlan,
+    before: Callable[[str, int], None] = lambda name, length: None,
+    after: Callable[[str, int], None] = lambda name, length: None,
+) -> dict[str, dict[str, float]]:
+    """Milliseconds of each system and length, medians over prompts that all get by turns; `before` and
+    `after` are called with both around each."""
     found: dict[str, dict[str, float]] = {name: {} for name in engines}
     draw = np.random.default_rng(0)
     for length in plan.lengths:
@@ -213,15 +221,16 @@ def _times(engines: dict[str, Engine], plan: SpeedPlan, watch: Any = None) -> di
             for name in order:
                 engine = engines[name]
                 tokens = tokens or draw.integers(0, engine.cfg.vocab_size, length).tolist()
+                before(name, length)
                 cache = jax.block_until_ready(engine.table.start(plan.lengths[-1]))
                 missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
                 wait_for_quiet(0.3)
                 began = time.perf_counter()
                 jax.block_until_ready(engine.table.prefill(cache, tokens + [0] * missing, 0)[0])
+                spent_ms = 1000 * (time.perf_counter() - began)
+                after(name, length)
                 if number:
-                    taken[name].append(1000 * (time.perf_counter() - began))
-                    if watch is not None:
-                        watch(name, length)
+                    taken[name].append(spent_ms)
         for name, values in taken.items():
             found[name][str(length)] = statistics.median(values)
     return found

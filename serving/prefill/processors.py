@@ -106,6 +106,11 @@ class TwoProcessors:
         """The device that a processor's graphs and weights are on."""
         return self._devices[processor]
 
+    @property
+    def both_are_cpus(self) -> bool:
+        """Whether each has some of the CPU's cores, and there is no accelerator."""
+        return self._devices["integer"].platform == "cpu"
+
     def close(self) -> None:
         """Ends both."""
         for worker in self._workers.values():
@@ -115,7 +120,7 @@ class TwoProcessors:
     def _own_threads(self) -> Iterator[None]:
         """Kernels share one pool of threads per process; while this lasts, each processor's thread does its
         own work where both are CPUs."""
-        if self._devices["integer"].platform != "cpu":
+        if not self.both_are_cpus:
             yield
             return
         before = native.threads()

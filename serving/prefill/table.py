@@ -171,12 +171,19 @@ class IntegerTable(BucketTable):
         with jax.default_device(self._device_of(bucket)):
             return lower_subgraph(bucket, self.cfg, self._params, self.options)
 
+    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
+        lowered = self._lowered(bucket)
+        if self.processors is None or bucket.kind not in SUBGRAPH_KINDS or not self.processors.both_are_cpus:
+            return lowered.compile()
+        # XLA's own threads would take the other processor's cores.
+        return lowered.compile(compiler_options={"xla_cpu_multi_thread_eigen": False})
+
     def _build(self, bucket: Bucket) -> tuple[Any, float]:
         if self._device_of(bucket) == jax.devices()[0]:
             return super()._build(bucket)
         # Executables on disk are of the first device.
         began = time.perf_counter()
-        graph = self.at(bucket.level)._lowered(bucket).compile()
+        graph = self.at(bucket.level)._compiled(bucket)
         return graph, 1000 * (time.perf_counter() - began)
 
     def _device_of(self, bucket: Bucket) -> jax.Device:
@@ -266,15 +273,15 @@ class IntegerTable(BucketTable):
                 self.outliers.channels += channels
                 self.outliers.enlarged += channels > rooms(inputs)[1]
 
-    def measure(self, tokens: int, capacity: int) -> None:
+    def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
         """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length, on two
-        processors."""
+        processors, in so many runs of all layers each."""
         # All kinds of tokens, so that there are as many outliers as there will be.
         fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
         taken: dict[tuple[Bucket, bool], list[float]] = {}
         handovers: list[float] = []
         cases: dict[_Case, Bucket] = {}
-        for run in range(2 * _TIMED_RUNS):
+        for run in range(2 * runs):
             full = bool(run % 2)
             passing = self.begin_passing(self.start(capacity), fed, (capacity - tokens) * full)
             for each in self.subgraphs(passing):
