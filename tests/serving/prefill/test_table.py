@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.branching import Branching
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import logits
 from jaxllm.prefill.reference import forward_by_rule, integer_rule
 from serving.engine import Engine
+from serving.evaluation.scoring import score_options
 from serving.generation import GenerationConfig
 from serving.options import EngineOptions
 from serving.prefill.options import PrefillOptions
@@ -131,6 +133,17 @@ def test_it_answers(engine):
     assert counts.products == before.products + 8
     assert counts.channels > before.channels
     assert counts.enlarged == before.enlarged
+
+
+def test_options_are_scored_behind_prompts_read_so(engine):
+    """The first token of an option by what the prompt's reading gave, the next ones behind its cache."""
+    trunk = prompt(37)
+    known = np.asarray(jax.nn.log_softmax(expected(trunk)[-1]))
+    one, two = engine.generate(trunk, GenerationConfig(max_tokens=2, ignore_eos=True)).tokens
+    others = [(one, each) for each in range(0, TINY.vocab_size, 5)]
+    (scores,) = score_options(engine, [Branching(tuple(trunk), ((5,), (one,), (one, two), *others))])
+    np.testing.assert_allclose(scores[:2], known[[5, one]], atol=0.05)
+    assert scores[2] == pytest.approx(scores[2:].max())
 
 
 def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
