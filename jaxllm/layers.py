@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation, RopeConfig
-from jaxllm.kernels import native
+from jaxllm.kernels import native, native_attention
 from jaxllm.kv.cache import Places
 from jaxllm.used_units import UsedUnits
 
@@ -217,7 +217,7 @@ def cached_attention(
 
     def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
         wide = jnp.float32
-        out, keys, values, mass = native.attention(
+        out, keys, values, mass = native_attention.attention(
             q.astype(wide),
             k.astype(wide),
             v.astype(wide),

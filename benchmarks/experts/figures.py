@@ -41,6 +41,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         for system, points in lines.items():
             axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
         axes.set_xlabel(across)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_ylabel(upwards)
         axes.legend()
         saved(name, figure)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxllm.kernels import native
+from jaxllm.kernels import native, native_attention
 
 # The same function on a processor that has no kernels: of q, k, v and starts.
 Elsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -61,7 +61,7 @@ def document_attention(
 
 def _forward(q, k, v, starts, scale, elsewhere):
     def by_kernel(q, k, v, starts):
-        return native.document_attention(q, k, v, starts, scale=scale)
+        return native_attention.document_attention(q, k, v, starts, scale=scale)
 
     def by_other(q, k, v, starts):
         return elsewhere(q, k, v, starts), jnp.zeros(q.shape[:-1], jnp.float32)
@@ -75,7 +75,7 @@ def _forward(q, k, v, starts, scale, elsewhere):
 
 def _backward(scale, elsewhere, kept, dout):
     def by_kernel(q, k, v, starts, out, lse, dout):
-        return native.document_attention_gradients(q, k, v, starts, out, lse, dout, scale=scale)
+        return native_attention.document_attention_gradients(q, k, v, starts, out, lse, dout, scale=scale)
 
     def by_other(q, k, v, starts, out, lse, dout):
         return jax.vjp(lambda q, k, v: elsewhere(q, k, v, starts), q, k, v)[1](dout)

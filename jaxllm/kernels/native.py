@@ -1,4 +1,5 @@
-"""The native CPU kernels: whether this process has them, and how they are called from a graph.
+"""The native CPU kernels: whether this process has them, and how products are called from a graph
+(`native_attention.py`: how attention is).
 
 The library is built with the package where there is a C++ compiler (`native/`, `setup.py`). It is one per
 process, as are its threads; what a process chooses holds for all of its graphs. Without it, on other
@@ -151,16 +152,16 @@ def to_units(
     anything. For `rowwise` see `linear.py`."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     call = jax.ffi.ffi_call(
-        _target("to_units"),
+        target("to_units"),
         [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs],
     )
-    counts, places = _counts(used)
+    counts, places = unit_counts(used)
     parts = [part for weight in weights for part in _parts(weight)]
     attributes = {**_format(weights[0]), **places, **_adapters(*weights), "eps": np.float32(norm_eps)}
     attributes["widen"] = not rowwise
     # Weights that are used in part have the same units, of different widths.
     units = np.int64(1 if used is None else weights[0].shape[0])
-    return list(call(x, _optional(norm_scale), counts, _steps(step), *parts, **attributes, units=units))
+    return list(call(x, optional(norm_scale), counts, _steps(step), *parts, **attributes, units=units))
 
 
 def from_units(
@@ -175,13 +176,13 @@ def from_units(
     """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, as far as
     they are used, plus `residual` `[M, D]` if given: `[M, D]` float32."""
     call = jax.ffi.ffi_call(
-        _target("from_units"), jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
+        target("from_units"), jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
     )
     stacked = weight.ndim == 3
-    counts, places = _counts(used)
+    counts, places = unit_counts(used)
     attributes = {**_format(weight), **places, **_adapters(weight), "stacked": stacked, "widen": not rowwise}
     segments = np.int64(weight.shape[0] if stacked else 1)
-    operands = (h, *_parts(weight), _optional(residual), counts, _steps(step))
+    operands = (h, *_parts(weight), optional(residual), counts, _steps(step))
     return call(*operands, **attributes, segments=segments)
 
 
@@ -202,13 +203,13 @@ def feed_forward(
     """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format, of
     which as many of the F as are used; x passes an RMS norm first if one is given, and is added to the result
     if `residual`. `steps` are those of x and of what `down` takes."""
-    call = jax.ffi.ffi_call(_target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    call = jax.ffi.ffi_call(target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
     gate_parts = (nothing,) * 4 if gate is None else _parts(gate)
-    counts, places = _counts(used)
+    counts, places = unit_counts(used)
     return call(
         x,
-        _optional(norm_scale),
+        optional(norm_scale),
         counts,
         _steps(*(steps or ())),
         *gate_parts,
@@ -227,7 +228,7 @@ def feed_forward(
 
 def add_normed(residual: jax.Array, x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """`residual` and the RMS norm of rows `x`, both `[M, D]` float32: `[M, D]`."""
-    call = jax.ffi.ffi_call(_target("add_normed"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    call = jax.ffi.ffi_call(target("add_normed"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     return call(x, scale, residual, eps=np.float32(eps))
 
 
@@ -235,7 +236,7 @@ def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
     """`x` `[M, D]` int8 in [-127, 127] times a weight `[R, D]` of 8 bits, scales left aside: `[M, R]`
     int32, exact. -128 counts as -127."""
     call = jax.ffi.ffi_call(
-        _target("integer_product"), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.int32)
+        target("integer_product"), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.int32)
     )
     return call(x, weight.data)
 
@@ -244,142 +245,16 @@ def unit_rows(weight: BlockedArray, index: jax.Array) -> jax.Array:
     """Rows of a weight `[R, C]` whose last axis is contracted, at `index` (any shape, int32; one out of range
     counts as the last): `[*index.shape, C]` float32."""
     result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
-    call = jax.ffi.ffi_call(_target("unit_rows"), result)
+    call = jax.ffi.ffi_call(target("unit_rows"), result)
     return call(index, weight.data, weight.scale, **_format(weight), outputs=np.int64(weight.shape[0]))
 
 
 def largest(x: jax.Array) -> jax.Array:
     """Where each row of `x` `[M, V]` float32 is largest first, or first NaN: `[M]` int32."""
-    return jax.ffi.ffi_call(_target("largest"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
+    return jax.ffi.ffi_call(target("largest"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
 
 
-def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    table: tuple[jax.Array, jax.Array] | None,
-    keys: jax.Array,
-    values: jax.Array,
-    positions: jax.Array,
-    valid: jax.Array,
-    mass: jax.Array | None = None,
-    *,
-    scale: float,
-    softcap: float = 0.0,
-    window: int = 0,
-    used: UsedUnits | None = None,
-    tree: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Turns queries `[B, T, K, G, H]` and new keys `[B, T, K, H]` float32 by a rotary `table` (cos, sin
-    `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or float16)
-    at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the cache, in
-    place.
-
-    To a `mass` `[B, S]` float32 what the valid queries attend to each position is added. Of the K heads those
-    that are used are written and attended to; the results of others are anything. In a `tree` new tokens go
-    to other rows than their positions (`[T]` int32, ascending), and see all rows before a base (int32 scalar)
-    and of the N from there on what they are told (`[T, N]` bool).
-    """
-    seen = _optional(mass)
-    counts, places = _counts(used)
-    nothing = (positions, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.bool_))
-    rows, base, told = nothing if tree is None else tree
-    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
-    call = jax.ffi.ffi_call(_target("attention"), results, input_output_aliases={5: 1, 6: 2, 7: 3})
-    cos, sin = (None, None) if table is None else table
-    out, keys, values, seen = call(
-        q,
-        k,
-        v,
-        _optional(cos),
-        _optional(sin),
-        keys,
-        values,
-        seen,
-        rows,
-        positions,
-        valid,
-        base,
-        told,
-        counts,
-        scale=np.float32(scale),
-        softcap=np.float32(softcap),
-        window=np.int64(window),
-        heads_at=places["units_at"],
-    )
-    return out, keys, values, None if mass is None else seen
-
-
-def load_chunks(
-    pasts: Sequence[tuple[jax.Array, jax.Array]],
-    addresses: jax.Array,
-    bits: jax.Array,
-    *,
-    tokens: int,
-    keys_by_token: bool,
-    values_by_token: bool,
-    rotated: bool,
-    used: Sequence[UsedUnits | None] = (),
-) -> tuple[tuple[jax.Array, jax.Array], ...]:
-    """Decodes chunks of `tokens` tokens into the caches of some layers, in place.
-
-    Chunk i of layer l is read from this process's memory at `addresses[l, i]` (uint32 `[L, N, 2]`, the lower
-    half first), a blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are,
-    negative for no chunk), and goes to `pasts[l]`, keys and values `[1, K, S, H]`; S and H are those of all
-    layers. Of the K heads a layer's blobs have those that are used, or all. Whoever calls the graph sees to
-    it that the blobs are there, and whole, until it has run.
-    """
-    counts, places = zip(*[_counts(each) for each in used or [None] * len(pasts)], strict=True)
-    flat = [rows for past in pasts for rows in past]
-    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in flat]
-    aliases = {3 + place: place for place in range(len(flat))}
-    call = jax.ffi.ffi_call(_target("load_chunks"), results, input_output_aliases=aliases)
-    loaded = call(
-        addresses,
-        bits,
-        # The same of all layers: that of the model.
-        counts[0],
-        *flat,
-        tokens=np.int64(tokens),
-        keys_by_token=keys_by_token,
-        values_by_token=values_by_token,
-        rotated=rotated,
-        heads_at=np.array([each["units_at"] for each in places], np.int64),
-    )
-    return tuple(zip(loaded[::2], loaded[1::2], strict=True))
-
-
-def document_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """Causal attention inside documents of queries `[B, T, K, G, H]` and keys and values `[B, T, K, H]`
-    float32, where `starts` `[B, T]` int32 is where a token's document begins: `[B, T, K, G, H]`, and the
-    logarithm of the sum of exponentials of each query's scores `[B, T, K, G]`."""
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1])]
-    call = jax.ffi.ffi_call(_target("document_attention"), results)
-    out, lse = call(q, k, v, starts, scale=np.float32(scale))
-    return out, lse
-
-
-def document_attention_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    starts: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of `q`, `k` and `v` from that of `out`; `out` and `lse` are `document_attention`'s."""
-    results = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (q, k, v)]
-    call = jax.ffi.ffi_call(_target("document_attention_gradients"), results)
-    dq, dk, dv = call(q, k, v, starts, out, lse, dout, scale=np.float32(scale))
-    return dq, dk, dv
-
-
-def _target(name: str) -> str:
+def target(name: str) -> str:
     """The name that XLA knows a kernel by, once it does."""
     if not kernels().native:
         raise ConfigError(f"there are no native kernels in this process ({kernels().reason})")
@@ -420,7 +295,7 @@ def _stored(weight: Adaptable) -> BlockedArray:
     return stored
 
 
-def _counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]:
+def unit_counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]:
     """How many units and ranks are used, as operand and places in it; an empty one stands for all."""
     if used is None:
         return jnp.zeros((0,), jnp.int32), {"units_at": np.int64(-1), "rank_at": np.int64(-1)}
@@ -438,7 +313,8 @@ def _steps(*steps: jax.Array | None) -> jax.Array:
     )
 
 
-def _optional(value: jax.Array | None) -> jax.Array:
+def optional(value: jax.Array | None) -> jax.Array:
+    """An operand that may be left out; an empty one stands for none."""
     return jnp.zeros((0,), jnp.float32) if value is None else value
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.kernels import native
+from jaxllm.kernels import native, native_attention
 from jaxllm.kv.codecs import ChunkFormat, ChunkShape
 from jaxllm.used_units import UsedUnits
 
@@ -67,15 +67,15 @@ def load_chunks(
     Args:
       pasts: of each layer keys and values; donate them where they are read natively.
       sources: where the blobs of chunks 0, 1, ... are: addresses uint32 `[L, N, 2]` (see
-        `native.load_chunks`), or of each layer the blobs themselves, uint8 `[N, most]`, each padded to that
-        of the widest.
+        `native_attention.load_chunks`), or of each layer the blobs themselves, uint8 `[N, most]`, each
+        padded to that of the widest.
       bits: int32 `[N]`, a width of `form`; negative for no chunk.
       form: how they were stored.
       used: of each layer how many of the K heads the blobs have; none for all. Only addresses can be read so.
     """
     codec = form.codec
     if isinstance(sources, jax.Array):
-        return native.load_chunks(
+        return native_attention.load_chunks(
             pasts,
             sources,
             bits,

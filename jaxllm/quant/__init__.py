@@ -1,5 +1,5 @@
-"""How weights are stored: their widths (`formats`), the native kernels' order (`blocks`), and reading them
-(`weights`). Products are in `linear.py`."""
+"""How weights are stored: their widths (`formats`), the native kernels' order (`blocks`), what else a weight
+may be (`weights`), parts of it (`parts`) and reading it (`reading`). Products are in `linear.py`."""
 
 from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, to_blocks
 from jaxllm.quant.formats import (
@@ -13,6 +13,8 @@ from jaxllm.quant.formats import (
     packed_columns,
     quantize,
 )
+from jaxllm.quant.parts import first_units, narrow, sliced, stack_entry, take_units, unit_at
+from jaxllm.quant.reading import contracted_rows, dequantize, embedding_rows, unpack_int2, unpack_int4
 from jaxllm.quant.weights import (
     Adapted,
     AdaptedFromBuffer,
@@ -22,17 +24,6 @@ from jaxllm.quant.weights import (
     Narrowed,
     OwnProduct,
     Weight,
-    contracted_rows,
-    dequantize,
-    embedding_rows,
-    first_units,
-    narrow,
-    sliced,
-    stack_entry,
-    take_units,
-    unit_at,
-    unpack_int2,
-    unpack_int4,
 )
 
 __all__ = [

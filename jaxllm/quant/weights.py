@@ -1,4 +1,4 @@
-"""A weight, however it is stored: read as floats, row by row, or in part."""
+"""What a weight may be, beside an array of floats or integers."""
 
 import dataclasses
 import math
@@ -6,16 +6,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxllm.errors import ConfigError
 from jaxllm.quant.blocks import (
-    PANEL,
     BlockedArray,
-    blocked_levels,
-    blocked_scales,
-    take_blocked_inputs,
-    take_blocked_rows,
 )
 from jaxllm.quant.formats import QArray
 
@@ -42,7 +35,7 @@ class Bfloat16Bits:
         return self.bits.ndim
 
 
-class _Changed:
+class Changed:
     """A weight that stands for another of its shape, its `base`."""
 
     base: "Weight"
@@ -60,7 +53,7 @@ class _Changed:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Adapted(_Changed):
+class Adapted(Changed):
     """A weight and a low-rank change to it: `base + leftᵀ · right` (LoRA, arXiv 2106.09685, eq. 3).
 
     Ranks lead on both sides, so that a product over units, or to them, runs along memory. Adapters of less
@@ -91,7 +84,7 @@ class Adapted(_Changed):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AdaptedFromBuffer(_Changed):
+class AdaptedFromBuffer(Changed):
     """`Adapted` whose sides lie in a buffer with those of other weights, for products alone to read.
 
     Attributes:
@@ -166,7 +159,7 @@ class FirstUnits:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OwnProduct(_Changed):
+class OwnProduct(Changed):
     """A weight whose products are somebody else's to compute: to annotate them for a compiler, or to observe
     what passes through them.
 
@@ -212,196 +205,3 @@ Weight = (
     | OwnProduct
     | Apart
 )
-
-
-def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
-    """The weight as floats `[..., R, C]` in `dtype`."""
-    if isinstance(weight, AdaptedFromBuffer):
-        return dequantize(weight.apart, dtype)
-    if isinstance(weight, Adapted):
-        return dequantize(weight.base, dtype) + weight.change.astype(dtype)
-    if isinstance(weight, OwnProduct):
-        return dequantize(weight.base, dtype)
-    if isinstance(weight, Narrowed):
-        return dequantize(weight.stack, dtype)[:, : weight.rows]
-    if isinstance(weight, Apart):
-        return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
-    if isinstance(weight, FirstUnits):
-        return dequantize(sliced(weight), dtype)
-    if isinstance(weight, Bfloat16Bits):
-        # The upper half of a float32's bits.
-        wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
-        return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
-    if isinstance(weight, BlockedArray):
-        levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
-    elif isinstance(weight, QArray):
-        data, scale = weight.data, weight.scale
-        levels = data.astype(dtype)
-        if weight.bits != 8:
-            unpack = unpack_int4 if weight.bits == 4 else unpack_int2
-            levels = unpack(data, weight.columns, dtype)
-    else:
-        return weight.astype(dtype)
-    return levels * _spread(scale.astype(dtype), weight.group, levels.shape[weight.axis], weight.axis)
-
-
-def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-    """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
-    halves = (packed & np.uint8(15), packed >> np.uint8(4))
-    wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
-    return wide[..., :columns] - np.asarray(8, dtype)
-
-
-def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
-    """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
-    quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
-    codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
-    return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
-
-
-def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
-    (any shape) in range."""
-    if isinstance(weight, Adapted):
-        low = jnp.moveaxis(jnp.take(weight.left, rows, axis=1, mode="clip"), 0, -1).astype(dtype)
-        return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
-    if isinstance(weight, OwnProduct):
-        return embedding_rows(weight.base if weight.rows is None else weight.rows, rows, dtype)
-    if isinstance(weight, BlockedArray):
-        levels, scale = take_blocked_rows(weight, rows)
-        scale = _spread(scale.astype(dtype), weight.group, levels.shape[-1], -1)
-        return levels.astype(dtype) * scale
-
-    def take(part: jax.Array) -> jax.Array:
-        return jnp.take(part, rows, axis=0, mode="clip")
-
-    return dequantize(jax.tree.map(take, weight), dtype)
-
-
-def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Array:
-    """What the inputs at `index` `[N]` (int32, in range) of a product are multiplied with, `[N, outputs]`
-    float32.
-
-    Of a weight in blocks no more is read than the blocks that hold them. Adapters are left aside.
-
-    Args:
-      weight: `[*U, D]`.
-      index: of inputs: those along the last axis, else those along all the others together.
-      last: whether the last axis is contracted.
-    """
-    while isinstance(weight, _Changed):
-        weight = weight.base
-    if isinstance(weight, BlockedArray):
-        return take_blocked_inputs(weight, index)
-    if isinstance(weight, QArray) and weight.bits == 8 and not weight.group:
-        rows, columns = weight.data.shape[-2:]
-        if last:
-            taken = weight.data.reshape(-1, columns)[:, index].T
-            return taken.astype(jnp.float32) * weight.scale.reshape(-1)
-        scale = weight.scale.reshape(-1, columns)[index // rows]
-        return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
-    dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])
-    return dense[:, index].T if last else dense[index]
-
-
-def take_units(weight: Weight, count: int) -> Weight:
-    """The first `count` units (entries of the leading axis): a smaller model's weight.
-
-    In blocks it is the same buffer under a smaller shape, and nothing is copied. Other forms are sliced.
-
-    Raises:
-      ConfigError: the weight has fewer units.
-    """
-    if not 1 <= count <= weight.shape[0]:
-        raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
-    if isinstance(weight, Adapted):
-        return Adapted(take_units(weight.base, count), weight.left[:, :count], weight.right)
-    if isinstance(weight, Narrowed):
-        return Narrowed(take_units(weight.stack, count), weight.rows)
-    if isinstance(weight, FirstUnits):
-        return FirstUnits(weight.base, count)
-    if isinstance(weight, BlockedArray):
-        return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
-    if isinstance(weight, QArray):
-        units_contracted = weight.axis == -2 and weight.ndim == 2
-        if not units_contracted:
-            return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:count])
-        scales = -(-count // weight.group) if weight.group else 1
-        return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
-    return jax.tree.map(lambda part: part[:count], weight)
-
-
-def first_units(weight: Weight, count: int) -> Weight:
-    """`take_units` that leaves all slicing to the graph (see `FirstUnits` and `sliced`)."""
-    if isinstance(weight, Adapted):
-        return Adapted(first_units(weight.base, count), weight.left[:, :count], weight.right)
-    if isinstance(weight, BlockedArray | FirstUnits):
-        return take_units(weight, count)
-    return FirstUnits(weight, count)
-
-
-def sliced(weight: Weight) -> Weight:
-    """The weight without `FirstUnits`: their units as weights of their own."""
-    if isinstance(weight, FirstUnits):
-        return take_units(weight.base, weight.units)
-    if isinstance(weight, Adapted):
-        return Adapted(sliced(weight.base), weight.left, weight.right)
-    return weight
-
-
-def narrow(weight: Weight, rows: int) -> Weight:
-    """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone."""
-    if rows == weight.shape[1]:
-        return weight
-    if not 1 <= rows <= weight.shape[1]:
-        raise ConfigError(f"matrices of {weight.shape[1]} rows have no first {rows}")
-    if isinstance(weight, Adapted):
-        return Adapted(narrow(weight.base, rows), weight.left[..., :rows], weight.right)
-    return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
-
-
-def stack_entry(weight: Weight, index: int) -> Weight:
-    """One matrix `[R, C]` of a stack whose matrices lie apart, with its adapter if it has one."""
-    if isinstance(weight, Adapted):
-        return Adapted(stack_entry(weight.base, index), weight.left[index], weight.right[index])
-    assert isinstance(weight, Apart)
-    return weight.matrices[index]
-
-
-def unit_at(weight: Weight, index: jax.Array) -> Weight:
-    """One unit of a stack of matrices: `[R, C]` of a weight `[U, R, C]`, at `index` (int32 scalar, in range).
-
-    Reads that unit alone. In blocks it stays in blocks, but where outputs are R and do not fill whole
-    panels: units then share panels, and the unit comes as rows at 8 bits.
-    """
-
-    def entry(part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(part, index, axis=0, keepdims=False)
-
-    if isinstance(weight, Adapted):
-        return Adapted(unit_at(weight.base, index), entry(weight.left), entry(weight.right))
-    if isinstance(weight, Narrowed):
-        return take_units(unit_at(weight.stack, index), weight.rows)
-    if not isinstance(weight, BlockedArray):
-        return jax.tree.map(entry, weight)
-    units, rows, columns = weight.shape
-    if weight.axis == -2:
-        # A matrix is a stack of one.
-        data, scale = (entry(part)[None] for part in (weight.data, weight.scale))
-        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
-    if rows % PANEL == 0:
-        data = entry(weight.data.reshape(units, -1, *weight.data.shape[1:]))
-        scale = entry(weight.scale.reshape(units, -1, *weight.scale.shape[1:]))
-        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
-    flat = dataclasses.replace(weight, shape=(units * rows, columns))
-    levels, scale = take_blocked_rows(flat, index * rows + jnp.arange(rows, dtype=jnp.int32))
-    return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)
-
-
-def _spread(scale: jax.Array, group: int, length: int, axis: int) -> jax.Array:
-    """Scales of groups along `axis` repeated for each of `length` values; those of a whole axis as they
-    are."""
-    if not group:
-        return scale
-    scale = jnp.repeat(scale, group, axis=axis)
-    return jax.lax.slice_in_dim(scale, 0, length, axis=scale.ndim + axis)

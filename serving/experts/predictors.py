@@ -10,6 +10,8 @@ from jaxllm.experts.token_experts import TokenExperts
 from serving.experts.options import PREDICTORS
 
 _UNKNOWN = np.zeros(0, np.int32)
+# Nobody is read who is foreseen little more than others: who leaves for them may be wanted as well.
+_WORTH_READING = 1.5
 
 
 class Predictor(abc.ABC):
@@ -31,6 +33,12 @@ class Predictor(abc.ABC):
         Returns:
           `[E]`, which sums to one; None where it foresees nothing.
         """
+
+    def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray) -> np.ndarray:
+        """Whom of a layer it is worth to read before they are asked for, `[E]` bool, by what `probabilities`
+        said behind `visited`."""
+        del visited
+        return chances > _WORTH_READING / len(chances)
 
     def learn(self, visited: list[np.ndarray]) -> None:
         """Sees a whole pass, `[M, k]` of each sparse layer."""
@@ -83,6 +91,10 @@ class RouterPredictor(TokenPredictor):
         if not visited:
             return super().probabilities(visited, ahead, steps)
         return ahead if steps == 1 else None
+
+    def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray) -> np.ndarray:  # noqa: D102
+        # A router chooses its best, however little better they are.
+        return np.ones(len(chances), bool) if visited else super().worthwhile(visited, chances)
 
 
 class FrequencyPredictor(Predictor):

@@ -24,8 +24,6 @@ from serving.streaming.weight_stream import Meanwhile
 # What the statistics of a text weigh beside what is visited online, in tokens.
 _PRIOR_TOKENS = 64.0
 _TELLING_TOKENS = 16
-# Nobody is read who is foreseen little more than others: who leaves for them may be wanted as well.
-_WORTH_READING = 1.5
 
 
 class ExpertWeights:
@@ -160,8 +158,8 @@ class ExpertWeights:
             if chances is None:
                 break
             best = np.argsort(-chances, kind="stable")
-            worth = chances[best[:count]] > _WORTH_READING / self._bundle.cfg.experts
-            found += [(len(seen), int(expert)) for expert in best[:count][worth]]
+            worth = self.predictor.worthwhile(seen, chances)
+            found += [(len(seen), int(expert)) for expert in best[:count] if worth[expert]]
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found
 

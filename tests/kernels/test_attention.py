@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
-from jaxllm.kernels import native
+from jaxllm.kernels import native_attention
 from jaxllm.kv.cache import Places
 from jaxllm.layers import cached_attention, causal_mask, rotary_tables
 from tests.kernels import oracle
@@ -53,7 +53,7 @@ def case(
 
 
 def door(options):
-    return lambda *args: native.attention(*args, **options)[:3]
+    return lambda *args: native_attention.attention(*args, **options)[:3]
 
 
 def check(case: Case, found: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ def test_mass_is_what_real_tokens_attend_to(B, T, K, G, S, window, softcap, real
     at, valid = np.sort(draw.choice(S, T, replace=False)), round(real * T)
     drawn = case(seed, B=B, T=T, K=K, G=G, S=S, at=at, valid=valid, window=window, softcap=softcap)
     before = draw.random((B, S)).astype(np.float32)
-    found = answers(lambda *args: native.attention(*args, **drawn.options), *drawn.args, before)
+    found = answers(lambda *args: native_attention.attention(*args, **drawn.options), *drawn.args, before)
     for kernels, (out, keys, values, mass) in found.items():
         expected, weights = oracle.attention(drawn.args[0], keys, values, drawn.args[6], **drawn.options)
         np.testing.assert_allclose(out, expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
@@ -163,7 +163,7 @@ def test_the_same_again_whatever_the_threads(T):
     """To the last bit, also where threads share one token's keys and what they find is merged."""
     many = case(0, T=T, K=2, G=2, H=32, S=1024, start=900, rotary=16)
     args = (*many.args, np.zeros((1, 1024), np.float32))
-    graph = jit(lambda *args: native.attention(*args, **many.options)).lower(*args).compile()
+    graph = jit(lambda *args: native_attention.attention(*args, **many.options)).lower(*args).compile()
     for kernels in NATIVE:
         with kernels_of(kernels):
             found = []

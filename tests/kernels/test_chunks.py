@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels import native
+from jaxllm.kernels import native_attention
 from jaxllm.kv.chunks import load_chunks, place_chunks
 from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.used_units import UsedUnits
@@ -35,7 +35,9 @@ def door(name):
         """Into any number of layers: keys, values, keys, values, ..., addresses and bits."""
         *rows, addresses, bits = args
         pasts = tuple(zip(rows[::2], rows[1::2], strict=True))
-        return [each for past in native.load_chunks(pasts, addresses, bits, **options) for each in past]
+        return [
+            each for past in native_attention.load_chunks(pasts, addresses, bits, **options) for each in past
+        ]
 
     return load
 

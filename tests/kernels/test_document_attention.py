@@ -14,10 +14,10 @@ import pytest
 
 from jaxllm import documents, layers
 from jaxllm.kernels import document_attention as kernel
-from jaxllm.kernels import native
+from jaxllm.kernels import native_attention
 from tests.kernels.drawing import jit
+from tests.kernels.refusing import refuse, zeros
 from tests.kernels.switching import NATIVE, fall_back, kernels_of, needs_native, threads_of
-from tests.kernels.test_refusals import refuse, zeros
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -68,8 +68,8 @@ def expected(q, k, v, starts, dout, scale):
 
 
 def by_kernel(q, k, v, starts, dout, *, scale):
-    out, lse = native.document_attention(q, k, v, starts, scale=scale)
-    return out, *native.document_attention_gradients(q, k, v, starts, out, lse, dout, scale=scale)
+    out, lse = native_attention.document_attention(q, k, v, starts, scale=scale)
+    return out, *native_attention.document_attention_gradients(q, k, v, starts, out, lse, dout, scale=scale)
 
 
 def by_layers(q, k, v, starts, dout, **options):

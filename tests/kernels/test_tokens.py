@@ -12,8 +12,8 @@ from jaxllm.linear import embed
 from jaxllm.quant import embedding_rows
 from jaxllm.sampling import largest
 from tests.kernels.drawing import WIDTHS, answers, weight_of
+from tests.kernels.refusing import DATA, FIT, SCALE, refuse, zeros
 from tests.kernels.switching import fall_back, needs_native
-from tests.kernels.test_refusals import DATA, FIT, SCALE, refuse, zeros
 
 every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 

@@ -1,0 +1,115 @@
+"""Parts of a weight, however it is stored: its first units, its rows, one of a stack."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.errors import ConfigError
+from jaxllm.quant.blocks import (
+    PANEL,
+    BlockedArray,
+    take_blocked_rows,
+)
+from jaxllm.quant.formats import QArray
+from jaxllm.quant.weights import (
+    Adapted,
+    Apart,
+    FirstUnits,
+    Narrowed,
+    Weight,
+)
+
+
+def take_units(weight: Weight, count: int) -> Weight:
+    """The first `count` units (entries of the leading axis): a smaller model's weight.
+
+    In blocks it is the same buffer under a smaller shape, and nothing is copied. Other forms are sliced.
+
+    Raises:
+      ConfigError: the weight has fewer units.
+    """
+    if not 1 <= count <= weight.shape[0]:
+        raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
+    if isinstance(weight, Adapted):
+        return Adapted(take_units(weight.base, count), weight.left[:, :count], weight.right)
+    if isinstance(weight, Narrowed):
+        return Narrowed(take_units(weight.stack, count), weight.rows)
+    if isinstance(weight, FirstUnits):
+        return FirstUnits(weight.base, count)
+    if isinstance(weight, BlockedArray):
+        return dataclasses.replace(weight, shape=(count, *weight.shape[1:]))
+    if isinstance(weight, QArray):
+        units_contracted = weight.axis == -2 and weight.ndim == 2
+        if not units_contracted:
+            return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:count])
+        scales = -(-count // weight.group) if weight.group else 1
+        return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
+    return jax.tree.map(lambda part: part[:count], weight)
+
+
+def first_units(weight: Weight, count: int) -> Weight:
+    """`take_units` that leaves all slicing to the graph (see `FirstUnits` and `sliced`)."""
+    if isinstance(weight, Adapted):
+        return Adapted(first_units(weight.base, count), weight.left[:, :count], weight.right)
+    if isinstance(weight, BlockedArray | FirstUnits):
+        return take_units(weight, count)
+    return FirstUnits(weight, count)
+
+
+def sliced(weight: Weight) -> Weight:
+    """The weight without `FirstUnits`: their units as weights of their own."""
+    if isinstance(weight, FirstUnits):
+        return take_units(weight.base, weight.units)
+    if isinstance(weight, Adapted):
+        return Adapted(sliced(weight.base), weight.left, weight.right)
+    return weight
+
+
+def narrow(weight: Weight, rows: int) -> Weight:
+    """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone."""
+    if rows == weight.shape[1]:
+        return weight
+    if not 1 <= rows <= weight.shape[1]:
+        raise ConfigError(f"matrices of {weight.shape[1]} rows have no first {rows}")
+    if isinstance(weight, Adapted):
+        return Adapted(narrow(weight.base, rows), weight.left[..., :rows], weight.right)
+    return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
+
+
+def stack_entry(weight: Weight, index: int) -> Weight:
+    """One matrix `[R, C]` of a stack whose matrices lie apart, with its adapter if it has one."""
+    if isinstance(weight, Adapted):
+        return Adapted(stack_entry(weight.base, index), weight.left[index], weight.right[index])
+    assert isinstance(weight, Apart)
+    return weight.matrices[index]
+
+
+def unit_at(weight: Weight, index: jax.Array) -> Weight:
+    """One unit of a stack of matrices: `[R, C]` of a weight `[U, R, C]`, at `index` (int32 scalar, in range).
+
+    Reads that unit alone. In blocks it stays in blocks, but where outputs are R and do not fill whole
+    panels: units then share panels, and the unit comes as rows at 8 bits.
+    """
+
+    def entry(part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(part, index, axis=0, keepdims=False)
+
+    if isinstance(weight, Adapted):
+        return Adapted(unit_at(weight.base, index), entry(weight.left), entry(weight.right))
+    if isinstance(weight, Narrowed):
+        return take_units(unit_at(weight.stack, index), weight.rows)
+    if not isinstance(weight, BlockedArray):
+        return jax.tree.map(entry, weight)
+    units, rows, columns = weight.shape
+    if weight.axis == -2:
+        # A matrix is a stack of one.
+        data, scale = (entry(part)[None] for part in (weight.data, weight.scale))
+        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
+    if rows % PANEL == 0:
+        data = entry(weight.data.reshape(units, -1, *weight.data.shape[1:]))
+        scale = entry(weight.scale.reshape(units, -1, *weight.scale.shape[1:]))
+        return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
+    flat = dataclasses.replace(weight, shape=(units * rows, columns))
+    levels, scale = take_blocked_rows(flat, index * rows + jnp.arange(rows, dtype=jnp.int32))
+    return QArray(levels, scale, bits=8, group=weight.group, axis=-1, columns=columns)
