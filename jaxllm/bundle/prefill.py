@@ -10,7 +10,7 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.subgraphs import PRODUCTS, product_sizes
+from jaxllm.prefill.products import PRODUCTS, product_sizes
 
 _PART = "prefill"
 _LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30

@@ -22,15 +22,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.stepwise import TOP_LEVEL
 from jaxllm.models.parameters import Params
+from jaxllm.prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
 from jaxllm.prefill.reference import Rule, observed
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import (
-    PRODUCTS,
-    LayerCalibration,
-    contracts_last_axis,
-    product_matrices,
-    product_sizes,
-)
+from jaxllm.prefill.subgraphs import LayerCalibration
 from jaxllm.quant import contracted_rows
 
 # Of each layer and product something of its input's channels, `[D]`.

@@ -30,8 +30,9 @@ from jaxllm.prefill.calibration import (
     search_shadow,
     whole_steps,
 )
+from jaxllm.prefill.products import PRODUCTS
 from jaxllm.prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
-from jaxllm.prefill.subgraphs import PRODUCTS, require_integer_prefill
+from jaxllm.prefill.subgraphs import require_integer_prefill
 
 # Of less text than this, chance decides which channels have outliers.
 LEAST_TOKENS = 2048

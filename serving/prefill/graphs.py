@@ -14,14 +14,9 @@ from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
 from jaxllm.kv.cache import Places, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.prefill import subgraphs
+from jaxllm.prefill.products import PRODUCTS, product_sizes
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import (
-    PRODUCTS,
-    STAGE_PARAMETERS,
-    LayerCalibration,
-    Stage,
-    product_sizes,
-)
+from jaxllm.prefill.subgraphs import STAGE_PARAMETERS, LayerCalibration, Stage
 from serving.lowering import layer_params, shapes_of
 from serving.options import EngineOptions
 

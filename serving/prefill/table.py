@@ -19,6 +19,7 @@ from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration
+from jaxllm.prefill.products import product_sizes
 from jaxllm.prefill.schedule import (
     Dispatcher,
     Subgraph,
@@ -29,7 +30,7 @@ from jaxllm.prefill.schedule import (
 )
 from jaxllm.prefill.shadow import rooms
 from jaxllm.prefill.simulator import stage_operations
-from jaxllm.prefill.subgraphs import LayerCalibration, Stage, product_sizes, stages_of
+from jaxllm.prefill.subgraphs import LayerCalibration, Stage, stages_of
 from serving.buckets import BucketTable
 from serving.chunks import placed_chunks, plan_chunks
 from serving.graph_store import GraphStore

@@ -17,14 +17,10 @@ from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import param_specs
 from jaxllm.prefill import subgraphs
 from jaxllm.prefill.calibration import channel_tops, largest_of, whole_steps
+from jaxllm.prefill.products import PRODUCTS, product_sizes
 from jaxllm.prefill.reference import forward_by_rule, integer_rule
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import (
-    PRODUCTS,
-    LayerCalibration,
-    product_sizes,
-    require_integer_prefill,
-)
+from jaxllm.prefill.subgraphs import LayerCalibration, require_integer_prefill
 from jaxllm.quant import quantize, to_blocks
 from tests.kernels.drawing import jit
 from tests.tiny import TINY, random_params
