@@ -7,6 +7,7 @@ from benchmarks.commands.elastic import elastic_command
 from benchmarks.commands.engine import engine_command
 from benchmarks.commands.experts import experts_command
 from benchmarks.commands.export import export_command
+from benchmarks.commands.prefill import prefill_command
 from benchmarks.commands.speculative import speculative_command
 
 
@@ -21,6 +22,7 @@ for each in (
     speculative_command,
     contexts_command,
     experts_command,
+    prefill_command,
     export_command,
 ):
     bench_command.add_command(each)

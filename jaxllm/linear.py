@@ -25,16 +25,15 @@ differentiable in their activations, and in weights that are floats.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import Activation
 from jaxllm.kernels import converted, native, stepwise
+from jaxllm.kernels.platforms import natively, on_platform
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.quant import (
     Adapted,
@@ -49,7 +48,6 @@ from jaxllm.quant import (
 )
 from jaxllm.used_units import UsedUnits
 
-Out = TypeVar("Out")
 # Of what the first products of a block take, and of what its last takes.
 Steps = tuple[jax.Array, jax.Array]
 
@@ -100,7 +98,7 @@ def to_units(
         return _to_units_by_xla(rows, weight, step)
 
     if _in_blocks(weight):
-        out = _natively(by_kernel, by_xla, rows, weight, used, step)
+        out = natively(by_kernel, by_xla, rows, weight, used, step)
     else:
         out = by_xla(rows, weight, used, step)
     return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
@@ -141,7 +139,7 @@ def normed_to_units(
         ]
 
     if norm.bias is None and _one_format(weights):
-        outs = _natively(together, apart, x, norm, list(weights), used, step)
+        outs = natively(together, apart, x, norm, list(weights), used, step)
     else:
         outs = apart(x, norm, weights, used, step)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
@@ -185,7 +183,7 @@ def from_units(
         return out if residual is None else residual.reshape(out.shape) + out
 
     if _in_blocks(weight):
-        out = _natively(by_kernel, by_xla, h, weight, residual, used, step)
+        out = natively(by_kernel, by_xla, h, weight, residual, used, step)
         return _with_bias(out.reshape(*batch, width), bias)
     out = _with_bias(by_xla(h, weight, None, used, step).reshape(*batch, width), bias)
     return out if residual is None else residual + out
@@ -251,7 +249,7 @@ def feed_forward(
 
     if weights.biased or not _one_format(weights.weights):
         return apart(x, norm, weights, used, steps)
-    return _natively(together, apart, x, norm, weights, used, steps)
+    return natively(together, apart, x, norm, weights, used, steps)
 
 
 def add_normed(residual: jax.Array, x: jax.Array, norm: Norm) -> jax.Array:
@@ -268,7 +266,7 @@ def add_normed(residual: jax.Array, x: jax.Array, norm: Norm) -> jax.Array:
 
     if norm.bias is not None:
         return by_xla(x, residual, norm)
-    return _natively(by_kernel, by_xla, x, residual, norm)
+    return natively(by_kernel, by_xla, x, residual, norm)
 
 
 def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -285,44 +283,6 @@ def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
         return native.unit_rows(blocked, tokens).astype(dtype)
 
     return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
-
-
-def _natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
-    """`by_kernel` of x in float32 where the graph is for a CPU with native kernels, else `by_xla`."""
-    # A foreign call cannot be divided over the devices of a mesh.
-    if not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1:
-        return by_xla(x, *operands)
-    dtype = x.dtype
-
-    def widened(x: jax.Array, *operands: Any) -> Out:
-        return jax.tree.map(lambda out: out.astype(dtype), by_kernel(x.astype(jnp.float32), *operands))
-
-    return _on_platform(widened, by_xla, (x, *operands))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _on_platform(on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]) -> Out:
-    """The same function by the code for the platform that the graph is compiled for.
-
-    Its gradient is `elsewhere`'s: a kernel has none of its own. Neither may close over arrays.
-    """
-    return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
-
-
-def _on_platform_forward(
-    on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]
-) -> tuple[Out, tuple[Any, ...]]:
-    return _on_platform(on_cpu, elsewhere, operands), operands
-
-
-def _on_platform_backward(
-    on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], operands: tuple[Any, ...], cotangent: Any
-) -> tuple[Any]:
-    del on_cpu
-    return (jax.vjp(elsewhere, *operands)[1](cotangent),)
-
-
-_on_platform.defvjp(_on_platform_forward, _on_platform_backward)
 
 
 def _in_blocks(weight: Weight) -> bool:
@@ -415,7 +375,7 @@ def _product(
     stored_as_is = isinstance(weight, jax.Array) and weight.dtype == rows.dtype
     if stored_as_is or converted.fits_one_block(weight, rows.dtype):
         return whole(rows, weight)
-    return _on_platform(by_blocks, whole, (rows, weight))
+    return on_platform(by_blocks, whole, (rows, weight))
 
 
 def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:

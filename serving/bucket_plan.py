@@ -148,6 +148,12 @@ class BucketPlan(abc.ABC):
         """The bucket that brings a draft's cache and tree behind what was accepted."""
         return self._bucket("follow", self._trees.room, cache)
 
+    def _norm_bucket(self, tokens: int, rows: int) -> Bucket:
+        return Bucket(kind="norm", tokens=tokens, rows=rows)
+
+    def _head_bucket(self, rows: int, count: int) -> Bucket:
+        return Bucket(kind="head", rows=rows, bits=count)
+
     def _start_bucket(self, cache: int) -> Bucket:
         return self._bucket("start", 0, cache)
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxllm.kv.cache import Places
+
 # What a pass over the weights costs whatever the chunk, in tokens of prefill: on a CPU one pass
 # streams all weights once, about the time of this many rows of computing.
 _PASS_TOKENS = 24
@@ -23,6 +25,18 @@ def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
     row = np.zeros((1, length), np.int32)
     row[0, : len(tokens)] = tokens
     return row, len(tokens)
+
+
+def placed_chunks(tokens: Sequence[int], lengths: Sequence[int], at: int) -> list[tuple[np.ndarray, Places]]:
+    """Tokens that begin at position `at`, in chunks of these lengths: rows `[T]` int32, padded, and where
+    they stand."""
+    found, position = [], 0
+    for length in lengths:
+        row, valid = padded(tokens[position : position + length], length)
+        positions = np.arange(at + position, at + position + length, dtype=np.int32)
+        found.append((row[0], Places(positions, np.int32(valid), run=True)))  # pyright: ignore
+        position += valid
+    return found
 
 
 def chunk_cost(plan: Sequence[int]) -> int:

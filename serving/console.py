@@ -147,6 +147,14 @@ def speculation(draft: str) -> SpeculationOptions:
     return SpeculationOptions(model=draft)
 
 
+prefill_option = click.option(
+    "--prefill",
+    type=click.Choice(MODES),
+    help="How prompts are read: in static 8-bit steps with shadow outliers, which takes a bundle of "
+    "`jaxllm calibrate --prefill`, or in floats. [default: float; int8 if calibrated on two processors]",
+)
+
+
 def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--program, --memory, --draft and how prompts are read, for commands that answer; beneath
     `model_options`."""
@@ -164,13 +172,7 @@ def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="2 reads prompts on an integer and a float processor: an accelerator and the CPU, or two "
             "cores. [default: 1]",
         ),
-        click.option(
-            "--prefill",
-            type=click.Choice(MODES),
-            help="How prompts are read: in static 8-bit steps with shadow outliers, which takes a bundle of "
-            "`jaxllm calibrate --prefill`, or in floats. [default: float; "
-            "int8 if calibrated on two processors]",
-        ),
+        prefill_option,
         click.option(
             "--draft",
             metavar="DRAFT",

@@ -314,10 +314,14 @@ class GraphTable(BucketPlan, abc.ABC):
         if graph is not None:
             self.loaded.add(bucket)
         else:
-            graph = at._lowered(bucket).compile()
+            graph = at._compiled(bucket)
             if at._store is not None:
                 at._store.store(bucket, graph)
         return graph, 1000 * (time.perf_counter() - began)
+
+    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
+        """The compiled graph of a bucket of this level."""
+        return self._lowered(bucket).compile()
 
     def _lowered(self, bucket: Bucket) -> jax.stages.Lowered:
         """The traced graph of a bucket of this level."""

@@ -262,6 +262,7 @@ def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
         "kernels": [native.kernels().name, native.threads()],
         "environment": environment_facts(),
         "options": graph_options(options),
+        "prefill": dataclasses.asdict(options.prefill),
     }
     key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / "profiles" / f"{key}.json"

@@ -29,7 +29,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration, ShadowRecipe
-from jaxllm.prefill.fitting import LEAST_TOKENS, fit_calibration, windows_of
+from jaxllm.prefill.fitting import LEAST_TOKENS, fit_calibration, whole_rows
 from jaxllm.prefill.subgraphs import require_integer_prefill
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
@@ -165,7 +165,11 @@ def _sub_models(bundle: Bundle, stored: Params) -> dict[int, tuple[ModelConfig, 
             continue
         cfg = sub_config(bundle.cfg, ladder, level)
         params, own = shared_sub_model(stored, cfg), read_recovery(bundle, level)
-        found[level] = cfg, params if own is None else adapt(params, own.adapter, own.scaling)
+        if own is not None:
+            # Stored in half precision, and computed with as an engine does.
+            wide = {name: value.astype(np.float32) for name, value in own.adapter.items()}
+            params = adapt(params, wide, own.scaling)
+        found[level] = cfg, params
     return found
 
 
@@ -182,6 +186,6 @@ def _texts(
             break
         tokens += encoder.encode([document])[0][0]
     length = min(recipe.row_tokens, bundle.cfg.window_tokens)
-    rows = windows_of(tokens[: 2 * recipe.tokens], length)
+    rows = whole_rows(tokens[: 2 * recipe.tokens], length)
     # By turns, so that both are of all the text's kinds.
     return rows[::2], rows[1::2]

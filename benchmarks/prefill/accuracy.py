@@ -24,7 +24,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.prefill.calibration import channel_tops, largest_of
-from jaxllm.prefill.fitting import fit_calibration, windows_of
+from jaxllm.prefill.fitting import fit_calibration, whole_rows
 from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.prefill.reference import observed, scores_by_rule
 from jaxllm.quant import quantize, to_blocks
@@ -121,7 +121,7 @@ def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: Accuracy
     length = min(plan.row_tokens, cfg.window_tokens)
     texts = [text.strip() for text in read_text(data / _TEXT).split(_SEPARATOR)]
     tokens = [token for text in texts if text for token in tokenizer.encode(text)]
-    rows = windows_of(tokens, length)
+    rows = whole_rows(tokens, length)
     calibrating = max(plan.rows // 4, -(-2048 // length))
     if len(rows) < 2 * calibrating + plan.rows:
         raise ConfigError(f"{data / _TEXT} has {len(rows)} rows of {length} tokens; give more text")

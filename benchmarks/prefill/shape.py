@@ -11,14 +11,15 @@ from jaxllm.bundle.prefill import prefill_parts
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.prefill.calibration import ShadowRecipe, shadow_counts
-from jaxllm.prefill.fitting import random_calibration
+from jaxllm.prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
 from serving.models import cache_folder
 from serving.progress import Progress
 
-_ROWS, _ROW_TOKENS = 2, 64
+# As much text as any calibration takes: channels that it does not show are outliers when they come.
+_ROWS, _ROW_TOKENS = LEAST_TOKENS // 256, 256
 # Of the files, whenever they would be made in another way.
-_VERSION = 1
+_VERSION = 2
 
 
 def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:

@@ -29,8 +29,8 @@ from jaxllm.kernels.stepwise import rounded
 from jaxllm.kv.codecs import hadamard
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import ByProduct, PrefillCalibration
+from jaxllm.prefill.products import PRODUCTS, contracts_last_axis, product_matrices
 from jaxllm.prefill.reference import Rule, integer_rule, plain_rule
-from jaxllm.prefill.subgraphs import PRODUCTS, contracts_last_axis, product_matrices
 
 OURS = "jaxllm"
 _ALPHA = 0.5

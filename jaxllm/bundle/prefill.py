@@ -10,7 +10,7 @@ from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.subgraphs import PRODUCTS, product_sizes
+from jaxllm.prefill.products import PRODUCTS, product_sizes
 
 _PART = "prefill"
 _LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30
@@ -90,6 +90,8 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
                 _finite(arrays, _rows(layer, product, number), (len(own), each))
                 for number, each in enumerate(outputs)
             )
+    if len({len(own) for own in channels.values()}) > 1:
+        raise ConfigError("its products have different numbers of rows")
     if arrays:
         raise ConfigError(f"it holds {min(arrays)}, which nothing takes")
     return PrefillCalibration(

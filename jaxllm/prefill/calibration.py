@@ -22,15 +22,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.stepwise import TOP_LEVEL
 from jaxllm.models.parameters import Params
+from jaxllm.prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
 from jaxllm.prefill.reference import Rule, observed
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import (
-    PRODUCTS,
-    LayerCalibration,
-    contracts_last_axis,
-    product_matrices,
-    product_sizes,
-)
+from jaxllm.prefill.subgraphs import LayerCalibration
 from jaxllm.quant import contracted_rows
 
 # Of each layer and product something of its input's channels, `[D]`.
@@ -71,7 +66,7 @@ class PrefillCalibration:
       steps: `[levels, L, 4]` float32, of `PRODUCTS`.
       shadowed: of each layer, whether it has a shadow.
       channels: by (layer, product) of layers with shadow the channels `[R]` int32 of float rows, hot ones
-        first, -1 for rows that pad them; R is the same for all layers.
+        first, -1 for rows that pad them; R is the same for all.
       hot: by (layer, product), how many are hot.
       rows: by (layer, product) for each weight of the product `[R, outputs]` floats.
       losses: by level, by which share the perplexity grew on the text and on one that was held out.
@@ -120,6 +115,11 @@ class PrefillCalibration:
             LayerCalibration(steps[layer], rows_of(layer) if with_shadow else None)
             for layer, with_shadow in enumerate(self.shadowed)
         )
+
+    @property
+    def float_rows(self) -> int:
+        """R, the same for all products; 0 where no layer has a shadow."""
+        return max(map(len, self.channels.values()), default=0)
 
     @property
     def resident_bytes(self) -> int:
@@ -284,12 +284,11 @@ def assembled(
         for product in range(len(PRODUCTS))
         if with_shadow
     }
-    # One shape for all layers, so that they share graphs.
-    most = [max((len(each) for (_, at), (each, _) in found.items() if at == product), default=0)
-            for product in range(len(PRODUCTS))]  # fmt: skip
+    # One shape for all, so that layers share graphs.
+    most = max((len(own) for own, _ in found.values()), default=0)
     channels, rows = {}, {}
     for (layer, product), (own, _) in found.items():
-        padded = np.full(most[product], -1, np.int32)
+        padded = np.full(most, -1, np.int32)
         padded[: len(own)] = own
         channels[layer, product] = padded
         last = contracts_last_axis(product)

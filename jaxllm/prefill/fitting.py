@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.ladder import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import (
@@ -29,15 +30,15 @@ from jaxllm.prefill.calibration import (
     search_shadow,
     whole_steps,
 )
+from jaxllm.prefill.products import PRODUCTS
 from jaxllm.prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
-from jaxllm.prefill.subgraphs import PRODUCTS, require_integer_prefill
+from jaxllm.prefill.subgraphs import require_integer_prefill
 
-WHOLE = 100
 # Of less text than this, chance decides which channels have outliers.
 LEAST_TOKENS = 2048
 
 
-def windows_of(tokens: Sequence[int] | np.ndarray, length: int) -> list[np.ndarray]:
+def whole_rows(tokens: Sequence[int] | np.ndarray, length: int) -> list[np.ndarray]:
     """A text's tokens in rows of one length, the rest left out."""
     row = np.asarray(tokens, np.int32)
     return list(row[: len(row) // length * length].reshape(-1, length))

@@ -18,14 +18,9 @@ from jaxllm.models.block import attend_cache, normed_heads
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
+from jaxllm.prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
 from jaxllm.prefill.shadow import shadow_products
-from jaxllm.prefill.subgraphs import (
-    PRODUCTS,
-    LayerCalibration,
-    contracts_last_axis,
-    product_biases,
-    product_matrices,
-)
+from jaxllm.prefill.subgraphs import LayerCalibration
 
 # Layer, place in PRODUCTS, and the product's input `[T, inputs]` -> its results `[T, outputs]`, biases aside.
 Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]

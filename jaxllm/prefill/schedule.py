@@ -34,6 +34,7 @@ _NEEDS: Mapping[Stage, tuple[Stage, ...]] = {
     "widen_shadow": ("widen",),
     "narrow": ("widen", "widen_shadow"),
     "narrow_shadow": ("narrow",),
+    "layer": (),
 }
 
 
@@ -59,7 +60,10 @@ Times = Callable[[Subgraph], float]
 
 
 def prompt_subgraphs(
-    chunks: int, shadowed: Sequence[bool], placed: Callable[[int, Stage], Processor] | None = None
+    chunks: int,
+    shadowed: Sequence[bool],
+    placed: Callable[[int, Stage], Processor] | None = None,
+    stages: Callable[[bool], tuple[Stage, ...]] = stages_of,
 ) -> tuple[Subgraph, ...]:
     """The subgraphs of a prompt, chunk by chunk and layer by layer, which is an order that may be run.
 
@@ -68,17 +72,18 @@ def prompt_subgraphs(
       shadowed: of each layer, whether it has a shadow.
       placed: (layer, stage) -> processor; integer stages go to the integer processor unless it says
         otherwise.
+      stages: what a layer with or without shadow is cut into.
     """
     placed = natural_place if placed is None else placed
     found: list[Subgraph] = []
     at: dict[tuple[int, int, Stage], int] = {}
     for chunk in range(chunks):
         for layer, with_shadow in enumerate(shadowed):
-            for stage in stages_of(with_shadow):
+            for stage in stages(with_shadow):
                 needs = [at[chunk, layer, each] for each in _NEEDS[stage] if (chunk, layer, each) in at]
                 if not needs and layer:
-                    needs = [at[chunk, layer - 1, stages_of(shadowed[layer - 1])[-1]]]
-                if stage == "attend" and chunk:
+                    needs = [at[chunk, layer - 1, stages(shadowed[layer - 1])[-1]]]
+                if stage in ("attend", "layer") and chunk:
                     needs.append(at[chunk - 1, layer, stage])
                 at[chunk, layer, stage] = len(found)
                 found.append(Subgraph(chunk, layer, stage, placed(layer, stage), tuple(sorted(needs))))

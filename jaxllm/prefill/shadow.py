@@ -6,15 +6,15 @@ integer processors want. The few channels with outliers pass 127 steps; what pas
 tensor and multiplied with those channels' rows in floats, by another processor if there is one. The sum is
 exact (equation 1): x = clip(x) + excess(x).
 
-Compact tensors have static room. Channels that pass are counted first, and the smallest room that holds them
-all is taken, the last of which holds every channel: nothing is dropped.
+Compact tensors have static room. Channels that pass are counted first; the smallest room that holds them all
+is taken, or the largest as often as it takes: nothing is dropped. (None has room for every channel: each pass
+would ask for memory to hold all weights in floats, and hardly ever use it.)
 
 Which step, which channels and which layers is for `calibration.py`.
 """
 
-import bisect
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,8 @@ import numpy as np
 from jaxllm.kernels.stepwise import TOP_LEVEL
 from jaxllm.quant import Weight, contracted_rows
 
-# Room of compact tensors, in channels: few outliers are the rule (5 to 15 channels in the paper's models),
-# and each room is a branch to compile.
+# Room of compact tensors, in channels, ascending: few outliers are the rule (5 to 15 channels in the paper's
+# models), and each room is a branch to compile.
 _ROOMS = (16, 128)
 
 
@@ -53,8 +53,8 @@ def excess(x: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def rooms(channels: int) -> tuple[int, ...]:
-    """Sizes of compact tensors for an input of so many channels, ascending: none, a few, and all."""
-    return (0, *(room for room in _ROOMS if room < channels), channels)
+    """Sizes of compact tensors for an input of so many channels, ascending; none is the first."""
+    return (0, *(room for room in _ROOMS if room < channels), *([channels] if channels <= _ROOMS[-1] else []))
 
 
 def shadow_products(
@@ -72,33 +72,44 @@ def shadow_products(
     Returns:
       `[T, outputs]` float32 for each weight, and how many channels have an outlier, int32 scalar.
     """
-    beyond = jnp.nan_to_num(excess(x.astype(jnp.float32), step), nan=0.0, posinf=0.0, neginf=0.0)
-    hit = jnp.any(beyond != 0, axis=0)
+    x = x.astype(jnp.float32)
+    hit = jnp.any(jnp.abs(x) > np.float32(TOP_LEVEL) * step, axis=0)
     count = jnp.sum(hit, dtype=jnp.int32)
-    sizes = rooms(x.shape[-1])
+    _, *sizes, largest = rooms(x.shape[-1])
 
-    def branch(room: int):
-        def run(beyond: jax.Array, hit: jax.Array) -> list[jax.Array]:
-            if not room:
-                return [jnp.zeros((len(x), _outputs(each, last)), jnp.float32) for each in weights]
-            # Places that are left over take the first channel again, and nothing of it.
-            (channels,) = jnp.nonzero(hit, size=room, fill_value=0)
-            channels = channels.astype(jnp.int32)
-            real = jnp.arange(room, dtype=jnp.int32) < count
-            compact = jnp.where(real, beyond[:, channels], np.float32(0))
-            return [compact @ each for each in _rows_of(channels, real, weights, rows, last)]
+    def compact_products(x: jax.Array, channels: jax.Array, before: jax.Array) -> list[jax.Array]:
+        # Places that are left over take channel 0, and nothing of it.
+        real = before + jnp.arange(len(channels), dtype=jnp.int32) < count
+        beyond = jnp.nan_to_num(excess(x[:, channels], step), nan=0.0, posinf=0.0, neginf=0.0)
+        compact = jnp.where(real, beyond, np.float32(0))
+        return [compact @ each for each in _rows_of(channels, real, weights, rows, last)]
 
-        return run
+    def nothing(x: jax.Array, hit: jax.Array) -> list[jax.Array]:
+        del hit
+        return [jnp.zeros((len(x), _outputs(each, last)), jnp.float32) for each in weights]
 
-    smallest = jnp.searchsorted(jnp.asarray(sizes, jnp.int32), count)
-    out = jax.lax.switch(smallest, [branch(room) for room in sizes], beyond, hit)
-    return out, count
+    def once(room: int) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+        return lambda x, hit: compact_products(x, _first(hit, room), jnp.zeros((), jnp.int32))
+
+    def as_often_as_needed(x: jax.Array, hit: jax.Array) -> list[jax.Array]:
+        channels = _first(hit, -(-len(hit) // largest) * largest)
+
+        def add(number: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
+            own = jax.lax.dynamic_slice_in_dim(channels, number * largest, largest)
+            more = compact_products(x, own, number * largest)
+            return [each + added for each, added in zip(found, more, strict=True)]
+
+        return jax.lax.fori_loop(0, -(-count // largest), add, nothing(x, hit))
+
+    branches = [nothing, *(once(room) for room in sizes), as_often_as_needed]
+    smallest = sum((count > room).astype(jnp.int32) for room in (0, *sizes))
+    return jax.lax.switch(smallest, branches, x, hit), count
 
 
-def room_for(count: int, channels: int) -> int:
-    """The room that `shadow_products` takes for so many channels with outliers of an input of `channels`."""
-    sizes = rooms(channels)
-    return sizes[bisect.bisect_left(sizes, count)]
+def _first(hit: jax.Array, room: int) -> jax.Array:
+    """The channels `[room]` int32 that are hit, ascending, and channel 0 in the places behind them."""
+    (channels,) = jnp.nonzero(hit, size=room, fill_value=0)
+    return channels.astype(jnp.int32)
 
 
 def _rows_of(

@@ -1,6 +1,6 @@
 """What a prompt takes on two processors of known speed, under any order of its subgraphs.
 
-The simulator asks the same `Dispatcher` as the runner. It knows no transfers beyond a constant per subgraph
+The simulator asks the same `Dispatcher` as the runner. It knows no handing over but a constant per subgraph
 and no contention: what real runs differ by is measured, not modelled.
 """
 

@@ -18,15 +18,17 @@ A layer whose outliers count is cut at every product, so that the float processo
     narrow         widen_shadow       ->  (adds both) activation, last product of the block
                    narrow_shadow          adds the excess of what the last product took
 
+One processor that runs everything runs a layer as one graph, `pass_layer`, which is all of these.
+
 Where subgraphs run, and in which order, is for `schedule.py`.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -35,13 +37,21 @@ from jaxllm.layers import activate, normalize
 from jaxllm.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 from jaxllm.models.block import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.parameters import Params
+from jaxllm.prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
 from jaxllm.prefill.shadow import FloatRows, shadow_products
-from jaxllm.quant import Weight
 from jaxllm.used_units import used_in_layer
 
 Stage = Literal[
-    "project", "attend", "finish", "project_shadow", "widen", "widen_shadow", "narrow", "narrow_shadow"
+    "project",
+    "attend",
+    "finish",
+    "project_shadow",
+    "widen",
+    "widen_shadow",
+    "narrow",
+    "narrow_shadow",
+    "layer",
 ]
 # In the order in which one processor would run them.
 PLAIN_STAGES: tuple[Stage, ...] = ("project", "attend", "finish")
@@ -49,9 +59,20 @@ SHADOWED_STAGES: tuple[Stage, ...] = (
     "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow",
 )  # fmt: skip
 INTEGER_STAGES: frozenset[Stage] = frozenset(("project", "finish", "widen", "narrow"))
-# The inputs of a layer's products, which have a step each.
-PRODUCTS = ("project", "out", "widen", "narrow")
-_PROJECT, _OUT, _WIDEN, _NARROW = range(4)
+# What the names of a subgraph's parameters begin with, within the layer.
+STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
+    "project": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
+    "project_shadow": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
+    "attend": ("attn.q_norm.", "attn.k_norm.", "attn.o"),
+    "finish": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.", "ffn_post_norm."),
+    "widen": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.gate", "ffn.up"),
+    "widen_shadow": ("ffn_norm.", "ffn.gate", "ffn.up"),
+    "narrow": ("ffn.down",),
+    "narrow_shadow": ("ffn.down", "ffn_post_norm."),
+    "layer": ("",),
+}
+# Of products that take what a norm gives.
+_NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
 
 
 @jax.tree_util.register_dataclass
@@ -84,28 +105,62 @@ def require_integer_prefill(cfg: ModelConfig) -> None:
 
 
 def stages_of(shadowed: bool) -> tuple[Stage, ...]:
-    """The subgraphs of a layer."""
+    """The subgraphs of a layer, for two processors."""
     return SHADOWED_STAGES if shadowed else PLAIN_STAGES
+
+
+def pass_layer(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
+    """A layer over a chunk: all of its subgraphs.
+
+    Args:
+      params: the layer's.
+      calibration: of the layer.
+      x: `[1, T, D]`, its input.
+      at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
+
+    Returns:
+      The next layer's input, keys and values, mass; and where the layer has a shadow how many channels of
+      each of `PRODUCTS` have outliers, `[4]` int32, else None.
+    """
+
+    def run(step: Callable[..., Any], *operands: Any) -> Any:
+        return step(params, calibration, *operands, cfg=cfg, layer=layer)
+
+    heads = run(project, x)
+    if not calibration.shadowed:
+        out, _, past, mass, _ = run(attend, heads, None, at, past, mass)
+        return run(finish, x, out), past, mass, None
+    shadows, projected = run(project_shadow, x)
+    out, added, past, mass, mixed = run(attend, heads, shadows, at, past, mass)
+    x, products = run(widen, x, out, added)
+    shadows, widened = run(widen_shadow, x)
+    out, hidden = run(narrow, x, products, shadows)
+    x, narrowed = run(narrow_shadow, x, out, hidden)
+    return x, past, mass, jnp.stack([projected, mixed, widened, narrowed])
 
 
 def project(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> list[jax.Array]:
     """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
-    weights = _weights(params, layer)
-    matrices, biases = _matrices(weights, _PROJECT, cfg)
-    step, norm = calibration.steps[_PROJECT], weights.norm("attn_norm", cfg)
-    groups, _ = used_in_layer(weights.counts, layer)
-    return normed_to_units(x, norm, matrices, biases, used=groups, step=step)
+    return _products(_weights(params, layer), calibration, PROJECT, x, cfg, layer)
 
 
 def project_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """What outliers add to the results of `project`, and how many channels have one."""
-    weights = _weights(params, layer)
-    normed = normalize(x, weights.norm("attn_norm", cfg))
-    return _shadow(weights, calibration, _PROJECT, normed, cfg)
+    return _normed_shadow(_weights(params, layer), calibration, PROJECT, x, cfg)
 
 
 def attend(
@@ -145,7 +200,7 @@ def attend(
     if not calibration.shadowed:
         return out, None, (keys, values), mass, None
     used = out if groups is None else groups.only(out, 2)
-    (added,), count = _shadow(weights, calibration, _OUT, used.reshape(*out.shape[:2], -1), cfg)
+    (added,), count = _shadow(weights, calibration, OUT, used.reshape(*out.shape[:2], -1), cfg)
     return out, added, (keys, values), mass, count
 
 
@@ -162,7 +217,7 @@ def finish(
     weights = _weights(params, layer)
     x = _added_output(weights, calibration, x, out, None, cfg, layer)
     _, neurons = used_in_layer(weights.counts, layer)
-    steps = calibration.steps[_WIDEN], calibration.steps[_NARROW]
+    steps = calibration.steps[WIDEN], calibration.steps[NARROW]
     mixed = feed_forward(
         x,
         weights.norm("ffn_norm", cfg),
@@ -188,19 +243,14 @@ def widen(
     """The block's input `[1, T, D]`, and its first products `[1, T, F]` each; `added` is of `attend`."""
     weights = _weights(params, layer)
     x = _added_output(weights, calibration, x, out, added, cfg, layer)
-    matrices, biases = _matrices(weights, _WIDEN, cfg)
-    _, neurons = used_in_layer(weights.counts, layer)
-    step, norm = calibration.steps[_WIDEN], weights.norm("ffn_norm", cfg)
-    return x, normed_to_units(x, norm, matrices, biases, used=neurons, step=step)
+    return x, _products(weights, calibration, WIDEN, x, cfg, layer)
 
 
 def widen_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """What outliers add to the products of `widen`, of the block's input; how many channels have one."""
-    weights = _weights(params, layer)
-    normed = normalize(x, weights.norm("ffn_norm", cfg))
-    return _shadow(weights, calibration, _WIDEN, normed, cfg)
+    return _normed_shadow(_weights(params, layer), calibration, WIDEN, x, cfg)
 
 
 def narrow(
@@ -224,7 +274,7 @@ def narrow(
         weights.vector("ffn.down_bias"),
         residual=None if cfg.post_norms else x,
         used=neurons,
-        step=calibration.steps[_NARROW],
+        step=calibration.steps[NARROW],
     )
     return out, hidden
 
@@ -243,56 +293,17 @@ def narrow_shadow(
     weights = _weights(params, layer)
     _, neurons = used_in_layer(weights.counts, layer)
     used = hidden if neurons is None else neurons.only(hidden, 2)
-    (added,), count = _shadow(weights, calibration, _NARROW, used, cfg)
+    (added,), count = _shadow(weights, calibration, NARROW, used, cfg)
     out = out + added
     return add_normed(x, out, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else out, count
-
-
-def product_matrices(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[Weight]:
-    """The weights of one of `PRODUCTS`."""
-    return _matrices(_weights(params, layer), product, cfg)[0]
-
-
-def product_biases(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[jax.Array | None]:
-    """The biases of one of `PRODUCTS`."""
-    return _matrices(_weights(params, layer), product, cfg)[1]
-
-
-def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list[int]]:
-    """How many inputs a product has, and how many outputs each of its weights."""
-    specs = param_specs(cfg)
-    shapes = [specs[f"layers.{layer}.{name}"].shape for name in _names(product, cfg)]
-    units = [int(np.prod(shape[:-1], dtype=object)) for shape in shapes]
-    if contracts_last_axis(product):
-        return shapes[0][-1], units
-    return units[0], [shape[-1] for shape in shapes]
-
-
-def contracts_last_axis(product: int) -> bool:
-    """Whether a product contracts its weights' last axis, or their units."""
-    return product in (_PROJECT, _WIDEN)
 
 
 def _weights(params: Params, layer: int) -> LayerParams:
     return LayerParams(params, f"layers.{layer}.")
 
 
-def _names(product: int, cfg: ModelConfig) -> list[str]:
-    """The names of a product's weights within a layer."""
-    gate = ["ffn.gate"] if cfg.gated_ffn else []
-    return (["attn.q", "attn.k", "attn.v"], ["attn.o"], [*gate, "ffn.up"], ["ffn.down"])[product]
-
-
-def _matrices(
-    weights: LayerParams, product: int, cfg: ModelConfig
-) -> tuple[list[Weight], list[jax.Array | None]]:
-    """The weights of a product and their biases."""
-    names = _names(product, cfg)
-    return [weights[name] for name in names], [weights.vector(f"{name}_bias") for name in names]
-
-
 def _block(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
-    first, biases = _matrices(weights, _WIDEN, cfg)
+    first, biases = matrices_of(weights, WIDEN, cfg)
     return FeedForward(
         up=first[-1],
         down=weights["ffn.down"],
@@ -320,7 +331,7 @@ def _added_output(
         weights.vector("attn.o_bias"),
         residual=None if cfg.post_norms else x,
         used=groups,
-        step=calibration.steps[_OUT],
+        step=calibration.steps[OUT],
     )
     mixed = mixed if added is None else mixed + added
     return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
@@ -333,6 +344,30 @@ def _hidden(products: Sequence[jax.Array], cfg: ModelConfig) -> jax.Array:
     return activate(gate, cfg.activation) * up
 
 
+def _products(
+    weights: LayerParams,
+    calibration: LayerCalibration,
+    product: int,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+) -> list[jax.Array]:
+    """The products behind a norm of `x`: of heads, or the block's first."""
+    matrices, biases = matrices_of(weights, product, cfg)
+    groups, neurons = used_in_layer(weights.counts, layer)
+    used = groups if product == PROJECT else neurons
+    norm = weights.norm(_NORMS[product], cfg)
+    return normed_to_units(x, norm, matrices, biases, used=used, step=calibration.steps[product])
+
+
+def _normed_shadow(
+    weights: LayerParams, calibration: LayerCalibration, product: int, x: jax.Array, cfg: ModelConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """What outliers add to `_products`, and how many channels have one."""
+    normed = normalize(x, weights.norm(_NORMS[product], cfg))
+    return _shadow(weights, calibration, product, normed, cfg)
+
+
 def _sums(results: Sequence[jax.Array], shadows: Sequence[jax.Array]) -> list[jax.Array]:
     return [each + shadow.astype(each.dtype) for each, shadow in zip(results, shadows, strict=True)]
 
@@ -342,7 +377,7 @@ def _shadow(
 ) -> tuple[list[jax.Array], jax.Array]:
     """What the outliers of a product's input `[1, T, inputs]` add to each of its results."""
     assert calibration.rows is not None
-    matrices, _ = _matrices(weights, product, cfg)
+    matrices, _ = matrices_of(weights, product, cfg)
     last = contracts_last_axis(product)
     found, count = shadow_products(
         x.reshape(-1, x.shape[-1]), calibration.steps[product], matrices, calibration.rows[product], last=last

@@ -7,7 +7,14 @@ from typing import Any
 import click
 
 from jaxllm.tasks import TASKS, find_task
-from serving.console import ModelChoice, model_options, print_json, progress_bars, read_text
+from serving.console import (
+    ModelChoice,
+    model_options,
+    prefill_option,
+    print_json,
+    progress_bars,
+    read_text,
+)
 from serving.evaluation.agreement import greedy_agreement
 from serving.evaluation.perplexity import Perplexity, perplexity
 from serving.evaluation.report import as_json, check_predictions, print_table, write_predictions
@@ -18,6 +25,7 @@ from serving.evaluation.tasks import ALL, Prediction, Questions, TaskResult, rea
 
 @click.command("eval")
 @model_options
+@prefill_option
 @click.option("--perplexity", "text_file", type=click.Path(path_type=Path), help="A UTF-8 text.")
 @click.option("--separator", help="Split the text into documents at this string, scored apart.")
 @click.option(
@@ -62,6 +70,8 @@ def eval_command(
     """Measure a model: perplexity of a text, right answers to tasks, or both."""
     if text_file is None and not names:
         raise click.UsageError("give --perplexity FILE, --task NAME, or both")
+    if text_file is not None and choice.prefill == "int8":
+        raise click.UsageError("--prefill int8 is judged by --task; the bundle says what perplexity it costs")
     if separator == "":
         raise click.UsageError("--separator must not be empty")
     if text_file is None and (separator or window_tokens or other_model or routing):

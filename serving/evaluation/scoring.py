@@ -8,6 +8,7 @@ import numpy as np
 from jaxllm.branching import Branching, cut, row_lengths, score_pieces
 from jaxllm.errors import ContextOverflow
 from serving.engine import Engine
+from serving.prefill.table import IntegerTable
 from serving.progress import Progress
 
 
@@ -20,7 +21,8 @@ def score_options(
 ) -> list[np.ndarray]:
     """Log-probability (natural, summed over tokens) of every branch of every question.
 
-    Keys and values stay within a dispatch, in the activations' width; an engine's cache may be narrower.
+    Keys and values stay within a dispatch, in the activations' width; an engine's cache may be narrower. An
+    engine that reads prompts in integers reads each trunk so, and its branches behind that in its cache.
 
     Args:
       engine: the model, with its weights at the width that it serves.
@@ -38,6 +40,8 @@ def score_options(
     longest = max((question.longest_tokens for question in questions), default=0)
     if longest > context:
         raise ContextOverflow(f"a question has {longest} tokens with its answer, the context holds {context}")
+    if isinstance(engine.table, IntegerTable):
+        return _behind_prompts(engine.table, questions, progress, stage)
     pieces = cut(questions, row_lengths(context))
     table = engine.table
     buckets = {length: table.branches_bucket(length) for length in pieces}
@@ -45,3 +49,27 @@ def score_options(
     rows = {length: bucket.rows for length, bucket in buckets.items()}
     on_scored = None if progress is None else functools.partial(progress, stage)
     return score_pieces(questions, pieces, rows, table.score_branches, on_scored)
+
+
+def _behind_prompts(
+    table: IntegerTable, questions: Sequence[Branching], progress: Progress | None, stage: str
+) -> list[np.ndarray]:
+    """`score_options` with trunks read as prompts are."""
+    context = table.options.context_tokens
+    table.fill([*table.all_buckets(), *table.score_buckets(context)], progress)
+    found, done, total = [], 0, sum(question.fed_tokens for question in questions)
+    for question in questions:
+        trunk, sums = question.trunk, []
+        for branch in question.branches:
+            # Scoring takes the cache, so each branch has its own.
+            logits, cache = table.prefill(table.start(context), trunk, 0)
+            row = np.asarray(logits, np.float64)[0]
+            score = row[branch[0]] - np.logaddexp.reduce(row)
+            if len(branch) > 1:
+                score += table.score(branch[:-1], branch[1:], cache).sum(dtype=np.float64)
+            sums.append(score)
+        found.append(np.array(sums))
+        done += question.fed_tokens
+        if progress is not None:
+            progress(stage, done, total)
+    return found

@@ -1,5 +1,6 @@
 """The graphs of integer prefill: which buckets there are, and what is traced for each."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,44 +14,64 @@ from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
 from jaxllm.kv.cache import Places, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.prefill import subgraphs
-from jaxllm.prefill.calibration import PrefillCalibration
+from jaxllm.prefill.products import PRODUCTS, product_sizes
 from jaxllm.prefill.shadow import FloatRows
-from jaxllm.prefill.subgraphs import PRODUCTS, LayerCalibration, Stage, product_sizes
+from jaxllm.prefill.subgraphs import STAGE_PARAMETERS, LayerCalibration, Stage
 from serving.lowering import layer_params, shapes_of
 from serving.options import EngineOptions
 
-# Which product's rows a graph takes.
-_SHADOW_OF: Mapping[str, int] = {
-    "int_project_shadow": PRODUCTS.index("project"),
-    "int_attend_shadow": PRODUCTS.index("out"),
-    "int_widen_shadow": PRODUCTS.index("widen"),
-    "int_narrow_shadow": PRODUCTS.index("narrow"),
+# Places in `PRODUCTS` of those whose excess the graph of a kind multiplies.
+SHADOWS_OF: Mapping[str, tuple[int, ...]] = {
+    "int_project_shadow": (PRODUCTS.index("project"),),
+    "int_attend_shadow": (PRODUCTS.index("out"),),
+    "int_widen_shadow": (PRODUCTS.index("widen"),),
+    "int_narrow_shadow": (PRODUCTS.index("narrow"),),
+    "int_layer_shadow": tuple(range(len(PRODUCTS))),
 }
-SUBGRAPH_KINDS: frozenset[Kind] = frozenset(
-    ("int_project", "int_attend", "int_finish", "int_widen", "int_narrow", *_SHADOW_OF)  # pyright: ignore
-)
+# Of stages that are another graph where there is a shadow.
+_WITH_AND_WITHOUT: tuple[Stage, ...] = ("attend", "layer")
+_STAGE_OF: Mapping[str, Stage] = {
+    **{f"int_{stage}": stage for stage in STAGE_PARAMETERS},
+    **{f"int_{stage}_shadow": stage for stage in _WITH_AND_WITHOUT},
+}
+SUBGRAPH_KINDS: frozenset[Kind] = frozenset(_STAGE_OF)  # pyright: ignore[reportAssignmentType]: kinds
 
 
 def kind_of(stage: Stage, *, shadowed: bool) -> Kind:
     """The kind of bucket of a stage of a layer with or without shadow."""
-    return f"int_{stage}_shadow" if stage == "attend" and shadowed else f"int_{stage}"  # pyright: ignore
-
-
-def float_rows(kind: Kind, calibration: PrefillCalibration, layer: int) -> int:
-    """How many rows in floats the graph of a kind takes, the same for all layers with shadow."""
-    product = _SHADOW_OF.get(kind)
-    return 0 if product is None else len(calibration.channels[layer, product])
+    apart = shadowed and stage in _WITH_AND_WITHOUT
+    return f"int_{stage}_shadow" if apart else f"int_{stage}"  # pyright: ignore[reportReturnType]: a kind
 
 
 def known_to(kind: Kind, calibration: LayerCalibration) -> LayerCalibration:
-    """Of a layer's calibration what the graph of a kind takes: steps, and the rows of its own product."""
-    product = _SHADOW_OF.get(kind)
-    if product is None or calibration.rows is None:
+    """Of a layer's calibration what the graph of a kind takes: steps, and the rows of its own products."""
+    products = SHADOWS_OF.get(kind, ())
+    if not products or calibration.rows is None:
         return LayerCalibration(calibration.steps)
     nothing = FloatRows(np.zeros(0, np.int32), ())  # pyright: ignore[reportArgumentType]: of the host
-    rows = [nothing] * len(PRODUCTS)
-    rows[product] = calibration.rows[product]
+    rows = (own if product in products else nothing for product, own in enumerate(calibration.rows))
     return LayerCalibration(calibration.steps, tuple(rows))
+
+
+def stage_params(
+    params: Params | CountedSubModel, layer: int, like: int, kind: Kind
+) -> dict[str, Any] | CountedSubModel:
+    """The parameters that the graph of a kind takes of a layer, under the names of another's."""
+    found = layer_params(params, layer, like)
+    prefix = f"layers.{like}."
+    starts = tuple(prefix + each for each in STAGE_PARAMETERS[_STAGE_OF[kind]])
+    if not isinstance(found, CountedSubModel):
+        return {name: each for name, each in found.items() if name.startswith(starts)}
+    whole = {name: each for name, each in found.whole.items() if name.startswith(starts)}
+    places = tuple(place for place in found.places if place.name in whole)
+    return dataclasses.replace(found, whole=whole, places=places)
+
+
+def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> int:
+    """What the weights of a stage take."""
+    found = stage_params(params, layer, layer, kind_of(stage, shadowed=False))
+    whole = found.whole if isinstance(found, CountedSubModel) else found
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
 
 
 def lower_subgraph(
@@ -58,7 +79,7 @@ def lower_subgraph(
 ) -> jax.stages.Lowered:
     """Traces the graph of one of `SUBGRAPH_KINDS` (see `serving.lowering.lower`)."""
     layer, kind = bucket.layer, bucket.kind
-    weights = shapes_of(layer_params(params, layer, layer))
+    weights = shapes_of(stage_params(params, layer, layer, kind))
     # Where a graph serves all levels, units are those of the whole model.
     own = cfg.whole if isinstance(params, CountedSubModel) else cfg
     known = shapes_of(_calibration_shapes(bucket, own))
@@ -70,6 +91,9 @@ def lower_subgraph(
         return run
 
     of = _Shapes(bucket, own, options)
+    if kind in ("int_layer", "int_layer_shadow"):
+        pass_layer = jax.jit(bound(subgraphs.pass_layer), donate_argnums=(4, 5))
+        return pass_layer.lower(weights, known, of.x, of.at, of.past, of.mass)
     if kind in ("int_attend", "int_attend_shadow"):
         shadows = of.heads if kind == "int_attend_shadow" else None
         attend = jax.jit(bound(subgraphs.attend), donate_argnums=(5, 6))
@@ -119,13 +143,12 @@ class _Shapes:
 
 def _calibration_shapes(bucket: Bucket, cfg: ModelConfig) -> LayerCalibration:
     """What `known_to` gives for the bucket's kind, of the bucket's number of rows."""
-    steps, product = np.zeros(len(PRODUCTS), np.float32), _SHADOW_OF.get(bucket.kind)
-    if product is None:
-        return LayerCalibration(steps)  # pyright: ignore[reportArgumentType]: shapes
-    # Rows have the whole model's outputs at every level.
-    inputs, _ = product_sizes(cfg, bucket.layer, product)
-    _, outputs = product_sizes(cfg.whole, bucket.layer, product)
-    rows = tuple(np.zeros((bucket.rows, each), np.float16) for each in outputs)
-    own = FloatRows(np.zeros(inputs, np.int32), rows)  # pyright: ignore[reportArgumentType]
-    calibration = LayerCalibration(steps, (own,) * len(PRODUCTS))  # pyright: ignore[reportArgumentType]
-    return known_to(bucket.kind, calibration)
+    rows = []
+    for product in range(len(PRODUCTS)):
+        # Rows have the whole model's outputs at every level.
+        inputs, _ = product_sizes(cfg, bucket.layer, product)
+        _, outputs = product_sizes(cfg.whole, bucket.layer, product)
+        own = tuple(np.zeros((bucket.rows, each), np.float16) for each in outputs)
+        rows.append(FloatRows(np.zeros(inputs, np.int32), own))  # pyright: ignore[reportArgumentType]
+    steps = np.zeros(len(PRODUCTS), np.float32)
+    return known_to(bucket.kind, LayerCalibration(steps, tuple(rows)))  # pyright: ignore[reportArgumentType]

@@ -22,12 +22,15 @@ class PrefillOptions:
       most_loss: the growth of perplexity, as a share, that int8 may cost by the bundle's own account.
       processors: 1, or 2 for an integer and a float processor (see `serving.prefill.processors`).
       order: of subgraphs on two processors.
+      integer_bytes: most memory for weights on the integer processor; the subgraphs with most to compute go
+        there. 0 for no limit.
     """
 
     mode: Mode = ""
     most_loss: float = 0.01
     processors: int = 1
     order: Order = "out-of-order"
+    integer_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in ("", *MODES):
@@ -38,5 +41,7 @@ class PrefillOptions:
             raise ConfigError(
                 f"the most loss of int8 prefill must be a share from 0 on, got {self.most_loss}"
             )
+        if self.integer_bytes < 0:
+            raise ConfigError(f"integer_bytes must not be negative, got {self.integer_bytes}; 0 for no limit")
         if self.order not in ORDERS:
             raise ConfigError(f"the order of subgraphs is one of {', '.join(ORDERS)}, got {self.order!r:.80}")

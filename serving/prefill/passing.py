@@ -18,7 +18,7 @@ class Passing:
     Attributes:
       chunks: where the tokens of each chunk stand.
       x: of each chunk the input `[1, T, D]` of the layer that it has come to.
-      counts: of subgraphs with a shadow, how many channels had an outlier.
+      counts: of subgraphs with shadows, how many channels had an outlier, in the order of their products.
     """
 
     def __init__(
@@ -62,6 +62,13 @@ class Passing:
     def _counted(self, each: Subgraph, count: Any) -> None:
         with self._counting:
             self.counts.append((each, count))
+
+    def _layer(self, each: Subgraph, at: dict[str, Any]) -> None:
+        del at
+        operands = self.x[each.chunk], self.chunks[each.chunk], self._pasts[each.layer], self._mass
+        self.x[each.chunk], self._pasts[each.layer], self._mass, count = self._run(each, *operands)
+        if count is not None:
+            self._counted(each, count)
 
     def _project(self, each: Subgraph, at: dict[str, Any]) -> None:
         at["heads"] = self._run(each, self.x[each.chunk])

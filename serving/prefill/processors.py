@@ -106,6 +106,11 @@ class TwoProcessors:
         """The device that a processor's graphs and weights are on."""
         return self._devices[processor]
 
+    @property
+    def both_are_cpus(self) -> bool:
+        """Whether each has some of the CPU's cores, and there is no accelerator."""
+        return self._devices["integer"].platform == "cpu"
+
     def close(self) -> None:
         """Ends both."""
         for worker in self._workers.values():
@@ -115,7 +120,7 @@ class TwoProcessors:
     def _own_threads(self) -> Iterator[None]:
         """Kernels share one pool of threads per process; while this lasts, each processor's thread does its
         own work where both are CPUs."""
-        if self._devices["integer"].platform != "cpu":
+        if not self.both_are_cpus:
             yield
             return
         before = native.threads()
@@ -125,11 +130,14 @@ class TwoProcessors:
         finally:
             native.set_threads(before)
 
-    def timed(self, processor: Processor, work: Callable[[], Any]) -> float:
-        """Runs something on a processor that has nothing to do: milliseconds."""
+    def timed(self, processor: Processor, work: Callable[[], Any]) -> tuple[float, float]:
+        """Runs something on a processor that has nothing to do: milliseconds that it took, and that handing
+        it over and hearing of its end took besides."""
         with self._own_threads():
+            began = time.perf_counter()
             self._workers[processor].submit(0, work)
-            return self._answer()[2]
+            spent_ms = self._answer()[2]
+            return spent_ms, 1000 * (time.perf_counter() - began) - spent_ms
 
     def run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
         """Runs the subgraphs of a prompt, in the order that the dispatcher decides.

@@ -1,14 +1,14 @@
 """Running a model whose prompts are read in integers: the graphs of its buckets, as calls.
 
-Prompts pass the layers as subgraphs (`jaxllm.prefill.subgraphs`), on this process's device or on two
-processors; all else is a `BucketTable`'s. The cache is the one that decoding uses.
+Prompts pass the layers (`jaxllm.prefill.subgraphs`), whole ones on this process's device, or their
+subgraphs on two processors; all else is a `BucketTable`'s. The cache is the one that decoding uses.
 """
 
 import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,25 +16,39 @@ import numpy as np
 
 from jaxllm.config import Bucket, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, whole_params
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.schedule import Dispatcher, Processor, Subgraph, Times, natural_place, prompt_subgraphs
+from jaxllm.prefill.products import product_sizes
+from jaxllm.prefill.schedule import (
+    Dispatcher,
+    Subgraph,
+    Times,
+    natural_place,
+    placed_by_memory,
+    prompt_subgraphs,
+)
 from jaxllm.prefill.shadow import rooms
-from jaxllm.prefill.subgraphs import LayerCalibration, Stage, product_sizes, stages_of
-from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.prefill.simulator import stage_operations
+from jaxllm.prefill.subgraphs import LayerCalibration, Stage, stages_of
 from serving.buckets import BucketTable
-from serving.chunks import padded, plan_chunks
+from serving.chunks import placed_chunks, plan_chunks
 from serving.graph_store import GraphStore
-from serving.lowering import MAX_STOP_IDS, layer_params, norm_params
+from serving.lowering import norm_params
 from serving.options import EngineOptions
-from serving.prefill.graphs import SUBGRAPH_KINDS, float_rows, kind_of, known_to, lower_subgraph
+from serving.prefill.graphs import (
+    SHADOWS_OF,
+    SUBGRAPH_KINDS,
+    kind_of,
+    known_to,
+    lower_subgraph,
+    stage_bytes,
+    stage_params,
+)
 from serving.prefill.passing import Passing
 from serving.prefill.processors import TwoProcessors
 
 _TIMED_RUNS = 5
-# Which product's outliers the results of a stage count.
-_COUNTED: dict[Stage, int] = {"project_shadow": 0, "attend": 1, "widen_shadow": 2, "narrow_shadow": 3}
 _Case = tuple[int, Stage, int, int]
 
 
@@ -60,6 +74,8 @@ class IntegerTable(BucketTable):
       calibration: that prompts are read by.
       outliers: what shadows had to do so far, at all levels.
       processors: that run subgraphs; None for this process's device alone.
+      handover_ms: that a subgraph takes besides its work, on two processors; measured when the table is
+        rehearsed.
     """
 
     def __init__(
@@ -70,7 +86,6 @@ class IntegerTable(BucketTable):
         calibration: PrefillCalibration,
         store: GraphStore | None = None,
         processors: TwoProcessors | None = None,
-        placed: Callable[[int, Stage], Processor] = natural_place,
     ) -> None:
         """Makes an empty table of the whole model.
 
@@ -81,14 +96,25 @@ class IntegerTable(BucketTable):
           calibration: of this model.
           store: keeps graphs for later processes.
           processors: see the class.
-          placed: (layer, stage) -> where it runs, if there are two processors.
+
+        Raises:
+          ConfigError: the integer processor's memory holds no subgraph.
         """
         super().__init__(cfg, params, options, store)
         self.calibration, self.processors = calibration, processors
         self.outliers = OutlierCounts()
-        self._placed = placed
-        # By layer and bucket, measured when the table is rehearsed.
-        self._times: dict[_Case, float] = {}
+        self._placed = natural_place
+        if processors is not None and options.prefill.integer_bytes:
+            tokens = options.chunk_tokens[-1]
+            self._placed = placed_by_memory(
+                calibration.shadowed,
+                lambda layer, stage: stage_bytes(params, layer, stage),
+                lambda layer, stage: stage_operations(cfg, stage, tokens),
+                options.prefill.integer_bytes,
+            )
+        # Milliseconds in an empty cache and in a full one, measured when the table is rehearsed.
+        self._times: dict[_Case, tuple[float, float]] = {}
+        self.handover_ms = 0.0
         self._ready_for: tuple[int, int] | None = None
 
     # -- which graphs ----------------------------------------------------------------------------
@@ -113,30 +139,32 @@ class IntegerTable(BucketTable):
         """The buckets that read chunks of so many tokens into caches of a length."""
         found = [self._bucket("embed", tokens, 0), *self._last_buckets(tokens)]
         for layer, with_shadow in enumerate(self.calibration.shadowed):
-            found += [self.subgraph_bucket(layer, stage, tokens, cache) for stage in stages_of(with_shadow)]
+            stages = self._stages(with_shadow)
+            found += [self.subgraph_bucket(layer, stage, tokens, cache) for stage in stages]
         return list(dict.fromkeys(found))
+
+    def _stages(self, shadowed: bool) -> tuple[Stage, ...]:
+        """What a layer is cut into."""
+        return ("layer",) if self.processors is None else stages_of(shadowed)
 
     def subgraph_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> Bucket:
         """The bucket of a stage, which all layers share that are alike; static ones whatever the cache."""
         shadowed = self.calibration.shadowed
         kinds = list(zip(self.alike, shadowed, strict=True))
-        kind = kind_of(stage, shadowed=shadowed[layer])
-        bucket = self._bucket(kind, tokens, cache if stage == "attend" else self.options.cache_tokens[0])
+        kind, attends = kind_of(stage, shadowed=shadowed[layer]), stage in ("attend", "layer")
+        bucket = self._bucket(kind, tokens, cache if attends else self.options.cache_tokens[0])
         elsewhere = self.processors is not None and self._placed(layer, stage) == "integer"
         return dataclasses.replace(
             bucket,
             layer=kinds.index(kinds[layer]),
-            rows=float_rows(kind, self.calibration, layer),
+            rows=self.calibration.float_rows if kind in SHADOWS_OF else 0,
             # The integer processor's device has graphs of its own.
             bits=int(elsewhere),
         )
 
     def _last_buckets(self, tokens: int) -> list[Bucket]:
         """What gives logits behind the last token of a chunk."""
-        return [
-            Bucket(kind="norm", tokens=tokens, rows=1),
-            Bucket(kind="head", rows=1, bits=self.cfg.vocab_size),
-        ]
+        return [self._norm_bucket(tokens, 1), self._head_bucket(1, self.cfg.vocab_size)]
 
     def _lowered(self, bucket: Bucket) -> jax.stages.Lowered:
         if bucket.kind not in SUBGRAPH_KINDS:
@@ -144,12 +172,19 @@ class IntegerTable(BucketTable):
         with jax.default_device(self._device_of(bucket)):
             return lower_subgraph(bucket, self.cfg, self._params, self.options)
 
+    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
+        lowered = self._lowered(bucket)
+        if self.processors is None or bucket.kind not in SUBGRAPH_KINDS or not self.processors.both_are_cpus:
+            return lowered.compile()
+        # XLA's own threads would take the other processor's cores.
+        return lowered.compile(compiler_options={"xla_cpu_multi_thread_eigen": False})
+
     def _build(self, bucket: Bucket) -> tuple[Any, float]:
         if self._device_of(bucket) == jax.devices()[0]:
             return super()._build(bucket)
         # Executables on disk are of the first device.
         began = time.perf_counter()
-        graph = self.at(bucket.level)._lowered(bucket).compile()
+        graph = self.at(bucket.level)._compiled(bucket)
         return graph, 1000 * (time.perf_counter() - began)
 
     def _device_of(self, bucket: Bucket) -> jax.Device:
@@ -161,16 +196,13 @@ class IntegerTable(BucketTable):
 
     def rehearse(self) -> None:
         """Runs every graph of this level once; where two processors share them, times the subgraphs."""
-        stops = np.full(MAX_STOP_IDS, -1, np.int32)
+        super().rehearse()
         for capacity in self.options.cache_tokens:
             for tokens in self.options.chunk_tokens:
                 fed = min(tokens, capacity)
-                logits, cache = self.prefill(self.graph(self._start_bucket(capacity))(), [0] * fed, 0)
-                token, sampler = self.sample(logits, sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
-                if fed < capacity:
-                    jax.block_until_ready(self.decode(token, cache, sampler, stops, 1)[0])
+                jax.block_until_ready(self.prefill(self.start(capacity), [0] * fed, 0)[0])
                 if self.processors is not None:
-                    self._measure(fed, capacity)
+                    self.measure(fed, capacity)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""
@@ -186,29 +218,32 @@ class IntegerTable(BucketTable):
 
     def subgraphs(self, passing: Passing) -> tuple[Subgraph, ...]:
         """Those of a prompt."""
-        return prompt_subgraphs(len(passing.chunks), self.calibration.shadowed, self._placed)
+        shadowed = self.calibration.shadowed
+        return prompt_subgraphs(len(passing.chunks), shadowed, self._placed, self._stages)
 
     def times(self, passing: Passing) -> Times:
         """How long the subgraphs of a prompt took when they were timed; 1 for all where they were not."""
 
         def time_of(each: Subgraph) -> float:
-            tokens = passing.x[each.chunk].shape[1]
-            return self._times.get((each.layer, each.stage, tokens, passing.capacity), 1.0)
+            at = passing.chunks[each.chunk].positions
+            case = each.layer, each.stage, len(at), passing.capacity
+            empty, full = self._times.get(case, (1.0, 1.0))
+            # Attention takes longer the more tokens are before it.
+            room = max(1, passing.capacity - len(at))
+            return empty + (full - empty) * min(1.0, int(at[0]) / room)
 
         return time_of
 
     def begin_passing(self, cache: KVCache, tokens: Sequence[int], at: int) -> Passing:
         """A prompt before its first layer."""
         self._make_ready()
-        chunks, inputs, position = [], [], 0
-        for length in plan_chunks(len(tokens), self.options.chunk_tokens):
-            row, valid = padded(tokens[position : position + length], length)
-            positions = np.arange(at + position, at + position + length, dtype=np.int32)
-            chunks.append(Places(positions, np.int32(valid), run=True))  # pyright: ignore[reportArgumentType]
-            embed = self.graph(self._bucket("embed", length, 0))
-            inputs.append(embed(self._embedding, row, positions))
-            position += valid
-        return Passing(self.call, chunks, inputs, cache)
+        chunks = placed_chunks(tokens, plan_chunks(len(tokens), self.options.chunk_tokens), at)
+        embeds = [self.graph(self._bucket("embed", len(row), 0)) for row, _ in chunks]
+        inputs = [
+            embed(self._embedding, row[None], places.positions)
+            for embed, (row, places) in zip(embeds, chunks, strict=True)
+        ]
+        return Passing(self.call, [places for _, places in chunks], inputs, cache)
 
     def end_passing(self, passing: Passing, length: int) -> tuple[jax.Array, KVCache]:
         """Logits behind a prompt that has passed all layers, and its cache with so many tokens."""
@@ -231,28 +266,36 @@ class IntegerTable(BucketTable):
         return jax.block_until_ready(self.graph(bucket)(*known, *here))
 
     def _count(self, passing: Passing) -> None:
-        for each, count in passing.counts:
-            channels = int(count)
-            inputs, _ = product_sizes(self.cfg, each.layer, _COUNTED[each.stage])
-            self.outliers.products += 1
-            self.outliers.channels += channels
-            self.outliers.enlarged += channels > rooms(inputs)[1]
+        for each, counts in passing.counts:
+            products = SHADOWS_OF[kind_of(each.stage, shadowed=True)]
+            for product, channels in zip(products, np.ravel(counts).tolist(), strict=True):
+                inputs, _ = product_sizes(self.cfg, each.layer, product)
+                self.outliers.products += 1
+                self.outliers.channels += channels
+                self.outliers.enlarged += channels > rooms(inputs)[1]
 
-    def _measure(self, tokens: int, capacity: int) -> None:
-        """Times each kind of subgraph of a chunk in a cache of a length."""
-        taken: dict[tuple[Bucket, int], list[float]] = {}
-        cases: dict[_Case, tuple[Bucket, int]] = {}
-        for _ in range(_TIMED_RUNS):
-            cache = self.graph(self._start_bucket(capacity))()
-            passing = self.begin_passing(cache, [0] * tokens, 0)
+    def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
+        """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length, on two
+        processors, in so many runs of all layers each."""
+        # All kinds of tokens, so that there are as many outliers as there will be.
+        fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
+        taken: dict[tuple[Bucket, bool], list[float]] = {}
+        handovers: list[float] = []
+        cases: dict[_Case, Bucket] = {}
+        for run in range(2 * runs):
+            full = bool(run % 2)
+            passing = self.begin_passing(self.start(capacity), fed, (capacity - tokens) * full)
             for each in self.subgraphs(passing):
-                length = passing.x[each.chunk].shape[1]
-                case = each.layer, each.stage, length, capacity
-                cases[case] = self.subgraph_bucket(*case), length
+                case = each.layer, each.stage, passing.x[each.chunk].shape[1], capacity
+                cases[case] = bucket = self.subgraph_bucket(*case)
                 assert self.processors is not None
-                spent_ms = self.processors.timed(each.processor, functools.partial(passing.run, each))
-                taken.setdefault(cases[case], []).append(spent_ms)
-        self._times |= {case: statistics.median(taken[key]) for case, key in cases.items()}
+                work = functools.partial(passing.run, each)
+                spent_ms, handover_ms = self.processors.timed(each.processor, work)
+                handovers.append(handover_ms)
+                taken.setdefault((bucket, full), []).append(spent_ms)
+        medians = {key: statistics.median(times) for key, times in taken.items()}
+        self.handover_ms = statistics.median(handovers)
+        self._times |= {case: (medians[each, False], medians[each, True]) for case, each in cases.items()}
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -266,7 +309,7 @@ class IntegerTable(BucketTable):
         self._head = whole["embed.tokens" if self.cfg.tied_head else "head"]
         self._known = self.calibration.layers(self.level, self.graphs_cfg)
         self._kept: dict[_Case, tuple[Bucket, tuple[Any, LayerCalibration]]] = {}
-        self._weights_on: dict[tuple[int, int], Any] = {}
+        self._placed_weights: dict[tuple[int, str, int], tuple[Any, LayerCalibration]] = {}
         self._ready_for = self.weights_version
 
     def _operands(
@@ -277,11 +320,12 @@ class IntegerTable(BucketTable):
         if case not in self._kept:
             bucket = self.subgraph_bucket(*case)
             device, known = self._device_of(bucket), known_to(bucket.kind, self._known[layer])
-            key = layer, bucket.bits
-            if key not in self._weights_on:
-                weights = layer_params(self._params, layer, bucket.layer)
-                self._weights_on[key] = _put(weights, device)
-            self._kept[case] = bucket, (self._weights_on[key], _put(known, device))
+            # A device has what its own subgraphs take, once for all lengths.
+            key = layer, bucket.kind, bucket.bits
+            if key not in self._placed_weights:
+                weights = stage_params(self._params, layer, bucket.layer, bucket.kind)
+                self._placed_weights[key] = _put(weights, device), _put(known, device)
+            self._kept[case] = bucket, self._placed_weights[key]
         return self._kept[case]
 
 

@@ -19,7 +19,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
-from serving.chunks import padded, plan_chunks
+from serving.chunks import placed_chunks, plan_chunks
 from serving.graph_store import GraphStore
 from serving.graph_table import GraphTable
 from serving.lowering import embedding_params, norm_params
@@ -131,12 +131,9 @@ class LayeredTable(GraphTable, abc.ABC):
 
         All chunks of the prompt pass a layer before the next layer is needed, so that each is read once.
         """
-        chunks, position = [], 0
-        for length in [1] if len(tokens) == 1 else plan_chunks(len(tokens), self.options.chunk_tokens):
-            row, valid = padded(tokens[position : position + length], length)
-            positions = np.arange(at + position, at + position + length, dtype=np.int32)
-            chunks.append((row[0], Places(positions, np.int32(valid), run=True)))  # pyright: ignore
-            position += valid
+        one = len(tokens) == 1
+        lengths = [1] if one else plan_chunks(len(tokens), self.options.chunk_tokens)
+        chunks = placed_chunks(tokens, lengths, at)
         outputs, cache = self._pass(chunks, cache)
         last = np.array([int(chunks[-1][1].valid) - 1], np.int32)
         logits = self._logits(outputs[-1], last)
@@ -230,12 +227,6 @@ class LayeredTable(GraphTable, abc.ABC):
 
     def _rows_bucket(self, tokens: int) -> Bucket:
         return Bucket(kind="rows", tokens=tokens)
-
-    def _norm_bucket(self, tokens: int, rows: int) -> Bucket:
-        return Bucket(kind="norm", tokens=tokens, rows=rows)
-
-    def _head_bucket(self, rows: int, count: int) -> Bucket:
-        return Bucket(kind="head", rows=rows, bits=count)
 
     def _head_buckets(self, rows: int) -> list[Bucket]:
         return [self._head_bucket(rows, count) for count in {each.count for each in self._head.head}]

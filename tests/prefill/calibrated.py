@@ -1,5 +1,6 @@
 """The tiny model with outliers put into it, and its calibration."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,18 +10,8 @@ import numpy as np
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import param_specs
-from jaxllm.prefill.calibration import (
-    PrefillCalibration,
-    ShadowRecipe,
-    assembled,
-    channel_tops,
-    clipping_steps,
-    importances,
-    largest_of,
-    most_important,
-    outlier_counts,
-    whole_steps,
-)
+from jaxllm.prefill.calibration import PrefillCalibration, ShadowRecipe
+from jaxllm.prefill.fitting import random_calibration
 from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.quant import quantize, to_blocks
 from tests.tiny import TINY, tiny_params
@@ -57,20 +48,5 @@ def texts(cfg: ModelConfig = TINY, count: int = 4, length: int = 48) -> np.ndarr
 def calibrated(cfg: ModelConfig = TINY, shadows: int = 1) -> PrefillCalibration:
     """With a shadow in so many layers, the most important."""
     floats = {name: jnp.asarray(each) for name, each in outlying(cfg).items()}
-    look = jax.jit(functools.partial(channel_tops, cfg=cfg))
-    tops = largest_of([jax.device_get(look(floats, row)) for row in texts(cfg)])
-    clipping, whole = clipping_steps(tops, RECIPE), whole_steps(tops)
-    shadowed = most_important(importances(tops, clipping), shadows)
-    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
-    each = [jax.device_get(count(floats, row, clipping)) for row in texts(cfg)]
-    counts = [[np.sum([one[layer][product] for one in each], axis=0) for product in range(4)]
-              for layer in range(cfg.layers)]  # fmt: skip
-    return assembled(
-        cfg,
-        floats,
-        counts,
-        levels={100: (clipping, whole)},
-        shadowed=shadowed,
-        recipe=RECIPE,
-        losses={100: (0.001, 0.002)},
-    )
+    found = random_calibration(cfg, floats, texts(cfg), shadows=shadows, recipe=RECIPE)
+    return dataclasses.replace(found, losses={100: (0.001, 0.002)})

@@ -105,6 +105,7 @@ def test_limit_is_a_sample_that_does_not_hang_on_the_order(run: Run, home: Path,
         ("--task", "news", "--data", ".", "--limit", 0),
         ("--task", "news", "--data", ".", "--window", 8),
         ("--perplexity", "x", "--predictions", "y"),
+        ("--perplexity", "x", "--prefill", "int8"),
     ],
 )
 def test_usage(run: Run, bundle: Path, arguments: tuple[object, ...]) -> None:

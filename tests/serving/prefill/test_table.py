@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm.branching import Branching
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import logits
 from jaxllm.prefill.reference import forward_by_rule, integer_rule
 from serving.engine import Engine
+from serving.evaluation.scoring import score_options
 from serving.generation import GenerationConfig
 from serving.options import EngineOptions
 from serving.prefill.options import PrefillOptions
@@ -133,6 +135,17 @@ def test_it_answers(engine):
     assert counts.enlarged == before.enlarged
 
 
+def test_options_are_scored_behind_prompts_read_so(engine):
+    """The first token of an option by what the prompt's reading gave, the next ones behind its cache."""
+    trunk = prompt(37)
+    known = np.asarray(jax.nn.log_softmax(expected(trunk)[-1]))
+    one, two = engine.generate(trunk, GenerationConfig(max_tokens=2, ignore_eos=True)).tokens
+    others = [(one, each) for each in range(0, TINY.vocab_size, 5)]
+    (scores,) = score_options(engine, [Branching(tuple(trunk), ((5,), (one,), (one, two), *others))])
+    np.testing.assert_allclose(scores[:2], known[[5, one]], atol=0.05)
+    assert scores[2] == pytest.approx(scores[2:].max())
+
+
 def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
     """With steps that are far too small nearly all is shadow: the product stays what it is, and it is
     said."""
@@ -164,13 +177,10 @@ def test_broken_weights_are_not_hidden(calibrated_bundle):
 
 
 def test_static_graphs_are_shared(engine):
-    """By all chunks, cache lengths and layers alike; attention alone has one for each cache length."""
-    table = engine.table
-    kinds = [bucket.kind for bucket in table.all_buckets() if bucket.tokens == 32]
-    assert kinds.count("int_project") == 2  # of layers with and without shadow
-    assert kinds.count("int_finish") == kinds.count("int_widen") == kinds.count("int_narrow_shadow") == 1
-    assert kinds.count("int_attend") == kinds.count("int_attend_shadow") == 2
-    assert "prefill" not in kinds
+    """By all chunks and layers alike: one for each cache length, with shadow and without."""
+    kinds = [bucket.kind for bucket in engine.table.all_buckets() if bucket.tokens == 32]
+    assert kinds.count("int_layer") == kinds.count("int_layer_shadow") == 2
+    assert not {"prefill", "int_project", "int_attend", "int_finish"} & set(kinds)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +190,7 @@ def test_static_graphs_are_shared(engine):
         ({"processors": 3}, "1 or 2 processors"),
         ({"most_loss": float("nan")}, "must be a share"),
         ({"order": "random"}, "order of subgraphs"),
+        ({"integer_bytes": -1}, "must not be negative"),
     ],
 )
 def test_refused_options(change, message):

@@ -17,12 +17,17 @@ from serving.prefill.options import PrefillOptions  # noqa: E402
 from serving.prefill.table import IntegerTable  # noqa: E402
 
 
-def main(path: str, order: str) -> None:
+def main(path: str, order: str, integer_bytes: str) -> None:
     """Answers a prompt of four chunks with one processor and with two."""
     prompt = np.random.default_rng(0).integers(0, 256, 60).tolist()
     found: dict[str, object] = {}
     for processors in (1, 2):
-        how = PrefillOptions(mode="int8", processors=processors, order=order)  # pyright: ignore
+        how = PrefillOptions(
+            mode="int8",
+            processors=processors,
+            order=order,  # pyright: ignore[reportArgumentType]: an order
+            integer_bytes=int(integer_bytes),
+        )
         options = EngineOptions(chunk_tokens=(16,), cache_dtype="float32", executables_bytes=0, prefill=how)
         engine = Engine.open(path, options=options, warm_up=False)
         engine.warm_up(prompt_tokens=60, max_tokens=8)
@@ -47,6 +52,9 @@ def main(path: str, order: str) -> None:
                 ends[need] <= starts[place] for place, each in enumerate(subgraphs) for need in each.needs
             )
             found["subgraphs"] = len(subgraphs)
+            buckets = table.chunk_buckets(16, 64) + table.chunk_buckets(16, 96)
+            found["kinds"] = sorted(each.kind for each in dict.fromkeys(buckets) if "int_" in each.kind)
+            found["integer"] = sum(each.processor == "integer" for each in subgraphs)
         engine.close()
     print(json.dumps(found))
 

@@ -1,0 +1,41 @@
+"""`jaxllm bench prefill`: prompts read in integers."""
+
+from pathlib import Path
+
+import click
+
+from benchmarks.commands.options import report_options, shape_option
+from benchmarks.prefill import run
+from benchmarks.report import emit
+from benchmarks.shapes import DENSE
+from serving.console import progress_bars
+
+
+@click.command("prefill")
+@shape_option("Time random weights of this size, with outliers put in.", DENSE)
+@click.option(
+    "--folder",
+    "folders",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Judge ways to quantize activations of this trained model, a Hugging Face folder, as it is and with "
+    "outliers put in. Repeatable.",
+)
+@click.option("--data", type=click.Path(path_type=Path), help="The folder of texts and tasks, for --folder.")
+@report_options
+def prefill_command(
+    shape: str | None,
+    folders: tuple[Path, ...],
+    data: Path | None,
+    quick: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Integer prefill: its speed, graphs and schedule on one processor and two, and what it costs a trained
+    model, beside other ways to quantize activations. Without options the paper's phone alone is simulated."""
+    if bool(folders) != (data is not None):
+        raise click.UsageError("accuracy is judged of a trained model: --folder DIR --data DIR")
+    plan = run.Plan.quick() if quick else run.Plan()
+    with progress_bars() as progress:
+        rows = run.run(shape, list(folders), data, plan, progress)
+    emit("prefill", rows, as_json=as_json, plot=plot)

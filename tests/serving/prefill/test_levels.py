@@ -1,0 +1,62 @@
+"""Levels of an elastic bundle read prompts in integers, too: with steps of their own, in shared graphs."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.bundle.prefill import prefill_parts
+from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.elastic.submodel import sub_model
+from jaxllm.models.decoder import logits
+from jaxllm.prefill.reference import forward_by_rule, integer_rule
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.prefill.options import PrefillOptions
+from tests.prefill.calibrated import calibrated, outlying, stored
+from tests.tiny import TINY, write_tiny_bundle
+
+LADDER = Ladder(levels=(50, 100), anchors=())
+PROMPT = np.random.default_rng(3).integers(0, TINY.vocab_size, 32).tolist()
+
+
+@pytest.fixture(scope="module")
+def known():
+    """A calibration with other steps at each level."""
+    whole = calibrated()
+    steps = np.stack([1.25 * whole.steps[0], whole.steps[0]]).astype(np.float32)
+    return dataclasses.replace(whole, levels=(50, 100), steps=steps, losses={50: (0, 0), 100: (0, 0)})
+
+
+@pytest.fixture(scope="module")
+def engine(known, tmp_path_factory):
+    path = tmp_path_factory.mktemp("levels") / "e.jaxllm"
+    write_tiny_bundle(path, "int8", params=outlying(), parts=elastic_parts(LADDER) | prefill_parts(known))
+    options = EngineOptions(
+        chunk_tokens=(32,),
+        cache_dtype="float32",
+        levels=(50,),
+        executables_bytes=0,
+        prefill=PrefillOptions(mode="int8"),
+    )
+    return Engine.open(path, options=options, warm_up=False)
+
+
+@pytest.mark.parametrize("level", [50, 100])
+def test_each_level_is_read_as_calibrated(engine, known, level):
+    table = engine.table.at(level)
+    table.fill(table.request_buckets(32, 4))
+    found, _ = table.prefill(table.start(32), PROMPT, 0)
+    cfg = sub_config(TINY, LADDER, level)
+    layers, params = known.layers(level, cfg), sub_model(stored(), cfg)
+
+    @jax.jit
+    def reference(params, layers, tokens):
+        hidden = forward_by_rule(params, tokens, integer_rule(params, layers, cfg), cfg=cfg)
+        return logits(params, hidden[-1], cfg=cfg)
+
+    wanted = np.asarray(reference(params, layers, np.array(PROMPT, np.int32)))
+    np.testing.assert_allclose(np.asarray(found)[0], wanted, atol=2e-2 * np.abs(wanted).max())
+    assert engine.table.at(50).outliers is engine.table.outliers
