@@ -13,7 +13,9 @@ from serving.speculative.options import SpeculationOptions
 from serving.streaming.weights import StreamedWeights
 
 _FLOAT_BYTES = 4
-_MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 24 << 20, 16
+# Graphs that are read from disk hold some 50 MB, those of a model of a billion parameters as of a hundred
+# million; where they are compiled first, more.
+_MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 64 << 20, 5
 
 
 def streamed_weights(

@@ -15,7 +15,7 @@ from serving.generation import GenerationConfig, Session
 from serving.options import EngineOptions
 from serving.speculative.options import SpeculationOptions, TreeShape
 from serving.streaming import pieces
-from serving.streaming.footprint import drafter_bytes, fixed_bytes
+from serving.streaming.footprint import drafter_bytes, fixed_bytes, whole_budget
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 CFG = dataclasses.replace(
@@ -68,7 +68,7 @@ def speculation(folder, drafter, **options):
 def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
     """An engine with a drafter; unless `warm_up`, with the graphs of the longest cache alone."""
     others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
-    memory = int((others + share * plain.bundle.weight_bytes) * 16 / 15)
+    memory = whole_budget(others + int(share * plain.bundle.weight_bytes))
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
     engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory if share else 0, storage=storage)

@@ -9,7 +9,7 @@ from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from serving.engine import Engine
 from serving.options import EngineOptions
-from serving.streaming.footprint import fixed_bytes
+from serving.streaming.footprint import fixed_bytes, whole_budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 # Two kinds of layers, so that graphs are shared by some and not by all.
@@ -47,4 +47,4 @@ def resident_of(bundle_of):
 
 def budget(engine, share):
     """Memory for a share of an engine's weights, and all else."""
-    return int((fixed_bytes(engine.cfg, engine.options) + share * engine.bundle.weight_bytes) * 16 / 15)
+    return whole_budget(fixed_bytes(engine.cfg, engine.options) + int(share * engine.bundle.weight_bytes))
