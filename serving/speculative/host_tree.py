@@ -24,11 +24,11 @@ def on_host(tree: TokenTree) -> TokenTree:
     return jax.tree.map(np.array, tree)
 
 
-def best_nodes(tree: TokenTree, count: int) -> np.ndarray:
-    """The `count` most confident nodes, ascending: with each of them its parent, which is no less confident
-    and came before it."""
+def by_confidence(tree: TokenTree) -> np.ndarray:
+    """The nodes, the most confident first: behind each one's parent, which is no less confident and came
+    before it."""
     confidences = np.asarray(tree.confidences)[: int(tree.count)]
-    return np.sort(np.argsort(-confidences, kind="stable")[:count])
+    return np.argsort(-confidences, kind="stable")
 
 
 def some_nodes(tree: TokenTree, nodes: np.ndarray, room: int) -> TokenTree:

@@ -22,7 +22,7 @@ from serving.buckets import BucketTable
 from serving.options import EngineOptions
 from serving.progress import Progress
 from serving.speculative.drafters import Drafter
-from serving.speculative.host_tree import best_nodes, open_confidence, some_nodes
+from serving.speculative.host_tree import by_confidence, open_confidence, some_nodes
 from serving.speculative.options import SpeculationOptions
 from serving.speculative.thrift import Thrift, running_mean
 from serving.streaming.table import StreamedTable
@@ -177,10 +177,9 @@ class SpeculativeTable:
         limit: int,
     ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         began = time.perf_counter()
-        nodes = self._size(tree, count, draft_s)
-        chosen = np.arange(min(count, nodes))
-        if self._options.trees.paced:
-            chosen = best_nodes(tree, len(chosen))
+        order = by_confidence(tree) if self._options.trees.paced else np.arange(int(tree.count))
+        nodes = self._size(np.asarray(tree.confidences)[order[:count]], draft_s)
+        chosen = np.sort(order[: min(count, nodes)])
         part = some_nodes(tree, chosen, nodes)
         verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
@@ -189,14 +188,14 @@ class SpeculativeTable:
         self._learn(part, len(verdict.tokens), draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
-    def _size(self, tree: TokenTree, count: int, draft_s: float) -> int:
+    def _size(self, confidences: np.ndarray, draft_s: float) -> int:
         """With how much of a tree tokens come fastest, of the sizes that there are graphs for.
 
-        The nodes that are read promise as many tokens as their confidences add up to, the root's standing
-        for the target's own. What a size takes that was never tried is taken to be what a smaller one takes.
+        The nodes that are read, in their order, promise as many tokens as their `confidences` add up to, the
+        root's standing for the target's own. What a size takes that was never tried is taken to be what a
+        smaller one takes.
         """
-        confidences = np.asarray(tree.confidences)[: int(tree.count)]
-        promised = np.cumsum(-np.sort(-confidences) if self._options.trees.paced else confidences)[:count]
+        promised, count = np.cumsum(confidences), len(confidences)
         best, chosen, takes_s = 0.0, self._options.trees.nodes[0], 0.0
         for nodes in self._options.trees.nodes:
             takes_s = max(takes_s, self._verify_s.get(nodes, 0.0))

@@ -13,7 +13,7 @@ from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculative.decoding import draft, follow, keep_path, read_nodes, verify
 from jaxllm.speculative.tree import new_tree
-from serving.speculative.host_tree import best_nodes, some_nodes
+from serving.speculative.host_tree import by_confidence, some_nodes
 from tests.speculative.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
 
@@ -133,7 +133,7 @@ def test_the_answer_is_the_targets_own(sampling, drafter):
             params, tree, fed, theirs, jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM)
         )
         assert int(runs) <= ROOM
-        chosen = best_nodes(tree, VERIFIED)
+        chosen = np.sort(by_confidence(tree)[:VERIFIED])
         part = some_nodes(tree, chosen, VERIFIED)
         tokens, count, path, ours, state = verifying(PARAMS, part, ours, state, jnp.int32(24 - len(said)))
         said += tokens[: int(count)].tolist()
