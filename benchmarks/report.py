@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,16 @@ def compared(
     return rows + [row(other) for other in others]
 
 
-def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -> None:
-    """Prints the result, and draws it into the folder `plot` when given."""
+def emit(
+    bench: str,
+    rows: Sequence[Row],
+    *,
+    as_json: bool,
+    plot: Path | None,
+    draw: Callable[[Sequence[Row], Path], None] | None = None,
+) -> None:
+    """Prints the result, and draws it into the folder `plot` when given: as bars, or by the benchmark's own
+    `draw`."""
     if as_json:
         result = {"bench": bench, "machine": machine(), "rows": [dataclasses.asdict(r) for r in rows]}
         click.echo(json.dumps(result))
@@ -128,7 +136,9 @@ def emit(bench: str, rows: Sequence[Row], *, as_json: bool, plot: Path | None) -
         # A file or pipe has no width; the usual 80 columns would break the rows.
         console.width = console.width if console.is_terminal else 180
         console.print(_table(bench, rows))
-    if plot is not None:
+    if plot is not None and draw is not None:
+        draw(rows, plot)
+    elif plot is not None:
         _draw(bench, rows, plot)
 
 

@@ -10,7 +10,7 @@ from export.stablehlo import DTYPES, PLATFORMS, export_stablehlo
 from export.subject import Subject, read_subject
 from jaxllm.programs.manifest import Manifest
 from jaxllm.tokenizer import Tokenizer
-from serving.console import progress_bars, read_text
+from serving.console import context_option, progress_bars, read_text
 from serving.options import CPU_CHUNK_TOKENS
 from serving.progress import Progress
 
@@ -60,14 +60,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(PLATFORMS),
     help="stablehlo: for these devices. Repeatable. [default: all]",
 )
-@click.option(
-    "--context",
-    "context_tokens",
-    type=int,
-    default=0,
-    metavar="TOKENS",
-    help="Most tokens of prompt and answer together. [default: the model's window, up to 2048]",
-)
+@context_option
 @click.option(
     "--chunk",
     "chunks",

@@ -83,6 +83,4 @@ def contexts_command(
             )
         if quality is not None and data is not None:
             rows += compression.quality_rows(quality, data, judged, progress)
-    emit("contexts", rows, as_json=as_json, plot=None)
-    if plot is not None:
-        draw(rows, plot)
+    emit("contexts", rows, as_json=as_json, plot=plot, draw=draw)

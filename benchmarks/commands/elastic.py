@@ -90,6 +90,4 @@ def elastic_command(
         subject = run.Subject(model=model, data=data, plain=plain, pruned=pruned, beside=beside, times=timed)
         measure = run.compare_levels if only_levels else run.run
         rows = measure(subject, chosen, progress)
-    emit("elastic", rows, as_json=as_json, plot=None)
-    if plot is not None:
-        draw(rows, plot)
+    emit("elastic", rows, as_json=as_json, plot=plot, draw=draw)

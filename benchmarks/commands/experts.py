@@ -68,6 +68,4 @@ def experts_command(
             models = (random_mixed(folder, cache / f"{shape}.jaxllm", progress),)
         assert folder is not None
         rows = run.run(folder, models, cache, plan, progress)
-    emit("experts", rows, as_json=as_json, plot=None)
-    if plot is not None:
-        draw(rows, plot)
+    emit("experts", rows, as_json=as_json, plot=plot, draw=draw)

@@ -108,7 +108,7 @@ def _setting_rows(
     setting: Setting, device: Device, share: float, subject: Subject, plan: Plan, *, first: bool
 ) -> list[Row]:
     """One storage and budget."""
-    engines = {name: opened(setting) for name, opened in systems(setting, plan.ablations).items()}
+    engines = {name: opened(setting) for name, opened in systems(setting, ablations=plan.ablations).items()}
     tokenizer = engines[OURS].tokenizer
     most = plan.context_tokens - plan.tokens
     count = plan.prompts + plan.tried

@@ -102,7 +102,7 @@ def big_little(setting: Setting) -> Engine:
     return engine
 
 
-def systems(setting: Setting, ablations: bool = True) -> dict[str, Opener]:
+def systems(setting: Setting, *, ablations: bool = True) -> dict[str, Opener]:
     """Every system by its name, ours first, and ours without each technique in turn where that is asked for;
     SP is not among them (see `fixed_lines`)."""
     tree = TreeShape()

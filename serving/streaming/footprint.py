@@ -13,8 +13,7 @@ from serving.speculative.options import SpeculationOptions
 from serving.streaming.weights import StreamedWeights
 
 _FLOAT_BYTES = 4
-# Graphs that are read from disk hold some 50 MB, those of a model of a billion parameters as of a hundred
-# million; where they are compiled first, more.
+# Of a model of a billion parameters graphs that are read from disk hold some 50 MB; compiled first, more.
 _MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 64 << 20, 5
 
 
