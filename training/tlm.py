@@ -136,8 +136,14 @@ def train_tlm(
         support = kept_support(run_dir / "used.npz", sources.used.all, measured)
         for side in (False, True):
             places = np.flatnonzero(sources.used.held_out == side)
-            some = [sources.used.all[place] for place in places], [support[place] for place in places]
-            labelled[side].append(question_score_rows(*some, reader, len(names)))
+            rows = question_score_rows(
+                [sources.used.all[place] for place in places],
+                [support[place] for place in places],
+                reader,
+                source=len(names),
+                weight=recipe.used_weight,
+            )
+            labelled[side].append(rows)
         names.append("used")
     learnt, *held_out = (
         ScoreRows(rows, start.mark_ids, recipe.score.batch, recipe.score.seed)

@@ -31,6 +31,7 @@ class TlmRecipe:
       questions: of each task, at most, that decisions are learnt from.
       used_questions: of each task, at most, from which the score head learns, too, what words the elastic
         model uses (see `word_labels`); 0 for none.
+      used_weight: of the loss on a token of these beside one of a shorter version's text.
       held_out_share: of texts and of questions, kept out of training to pick the best checkpoints.
     """
 
@@ -45,12 +46,14 @@ class TlmRecipe:
     tasks: tuple[str, ...]
     questions: int = 300
     used_questions: int = 0
+    used_weight: float = 1.0
     held_out_share: float = 0.05
 
     def __post_init__(self) -> None:
         require_int("shared_layers", self.shared_layers, 0)
         require_int("questions", self.questions, 2)
         require_int("used_questions", self.used_questions, 0)
+        require_float("used_weight", self.used_weight, least=0, most=1000)
         require_float("held_out_share", self.held_out_share, above=0, below=1)
         for name, most in (("levels", WHOLE), ("prompt_ratios", 1)):
             values = getattr(self, name)

@@ -6,7 +6,8 @@ token adds to the right answer's log-likelihood is found by integrated gradients
 1): the words that may go come up together from the mean of all embeddings, which says nothing, to their own,
 and on the way each has a share in what is gained. That tells what leaving out one word after another does, at
 a fraction of its cost; a gradient at the whole question alone does not, since an answer that is sure hardly
-changes with any one word. The label of a word is its rank among the words of its question that may go.
+changes with any one word. The label of a word is what it speaks for the answer beside the word of its question
+that speaks for it most.
 """
 
 import dataclasses
@@ -81,15 +82,22 @@ def token_support(
 
 
 def question_score_rows(
-    questions: Sequence[Question], support: Sequence[np.ndarray], reader: TinyReader, source: int
+    questions: Sequence[Question],
+    support: Sequence[np.ndarray],
+    reader: TinyReader,
+    *,
+    source: int,
+    weight: float = 1.0,
 ) -> ScoreBatch:
-    """Questions as rows whose words are labelled by their rank, 0 for what helps least and 1 for most.
+    """Questions as rows whose words are labelled by their support: 1 for what speaks most for the answer, 0 for
+    what says nothing or speaks against it.
 
     Args:
       questions: N.
       support: of each question's tokens (see `token_support`).
       reader: of rows.
       source: the number of these rows' source.
+      weight: of each label.
 
     Raises:
       ConfigError: in no question may more than one word go.
@@ -97,7 +105,7 @@ def question_score_rows(
     parts = []
     for question, each in zip(questions, support, strict=True):
         prompt = prompt_tokens(reader.tokenizer, question.example, reader=reader.own)
-        ranks, known = _ranks(question, each, word_count(prompt.text, prompt.boundaries))
+        wanted, known = _shares(question, each, word_count(prompt.text, prompt.boundaries))
         counted = (prompt.words != NO_WORD) & ~prompt.forced
         counted[counted] = known[prompt.words[counted]]
         if not counted.any():
@@ -106,28 +114,26 @@ def question_score_rows(
         labels, weights = np.zeros(tokens.shape, np.float32), np.zeros(tokens.shape, np.float32)
         text = mask.copy()
         text[:, :MARKS] = False
-        labels[text] = np.where(counted, ranks[prompt.words], 0)
-        weights[text] = counted
+        labels[text] = np.where(counted, wanted[prompt.words], 0)
+        weights[text] = np.float32(weight) * counted
         parts.append((tokens, mask, labels, weights, np.full(tokens.shape, source, np.int32)))
     if not parts:
         raise ConfigError("no question has words to choose from; the score head cannot learn from them")
     return ScoreBatch(*(np.concatenate([part[field] for part in parts]) for field in range(5)))
 
 
-def _ranks(question: Question, support: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The rank of each word among those that may go, `[count]` float32 in [0, 1], and which those are."""
+def _shares(question: Question, support: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each word's support beside the most, `[count]` float32 in [0, 1], and which words may go."""
     prompt = question.prompt
-    of_words = word_scores(support, prompt.words, count, missing=0.0)
-    free = (prompt.words != NO_WORD) & ~prompt.forced
+    of_words = np.maximum(word_scores(support, prompt.words, count, missing=0.0), 0)
+    text = prompt.words != NO_WORD
     known = np.zeros(count, bool)
-    known[prompt.words[free]] = True
-    known[prompt.words[prompt.forced & (prompt.words != NO_WORD)]] = False
-    places = np.flatnonzero(known)
-    ranks = np.zeros(count, np.float32)
-    if len(places) < 2:
-        return ranks, np.zeros(count, bool)
-    ranks[places[np.argsort(of_words[places], kind="stable")]] = np.linspace(0, 1, len(places))
-    return ranks, known
+    known[prompt.words[text & ~prompt.forced]] = True
+    known[prompt.words[text & prompt.forced]] = False
+    if known.sum() < 2:
+        known[:] = False
+    most = max(of_words[known].max(initial=0), np.finfo(np.float32).tiny)
+    return np.where(known, of_words / most, 0).astype(np.float32), known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What words say for an answer: against differences of losses, and ranks by hand."""
+"""What words say for an answer: against differences of losses, and labels by hand."""
 
 import dataclasses
 import functools
@@ -69,27 +69,32 @@ def loss(embedded, ids, answer):
     return -likely[scored - 1, np.asarray(ids)[scored]].sum()
 
 
-def test_words_are_labelled_by_their_rank():
+def test_words_are_labelled_by_what_they_say_beside_the_most():
     asked = question("he is well again")
     words, forced = asked.prompt.words, asked.prompt.forced
-    free = sorted(set(words[~forced & (words != NO_WORD)].tolist()))
-    says = dict(zip(free, (0.2, 0.9, 0.1, 0.4), strict=True))
+    free = words[~forced & (words != NO_WORD)]
+    says = dict(zip(sorted(set(free.tolist())), (0.2, 0.8, -0.5, 0.4), strict=True))
     # What must stay says most, and is no word to choose.
     support = np.array([says.get(word, 5.0) for word in words.tolist()])
-    rows = question_score_rows([asked], [support], Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 64), 3)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 64)
+    rows = question_score_rows([asked], [support], reader, source=3, weight=2.0)
     counted = rows.weights > 0
     assert (rows.sources == 3).all()
+    assert set(rows.weights[counted].tolist()) == {2.0}
     assert TOKENIZER.decode(rows.tokens[counted].tolist()).split() == ["he", "is", "well", "again"]
-    ranks = dict(zip(free, (1 / 3, 1, 0, 2 / 3), strict=True))
-    wanted = [ranks[word] for word in words[~forced & (words != NO_WORD)].tolist()]
-    np.testing.assert_allclose(rows.labels[counted], wanted, rtol=1e-6)
+    labels = dict(zip(says, (0.25, 1.0, 0.0, 0.5), strict=True))
+    np.testing.assert_allclose(rows.labels[counted], [labels[word] for word in free.tolist()], rtol=1e-6)
+    # Nothing that speaks for the answer: nothing to keep.
+    silent = question_score_rows([asked], [-np.abs(support)], reader, source=3)
+    assert (silent.weights > 0).sum() == counted.sum()
+    assert not silent.labels.any()
 
 
 def test_questions_that_teach_nothing_are_refused():
     reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 64)
     alone = question("well")
     with pytest.raises(ConfigError, match="no question has words to choose from"):
-        question_score_rows([alone], [np.ones(len(alone.prompt.ids))], reader, 0)
+        question_score_rows([alone], [np.ones(len(alone.prompt.ids))], reader, source=0)
     with pytest.raises(ConfigError, match="the model reads 32"):
         token_support(
             dataclasses.replace(model(), cfg=dataclasses.replace(CFG, window_tokens=32)),
