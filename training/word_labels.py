@@ -6,8 +6,7 @@ token adds to the right answer's log-likelihood is found by integrated gradients
 1): the words that may go come up together from the mean of all embeddings, which says nothing, to their own,
 and on the way each has a share in what is gained. That tells what leaving out one word after another does, at
 a fraction of its cost; a gradient at the whole question alone does not, since an answer that is sure hardly
-changes with any one word. The label of a word is what it speaks for the answer beside the word of its question
-that speaks for it most.
+changes with any one word. The label of a word is what it says beside the word of its question that says most.
 """
 
 import dataclasses
@@ -89,8 +88,8 @@ def question_score_rows(
     source: int,
     weight: float = 1.0,
 ) -> ScoreBatch:
-    """Questions as rows whose words are labelled by their support: 1 for what speaks most for the answer, 0 for
-    what says nothing or speaks against it.
+    """Questions as rows whose words are labelled by their support: 1 for what speaks most for the answer, 0
+    for what says nothing or speaks against it.
 
     Args:
       questions: N.
