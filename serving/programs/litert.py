@@ -44,7 +44,11 @@ class LiteRtExecutor:
     Attributes:
       manifest: what there is to run.
       threads: that compute.
+      moves_rows: see `Executor`: Python can read and write a buffer as a whole alone, which takes longer than
+        what is accepted of a tree's other branches saves.
     """
+
+    moves_rows = False
 
     def __init__(
         self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: Path | None = None
@@ -151,6 +155,12 @@ class LiteRtExecutor:
             shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
             logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
         return logits, Buffers(caches.cache_tokens, caches.spare, caches.held)
+
+    def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
+        """See `Executor`, and `moves_rows`."""
+        raise ConfigError(
+            f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
+        )
 
     def _caches(self, level: int, cache_tokens: int) -> Buffers:
         """Buffers for caches, with anything in them."""
