@@ -15,6 +15,7 @@ from jaxllm.tokenizer import Tokenizer
 from serving.programs.engine import ProgramEngine
 from serving.programs.litert import LiteRtExecutor
 from tests.export.conftest import PLAN
+from tests.export.drafting import require_same_answers, with_drafts
 from tests.export.models import CFG, CONTEXT, PROMPTS, answers
 from tests.export.operators import Operator, operators
 from tests.tiny import tiny_params
@@ -66,6 +67,14 @@ def test_the_answers_are_the_live_engines(engine, live):
 
 def test_a_level_answers_as_the_live_level(engine, live):
     assert answers(engine.at(40)) == live[40]
+
+
+@pytest.mark.parametrize("level", [100, 40, 0])
+def test_drafted_answers_are_those_without_drafts(engine, level):
+    own = {"drafter": "level", "level": level} if level else {"drafter": "ngram"}
+    counts = require_same_answers(with_drafts(engine, **own), engine)
+    if level == 100:
+        assert counts.acceptance_length > 2
 
 
 def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tmp_path, engine):
