@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from export.subject import Subject
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import LEFT, RIGHT, WHOLE
+from jaxllm.programs.manifest import LEFT, RIGHT
 from jaxllm.programs.steps import with_adapters
 from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
 

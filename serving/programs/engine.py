@@ -4,7 +4,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.programs.manifest import WHOLE, read_tokenizer
+from jaxllm.config import WHOLE
+from jaxllm.programs.manifest import read_tokenizer
 from jaxllm.tokenizer import Tokenizer
 from serving.answerer import Answerer
 from serving.generation import Generation, GenerationConfig, Session

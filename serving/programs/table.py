@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.programs.manifest import WHOLE, Manifest, Signature
+from jaxllm.programs.manifest import Manifest, Signature
 from jaxllm.sampling import SamplerState, sample
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.tree import TokenTree

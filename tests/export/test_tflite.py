@@ -46,9 +46,9 @@ def whole(elastic):
 
 
 @pytest.fixture(scope="module")
-def int8(whole, tmp_path_factory):
+def int8(subject, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "int8"
-    export_tflite(whole, folder, SHORT, precision="int8")
+    export_tflite(subject, folder, SHORT, precision="int8")
     return folder
 
 
@@ -136,6 +136,39 @@ def test_int8_has_weights_of_8_bits_and_nothing_else(int8):
         assert not any(each.name == "DEQUANTIZE" for each in found), name
 
 
+def test_scales_are_written_once(int8):
+    from ai_edge_litert import schema_py_generated as schema
+
+    model = schema.Model.GetRootAs((int8 / FILE).read_bytes(), 0)
+    graphs = [model.Subgraphs(index) for index in range(model.SubgraphsLength())]
+    tensors = [graph.Tensors(index) for graph in graphs for index in range(graph.TensorsLength())]
+    tables = [each.Quantization() for each in tensors]
+    uses = [(each.ScaleAsNumpy().tobytes(), each._tab.Pos) for each in tables if each and each.ScaleLength()]
+    assert len({scales for scales, _ in uses}) == len(set(uses)) < len(uses) / 2
+
+
+def test_an_adapter_at_8_bits_is_rows_of_levels(subject):
+    quantized, scales = quantized_subject(subject)
+    stored = [name for name in scales if name.startswith("level_40.")]
+    assert len(stored) == 2 * 2 * CFG.layers
+    for name, entry in subject.levels[40].weights.items():
+        if not name.endswith(LEFT):
+            continue
+        left, right = entry.stored, entry.stored.removesuffix(LEFT) + RIGHT
+        # What is used second has one scale for all.
+        first, second = (left, right) if "ffn.down" in name else (right, left)
+        assert (len(scales[first]), len(scales[second])) == (2, 1)
+        for each in (first, second):
+            levels = quantized.arrays[each].reshape(2, -1) / scales[each].reshape(-1, 1)
+            np.testing.assert_allclose(levels, np.rint(levels), atol=1e-3)
+            np.testing.assert_allclose(np.abs(levels).max(axis=1), 127, rtol=1e-5)
+        before, after = (
+            np.tensordot(arrays[left].astype(np.float32), arrays[right].astype(np.float32), ((0,), (0,)))
+            for arrays in (subject.arrays, quantized.arrays)
+        )
+        assert 0 < np.abs(after - before).max() < 0.02 * np.abs(before).max(), name
+
+
 def test_w8a8_multiplies_integers_and_leaves_the_cache_alone(w8a8):
     for name, found in operators((w8a8 / FILE).read_bytes()).items():
         products = Counter()
@@ -154,13 +187,15 @@ def test_w8a8_multiplies_integers_and_leaves_the_cache_alone(w8a8):
                 assert "INT8" not in (*each.inputs, each.output), (name, each)
 
 
-@pytest.mark.parametrize(("name", "within"), [("int8", 0.01), ("w8a8", 0.02)])
-def test_perplexity_is_near_that_of_floats(request, engine, name, within):
+@pytest.mark.parametrize(
+    ("name", "within", "level"), [("int8", 0.01, 100), ("int8", 0.01, 40), ("w8a8", 0.02, 100)]
+)
+def test_perplexity_is_near_that_of_floats(request, engine, name, within, level):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
     scales, not what they cost a trained model."""
     quantized = ProgramEngine.open(request.getfixturevalue(name), threads=1)
     tokens = PROMPTS[4]
-    loss = [-each.table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
+    loss = [-each.at(level).table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
 
