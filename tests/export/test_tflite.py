@@ -79,11 +79,12 @@ def test_drafted_answers_are_those_without_drafts(engine, level):
 
 def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tmp_path, engine):
     """A level's matrices begin at the same bytes as the whole model's, which is how XNNPACK tells them."""
-    manifest, packed = Manifest.read(tflite[0]), tmp_path / "packed.bin"
+    manifest = Manifest.read(tflite[0])
     for _ in ("packed now", "packed before"):
-        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=packed)
+        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=tmp_path)
         for level in (40, 100):
             assert answers(ProgramEngine(executor, engine.tokenizer, level)) == live[level]
+        (packed,) = tmp_path.iterdir()
         assert packed.stat().st_size > 10_000
 
 
