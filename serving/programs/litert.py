@@ -50,7 +50,7 @@ class LiteRtExecutor:
     moves_rows = False
 
     def __init__(
-        self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: Path | None = None
+        self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: PackedFolder | None = None
     ) -> None:
         """Opens a model.
 
@@ -58,8 +58,8 @@ class LiteRtExecutor:
           manifest: the folder's.
           folder: where the model is.
           threads: that compute; 0 for all cores of this process.
-          packed: the folder where packed weights are kept; None is one in the user's cache directory, unless
-            that keeps nothing.
+          packed: where packed weights are kept; None is a folder in the user's cache directory, unless that
+            keeps nothing.
 
         Raises:
           ConfigError: LiteRT is not installed.
@@ -82,10 +82,12 @@ class LiteRtExecutor:
                 f"{folder} is no single model over float32 caches, as LiteRT takes it; export it again"
             )
         path = manifest.require_intact(folder, file)
-        limit = executables_bytes()
         made_of = f"{manifest.files[file].xxh3_128} {importlib.metadata.version('ai-edge-litert')}"
-        store = PackedFolder(packed or cache_folder() / "xnnpack", limit_bytes=limit)
-        opened = store.opened(folder, manifest.precision, made_of) if limit else contextlib.nullcontext()
+        if packed is None and (limit := executables_bytes()):
+            packed = PackedFolder(cache_folder() / "xnnpack", limit_bytes=limit)
+        opened = (
+            contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
+        )
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         with opened as kept, runtime_messages_kept() as said:
             cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))

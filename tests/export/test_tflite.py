@@ -14,6 +14,7 @@ from jaxllm.programs.manifest import LEFT, RIGHT, Manifest
 from jaxllm.tokenizer import Tokenizer
 from serving.programs.engine import ProgramEngine
 from serving.programs.litert import LiteRtExecutor
+from serving.programs.packed import PackedFolder
 from tests.export.conftest import PLAN
 from tests.export.drafting import require_same_answers, with_drafts
 from tests.export.models import CFG, CONTEXT, PROMPTS, answers
@@ -79,9 +80,9 @@ def test_drafted_answers_are_those_without_drafts(engine, level):
 
 def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tmp_path, engine):
     """A level's matrices begin at the same bytes as the whole model's, which is how XNNPACK tells them."""
-    manifest = Manifest.read(tflite[0])
+    manifest, store = Manifest.read(tflite[0]), PackedFolder(tmp_path, limit_bytes=1 << 30)
     for _ in ("packed now", "packed before"):
-        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=tmp_path)
+        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=store)
         for level in (40, 100):
             assert answers(ProgramEngine(executor, engine.tokenizer, level)) == live[level]
         (packed,) = tmp_path.iterdir()
