@@ -1,12 +1,14 @@
-"""A `.tflite` model as its file has it: buffers that share bytes, and weights at half precision.
+"""A `.tflite` model as its file has it: buffers and scales that are shared, and weights at half precision.
 
 Buffers lie behind the flatbuffer, each at a place and of a size (`Buffer.offset`, `Buffer.size` of the
 schema), so that two may read the same bytes: what is equal is stored once, and so is the beginning of a
-larger one, which is what a level's matrices are of the whole model's.
+larger one, which is what a level's matrices are of the whole model's. Scales and zero points of channels come
+with every use of a matrix: equal tables of them are written once, to which all uses point.
 """
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -64,6 +66,7 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
         homes[index] = begins[key]
     for buffer, content in large:
         buffer.data, buffer.offset, buffer.size = None, 2, len(content)
+    _share_scales(model)
 
     def packed() -> bytes:
         builder = flatbuffers.Builder(1 << 20)
@@ -84,6 +87,21 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
         out += b"\0" * (place - len(out))
         out += blob
     return bytes(out), Sharing(sum(len(each) for _, each in large), sum(len(blob) for blob in blobs))
+
+
+def _share_scales(model: Any) -> None:
+    """Makes equal tables of scales and zero points one, which is written once by each builder."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for graph in model.subgraphs:
+        for tensor in graph.tensors:
+            if tensor.quantization is None:
+                continue
+            facts = sorted(vars(tensor.quantization).items())
+            key = tuple(each.tobytes() if isinstance(each, np.ndarray) else repr(each) for _, each in facts)
+            if key not in found:
+                found[key] = tensor.quantization
+                found[key].Pack = functools.cache(found[key].Pack)
+            tensor.quantization = found[key]
 
 
 def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarray]) -> None:

@@ -17,8 +17,9 @@ from export.signatures import ExportPlan
 from export.subject import Subject
 from export.tflite import FILE, tflite_model
 from jaxllm.atomic import atomic_file
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import WHOLE, Precision
+from jaxllm.programs.manifest import Precision
 from serving.progress import Progress
 
 SUFFIX = ".litertlm"

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from export.subject import Subject
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import WHOLE
+from jaxllm.programs.manifest import LEFT, RIGHT
 from jaxllm.programs.steps import with_adapters
 from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
 
@@ -47,6 +47,8 @@ def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]
 
     A scale goes with each output channel: of `[U, D]` whose last axis is contracted one per unit, else one
     per column. The table of the vocabulary comes as levels too, so that rows are read where products are.
+    Adapters' sides have a scale per row, which of the side that is used second is one for all: its rows' own
+    go to the other side, because channels there are many and a scale weighs as much as their numbers.
     """
     arrays, scales = dict(subject.arrays), {}
     for name, spec in param_specs(subject.cfg).items():
@@ -61,7 +63,34 @@ def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]
         if name == "embed.tokens":
             arrays[f"{name}{LEVELS}"] = levels.astype(np.int8)
             arrays[f"{name}{SCALE}"] = scale.astype(np.float32)
+    for level in subject.levels.values():
+        for name, spec in param_specs(level.cfg).items():
+            if f"{name}{LEFT}" in level.weights:
+                order = (LEFT, RIGHT) if spec.role == "from_units" else (RIGHT, LEFT)
+                first, second = (level.weights[f"{name}{side}"].stored for side in order)
+                sides = _quantized_sides(arrays[first], arrays[second])
+                for stored, (side, scale) in zip((first, second), sides, strict=True):
+                    arrays[stored], scales[stored] = side, scale
     return dataclasses.replace(subject, arrays=arrays), scales
+
+
+def _quantized_sides(
+    first: np.ndarray, second: np.ndarray
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """The sides `[r, *]` of an adapter in the order of their use, as levels times scales, and these."""
+    one, other = (side.astype(np.float32).reshape(len(side), -1) for side in (first, second))
+    tops = _row_tops(other)
+    one, other = one * tops, other / tops
+    scale, step = _row_tops(one) / np.float32(_TOP), np.float32(1 / _TOP)
+    return (
+        ((np.rint(one / scale) * scale).reshape(first.shape), scale.reshape(-1).astype(np.float64)),
+        ((np.rint(other / step) * step).reshape(second.shape), np.array([step], np.float64)),
+    )
+
+
+def _row_tops(matrix: np.ndarray) -> np.ndarray:
+    """The largest magnitudes of rows `[R, 1]`, of which none is zero."""
+    return np.maximum(np.abs(matrix).max(axis=1, keepdims=True), np.float32(1e-12))
 
 
 def annotated(
@@ -71,12 +100,18 @@ def annotated(
     scales: Mapping[str, np.ndarray],
     ranges: Mapping[str, Ranges],
 ) -> Params:
-    """The parameters with marks around their products; those without `ranges` are dynamic."""
+    """The parameters with marks around their products; those without `ranges` are dynamic, and adapters."""
     specs, marked = param_specs(cfg), dict(weights)
     for name, each in scales.items():
         if name not in weights:
             continue
-        weight, spec = weights[name], specs[name]
+        weight = weights[name]
+        if name.endswith((LEFT, RIGHT)):
+            side = jnp.reshape(weight, (weight.shape[0], -1))  # pyright: ignore[reportArgumentType]: arrays
+            product = functools.partial(_product, channel_scales=each, ranges=None)
+            marked[name] = OwnProduct(side, product)
+            continue
+        spec = specs[name]
         base = weight.base if isinstance(weight, FirstUnits) else weight
         outputs = int(np.prod(spec.shape[:-1])) if spec.role != "from_units" else spec.shape[-1]
         product = functools.partial(_product, channel_scales=each[:outputs], ranges=ranges.get(name))
@@ -136,7 +171,7 @@ def _product(
     rows: jax.Array, matrix: jax.Array, axis: int, *, channel_scales: np.ndarray, ranges: Ranges | None
 ) -> jax.Array:
     turned = matrix if axis == -1 else matrix.T
-    weight = fake_quant(turned, channel_scales, axis=0)
+    weight = fake_quant(turned, channel_scales, axis=0 if len(channel_scales) == len(turned) else None)
     if ranges is None:
         return _plain(fake_quant(rows, np.zeros(0)), weight, -1)
     inputs, outputs = (np.array([max(each, 1e-6) / _TOP]) for each in (ranges.inputs, ranges.outputs))

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from export.subject import Subject
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import WHOLE, Signature, level_signatures
+from jaxllm.programs.manifest import Signature, level_signatures
 from jaxllm.programs.shapes import input_shapes
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 

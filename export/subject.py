@@ -11,13 +11,13 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
-from jaxllm.programs.manifest import LEFT, RIGHT, WHOLE, Argument, ProgramLevel
+from jaxllm.programs.manifest import LEFT, RIGHT, Argument, ProgramLevel
 from jaxllm.quant import dequantize
 from jaxllm.tokenizer import TokenizerFiles
 

@@ -174,10 +174,11 @@ def _traced(
     scales: Mapping[str, np.ndarray],
     ranges: Mapping[str, Ranges],
 ) -> Traced:
-    cfg = subject.levels[signature.level].cfg
-    step = functools.partial(
-        step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=scales, ranges=ranges)
-    )
+    level = subject.levels[signature.level]
+    cfg = level.cfg
+    # Adapters are stored under names of their level.
+    own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
+    step = functools.partial(step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=own, ranges=ranges))
     shapes = step_shapes(signature, subject, plan, _FLOAT)
     with portable_graphs():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)

@@ -18,6 +18,8 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
+# The level, in percent, that is the whole model.
+WHOLE = 100
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
@@ -356,6 +358,6 @@ class Bucket:
     tokens: int = 0
     cache_tokens: int = 0
     rows: int = 1
-    level: int = 100
+    level: int = WHOLE
     layer: int = 0
     bits: int = 0

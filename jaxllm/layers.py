@@ -165,8 +165,10 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float, softc
     if softcap:
         scores = jnp.tanh(scores / np.float32(softcap)) * np.float32(softcap)
     scores = scores.reshape(batch, kv_heads, new, group, -1)
-    mask = mask[:, None, :, None, :] if mask.ndim == 3 else mask[None, None, :, None, :]
-    scores = jnp.where(mask, scores, np.float32(MASKED))
+    # Added, not selected: runtimes of exported programs have fast kernels for adding alone, and float32 keeps
+    # nothing of a score beside MASKED.
+    bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
+    scores = scores + (bias[:, None, :, None, :] if mask.ndim == 3 else bias[None, None, :, None, :])
     return jax.nn.softmax(scores, axis=-1)
 
 

@@ -312,8 +312,7 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = N
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -1)
     if isinstance(weight, Adapted):
         low = _to_units_by_xla(rows, weight.right)
-        left = weight.left.reshape(weight.left.shape[0], -1)
-        return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, left)
+        return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, _as_matrix(weight.left))
     if step is not None:
         if stepwise.in_integers(weight):
             return stepwise.rows_product(rows, _flat(weight), step)
@@ -343,7 +342,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
         missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
         return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)
     if isinstance(weight, Adapted):
-        low = _to_units_by_xla(rows, weight.left.reshape(weight.left.shape[0], -1))
+        low = _to_units_by_xla(rows, _as_matrix(weight.left))
         return _from_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, weight.right)
     if step is not None:
         if stepwise.in_integers(weight):
@@ -362,6 +361,11 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
     if isinstance(weight, BlockedArray):
         return whole(rows, weight)
     return _product(rows, weight, whole=whole, by_blocks=by_blocks)
+
+
+def _as_matrix(side: jax.Array | OwnProduct) -> jax.Array | OwnProduct:
+    """An adapter's left side `[r, *U]` as `[r, prod(U)]`, which one with a product of its own must be."""
+    return side if isinstance(side, OwnProduct) else side.reshape(side.shape[0], -1)
 
 
 def _product(

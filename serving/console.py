@@ -87,7 +87,7 @@ class ModelChoice:
         for field in dataclasses.fields(self):
             # What was not given is nothing, or the default.
             given = getattr(self, field.name) not in (None, 0, field.default)
-            if given and field.name not in ("program", "level"):
+            if given and field.name not in ("program", "level", "draft"):
                 option = {"context_tokens": "context"}.get(field.name, field.name)
                 raise ConfigError(
                     f"--{option} cannot be given with --program, whose programs are as they were exported; "
@@ -96,7 +96,8 @@ class ModelChoice:
         # Here, because most commands open no program.
         from serving.programs.engine import ProgramEngine
 
-        engine = ProgramEngine.open(folder, level=self.level)
+        drafts = None if self.draft is None else speculation(self.draft)
+        engine = ProgramEngine.open(folder, level=self.level, speculation=drafts)
         if warm_up:
             engine.warm_up(progress=progress)
         return engine
@@ -176,9 +177,9 @@ def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--draft",
             metavar="DRAFT",
-            help="What drafts the answer, for the model to verify: a small model of the same tokenizer, "
-            "level:PERCENT for a level of the model itself, or ngram for what the text has said before. The "
-            "answer stays the same.",
+            help="What drafts the answer, for the model to verify: a small model of the same tokenizer (for "
+            "--program, a folder of programs), level:PERCENT for a level of the model itself, or ngram for "
+            "what the text has said before. The answer stays the same.",
         ),
         click.option(
             "--memory",

@@ -46,7 +46,10 @@ class GraphTable(BucketPlan, abc.ABC):
       bucket_ms: time to trace and compile each bucket, or to read it (several are built at a time).
       loaded: those buckets whose graph was read from disk.
       weights_version: names this level's parameters, which `swap` changes; a cache belongs to one of them.
+      streams_layers: whether layers come from storage while they are used.
     """
+
+    streams_layers = False
 
     def __init__(
         self,

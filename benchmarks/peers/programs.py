@@ -43,8 +43,8 @@ class LiveSteps(Programs):
         import jax.numpy as jnp
 
         from jaxllm.bundle import Bundle
+        from jaxllm.config import WHOLE
         from jaxllm.kernels.native import portable_graphs
-        from jaxllm.programs.manifest import WHOLE
         from jaxllm.quant import dequantize
         from serving.programs.live import LiveExecutor
         from serving.programs.table import ProgramTable

@@ -25,7 +25,8 @@ from serving.direct_io import Storage
 from serving.engine import Engine
 from serving.models import open_model
 from serving.options import EngineOptions
-from serving.speculative.drafters import Drafter, make_drafter
+from serving.speculative.drafter import Drafter
+from serving.speculative.drafters import make_drafter
 from serving.speculative.options import SpeculationOptions, TreeShape
 from serving.speculative.table import SpeculativeTable
 from serving.speculative.verdict import Verdict

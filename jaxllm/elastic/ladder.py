@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import LayerUnits, ModelConfig
+from jaxllm.config import WHOLE, LayerUnits, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 
-WHOLE = 100
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
 # Neurons are kept in steps of this, which is what a kernel computes at once, or less in narrow layers.
 _NEURON_STEP = 32

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import xxhash
 
-from jaxllm.config import MAX_DIMENSION, ModelConfig
+from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError, ProgramError
 from jaxllm.tokenizer import TokenizerFiles
 
@@ -31,7 +31,6 @@ CACHE_DTYPES = ("float32", "bfloat16")
 
 MANIFEST, TOKENIZER, WEIGHTS = "program.json", "tokenizer.json", "weights.safetensors"
 VERSION = 2
-WHOLE = 100
 KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
 # What the names of an adapter's sides end in, behind their parameter's.
 LEFT, RIGHT = ".left", ".right"

@@ -18,6 +18,7 @@ from serving.console import (
 from serving.engine import Engine
 from serving.generation import Generation
 from serving.machine import process_age_ms
+from serving.speculative.rounds import Rounds
 
 
 @click.command("generate")
@@ -50,7 +51,8 @@ def generate_command(
         asked_ms = process_age_ms()
         facts = summary(generation.result())
         first_ms = None if asked_ms is None else round(asked_ms + generation.timings.ttft_ms)
-        more = {**graphs(engine), **running(engine)} if isinstance(engine, Engine) else {}
+        more = {**graphs(engine), **memory(engine)} if isinstance(engine, Engine) else {}
+        more |= drafts(engine.speculative)
         print_json({**facts, "first_token_ms": first_ms, **more})
         return
     for piece in generation:
@@ -67,20 +69,24 @@ def graphs(engine: Engine) -> dict[str, int]:
     }
 
 
-def running(engine: Engine) -> dict[str, Any]:
-    """What drafts and reading of weights came to, where there was any."""
-    facts: dict[str, Any] = {}
-    if engine.streamed is not None:
-        facts["memory"] = engine.streamed.facts()
-    if engine.speculative is not None:
-        counts = engine.speculative.counts
-        facts["drafts"] = {
+def memory(engine: Engine) -> dict[str, Any]:
+    """What reading of weights came to, where they are not all in memory."""
+    return {} if engine.streamed is None else {"memory": engine.streamed.facts()}
+
+
+def drafts(rounds: Rounds[Any] | None) -> dict[str, Any]:
+    """What drafts came to, where there were any."""
+    if rounds is None:
+        return {}
+    counts = rounds.counts
+    return {
+        "drafts": {
             "verifications": counts.rounds,
             "acceptance_length": round(counts.acceptance_length, 2),
             "useful_share": round(counts.useful_share, 3),
             "plain_tokens": counts.plain_tokens,
         }
-    return facts
+    }
 
 
 def summary(generation: Generation) -> dict[str, Any]:

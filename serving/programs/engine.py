@@ -4,13 +4,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxllm.programs.manifest import WHOLE, read_tokenizer
+from jaxllm.config import WHOLE
+from jaxllm.programs.manifest import read_tokenizer
 from jaxllm.tokenizer import Tokenizer
 from serving.answerer import Answerer
 from serving.generation import Generation, GenerationConfig, Session
+from serving.programs.drafts import ProgramRounds, drafted
 from serving.programs.executor import Executor, open_executor
 from serving.programs.table import ProgramTable
 from serving.progress import Progress
+from serving.speculative.options import SpeculationOptions
 
 
 class ProgramEngine(Answerer):
@@ -20,6 +23,7 @@ class ProgramEngine(Answerer):
       executor: runs the programs.
       tokenizer: the model's.
       table: the level's programs, as calls.
+      speculative: what drafts its answers; None where nothing does.
       load_ms: time to open the folder and place its weights.
       build_ms: time spent getting programs ready.
     """
@@ -28,19 +32,35 @@ class ProgramEngine(Answerer):
         """See `open`."""
         self.executor, self.tokenizer = executor, tokenizer
         self.table = ProgramTable(executor, level)
+        self.speculative: ProgramRounds | None = None
         self.load_ms = self.build_ms = 0.0
 
     @classmethod
-    def open(cls, folder: str | Path, *, level: int = WHOLE, threads: int = 0) -> "ProgramEngine":
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        level: int = WHOLE,
+        threads: int = 0,
+        speculation: SpeculationOptions | None = None,
+    ) -> "ProgramEngine":
         """Opens a folder that `jaxllm export` wrote; programs are made ready by `warm_up` or when needed.
+
+        Args:
+          folder: the folder.
+          level: the sub-model to be, in percent.
+          threads: that LiteRT computes with; 0 for all cores of this process.
+          speculation: how drafts speed its answers up (see `drafts.drafted`); None for no drafts.
 
         Raises:
           ProgramError: it is no program, corrupt, or of other weights.
-          ConfigError: what runs it is not installed, or it has not this level.
+          ConfigError: what runs it is not installed, it has not this level, or verifies no drafts.
         """
         began = time.perf_counter()
         executor = open_executor(Path(folder), threads=threads)
         engine = cls(executor, Tokenizer(read_tokenizer(executor.manifest, Path(folder))), level)
+        if speculation is not None:
+            engine.speculative = drafted(engine.table, engine.tokenizer, speculation, threads=threads)
         engine.load_ms = 1000 * (time.perf_counter() - began)
         return engine
 
@@ -50,7 +70,7 @@ class ProgramEngine(Answerer):
         return self.executor.manifest.name
 
     def at(self, level: int) -> "ProgramEngine":
-        """The same programs as another level.
+        """The same programs as another level, without drafts.
 
         Raises:
           ConfigError: it was not exported.
@@ -63,12 +83,15 @@ class ProgramEngine(Answerer):
         """Gets the programs of this level ready: all, or those that one request needs (see
         `serving.Engine.warm_up`)."""
         began = time.perf_counter()
-        table = self.table
-        if prompt_tokens is None:
-            wanted = table.signatures
+        table, drafts = self.table, self.speculative
+        if drafts is not None and prompt_tokens is None:
+            drafts.prepare_all(progress)
+        elif drafts is not None and prompt_tokens is not None:
+            drafts.prepare(prompt_tokens, max_tokens, progress)
+        elif prompt_tokens is None:
+            self.executor.prepare(table.signatures, progress)
         else:
-            wanted = table.request_signatures(prompt_tokens, max_tokens)
-        self.executor.prepare(wanted, progress)
+            self.executor.prepare(table.request_signatures(prompt_tokens, max_tokens), progress)
         self.build_ms += 1000 * (time.perf_counter() - began)
 
     def stream(
@@ -83,4 +106,4 @@ class ProgramEngine(Answerer):
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long.
         """
-        return self._answer(self.table, prompt, config, session)
+        return self._answer(self.speculative or self.table, prompt, config, session)

@@ -18,8 +18,15 @@ from serving.user_cache import cache_folder, executables_bytes
 
 
 class Executor(Protocol):
-    """Runs the programs of a manifest. Caches are its own business: what `start`, `grow` and `run` return
-    is only ever given back to `grow` or `run`, once."""
+    """Runs the programs of a manifest. Caches are its own business: what `start`, `grow`, `run` and `keep`
+    return is only ever given back to `grow`, `run` or `keep`, once.
+
+    Attributes:
+      moves_rows: whether there is `keep`; else trees must be lines, of which whatever is accepted lies where
+        it belongs.
+    """
+
+    moves_rows: bool
 
     @property
     def manifest(self) -> Manifest:
@@ -62,6 +69,17 @@ class Executor(Protocol):
 
         Returns:
           Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.
+        """
+        ...
+
+    def keep(self, signature: Signature, caches: Any, at: int, path: np.ndarray) -> Any:
+        """The caches with a path of a tree where the tree began.
+
+        Args:
+          signature: that has read the tree.
+          caches: donated.
+          at: the row of the tree's root.
+          path: `[n]` int32, nodes, ascending.
         """
         ...
 

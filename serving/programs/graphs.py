@@ -30,6 +30,8 @@ class JaxPrograms:
       store: where executables are kept; None keeps none.
     """
 
+    moves_rows = True
+
     def __init__(
         self,
         manifest: Manifest,
@@ -56,6 +58,9 @@ class JaxPrograms:
             for short, long in itertools.pairwise(self.manifest.cache_tokens(level)):
                 if {(level, short), (level, long)} <= rooms:
                     self._growing(level, short, long)
+        for signature in signatures:
+            if signature.kind == "verify":
+                self._keeping(signature)
 
     def is_ready(self, signature: Signature) -> bool:
         """See `Executor`."""
@@ -90,6 +95,12 @@ class JaxPrograms:
         out = self._compiled[signature.name](self._weights[signature.level], caches, *inputs)
         return out.pop("logits", None), out
 
+    def keep(self, signature: Signature, caches: Caches, at: int, path: np.ndarray) -> Caches:
+        """See `Executor`."""
+        nodes = np.arange(signature.tokens, dtype=np.int32)
+        nodes[: len(path)] = path
+        return self._keeping(signature)(caches, np.int32(at), nodes)
+
     def _build(self, signature: Signature) -> Any:
         return self._kept(self._key(signature), functools.partial(self._lowered, signature))
 
@@ -100,10 +111,19 @@ class JaxPrograms:
             shapes = self._cache_shapes(level, short)
             # Nothing to donate: no buffer of the short caches has the size of one of the long.
             grow = jax.jit(functools.partial(_padded, tokens=long - short))
-            key = str(
-                ("grow", long, sorted((name, each.shape, str(each.dtype)) for name, each in shapes.items()))
+            self._compiled[name] = self._kept(_key("grow", long, shapes), lambda: grow.lower(shapes))
+        return self._compiled[name]
+
+    def _keeping(self, signature: Signature) -> Any:
+        """The graph that moves a path of a signature's tree."""
+        name = f"keep_{signature.name}"
+        if name not in self._compiled:
+            shapes = self._cache_shapes(signature.level, self.manifest.room(signature))
+            nodes = jax.ShapeDtypeStruct((signature.tokens,), np.int32)
+            keep = jax.jit(_moved, donate_argnums=(0,))
+            self._compiled[name] = self._kept(
+                _key("keep", signature.tokens, shapes), lambda: keep.lower(shapes, np.int32(0), nodes)
             )
-            self._compiled[name] = self._kept(key, lambda: grow.lower(shapes))
         return self._compiled[name]
 
     def _kept(self, key: str, lowered: Callable[[], jax.stages.Lowered]) -> Any:
@@ -132,3 +152,16 @@ class JaxPrograms:
 
 def _padded(caches: Caches, *, tokens: int) -> Caches:
     return {name: jax.numpy.pad(rows, ((0, 0), (0, 0), (0, tokens), (0, 0))) for name, rows in caches.items()}
+
+
+def _moved(caches: Caches, at: jax.Array, nodes: jax.Array) -> Caches:
+    """The rows of some nodes one behind the other from `at` on, where the rows of all began."""
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(rows, jax.numpy.take(rows, at + nodes, axis=2), at, axis=2)
+        for name, rows in caches.items()
+    }
+
+
+def _key(what: str, size: int, shapes: dict[str, jax.ShapeDtypeStruct]) -> str:
+    """Names a graph over caches among all others."""
+    return str((what, size, sorted((name, each.shape, str(each.dtype)) for name, each in shapes.items())))

@@ -7,12 +7,10 @@ a step reads one and writes the other.
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
-import os
-import sys
-import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,12 @@ import numpy as np
 from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.programs.manifest import Manifest, Signature
 from serving.machine import usable_cores
+from serving.programs.messages import runtime_messages_kept
+from serving.programs.packed import PackedFolder
 from serving.progress import Progress
 from serving.user_cache import cache_folder, executables_bytes
 
 _LOGITS = "logits"
-_SAID_BYTES = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +43,14 @@ class LiteRtExecutor:
     Attributes:
       manifest: what there is to run.
       threads: that compute.
+      moves_rows: see `Executor`: Python can read and write a buffer as a whole alone, which takes longer than
+        what is accepted of a tree's other branches saves.
     """
 
+    moves_rows = False
+
     def __init__(
-        self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: Path | None = None
+        self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: PackedFolder | None = None
     ) -> None:
         """Opens a model.
 
@@ -55,7 +58,7 @@ class LiteRtExecutor:
           manifest: the folder's.
           folder: where the model is.
           threads: that compute; 0 for all cores of this process.
-          packed: where packed weights are kept; None keeps them in the user's cache directory, unless that
+          packed: where packed weights are kept; None is a folder in the user's cache directory, unless that
             keeps nothing.
 
         Raises:
@@ -79,13 +82,16 @@ class LiteRtExecutor:
                 f"{folder} is no single model over float32 caches, as LiteRT takes it; export it again"
             )
         path = manifest.require_intact(folder, file)
-        kept = _packed_path(manifest.files[file].xxh3_128) if packed is None else packed
-        cpu = CpuOptions(
-            num_threads=self.threads, xnnpack_weight_cache_path="" if kept is None else str(kept)
+        made_of = f"{manifest.files[file].xxh3_128} {importlib.metadata.version('ai-edge-litert')}"
+        if packed is None and (limit := executables_bytes()):
+            packed = PackedFolder(cache_folder() / "xnnpack", limit_bytes=limit)
+        opened = (
+            contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
         )
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
-        with _stderr_kept() as said:
+        with opened as kept, runtime_messages_kept() as said:
+            cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
+            options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
             try:
                 self._model = CompiledModel.from_file(str(path), options=options)
             except RuntimeError as error:
@@ -152,6 +158,12 @@ class LiteRtExecutor:
             logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
         return logits, Buffers(caches.cache_tokens, caches.spare, caches.held)
 
+    def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
+        """See `Executor`, and `moves_rows`."""
+        raise ConfigError(
+            f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
+        )
+
     def _caches(self, level: int, cache_tokens: int) -> Buffers:
         """Buffers for caches, with anything in them."""
         name = self.manifest.signature("decode", 1, level, cache_tokens).name
@@ -172,39 +184,6 @@ class LiteRtExecutor:
         return self._buffers[name]
 
 
-@contextlib.contextmanager
-def _stderr_kept() -> Iterator[Callable[[], str]]:
-    """LiteRT tells all that it does on standard error and cannot be told not to: here it is kept, and `said`
-    gives the last lines of it."""
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as kept:
-        before = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-
-        def said() -> str:
-            kept.seek(max(0, kept.seek(0, os.SEEK_END) - _SAID_BYTES))
-            return kept.read().decode(errors="replace")
-
-        try:
-            yield said
-        finally:
-            os.dup2(before, 2)
-            os.close(before)
-
-
 def _close(model: Any) -> None:
-    with _stderr_kept():
+    with runtime_messages_kept():
         model.close()
-
-
-def _packed_path(digest: str) -> Path | None:
-    """Where a model's packed weights are kept; None where nothing is."""
-    if not executables_bytes():
-        return None
-    # The runtime's version is in the file, which it makes anew for another.
-    folder = cache_folder() / "xnnpack"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
-        return None
-    return folder / f"{digest}.bin"

@@ -1,19 +1,23 @@
-"""Decoding with programs: prefill by chunks, then a token per step, the choice of it on the host."""
+"""Decoding with programs: prefill by chunks, then a token per step or a tree, the choices on the host."""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.programs.manifest import WHOLE, Manifest, Signature
+from jaxllm.programs.manifest import Manifest, Signature
 from jaxllm.sampling import SamplerState, sample
+from jaxllm.speculative.acceptance import choices
+from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.programs.executor import Executor
+from serving.speculative.host_tree import accepted_path
+from serving.speculative.verdict import Verdict
 
 # A call runs a program for each of its tokens: few enough that text flows and a cancel is obeyed soon.
 _MOST_PER_CALL = 16
@@ -30,10 +34,11 @@ class ProgramOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """Caches as the executor holds them, with room for `capacity_tokens` positions."""
+    """Caches as the executor holds them, with room for `capacity_tokens` positions; `length` are in use."""
 
     caches: Any
     capacity_tokens: int
+    length: int = 0
 
 
 class ProgramTable:
@@ -47,7 +52,10 @@ class ProgramTable:
       cfg: the model, or the level's sub-model.
       options: see there.
       weights_version: names the weights that caches belong to.
+      streams_layers: none come from storage.
     """
+
+    streams_layers = False
 
     def __init__(self, executor: Executor, level: int = WHOLE) -> None:
         """The table of a level.
@@ -74,15 +82,18 @@ class ProgramTable:
         """The programs of this level."""
         return [each for each in self.executor.manifest.signatures if each.level == self.level]
 
-    def request_signatures(self, prompt_tokens: int, max_tokens: int) -> list[Signature]:
-        """The fewest programs that answer one request: over caches of one length, the chunks of its prompt.
-        `max_tokens` is 0 where it is not known."""
+    def request_signatures(
+        self, prompt_tokens: int, max_tokens: int, trees: Sequence[int] = ()
+    ) -> list[Signature]:
+        """The fewest programs that answer one request: over caches of one length, the chunks of its prompt
+        and `trees` of these sizes. `max_tokens` is 0 where it is not known."""
         wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
         cache = next(each for each in self._lengths if each >= wanted)
         chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
         return [
             *(self._program("prefill", each, cache) for each in chunks),
             self._program("decode", 1, cache),
+            *(self._program("verify", each, cache) for each in trees if each <= cache),
         ]
 
     def start(self, tokens: int) -> ProgramCache:
@@ -100,7 +111,7 @@ class ProgramTable:
         for length in self._lengths:
             if cache.capacity_tokens < length <= target:
                 caches = self.executor.grow(self.level, caches, length)
-        return ProgramCache(caches, max(target, cache.capacity_tokens))
+        return ProgramCache(caches, max(target, cache.capacity_tokens), cache.length)
 
     def prefill(self, cache: ProgramCache, tokens: Sequence[int], at: int) -> tuple[Any, ProgramCache]:
         """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
@@ -110,12 +121,12 @@ class ProgramTable:
             places = np.full(chunk, _PADDING, np.int32)
             places[:real] = np.arange(at + position, at + position + real)
             _, caches = self.executor.run(self._program("prefill", chunk, room), cache.caches, row, places)
-            cache, position = ProgramCache(caches, room), position + real
-        return self._decode_one(cache, tokens[-1], at + len(tokens) - 1)
+            cache, position = ProgramCache(caches, room, at + position + real), position + real
+        return self.step(cache, tokens[-1], at + len(tokens) - 1)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """The next token `[1]`, and the sampler. The likeliest is found without a dispatch."""
-        if not sampler.penalized and sampler.temperature <= 0:
+        if _likeliest(sampler):
             return np.asarray(logits).argmax(axis=-1).astype(np.int32), sampler
         token, sampler = _sampling()(logits, sampler)
         return np.asarray(token), sampler
@@ -136,11 +147,52 @@ class ProgramTable:
         """See `Decoder`: a step for each token, until one of them stops."""
         stops, said = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
         while len(said) <= limit and (len(said) == 1 or said[-1] not in stops):
-            logits, cache = self._decode_one(cache, said[-1], len(held) + len(said) - 1)
+            logits, cache = self.step(cache, said[-1], len(held) + len(said) - 1)
             chosen, sampler = self.sample(logits, sampler)
             said.append(int(chosen[0]))
         rows = np.array([said[1:]], np.int32)
         return rows, rows.shape[1], cache, sampler
+
+    def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
+        """Feeds one token at position `at`: logits `[1, V]` behind it, cache."""
+        row, place = np.array([[token]], np.int32), np.array([at], np.int32)
+        room = cache.capacity_tokens
+        logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, place)
+        return logits[0], ProgramCache(caches, room, at + 1)
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `serving.speculative.rounds.Target`: all that is read is in memory."""
+        del tokens
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: ProgramCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, ProgramCache, SamplerState]:
+        """See `serving.speculative.rounds.Target`."""
+        del meanwhile
+        at, room = int(cache.length), cache.capacity_tokens
+        signature = self._program("verify", tree.room, room)
+        places = at + np.asarray(tree.depths)
+        row, seen = np.asarray(tree.tokens)[None], np.asarray(tree.ancestors)
+        logits, caches = self.executor.run(signature, cache.caches, row, places.astype(np.int32), seen)
+        if _likeliest(sampler):
+            chosen = np.asarray(logits)[0].argmax(axis=-1).astype(np.int32)
+        else:
+            chosen = np.asarray(_choosing()(tree, logits[0], sampler))
+        path = accepted_path(tree, chosen)[:limit]
+        tokens = chosen[path]
+        if not _likeliest(sampler):
+            counts = np.array(sampler.counts)
+            np.add.at(counts[0], tokens, 1)
+            drawn = np.int32(int(sampler.drawn) + len(tokens))
+            sampler = dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore
+        if path[-1] >= len(path):
+            caches = self.executor.keep(signature, caches, at, path)
+        return Verdict(tokens, path), ProgramCache(caches, room, at + len(path)), sampler
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
@@ -155,7 +207,7 @@ class ProgramTable:
             if sizes:
                 logits, cache = self._read_run(cache, part, at, size)
             else:
-                logits, cache = self._decode_one(cache, part[0], at)
+                logits, cache = self.step(cache, part[0], at)
             wide = np.asarray(logits, np.float64)
             wide = wide - wide.max(axis=-1, keepdims=True)
             chosen = wide[np.arange(len(goals)), goals]
@@ -173,13 +225,7 @@ class ProgramTable:
         logits, caches = self.executor.run(
             self._program("verify", size, room), cache.caches, row, places, mask
         )
-        return np.asarray(logits)[0, :real], ProgramCache(caches, room)
-
-    def _decode_one(self, cache: ProgramCache, token: int, position: int) -> tuple[Any, ProgramCache]:
-        row, place = np.array([[token]], np.int32), np.array([position], np.int32)
-        room = cache.capacity_tokens
-        logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, place)
-        return logits[0], ProgramCache(caches, room)
+        return np.asarray(logits)[0, :real], ProgramCache(caches, room, at + real)
 
     def _length_for(self, tokens: int) -> int:
         """The shortest caches for `tokens`; those first that a program is ready for."""
@@ -201,6 +247,16 @@ def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) 
     return manifest.signature(kind, tokens, level, room)
 
 
+def _likeliest(sampler: SamplerState) -> bool:
+    """Whether the likeliest token is the next one."""
+    return not sampler.penalized and bool(sampler.temperature <= 0)
+
+
 @functools.cache
 def _sampling() -> Any:
     return jax.jit(sample)
+
+
+@functools.cache
+def _choosing() -> Any:
+    return jax.jit(choices)

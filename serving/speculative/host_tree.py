@@ -73,6 +73,16 @@ def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: l
     return _tree(**dict(zip(names, parts, strict=True)), ancestors=ancestors, count=np.int32(last))
 
 
+def accepted_path(tree: TokenTree, chosen: np.ndarray) -> np.ndarray:
+    """The nodes `[n]` int32, from the root on, that are what a target says itself (see
+    `jaxllm.speculative.tree.accepted_nodes`); `chosen` `[N]` is the token that it says behind each."""
+    parents, tokens, path = np.asarray(tree.parents), np.asarray(tree.tokens), [0]
+    for node in range(1, int(tree.count)):
+        if parents[node] == path[-1] and tokens[node] == chosen[path[-1]]:
+            path.append(node)
+    return np.array(path, np.int32)
+
+
 def open_confidence(tree: TokenTree) -> float:
     """Tc: the highest cumulative confidence of a branch's tip."""
     count = int(tree.count)

@@ -5,14 +5,17 @@ different ones, each continuation is a branch.
 """
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.speculative.tree import TokenTree
-from serving.engine import Engine
 from serving.progress import Progress
 from serving.speculative.host_tree import grown, root_alone
 from serving.speculative.options import SpeculationOptions, TreeShape
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
 
 # Lengths of what is looked up, the longest first.
 _LENGTHS = (5, 4, 3, 2)
@@ -22,7 +25,7 @@ _NEW_SHARE = 0.2
 
 
 def ngram_drafter(
-    target: Engine, options: SpeculationOptions, progress: Progress | None = None
+    target: "Engine", options: SpeculationOptions, progress: Progress | None = None
 ) -> "NgramDrafter":
     """A drafter that needs nothing of its own."""
     del target, progress

@@ -24,6 +24,8 @@ class StreamedTable(LayeredTable):
       weights: brings the pieces.
     """
 
+    streams_layers = True
+
     def __init__(
         self,
         cfg: ModelConfig,

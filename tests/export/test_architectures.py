@@ -8,9 +8,8 @@ import pytest
 
 from export.signatures import ExportPlan
 from export.subject import read_subject
-from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.config import WHOLE, ModelConfig, RopeConfig
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.programs.manifest import WHOLE
 from serving.generation import GenerationConfig
 from serving.programs.engine import ProgramEngine
 from serving.programs.live import LiveExecutor

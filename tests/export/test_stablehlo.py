@@ -163,8 +163,11 @@ _ALONE = """
 import sys
 from serving.programs.engine import ProgramEngine
 from serving.generation import GenerationConfig
-engine = ProgramEngine.open(sys.argv[1])
+from serving.speculative.options import SpeculationOptions
+drafts = SpeculationOptions(model=sys.argv[1], thrifty=False)
+engine = ProgramEngine.open(sys.argv[1], speculation=drafts)
 tokens = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
+assert engine.speculative.counts.rounds
 print(*tokens)
 print(*sys.modules)
 """

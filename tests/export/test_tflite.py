@@ -14,7 +14,9 @@ from jaxllm.programs.manifest import LEFT, RIGHT, Manifest
 from jaxllm.tokenizer import Tokenizer
 from serving.programs.engine import ProgramEngine
 from serving.programs.litert import LiteRtExecutor
+from serving.programs.packed import PackedFolder
 from tests.export.conftest import PLAN
+from tests.export.drafting import require_same_answers, with_drafts
 from tests.export.models import CFG, CONTEXT, PROMPTS, answers
 from tests.export.operators import Operator, operators
 from tests.tiny import tiny_params
@@ -45,9 +47,9 @@ def whole(elastic):
 
 
 @pytest.fixture(scope="module")
-def int8(whole, tmp_path_factory):
+def int8(subject, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "int8"
-    export_tflite(whole, folder, SHORT, precision="int8")
+    export_tflite(subject, folder, SHORT, precision="int8")
     return folder
 
 
@@ -68,13 +70,22 @@ def test_a_level_answers_as_the_live_level(engine, live):
     assert answers(engine.at(40)) == live[40]
 
 
+@pytest.mark.parametrize("level", [100, 40, 0])
+def test_drafted_answers_are_those_without_drafts(engine, level):
+    own = {"drafter": "level", "level": level} if level else {"drafter": "ngram"}
+    counts = require_same_answers(with_drafts(engine, **own), engine)
+    if level == 100:
+        assert counts.acceptance_length > 2
+
+
 def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tmp_path, engine):
     """A level's matrices begin at the same bytes as the whole model's, which is how XNNPACK tells them."""
-    manifest, packed = Manifest.read(tflite[0]), tmp_path / "packed.bin"
+    manifest, store = Manifest.read(tflite[0]), PackedFolder(tmp_path, limit_bytes=1 << 30)
     for _ in ("packed now", "packed before"):
-        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=packed)
+        executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=store)
         for level in (40, 100):
             assert answers(ProgramEngine(executor, engine.tokenizer, level)) == live[level]
+        (packed,) = tmp_path.iterdir()
         assert packed.stat().st_size > 10_000
 
 
@@ -127,6 +138,39 @@ def test_int8_has_weights_of_8_bits_and_nothing_else(int8):
         assert not any(each.name == "DEQUANTIZE" for each in found), name
 
 
+def test_scales_are_written_once(int8):
+    from ai_edge_litert import schema_py_generated as schema
+
+    model = schema.Model.GetRootAs((int8 / FILE).read_bytes(), 0)
+    graphs = [model.Subgraphs(index) for index in range(model.SubgraphsLength())]
+    tensors = [graph.Tensors(index) for graph in graphs for index in range(graph.TensorsLength())]
+    tables = [each.Quantization() for each in tensors]
+    uses = [(each.ScaleAsNumpy().tobytes(), each._tab.Pos) for each in tables if each and each.ScaleLength()]
+    assert len({scales for scales, _ in uses}) == len(set(uses)) < len(uses) / 2
+
+
+def test_an_adapter_at_8_bits_is_rows_of_levels(subject):
+    quantized, scales = quantized_subject(subject)
+    stored = [name for name in scales if name.startswith("level_40.")]
+    assert len(stored) == 2 * 2 * CFG.layers
+    for name, entry in subject.levels[40].weights.items():
+        if not name.endswith(LEFT):
+            continue
+        left, right = entry.stored, entry.stored.removesuffix(LEFT) + RIGHT
+        # What is used second has one scale for all.
+        first, second = (left, right) if "ffn.down" in name else (right, left)
+        assert (len(scales[first]), len(scales[second])) == (2, 1)
+        for each in (first, second):
+            levels = quantized.arrays[each].reshape(2, -1) / scales[each].reshape(-1, 1)
+            np.testing.assert_allclose(levels, np.rint(levels), atol=1e-3)
+            np.testing.assert_allclose(np.abs(levels).max(axis=1), 127, rtol=1e-5)
+        before, after = (
+            np.tensordot(arrays[left].astype(np.float32), arrays[right].astype(np.float32), ((0,), (0,)))
+            for arrays in (subject.arrays, quantized.arrays)
+        )
+        assert 0 < np.abs(after - before).max() < 0.02 * np.abs(before).max(), name
+
+
 def test_w8a8_multiplies_integers_and_leaves_the_cache_alone(w8a8):
     for name, found in operators((w8a8 / FILE).read_bytes()).items():
         products = Counter()
@@ -145,13 +189,15 @@ def test_w8a8_multiplies_integers_and_leaves_the_cache_alone(w8a8):
                 assert "INT8" not in (*each.inputs, each.output), (name, each)
 
 
-@pytest.mark.parametrize(("name", "within"), [("int8", 0.01), ("w8a8", 0.02)])
-def test_perplexity_is_near_that_of_floats(request, engine, name, within):
+@pytest.mark.parametrize(
+    ("name", "within", "level"), [("int8", 0.01, 100), ("int8", 0.01, 40), ("w8a8", 0.02, 100)]
+)
+def test_perplexity_is_near_that_of_floats(request, engine, name, within, level):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
     scales, not what they cost a trained model."""
     quantized = ProgramEngine.open(request.getfixturevalue(name), threads=1)
     tokens = PROMPTS[4]
-    loss = [-each.table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
+    loss = [-each.at(level).table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
 

@@ -19,9 +19,10 @@ def program(home: Path) -> Path:
     from serving.cli import cli
 
     out = home / "program"
-    arguments = [str(home / "tiny.jaxllm"), "-o", str(out), "--platform", "cpu", "--chunk", "16"]
+    arguments = [str(home / "tiny.jaxllm"), "-o", str(out), "--platform", "cpu"]
+    arguments += ["--chunk", "16", "--verify", "4"]
     done = CliRunner().invoke(cli, ["export", *arguments], catch_exceptions=False)
-    assert done.output.startswith(f"{out}: 2 programs of tiny, ")
+    assert done.output.startswith(f"{out}: 3 programs of tiny, ")
     return out
 
 
@@ -33,6 +34,17 @@ def test_generate_answers_as_the_bundle_does(run: Run, bundle: Path, program: Pa
     assert got["text"] + "\n" == text
     assert got["completion_tokens"] == 10
     assert "compiled_graphs" not in got
+    assert "drafts" not in got
+
+
+def test_generate_answers_alike_with_drafts(run: Run, program: Path) -> None:
+    asked = ("--program", program, "-p", "hello the hello the", "-n", 10, "--ignore-eos")
+    text = succeeded(run("generate", *asked))
+    for draft in ("ngram", program):
+        got = answer(run("generate", *asked, "--draft", draft, "--json"))
+        assert got["text"] + "\n" == text
+        assert got["drafts"]["verifications"] + got["drafts"]["plain_tokens"] > 0
+    failed(run("generate", *asked, "--draft", "level:30"), "level 30 was not exported")
 
 
 def test_chat_answers_as_the_bundle_does(run: Run, bundle: Path, program: Path) -> None:
@@ -46,7 +58,6 @@ def test_what_was_exported_cannot_be_changed(run: Run, bundle: Path, program: Pa
     for option in (
         ("--model", bundle),
         ("--context", 32),
-        ("--draft", "ngram"),
         ("--memory", "1GB"),
         ("--prefill", "float"),
         ("--processors", 2),

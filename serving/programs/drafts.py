@@ -1,0 +1,193 @@
+"""Drafts over exported programs: rounds whose target is a folder of them, drafted with another folder or with
+another level of the same.
+
+Trees have the sizes of the `verify` programs. A draft that is a program reads one token at a time, so it
+grows one line, the likeliest token behind the likeliest; what else it finds likely on the way becomes leaves.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from jaxllm.programs.manifest import read_tokenizer
+from jaxllm.speculative.tree import TokenTree
+from jaxllm.tokenizer import Tokenizer
+from serving.generation import common_prefix
+from serving.programs.executor import open_executor
+from serving.programs.table import ProgramCache, ProgramTable
+from serving.progress import Progress
+from serving.speculative.drafter import Drafter
+from serving.speculative.host_tree import grown, root_alone
+from serving.speculative.ngram_drafter import NgramDrafter
+from serving.speculative.options import SpeculationOptions, TreeShape
+from serving.speculative.rounds import Rounds
+from serving.speculative.thrift import running_mean
+
+# So many tokens are fed one by one: a chunk takes as long as some.
+_FEW_TOKENS = 3
+
+
+def drafted(
+    target: ProgramTable, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
+) -> "ProgramRounds":
+    """A target with the drafter that options name.
+
+    Args:
+      target: whose tokens come out.
+      tokenizer: its own.
+      options: `model` is a folder of programs; of `trees` the sizes are those that the target verifies.
+      threads: that LiteRT computes a draft with; 0 for all cores of this process.
+
+    Raises:
+      ConfigError: the target verifies no trees, or the drafter does not fit it.
+      ProgramError: the draft is no program, corrupt, or of other weights.
+    """
+    executor, level = target.executor, target.level
+    sizes = executor.manifest.verify_tokens(level, target.options.context_tokens)
+    if not sizes:
+        raise ConfigError(
+            f"the programs of level {level} verify no drafts; export the model with --verify 4 --verify 8"
+        )
+    branches = options.trees.branches if executor.moves_rows else 1
+    trees = dataclasses.replace(
+        options.trees, nodes=sizes, room=max(sizes[-1], options.trees.room), tips=1, branches=branches
+    )
+    options = dataclasses.replace(options, trees=trees)
+    return ProgramRounds(target, _drafter(target, tokenizer, options, threads), options)
+
+
+def _drafter(
+    target: ProgramTable, tokenizer: Tokenizer, options: SpeculationOptions, threads: int
+) -> Drafter:
+    if options.drafter == "ngram":
+        return NgramDrafter(options.trees)
+    if options.drafter == "level":
+        return ProgramDrafter(ProgramTable(target.executor, options.level), options.trees)
+    if options.drafter != "model" or options.model is None:
+        raise ConfigError(
+            f"there is no drafter {options.drafter!r} of programs; there are model, ngram, level"
+        )
+    folder = Path(options.model)
+    executor = open_executor(folder, threads=threads)
+    if not Tokenizer(read_tokenizer(executor.manifest, folder)).same_tokens(tokenizer):
+        raise ConfigError(
+            f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
+            "was trained on theirs"
+        )
+    return ProgramDrafter(ProgramTable(executor), options.trees)
+
+
+class ProgramRounds(Rounds[ProgramTable]):
+    """A table of programs with a drafter."""
+
+    def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
+        """Gets ready what one request needs, the target's own programs among it."""
+        tokens = self.with_tree(max_tokens)
+        wanted = self.target.request_signatures(prompt_tokens, tokens, self._options.trees.nodes)
+        self.target.executor.prepare(wanted, progress)
+        self._drafter.warm_up(progress, tokens=prompt_tokens + tokens)
+
+    def prepare_all(self, progress: Progress | None = None) -> None:
+        """Gets all programs ready."""
+        self.target.executor.prepare(self.target.signatures, progress)
+        self._drafter.warm_up(progress)
+
+
+class ProgramDrafter:
+    """Grows lines of tokens, with leaves, by a program that decodes (see `Drafter`).
+
+    Attributes:
+      step_s: a running mean.
+      steps: how often the program was run.
+    """
+
+    def __init__(self, table: ProgramTable, shape: TreeShape) -> None:
+        self.step_s, self.steps = 0.0, 0
+        self._table, self._shape = table, shape
+        # The tokens whose rows are in the cache.
+        self._held: list[int] = []
+        self._cache: ProgramCache | None = None
+
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """See `Drafter`."""
+        wanted = self._table.signatures
+        if tokens is not None:
+            wanted = self._table.request_signatures(min(tokens, self._table.options.context_tokens), 0)
+        self._table.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
+
+    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+        """See `Drafter`."""
+        text, tree = [*sequence, root], root_alone(root, self._shape.room)
+        most = min(most, self._table.options.context_tokens - len(text), self._shape.room)
+        if most < 2:
+            return tree
+        logits = self._behind(text, len(text) + most)
+        line: list[int] = []
+        leaves: list[tuple[int, int, float]] = []
+        confidences = [1.0]
+        while True:
+            tokens, shares = self._likeliest(logits)
+            said, node = confidences[-1], len(line)
+            leaves += [
+                (node, token, said * share)
+                for token, share in zip(tokens[1:], shares[1:], strict=True)
+                if share > self._shape.threshold
+            ]
+            line.append(tokens[0])
+            confidences.append(said * shares[0])
+            if confidences[-1] < alpha or len(line) + 1 >= most:
+                break
+            logits = self._step(tokens[0])
+        parents = [*range(len(line)), *(parent for parent, _, _ in leaves)]
+        drafted = [*line, *(token for _, token, _ in leaves)]
+        # Behind the line, so that an accepted part of it lies where it belongs.
+        return grown(tree, drafted, parents, [*confidences[1:], *(share for _, _, share in leaves)])
+
+    def step(self) -> bool:
+        """A target of programs never waits."""
+        return False
+
+    def follow(self, path: Sequence[int], token: int) -> None:
+        """What was accepted is in the next sequence."""
+        del path, token
+
+    def _behind(self, text: Sequence[int], room: int) -> np.ndarray:
+        """Logits `[V]` behind a text, whose last token is always fed, in a cache with room for `room`."""
+        common = min(common_prefix(self._held, text), len(text) - 1)
+        cache, self._cache = self._cache, None
+        if cache is None:
+            cache, common = self._table.start(room), 0
+        self._cache = self._table.make_room(cache, room)
+        self._held = list(text[:common])
+        rest = text[common:]
+        if len(rest) > _FEW_TOKENS:
+            logits, self._cache = self._table.prefill(self._cache, rest, common)
+            self._held += rest
+            return np.asarray(logits)[0]
+        logits = np.zeros(0)
+        for token in rest:
+            logits = self._step(token)
+        return logits
+
+    def _step(self, token: int) -> np.ndarray:
+        began = time.perf_counter()
+        assert self._cache is not None
+        logits, self._cache = self._table.step(self._cache, token, len(self._held))
+        logits = np.asarray(logits)[0]
+        self._held.append(token)
+        self.step_s = running_mean(self.step_s or None, time.perf_counter() - began)
+        self.steps += 1
+        return logits
+
+    def _likeliest(self, logits: np.ndarray) -> tuple[list[int], list[float]]:
+        """The likeliest tokens, as many as a node may have children, and their probabilities."""
+        count = self._shape.branches
+        most = logits.argpartition(-count)[-count:]
+        most = most[np.argsort(-logits[most], kind="stable")]
+        top = logits[most[0]]
+        shares = np.exp(logits[most] - top) / np.exp(logits - top).sum()
+        return most.tolist(), shares.tolist()

@@ -1,0 +1,92 @@
+"""Weights in the order in which XNNPACK reads them, kept so that later processes map them.
+
+One file a program folder and width, named by its model and by the runtime that packed it: the runtime takes
+a file's word for whose weights it holds, so the name must say it. A file is written under another name and
+moved to its own when it is whole: processes that open one program at once do not write into one another's.
+"""
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+SUFFIX = ".bin"
+_UNFINISHED = ".tmp"
+_STALE_S = 3600
+
+
+class PackedFolder:
+    """Packed weights in one folder of this user's.
+
+    Args:
+      folder: made when it is missing, closed to others.
+      limit_bytes: most bytes of files; those unused for longest are deleted to keep it.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        self._folder, self._limit_bytes = folder, limit_bytes
+
+    @contextlib.contextmanager
+    def opened(self, program: Path, width: str, made_of: str) -> Iterator[Path | None]:
+        """Where the runtime finds packed weights, or is to write them while the block lasts.
+
+        Args:
+          program: the folder of programs; what was packed for the same before is deleted.
+          width: of its weights.
+          made_of: names the model file and the runtime, whatever is in the name.
+
+        Yields:
+          The file; None where the folder cannot be used.
+        """
+        place = f"{_digest(str(program.resolve()))}-{width}-"
+        final = self._folder / f"{place}{_digest(made_of)}{SUFFIX}"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            there = final.is_file()
+            if there:
+                # The time of its last use, by which room is made.
+                os.utime(final)
+        except OSError:
+            yield None
+            return
+        if there:
+            yield final
+            return
+        written = final.with_name(f"{final.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+        try:
+            yield written
+            with contextlib.suppress(OSError):  # A runtime that packed nothing wrote nothing.
+                os.replace(written, final)
+                self._make_room(place, newest=final.name)
+        finally:
+            written.unlink(missing_ok=True)
+
+    def _make_room(self, place: str, *, newest: str) -> None:
+        """Deletes what was packed for the same place before, the files unused for longest until the rest keep
+        the limit, and forgotten leftovers. Who has mapped a file goes on with it."""
+        kept, gone = [], []
+        for each in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # Another process makes room too.
+                facts = each.stat(follow_symlinks=False)
+                if each.name.endswith(_UNFINISHED):
+                    gone += [each] if time.time() - facts.st_mtime > _STALE_S else []
+                elif each.name.startswith(place) and each.name != newest:
+                    gone.append(each)
+                elif each.suffix == SUFFIX:
+                    kept.append((each.name == newest, facts.st_mtime_ns, facts.st_size, each))
+        total = sum(size for _, _, size, _ in kept)
+        for _, _, size, each in sorted(kept):
+            if total <= self._limit_bytes:
+                break
+            gone.append(each)
+            total -= size
+        for each in gone:
+            each.unlink(missing_ok=True)
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())

@@ -1,0 +1,263 @@
+"""Decoding with drafts: the same calls as a target's own, and the same tokens, in fewer passes.
+
+A round is one tree: the drafter grows it, the target reads it at once, what is accepted goes into both
+caches. A sequence is what it would be without: `jaxllm.speculative.acceptance.choices` draws each token as
+plain decoding would. Targets may be tables of graphs or exported programs: nothing here knows a model.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.sampling import SamplerState
+from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
+from jaxllm.speculative.tree import TokenTree
+from serving.generation import Decoder, Window
+from serving.speculative.drafter import Drafter
+from serving.speculative.host_tree import by_confidence, open_confidence, some_nodes
+from serving.speculative.options import SpeculationOptions
+from serving.speculative.thrift import Thrift, running_mean
+from serving.speculative.verdict import Verdict
+
+
+class Target(Decoder, Protocol):
+    """What a drafter works for: a decoder that also reads trees. Its caches have a `length`, and room for
+    `capacity_tokens`."""
+
+    @property
+    def streams_layers(self) -> bool:
+        """Whether layers come from storage while a tree is read, so that drafting meanwhile is free."""
+        ...
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """Says what will be read next (see `GraphTable.expect`)."""
+        ...
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: Any,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, Any, SamplerState]:
+        """What the model says of a token tree behind the sequence in the cache (see `BucketTable.verify`)."""
+        ...
+
+
+AnyTarget = TypeVar("AnyTarget", bound=Target)
+
+
+@dataclasses.dataclass
+class SpeculationCounts:
+    """What speculation has done.
+
+    Attributes:
+      rounds: trees that the target has read.
+      nodes: drafted tokens that it has read.
+      accepted: of those the ones that were right.
+      tokens: that rounds gave, the target's own among them.
+      plain_tokens: that came without drafts.
+      draft_s: time spent drafting before verifications.
+      verify_s: time spent verifying.
+      hidden_steps: readings of the drafter while the target waited for weights.
+    """
+
+    rounds: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    plain_tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    hidden_steps: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a round."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def useful_share(self) -> float:
+        """Of drafted tokens that were read, the share that was right."""
+        return self.accepted / self.nodes if self.nodes else 0.0
+
+
+class Rounds(Generic[AnyTarget]):
+    """A target with a drafter, whose calls are a `Decoder`'s.
+
+    Attributes:
+      target: whose tokens come out.
+      counts: see `SpeculationCounts`.
+    """
+
+    def __init__(self, target: AnyTarget, drafter: Drafter, options: SpeculationOptions) -> None:
+        self.target, self.counts = target, SpeculationCounts()
+        self._drafter, self._options = drafter, options
+        self._fallback, self._thrift = Fallback(options.alpha), Thrift()
+        # What verifying takes, by size.
+        self._verify_s: dict[int, float] = {}
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The target."""
+        return self.target.cfg
+
+    @property
+    def options(self) -> Window:
+        """The target's."""
+        return self.target.options
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """The target's."""
+        return self.target.weights_version
+
+    # -- calls of a decoder ----------------------------------------------------------------------
+
+    def start(self, tokens: int) -> Any:
+        """An empty cache with room for `tokens` positions, and for a tree where there is any."""
+        return self.target.start(self.with_tree(tokens))
+
+    def make_room(self, cache: Any, tokens: int) -> Any:
+        """The cache, or a longer one (see `GraphTable.make_room`)."""
+        return self.target.make_room(cache, self.with_tree(tokens))
+
+    def prefill(self, cache: Any, tokens: Sequence[int], at: int) -> tuple[Any, Any]:
+        """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
+        return self.target.prefill(cache, tokens, at)
+
+    def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+        """The first token `[1]` of an answer, and the sampler."""
+        return self.target.sample(logits, sampler)
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """How many tokens `decode` should be asked for, where `remaining` are wanted: a round is not to be
+        cut short."""
+        del pace
+        return min(remaining, self._options.trees.nodes[-1])
+
+    def decode(
+        self,
+        token: jax.Array | np.ndarray,
+        cache: Any,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int] = (),
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        """One round: up to `limit` further tokens `[1, count]` behind those `held` that the cache has and
+        `token`, their count, cache, sampler."""
+        root = int(np.asarray(token)[0])
+        cache = dataclasses.replace(cache, length=np.int32(len(held)))
+        room = min(cache.capacity_tokens - len(held), self._options.trees.nodes[-1])
+        if limit < 2 or room < self._options.trees.nodes[0] or not self._worthwhile:
+            return self._plain(root, cache, sampler, stop_ids, held)
+        began = time.perf_counter()
+        # Whatever is drafted, the root is read.
+        self.target.expect(np.array([root]))
+        most = max(each for each in self._options.trees.nodes if each <= room)
+        tree = self._drafter.grow(held, root, self._fallback.alpha, most)
+        draft_s = time.perf_counter() - began
+        if int(tree.count) < 2:
+            # Nothing to check: a plain token is cheaper.
+            return self._plain(root, cache, sampler, stop_ids, held)
+        return self._round(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
+
+    # -- rounds ----------------------------------------------------------------------------------
+
+    @property
+    def _worthwhile(self) -> bool:
+        return not self._options.thrifty or self._thrift.worthwhile
+
+    def _round(
+        self,
+        tree: TokenTree,
+        count: int,
+        draft_s: float,
+        cache: Any,
+        sampler: SamplerState,
+        limit: int,
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        began = time.perf_counter()
+        order = by_confidence(tree) if self._options.trees.paced else np.arange(int(tree.count))
+        nodes = self._size(np.asarray(tree.confidences)[order[:count]], draft_s)
+        chosen = np.sort(order[: min(count, nodes)])
+        part = some_nodes(tree, chosen, nodes)
+        verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
+        verify_s = time.perf_counter() - began
+        self._verify_s[nodes] = running_mean(self._verify_s.get(nodes), verify_s)
+        self._drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
+        self._learn(part, len(verdict.tokens), draft_s, verify_s)
+        return verdict.tokens[None], len(verdict.tokens), cache, sampler
+
+    def _size(self, confidences: np.ndarray, draft_s: float) -> int:
+        """With how much of a tree tokens come fastest, of the sizes that there are graphs for.
+
+        The nodes that are read, in their order, promise as many tokens as their `confidences` add up to, the
+        root's standing for the target's own. What a size takes that was never tried is taken to be what a
+        smaller one takes.
+        """
+        promised, count = np.cumsum(confidences), len(confidences)
+        best, chosen, takes_s = 0.0, self._options.trees.nodes[0], 0.0
+        for nodes in self._options.trees.nodes:
+            takes_s = max(takes_s, self._verify_s.get(nodes, 0.0))
+            rate = promised[min(count, nodes) - 1] / max(draft_s + takes_s, 1e-9)
+            if rate > best:
+                best, chosen = rate, nodes
+            if nodes >= count:
+                break
+        return chosen
+
+    def _plain(
+        self,
+        root: int,
+        cache: Any,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        held: Sequence[int],
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        began = time.perf_counter()
+        token = np.array([root], np.int32)
+        rows, _, cache, sampler = self.target.decode(token, cache, sampler, stop_ids, 1, held)
+        rows = np.asarray(rows)[:, :1]
+        self._thrift.plain(took_ms=1000 * (time.perf_counter() - began), tokens=1)
+        self.counts.plain_tokens += 1
+        return rows, 1, cache, sampler
+
+    def _meanwhile(self, wait_s: float) -> bool:
+        """One step of the drafter, if it ends before the target goes on."""
+        if not self._options.pipelined or wait_s < self._drafter.step_s or not self._drafter.step():
+            return False
+        self.counts.hidden_steps += 1
+        return True
+
+    def _learn(self, tree: TokenTree, tokens: int, draft_s: float, verify_s: float) -> None:
+        counts, drafted = self.counts, int(np.max(tree.depths))
+        counts.rounds += 1
+        counts.nodes += int(tree.count) - 1
+        counts.accepted += tokens - 1
+        counts.tokens += tokens
+        counts.draft_s += draft_s
+        counts.verify_s += verify_s
+        self._thrift.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        if self._options.fallback == "learned" and drafted:
+            correct = min(tokens - 1, drafted)
+            self._fallback = self._fallback.after(
+                drafted=drafted, correct=correct, confidence=open_confidence(tree)
+            )
+        elif self._options.fallback == "measured":
+            # What a reading brings is at most the confidences of the paths that it goes on, in tokens.
+            alpha = 1000 * self._drafter.step_s / self._thrift.token_ms / self._options.trees.tips
+            # While weights are read ahead, drafting costs less than its own time.
+            most = START if self.target.streams_layers else MOST
+            self._fallback = Fallback(min(most, max(LEAST, alpha)))
+
+    def with_tree(self, tokens: int) -> int:
+        """Positions for `tokens` and a tree behind them, as far as the context reaches."""
+        return max(tokens, min(tokens + self._options.trees.nodes[-1], self.options.context_tokens))
