@@ -13,7 +13,7 @@ from jaxllm.config import Bucket, Kind, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
 from jaxllm.kv.cache import Places, new_cache
 from jaxllm.models.parameters import Params
-from jaxllm.prefill import subgraphs
+from jaxllm.prefill import subgraphs, whole_layer
 from jaxllm.prefill.products import PRODUCTS, product_sizes
 from jaxllm.prefill.shadow import FloatRows
 from jaxllm.prefill.subgraphs import STAGE_PARAMETERS, LayerCalibration, Stage
@@ -92,7 +92,7 @@ def lower_subgraph(
 
     of = _Shapes(bucket, own, options)
     if kind in ("int_layer", "int_layer_shadow"):
-        pass_layer = jax.jit(bound(subgraphs.pass_layer), donate_argnums=(4, 5))
+        pass_layer = jax.jit(bound(whole_layer.pass_layer), donate_argnums=(4, 5))
         return pass_layer.lower(weights, known, of.x, of.at, of.past, of.mass)
     if kind in ("int_attend", "int_attend_shadow"):
         shadows = of.heads if kind == "int_attend_shadow" else None
