@@ -85,6 +85,7 @@ class Plan:
       expected: what the answer should take, reading the request and planning included.
       whole: what the whole model would take with the whole prompt, reading the request included.
       planning_ms: what making this plan took.
+      prefill: how the kept tokens are read; the engine says.
     """
 
     level: int
@@ -95,6 +96,7 @@ class Plan:
     expected: Cost
     whole: Cost
     planning_ms: float
+    prefill: Literal["int8", "float"] = "float"
 
 
 class Planner:

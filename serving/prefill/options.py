@@ -6,8 +6,8 @@ from typing import Literal
 from jaxllm.errors import ConfigError
 from jaxllm.prefill.schedule import ORDERS, Order
 
-Mode = Literal["", "float", "int8"]
-MODES: tuple[Mode, ...] = ("float", "int8")
+Mode = Literal["", "float", "int8", "auto"]
+MODES: tuple[Mode, ...] = ("float", "int8", "auto")
 _MOST_PROCESSORS = 2
 
 
@@ -17,8 +17,10 @@ class PrefillOptions:
 
     Attributes:
       mode: "int8" in static steps with shadow outliers, which takes a calibrated bundle; "float" with
-        activations as they are (which native kernels quantize by what they see); "" for int8 on two
-        processors if the bundle was calibrated and lost little enough, else float.
+        activations as they are (which native kernels quantize by what they see); "auto" as fits each prompt:
+        int8 where the bundle was calibrated, lost little enough, and the device's profile says that it is
+        faster for so many tokens, else float; "" for int8 on two processors if the bundle was calibrated and
+        lost little enough, else float.
       most_loss: the growth of perplexity, as a share, that int8 may cost by the bundle's own account.
       processors: 1, or 2 for an integer and a float processor (see `serving.prefill.processors`).
       order: of subgraphs on two processors.

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -50,6 +50,8 @@ from serving.prefill.processors import TwoProcessors
 
 _TIMED_RUNS = 5
 _Case = tuple[int, Stage, int, int]
+# Of a level and a number of tokens, whether integers read them faster.
+Chooser = Callable[[int, int], bool]
 
 
 @dataclasses.dataclass
@@ -73,6 +75,7 @@ class IntegerTable(BucketTable):
     Attributes:
       calibration: that prompts are read by.
       outliers: what shadows had to do so far, at all levels.
+      both: whether prompts are read in integers or in floats, as is faster (see `choose_by`).
       processors: that run subgraphs; None for this process's device alone.
       handover_ms: that a subgraph takes besides its work, on two processors; measured when the table is
         rehearsed.
@@ -103,6 +106,9 @@ class IntegerTable(BucketTable):
         super().__init__(cfg, params, options, store)
         self.calibration, self.processors = calibration, processors
         self.outliers = OutlierCounts()
+        # Both ways are there; one for all levels says which is taken, and floats until it is known.
+        self.both = options.prefill.mode == "auto"
+        self._chooser: list[Chooser] = [lambda level, tokens: False]
         self._placed = natural_place
         if processors is not None and options.prefill.integer_bytes:
             tokens = options.chunk_tokens[-1]
@@ -121,7 +127,7 @@ class IntegerTable(BucketTable):
 
     def all_buckets(self) -> list[Bucket]:
         """Every bucket that answering any request at this level can need."""
-        buckets = [each for each in super().all_buckets() if each.kind != "prefill"]
+        buckets = [each for each in super().all_buckets() if self.both or each.kind != "prefill"]
         for cache in self.options.cache_tokens:
             for chunk in self.options.chunk_tokens:
                 buckets += self.chunk_buckets(chunk, cache)
@@ -130,6 +136,8 @@ class IntegerTable(BucketTable):
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """The fewest buckets that answer one request (see `BucketPlan.request_buckets`)."""
         found: list[Bucket] = []
+        if self.mode_for(prompt_tokens) == "float":
+            return super().request_buckets(prompt_tokens, max_tokens)
         for bucket in super().request_buckets(prompt_tokens, max_tokens):
             is_chunk = bucket.kind == "prefill"
             found += self.chunk_buckets(bucket.tokens, bucket.cache_tokens) if is_chunk else [bucket]
@@ -200,12 +208,28 @@ class IntegerTable(BucketTable):
         for capacity in self.options.cache_tokens:
             for tokens in self.options.chunk_tokens:
                 fed = min(tokens, capacity)
-                jax.block_until_ready(self.prefill(self.start(capacity), [0] * fed, 0)[0])
+                jax.block_until_ready(self.read_in("int8", self.start(capacity), [0] * fed, 0)[0])
                 if self.processors is not None:
                     self.measure(fed, capacity)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""
+        return self.read_in(self.mode_for(len(tokens)), cache, tokens, at)
+
+    def choose_by(self, chooser: Chooser) -> None:
+        """Says which of both ways reads prompts, at all levels."""
+        self._chooser[0] = chooser
+
+    def mode_for(self, tokens: int) -> Literal["int8", "float"]:
+        """How so many tokens are read."""
+        return "int8" if not self.both or self._chooser[0](self.level, tokens) else "float"
+
+    def read_in(
+        self, mode: Literal["int8", "float"], cache: KVCache, tokens: Sequence[int], at: int
+    ) -> tuple[jax.Array, KVCache]:
+        """`prefill`, in integers or in floats."""
+        if mode == "float":
+            return super().prefill(cache, tokens, at)
         passing = self.begin_passing(cache, tokens, at)
         subgraphs = self.subgraphs(passing)
         if self.processors is None:
