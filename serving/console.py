@@ -19,7 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.options import EngineOptions
-from serving.prefill.options import MODES, Mode, PrefillOptions
+from serving.prefill.options import INTEGER_DEVICES, MODES, IntegerDevice, Mode, PrefillOptions
 from serving.speculative.options import SpeculationOptions
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class ModelChoice:
     program: Path | None = None
     prefill: Mode | None = None
     processors: int = 1
+    integer_device: IntegerDevice = "cpu"
     most_loss: float = PrefillOptions.most_loss
 
     def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine | ProgramEngine":
@@ -72,9 +73,12 @@ class ModelChoice:
             # Here, because it must come before JAX is used.
             from serving.prefill.processors import prepare_processors
 
-            prepare_processors()
+            prepare_processors(self.integer_device)
         prefill = PrefillOptions(
-            mode=self.prefill or "", processors=self.processors, most_loss=self.most_loss
+            mode=self.prefill or "",
+            processors=self.processors,
+            integer_device=self.integer_device,
+            most_loss=self.most_loss,
         )
         options = EngineOptions(context_tokens=self.context_tokens, memory_bytes=self.memory, prefill=prefill)
         engine = self._open(
@@ -180,8 +184,7 @@ processors_option = click.option(
     "--processors",
     type=click.IntRange(1, 2),
     default=1,
-    help="2 reads prompts on an integer and a float processor: an accelerator and the CPU, or two cores. "
-    "[default: 1]",
+    help="2 reads prompts on an integer and a float processor: two cores, or a GPU and the CPU. [default: 1]",
 )
 
 
@@ -201,6 +204,12 @@ def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=PrefillOptions.most_loss,
             help="By which share the perplexity may grow, by the bundle's own account, where prompts are "
             "read in 8-bit steps. [default: 0.01]",
+        ),
+        click.option(
+            "--integer-device",
+            type=click.Choice(INTEGER_DEVICES),
+            default="cpu",
+            help="What the integer one of two processors is. [default: cpu]",
         ),
         processors_option,
         prefill_option,

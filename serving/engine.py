@@ -123,7 +123,8 @@ class Engine(Answerer):
         elif self._streamed is not None:
             self.table = StreamedTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         elif found is not None:
-            self._processors = TwoProcessors() if self.options.prefill.processors > 1 else None
+            how = self.options.prefill
+            self._processors = TwoProcessors(how.integer_device) if how.processors > 1 else None
             self.table = IntegerTable(bundle.cfg, params[WHOLE], self.options, found, store, self._processors)
         else:
             self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
