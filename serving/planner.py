@@ -7,6 +7,7 @@ takes can be won back: where a shorter prompt leaves room for a larger level tha
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -28,9 +29,10 @@ from serving.objectives import (
     whole_cost,
 )
 from serving.profile import DeviceProfile
+from serving.slack import START, Slack
 
 # Of an objective, so much is left for what a profile cannot foresee.
-MARGIN = 0.9
+MARGIN = 1 / START
 Source = Literal["whole", "proposed", "fallback", "nearest"]
 
 
@@ -85,6 +87,8 @@ class Plan:
       expected: what the answer should take, reading the request and planning included.
       whole: what the whole model would take with the whole prompt, reading the request included.
       planning_ms: what making this plan took.
+      confident: whether the objective should be met as surely as was asked, by what earlier answers took; a
+        plan that is not meets it by what the profile expects, or is the nearest.
       prefill: how the kept tokens are read; the engine says.
     """
 
@@ -96,7 +100,28 @@ class Plan:
     expected: Cost
     whole: Cost
     planning_ms: float
+    confident: bool = True
     prefill: Literal["int8", "float"] = "float"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Care:
+    """How many times the expected times are planned for."""
+
+    ttft: float
+    tpot: float
+    energy: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Asked:
+    """One request: see `Planner.plan`; `began` is when planning did."""
+
+    prompt: PromptTokens
+    objective: Objective
+    answer_tokens: int
+    reading_ms: float
+    began: float
 
 
 class Planner:
@@ -106,7 +131,11 @@ class Planner:
       profile: of the device.
       levels: served, ascending.
       proposer: None plans by the profile alone, and keeps prompts whole.
-      margin: share of an objective to plan for.
+      margin: share of an objective to plan for, where no slack says more.
+      slack: what earlier answers took beyond what was expected; None plans by the margin alone.
+
+    Attributes:
+      slack: the same.
     """
 
     def __init__(
@@ -116,10 +145,11 @@ class Planner:
         proposer: Proposer | None = None,
         *,
         margin: float = MARGIN,
+        slack: Slack | None = None,
     ) -> None:
         self._profile, self._levels, self._proposer = profile, tuple(levels), proposer
         self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
-        self._margin = margin
+        self._margin, self.slack = margin, slack
 
     def plan(
         self,
@@ -144,7 +174,33 @@ class Planner:
           ConfigError: the objective is about energy and the profile has none.
         """
         began = time.perf_counter()
-        tokens, answers = len(prompt.ids), max(1, answer_tokens)
+        asked = _Asked(prompt, objective, max(1, answer_tokens), reading_ms, began)
+        cares = self._cares()
+        # A device that stalls now and then leaves no choice that is sure: better one that mostly is in time
+        # than the nearest to that.
+        for care in cares[:-1]:
+            if (plan := self._plan(asked, care, last=False)) is not None:
+                return plan
+        plan = self._plan(asked, cares[-1], strict=strict)
+        assert plan is not None
+        return plan if len(cares) == 1 else dataclasses.replace(plan, confident=False)
+
+    def _cares(self) -> list[_Care]:
+        """What to plan for, the most careful first."""
+        base = 1 / self._margin
+        least = _Care(base, base, base)
+        if self.slack is None:
+            return [least]
+        learned = _Care(self.slack.ttft, self.slack.tpot, base)
+        return [learned] if learned.ttft <= base and learned.tpot <= base else [learned, least]
+
+    def _plan(self, asked: _Asked, care: _Care, *, last: bool = True, strict: bool = False) -> Plan | None:
+        """A plan; None where no choice is in time and this is not the last try."""
+        prompt, objective, answers = asked.prompt, asked.objective, asked.answer_tokens
+        reading_ms, began = asked.reading_ms, asked.began
+        tokens = len(prompt.ids)
+        excess_of = functools.partial(self._excess, objective, care=care)
+        table_of = functools.partial(self._table, objective=objective, care=care)
         whole = whole_cost(self._profile, tokens, answers, reading_ms=reading_ms)
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
@@ -152,26 +208,29 @@ class Planner:
             cost = expected_cost(self._profile, level, len(kept), answers, planning_ms=reading_ms + spent_ms)
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
-                expected=cost, whole=whole, planning_ms=spent_ms,
+                expected=cost, whole=whole, planning_ms=spent_ms, confident=source != "nearest",
             )  # fmt: skip
 
-        if self._excess(objective, whole, whole) <= 1:
+        if excess_of(whole, whole) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         # The whole prompt, which needs nobody's advice; then all choices of one who takes time to give it.
         spent_ms = reading_ms + 1000 * (time.perf_counter() - began)
-        unasked = self._table([tokens], objective, whole, spent_ms)
+        unasked = table_of([tokens], whole, spent_ms)
         largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
             # What may go of a prompt is looked up only where it would help if all of it might.
             asked_ms, counts = reading_ms + proposer.planning_ms(tokens), self._counts(tokens)
-            excess = self._table(counts, objective, whole, asked_ms)
+            excess = table_of(counts, whole, asked_ms)
             if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
                 counts = self._counts(tokens, stays_anyway(prompt.words, prompt.forced))
-                excess = self._table(counts, objective, whole, asked_ms)
+                excess = table_of(counts, whole, asked_ms)
         allowed = excess <= 1
-        if not allowed.any() and largest < 0 and strict:
-            raise ObjectiveMissed(self._refusal(objective, excess, unasked))
+        if not allowed.any() and largest < 0:
+            if not last:
+                return None
+            if strict:
+                raise ObjectiveMissed(self._refusal(objective, excess, unasked))
         if proposer is None or largest >= self._largest(allowed)[0]:
             if largest >= 0:
                 return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
@@ -183,15 +242,23 @@ class Planner:
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
         # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
         spent_ms = reading_ms + 1000 * (time.perf_counter() - began)
-        allowed = self._table(counts, objective, whole, spent_ms) <= 1
+        allowed = table_of(counts, whole, spent_ms) <= 1
         if not allowed.any():
+            if not last:
+                return None
             return made(*self._shortened(prompt, *self._smallest(excess), found.scores), "nearest")
         if allowed[place]:
             return made(*self._shortened(prompt, *place, found.scores), "proposed")
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
 
-    def _excess(self, objective: Objective, cost: Cost, whole: Cost) -> Any:
-        return overrun(objective, cost, whole) / self._margin
+    def _excess(self, objective: Objective, cost: Cost, whole: Cost, *, care: _Care) -> Any:
+        planned = dataclasses.replace(
+            cost,
+            ttft_ms=care.ttft * cost.ttft_ms,
+            tpot_ms=care.tpot * cost.tpot_ms,
+            joules=None if cost.joules is None else care.energy * cost.joules,
+        )
+        return overrun(objective, planned, whole)
 
     def _counts(self, tokens: int, must: int = 1) -> list[int]:
         """How many of so many tokens, of which some must stay, are kept at each ratio at most, whatever their
@@ -199,11 +266,17 @@ class Planner:
         return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
     def _table(
-        self, counts: Sequence[int], objective: Objective, whole: Cost, planning_ms: float
+        self,
+        counts: Sequence[int],
+        whole: Cost,
+        planning_ms: float,
+        *,
+        objective: Objective,
+        care: _Care,
     ) -> np.ndarray:
         """What share of the time that it may take each choice `[levels, prompt_ratios]` takes."""
         costs = expected_costs(self._profile, self._levels, counts, whole.tokens, planning_ms=planning_ms)
-        return self._excess(objective, costs, whole)
+        return self._excess(objective, costs, whole, care=care)
 
     def _shortened(
         self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None

@@ -43,6 +43,7 @@ from serving.profile import (
     save_profile,
 )
 from serving.progress import Progress
+from serving.slack import CONFIDENCE, Slack
 from serving.speculative.options import SpeculationOptions
 from serving.tiny_lm import TinyPlanner
 
@@ -69,6 +70,7 @@ class Answer(Iterator[str]):
       plan: the sub-model, the prompt's kept tokens and what they should take.
       objective: what was asked of its time.
       generation: the answer's text, tokens and timings.
+      slack: learns from what the answer takes; None for nobody.
     """
 
     def __init__(
@@ -78,17 +80,31 @@ class Answer(Iterator[str]):
         generation: Generation,
         profile: DeviceProfile,
         reading_ms: float = 0.0,
+        slack: Slack | None = None,
     ) -> None:
         self.plan, self.objective, self.generation = plan, objective, generation
-        self._profile, self._reading_ms = profile, reading_ms
+        self._profile, self._reading_ms, self._slack = profile, reading_ms, slack
+        self._begun = False
 
     def __next__(self) -> str:
-        return next(self.generation)
+        piece = next(self.generation)
+        self._begin()
+        return piece
 
     def result(self) -> "Answer":
         """Runs to the end and returns itself."""
+        # Who takes the pieces one by one may keep the next ones waiting: then time per token says nothing.
+        whole = not self._begun
         self.generation.result()
+        self._begin()
+        if whole and self._slack is not None:
+            self._slack.saw_further(self.plan.expected, self.cost)
         return self
+
+    def _begin(self) -> None:
+        if not self._begun and self._slack is not None and self.generation.tokens:
+            self._slack.saw_first(self.plan.expected, self.cost)
+        self._begun = True
 
     def close(self) -> None:
         """Stops."""
@@ -143,6 +159,7 @@ class LLMService:
         proposer: Proposer | None = None,
         contexts: ContextOptions | None = None,
         speculation: SpeculationOptions | None = None,
+        confidence: float = CONFIDENCE,
         progress: Progress | None = None,
     ) -> "LLMService":
         """Opens an elastic bundle with all that serving it takes.
@@ -158,11 +175,14 @@ class LLMService:
           contexts: where contexts that outlive calls are kept, and how much they may take; None for none.
             Their chunks are stored by the options' codec, by channels if it names none.
           speculation: how drafts speed the whole model's answers up; None for no drafts.
+          confidence: the share of answers that should be in time, of those that any choice answers in time so
+            surely; more of it takes smaller levels.
           progress: called with (stage, done, total).
 
         Raises:
           JaxllmError: the model cannot be opened, or lacks a level.
         """
+        slack = Slack(confidence)
         options = options or EngineOptions()
         levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
         options = dataclasses.replace(options, levels=levels)
@@ -182,7 +202,8 @@ class LLMService:
         if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
             proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
         kept = None if contexts is None else Contexts(engine, contexts)
-        return cls(engine, profile, Planner(profile, engine.table.levels, proposer), kept)
+        planner = Planner(profile, engine.table.levels, proposer, slack=slack)
+        return cls(engine, profile, planner, kept)
 
     def close(self) -> None:
         """Lets another process have the contexts, and ends the reading of weights."""
@@ -313,4 +334,4 @@ class LLMService:
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
         plan = dataclasses.replace(plan, prefill=self.engine.prefill_mode(len(ids), plan.level))
         generation = self.engine.stream(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
-        return Answer(plan, objective, generation, self.profile, reading_ms)
+        return Answer(plan, objective, generation, self.profile, reading_ms, self.planner.slack)

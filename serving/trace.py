@@ -151,6 +151,7 @@ class Outcome:
       kept_share: of the prompt's tokens, those that were read.
       source: who decided (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
       planning_ms: what deciding took.
+      confident: whether it should have held its objective as surely as the service was asked to (see `Plan`).
       failure: why there is no answer; None where there is one.
     """
 
@@ -162,6 +163,7 @@ class Outcome:
     kept_share: float
     source: str
     planning_ms: float
+    confident: bool = False
     failure: str | None = None
 
 
@@ -207,6 +209,7 @@ def outcome_of(request: TraceRequest, answer: Answer) -> Outcome:
         kept_share=len(plan.kept) / plan.prompt_tokens,
         source=plan.source,
         planning_ms=plan.planning_ms,
+        confident=plan.confident,
     )
 
 

@@ -29,6 +29,7 @@ from training.documents import (
 )
 from training.encoders import Encoder
 from training.recipe import Source
+from training.shortened_prompts import shortened_document
 
 Split = Literal["train", "held_out"]
 
@@ -45,15 +46,25 @@ class Corpus:
       data: the folder that their paths are relative to.
       digests: of every document, in order.
       held_out: the origins' digests of those that are held out.
+      shortened_share: of the questions trained on that lose words (see `shortened_prompts`); those held out
+        stay whole.
     """
 
     sources: tuple[Source, ...]
     data: Path | None
     digests: tuple[bytes, ...]
     held_out: frozenset[bytes]
+    shortened_share: float = 0.0
 
     @classmethod
-    def open(cls, sources: Sequence[Source], data: Path | None, held_out_share: float) -> "Corpus":
+    def open(
+        cls,
+        sources: Sequence[Source],
+        data: Path | None,
+        held_out_share: float,
+        *,
+        shortened_share: float = 0.0,
+    ) -> "Corpus":
         """Reads all documents once, to split them.
 
         Raises:
@@ -62,13 +73,14 @@ class Corpus:
         sources = tuple(sources)
         both = [(each.digest(), each.origin_digest()) for _, each in _documents(sources, data)]
         held_out = held_out_digests((origin for _, origin in both), held_out_share)
-        return cls(sources, data, tuple(digest for digest, _ in both), held_out)
+        return cls(sources, data, tuple(digest for digest, _ in both), held_out, shortened_share)
 
     def documents(self, split: Split) -> Iterator[tuple[int, Document]]:
         """The documents of a split, each with the number of its source."""
         for source, document in _documents(self.sources, self.data):
             if (document.origin_digest() in self.held_out) == (split == "held_out"):
-                yield source, document
+                share = self.shortened_share if split == "train" else 0.0
+                yield source, shortened_document(document, share)
 
     def training_texts(self) -> Iterator[str]:
         """What a tokenizer may learn from."""
@@ -86,6 +98,8 @@ class Corpus:
         """
         key = hashlib.blake2b(encoder.identity.encode(), digest_size=8)
         key.update(self.digest().encode() + documents_digest(sorted(self.held_out)).encode())
+        if split == "train" and self.shortened_share:
+            key.update(repr(self.shortened_share).encode())
         place = Path(folder) / f"{split}-{key.hexdigest()}"
         if not place.exists():
             write_tokens(place, self.documents(split), encoder)

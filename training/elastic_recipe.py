@@ -22,6 +22,8 @@ class ElasticRecipe(LoraRecipe):
       anchor_share: of the layers, the most important ones, stay whole as long as a level allows.
       calibration_tokens: of the training split, on which importance is measured.
       order: of units: by "importance", or to compare with, by "magnitude" or at "random".
+      shortened_share: of the questions that the recovery learns from, those that lose words, as prompts do
+        in service (see `shortened_prompts`).
       recovery: "lora" for an adapter per level over frozen weights, "joint" to train all levels' weights
         together, "none" for neither.
     """
@@ -30,6 +32,7 @@ class ElasticRecipe(LoraRecipe):
     anchor_share: float = 0.2
     calibration_tokens: int = 1 << 16
     order: Literal["importance", "magnitude", "random"] = "importance"
+    shortened_share: float = 0.0
     recovery: RecoveryKind = "lora"
 
     def __post_init__(self) -> None:
@@ -39,6 +42,7 @@ class ElasticRecipe(LoraRecipe):
         object.__setattr__(self, "levels", tuple(self.levels))
         Ladder(levels=self.levels)
         require_float("anchor_share", self.anchor_share, least=0, most=1)
+        require_float("shortened_share", self.shortened_share, least=0, most=1)
         require_int("calibration_tokens", self.calibration_tokens, 1)
         if self.order not in ("importance", "magnitude", "random"):
             raise ConfigError(f"order must be importance, magnitude or random, got {self.order!r}")

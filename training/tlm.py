@@ -21,6 +21,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import SLOS, Slo
@@ -41,14 +42,16 @@ from training.tlm_batches import (
     ScoreBatch,
     ScoreRows,
     TinyReader,
+    joined,
     question_rows,
     score_rows,
 )
-from training.tlm_questions import kept_answers
+from training.tlm_questions import kept_answers, kept_support
 from training.tlm_recipe import TlmRecipe
 from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics, keep_scores
 from training.tlm_sources import TlmSources
 from training.tlm_start import Start
+from training.word_labels import question_score_rows, token_support
 
 
 def score_job(start: Start, settings: TrainSettings) -> Job:
@@ -104,20 +107,21 @@ def train_tlm(
       ConfigError: the model lacks a level, or `run_dir` belongs to another run.
     """
     console, run_dir = console or Console(stderr=True), Path(run_dir)
-    recipe, start, questions, sides = sources.recipe, sources.start, sources.questions, sources.held_out
+    recipe, start = sources.recipe, sources.start
+    questions, sides = sources.questions.all, sources.questions.held_out
     if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
         raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
     reader = start.reader(model.tokenizer, recipe.score.row_tokens)
     with claimed(run_dir, recipe, model=name, **sources.identity):
-        sets = [
-            ScoreRows(
+        # Of what is learnt from, and of what is held out: rows by the kind of their labels.
+        labelled = [
+            [
                 score_rows(
-                    [split[side] for split in sources.texts], reader, recipe.instructions, recipe.score.seed
-                ),
-                start.mark_ids, recipe.score.batch, recipe.score.seed,
-            )
-            for side in (0, 1)
-        ]  # fmt: skip
+                    [each[side] for each in sources.texts], reader, recipe.instructions, recipe.score.seed
+                )
+            ]
+            for side in (False, True)
+        ]
     run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
     console.print(
         f"{sum(value.size for value in start.params.values()):,} parameters; "
@@ -127,9 +131,22 @@ def train_tlm(
     )
 
     names = [Path(path).stem for path in recipe.compressions]
+    if sources.used.all:
+        measured = functools.partial(run.token_support, model, sources.used.all)
+        support = kept_support(run_dir / "used.npz", sources.used.all, measured)
+        for side in (False, True):
+            places = np.flatnonzero(sources.used.held_out == side)
+            some = [sources.used.all[place] for place in places], [support[place] for place in places]
+            labelled[side].append(question_score_rows(*some, reader, len(names)))
+        names.append("used")
+    learnt, *held_out = (
+        ScoreRows(rows, start.mark_ids, recipe.score.batch, recipe.score.seed)
+        for rows in (joined(*labelled[False]), joined(*labelled[True]), *labelled[True])
+    )
     job = score_job(start, recipe.score)
-    trained, summary = run.head("score", job, recipe.score, sets[0].batch_at, sets[1].held_out, names)
-    summary |= keep_metrics(start.cfg, trained, sets[1].held_out())
+    trained, summary = run.head("score", job, recipe.score, learnt.batch_at, held_out[0].held_out, names)
+    for name, rows in zip(("shortened", "used"), held_out[1:], strict=False):
+        summary[name] = keep_metrics(start.cfg, trained, rows.held_out())
 
     scores = keep_scores(start.cfg, trained, reader, questions)
     choices = {"levels": recipe.levels, "prompt_ratios": recipe.prompt_ratios}
@@ -215,6 +232,15 @@ class _Run:
             tensorboard=self.tensorboard,
         )  # fmt: skip
         return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
+
+    def token_support(self, model: ElasticModel, questions: Sequence[Question]) -> list[np.ndarray]:
+        with ProgressBar(console=self.console, transient=True) as bar:
+            task = bar.add_task("words used", total=len(questions))
+            return token_support(
+                model,
+                questions,
+                on_measured=lambda done, total: bar.update(task, completed=done, total=total),
+            )
 
     def answered(self, level: int, done: int, total: int) -> None:
         if done == total:

@@ -193,6 +193,12 @@ def score_rows(
     return ScoreBatch(tokens, mask, labels, weights, of)
 
 
+def joined(*rows: ScoreBatch) -> ScoreBatch:
+    """Rows of several sources, one behind the other."""
+    fields = [field.name for field in dataclasses.fields(ScoreBatch)]
+    return ScoreBatch(*(np.concatenate([getattr(each, name) for each in rows]) for name in fields))
+
+
 def question_rows(examples: Sequence[TaskExample], reader: TinyReader) -> tuple[np.ndarray, np.ndarray]:
     """The rows that decide for questions, `[N, T]` tokens and mask."""
     rows = []

@@ -1,5 +1,6 @@
 """The questions that a tiny LM's decisions are learnt from, and an elastic model's answers on disk."""
 
+import dataclasses
 import hashlib
 import zipfile
 from collections.abc import Callable, Sequence
@@ -17,10 +18,29 @@ from training.self_labels import Answers
 from training.tlm_recipe import TlmRecipe
 
 
-def read_questions(
-    recipe: TlmRecipe, data: Path, tokenizer: Tokenizer, window_tokens: int
-) -> tuple[list[Question], np.ndarray]:
-    """The questions of a recipe's tasks, from their training splits.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Questions:
+    """Questions on either side of a split.
+
+    Attributes:
+      all: of all tasks.
+      held_out: `[N]` bool, which of them are: by their content, variants of one together.
+      numbers: `[N]` int, which of its task's each is, from 0: the first ones are a fair sample of all.
+    """
+
+    all: list[Question]
+    held_out: np.ndarray
+    numbers: np.ndarray
+
+    def first(self, count: int) -> "Questions":
+        """So many of each task."""
+        chosen = self.numbers < count
+        some = [each for each, taken in zip(self.all, chosen, strict=True) if taken]
+        return Questions(some, self.held_out[chosen], self.numbers[chosen])
+
+
+def read_questions(recipe: TlmRecipe, data: Path, tokenizer: Tokenizer, window_tokens: int) -> Questions:
+    """The questions of a recipe's tasks, from their training splits, as many as anything is learnt from.
 
     Args:
       recipe: the run.
@@ -28,32 +48,34 @@ def read_questions(
       tokenizer: the large model's.
       window_tokens: questions that are longer with an answer are left out.
 
-    Returns:
-      The questions, and which of them are held out, `[N]` bool: by their content, variants of one together.
-
     Raises:
       ConfigError: a file is missing or malformed, or nothing is left on one side.
     """
     questions: list[Question] = []
+    numbers: list[int] = []
     for name in recipe.tasks:
         task = find_task(name)
         # A fair sample, in an order that follows from the contents.
         examples = sorted(task.read(data, "train"), key=lambda each: pseudo_random(f"asked\0{each.user}"))
-        left = recipe.questions
+        wanted, taken = max(recipe.questions, recipe.used_questions), 0
         for example in examples:
             question = Question.read(tokenizer, example, per_byte=task.per_byte)
-            if left and _longest_tokens(tokenizer, question) <= window_tokens:
+            if _longest_tokens(tokenizer, question) <= window_tokens:
                 questions.append(question)
-                left -= 1
-            if not left:
+                numbers.append(taken)
+                taken += 1
+            if taken == wanted:
                 break
     sides = np.array([held_out(_key(each.example), recipe.held_out_share) for each in questions], bool)
-    if sides.all() or not sides.any():
-        raise ConfigError(
-            f"of {len(questions)} questions {sides.sum()} are held out; there must be some on either side: "
-            "ask more questions or change held_out_share"
-        )
-    return questions, sides
+    found = Questions(questions, sides, np.array(numbers, int))
+    for count in filter(None, (recipe.questions, recipe.used_questions)):
+        own = found.first(count).held_out
+        if own.all() or not own.any():
+            raise ConfigError(
+                f"of {len(own)} questions {own.sum()} are held out; there must be some on either side: ask "
+                "more questions or change held_out_share"
+            )
+    return found
 
 
 def questions_digest(questions: Sequence[Question]) -> str:
@@ -76,18 +98,47 @@ def kept_answers(
     """
     rounded = (np.asarray(each, np.float32).round(4).tobytes() for each in scores)
     key = f"{questions_digest(questions)} {_digest(rounded)}"
+
+    def arrays() -> dict[str, np.ndarray]:
+        answers = make()
+        return {"correct": answers.correct, "shares": answers.shares}
+
+    found = _kept(path, key, ("correct", "shares"), arrays)
+    return Answers(found["correct"], found["shares"])
+
+
+def kept_support(
+    path: Path, questions: Sequence[Question], make: Callable[[], list[np.ndarray]]
+) -> list[np.ndarray]:
+    """What each token of each question says for its right answer, from a file, or as `make` measures it,
+    which is then kept there.
+
+    Args:
+      path: of the file.
+      questions: whose tokens.
+      make: measures (see `word_labels.token_support`).
+    """
+    found = _kept(path, questions_digest(questions), ("tokens",), lambda: {"tokens": np.concatenate(make())})
+    ends = np.cumsum([len(each.prompt.ids) for each in questions])
+    return np.split(found["tokens"], ends[:-1])
+
+
+def _kept(
+    path: Path, key: str, names: Sequence[str], make: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Arrays that were stored under a key, or new ones."""
     if path.exists():
         try:
             with np.load(path) as stored:
                 if str(stored["key"]) == key:
-                    return Answers(stored["correct"], stored["shares"])
+                    return {name: stored[name] for name in names}
         except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-            # Damaged: asked again.
+            # Damaged: made again.
             pass
-    answers = make()
+    arrays = make()
     with atomic_file(path) as file:
-        np.savez(file, key=np.array(key), correct=answers.correct, shares=answers.shares)
-    return answers
+        np.savez(file, key=np.array(key), **arrays)  # pyright: ignore[reportArgumentType]
+    return arrays
 
 
 def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:

@@ -28,7 +28,9 @@ class TlmRecipe:
       compressions: files of texts with shorter versions, under the folder of all data.
       instructions: system's turns to see texts under; an empty one is none.
       tasks: names in `jaxllm.tasks.TASKS`, with options; their training splits are the questions.
-      questions: of each task, at most.
+      questions: of each task, at most, that decisions are learnt from.
+      used_questions: of each task, at most, from which the score head learns, too, what words the elastic
+        model uses (see `word_labels`); 0 for none.
       held_out_share: of texts and of questions, kept out of training to pick the best checkpoints.
     """
 
@@ -42,11 +44,13 @@ class TlmRecipe:
     instructions: tuple[str, ...] = ("",)
     tasks: tuple[str, ...]
     questions: int = 300
+    used_questions: int = 0
     held_out_share: float = 0.05
 
     def __post_init__(self) -> None:
         require_int("shared_layers", self.shared_layers, 0)
         require_int("questions", self.questions, 2)
+        require_int("used_questions", self.used_questions, 0)
         require_float("held_out_share", self.held_out_share, above=0, below=1)
         for name, most in (("levels", WHOLE), ("prompt_ratios", 1)):
             values = getattr(self, name)

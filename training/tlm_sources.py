@@ -4,14 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.shortened import Question
 from jaxllm.tokenizer import Tokenizer
 from training.documents import documents_digest, text_document
 from training.keep_labels import KeptWords, align, read_compressions, split_rows, well_aligned
-from training.tlm_questions import questions_digest, read_questions
+from training.tlm_questions import Questions, questions_digest, read_questions
 from training.tlm_recipe import TlmRecipe
 from training.tlm_start import Start
 
@@ -24,16 +21,16 @@ class TlmSources:
       recipe: the run.
       start: the tiny LM before its training.
       texts: of each file of shorter versions, the rows to train on and those held out.
-      questions: of all tasks.
-      held_out: which questions are, `[N]` bool.
+      questions: of all tasks, to decide on.
+      used: of all tasks, to find the words of that the elastic model uses.
       identity: names and digests of all of it, by which a run's folder knows it.
     """
 
     recipe: TlmRecipe
     start: Start
     texts: tuple[tuple[list[KeptWords], list[KeptWords]], ...]
-    questions: list[Question]
-    held_out: np.ndarray
+    questions: Questions
+    used: Questions
     identity: dict[str, str]
 
     @classmethod
@@ -60,17 +57,17 @@ class TlmSources:
         """
         rows = [_aligned(data / path) for path in recipe.compressions]
         texts = tuple(split_rows(each, recipe.held_out_share) for each in rows)
-        questions, held_out = read_questions(recipe, data, tokenizer, window_tokens)
+        questions = read_questions(recipe, data, tokenizer, window_tokens)
         return cls(
             recipe=recipe,
             start=Start.of(recipe, tokenizer, encoder),
             texts=texts,
-            questions=questions,
-            held_out=held_out,
+            questions=questions.first(recipe.questions),
+            used=questions.first(recipe.used_questions),
             identity={
                 "encoder": "" if encoder is None else Path(encoder).resolve().name,
                 "texts": _texts_digest(rows),
-                "questions": questions_digest(questions),
+                "questions": questions_digest(questions.all),
             },
         )
 

@@ -10,6 +10,7 @@ from benchmarks.devices import PHONES, Device
 from benchmarks.report import emit
 from benchmarks.shapes import shape_folder
 from benchmarks.speculative import run
+from benchmarks.speculative.grown import grown_bundle
 from benchmarks.speculative.memory import memory_rows
 from serving.console import Size, progress_bars
 from serving.models import find_model, open_model
@@ -54,6 +55,13 @@ from serving.models import find_model, open_model
     metavar="N",
     help="Compare so many answers with the target's own. [default: 200]",
 )
+@click.option(
+    "--grow",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Make the target N times as deep and wide by units that cancel: the same answers of a model much "
+    "larger than its draft.",
+)
 @click.option("--only-systems", is_flag=True, help="Leave out ours without each technique in turn.")
 @report_options
 def speculative_command(
@@ -67,6 +75,7 @@ def speculative_command(
     devices: tuple[Device, ...],
     prompts: int | None,
     same: int | None,
+    grow: int | None,
     only_systems: bool,
     quick: bool,
     plot: Path | None,
@@ -75,6 +84,8 @@ def speculative_command(
     """What a token takes of a model larger than memory, with a draft and with other ways to go about it."""
     if (data is None) == (shape is None):
         raise click.UsageError("give either --data, for prompts, or --shape")
+    if grow is not None and shape is not None:
+        raise click.UsageError("--grow is for a trained target; a --shape has its size")
     with progress_bars() as progress:
         if shape is not None:
             with open_model(shape_folder(shape, progress), weights="int8", progress=progress) as bundle:
@@ -91,6 +102,10 @@ def speculative_command(
                 same=plan.same if same is None else same,
                 ablations=not only_systems,
             )
-            subject = run.Subject(model=find_model(model), draft=find_model(draft), coarse=coarse, data=data)
+            target = find_model(model)
+            if grow is not None:
+                target = grown_bundle(target, grow, progress)
+                coarse = None if coarse is None else grown_bundle(coarse, grow, progress)
+            subject = run.Subject(model=target, draft=find_model(draft), coarse=coarse, data=data)
             rows = run.run(subject, plan, progress)
     emit("speculative", rows, as_json=as_json, plot=plot)

@@ -37,6 +37,7 @@ from serving.planner import Planner
 from serving.profile import DeviceProfile, measure_together
 from serving.progress import Progress
 from serving.service import LLMService
+from serving.slack import Slack
 from serving.tiny_lm import TinyPlanner
 from serving.trace import TRACE_TASKS, make_trace
 
@@ -167,7 +168,8 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
             found[RESIDENT] = asked.run(dataclasses.replace(variants, change_ms=np.zeros(len(sizes))))
     rows += trace_rows(found, asked, _remarks(engine, others))
     rows += level_rows(_level_answers([subject.model, *subject.beside], questions, progress))
-    service = LLMService(timed, profile, planner)
+    # In service the planner learns how late answers come; the tables above know no lateness.
+    service = LLMService(timed, profile, Planner(profile, levels, proposer, slack=Slack()))
     outcomes, met = replay_beside_whole(service, asked, plan.replayed, progress)
     answers = subject.times is None
     return rows + replay_rows(outcomes, met, answers=answers) + planning_rows(outcomes, asked, passes)

@@ -307,7 +307,13 @@ class Answering:
         share = 1.0 if slo == Slo(ttft=1.0, tpot=1.0) else 0.45
         cost = Cost(ttft_ms=1000.0 * slow * share, tpot_ms=100.0 * slow * share, tokens=4)
         plan = types.SimpleNamespace(
-            level=50, kept=[0], prompt_tokens=1, source="proposed", planning_ms=0.1, whole=cost
+            level=50,
+            kept=[0],
+            prompt_tokens=1,
+            source="proposed",
+            planning_ms=0.1,
+            confident=True,
+            whole=cost,
         )
         answer = types.SimpleNamespace(plan=plan, cost=cost, held=slow == 1, text="a")
         return types.SimpleNamespace(result=lambda: answer)
@@ -324,6 +330,7 @@ def test_objectives_are_those_of_the_device_as_it_is():
     rows = {(row.case, row.metric): row for row in replay_rows(outcomes, met)}
     assert rows["replay <50,50>", "slo_met"].value == pytest.approx(np.mean(met))
     assert "against the profile alone 30.0% were in time" in rows["replay all six", "slo_met"].note
+    assert "96.7% had one that is so in 99% of cases" in rows["replay all six", "slo_met"].note
     assert {metric for _, metric in rows} == {"slo_met", "right_and_held"}
     assert {row.metric for row in replay_rows(outcomes, met, answers=False)} == {"slo_met"}
 

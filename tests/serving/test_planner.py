@@ -5,9 +5,10 @@ import pytest
 
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, ObjectiveMissed
-from serving.objectives import EnergyBudget, Latency
+from serving.objectives import Cost, EnergyBudget, Latency
 from serving.planner import Planner, Proposal
 from serving.profile import DeviceProfile
+from serving.slack import Slack
 from tests.tiny_tlm import word_prompt
 
 LEVELS, RATIOS = (25, 50, 100), (0.25, 0.5, 1.0)
@@ -133,6 +134,39 @@ def test_a_margin_is_left():
     assert planner(Fixed(50, 0.5)).plan(word_prompt(), tight, answer_tokens=8).source == "proposed"
     plan = planner(Fixed(50, 0.5), margin=0.9).plan(word_prompt(), tight, answer_tokens=8)
     assert (plan.level, plan.source) == (25, "fallback")
+
+
+def late(share, slack=None):
+    """A slack after answers that took so many times what was expected."""
+    slack = slack or Slack(0.9, window=10)
+    expected = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
+    for _ in range(10):
+        slack.saw_first(expected, dataclasses.replace(expected, ttft_ms=10.0 * share))
+        slack.saw_further(expected, expected)
+    return slack
+
+
+def test_answers_that_came_late_make_plans_careful():
+    def plan(slack, slo, **how):
+        found = Planner(PROFILE, LEVELS, Fixed(50, 0.5), margin=1.0, slack=slack).plan(
+            word_prompt(), slo, answer_tokens=8, **how
+        )
+        return found.level, len(found.kept), found.source, found.confident
+
+    slo = Slo(ttft=0.3, tpot=0.6)
+    assert plan(None, slo) == plan(late(1.0), slo) == (50, 50, "proposed", True)
+    # Half the prompt takes a quarter of the time, and may now take 1.5 times as long.
+    assert plan(late(1.5), slo) == (50, 25, "fallback", True)
+    # Of a time that nothing meets surely the likeliest to meet it is taken, and said to be no more.
+    tight = Slo(ttft=0.08, tpot=0.3)
+    assert plan(late(1.0), tight) == (25, 25, "fallback", True)
+    assert plan(late(1.5), tight) == plan(late(1.5), tight, strict=True) == (25, 25, "fallback", False)
+    # What no plan meets at all is the nearest, or refused.
+    missed = Slo(ttft=0.02, tpot=0.3)
+    assert plan(late(1.5), missed) == (25, 25, "nearest", False)
+    assert plan(None, missed) == (25, 25, "nearest", False)
+    with pytest.raises(ObjectiveMissed):
+        plan(late(1.5), missed, strict=True)
 
 
 def test_forced_tokens_count():

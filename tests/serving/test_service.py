@@ -16,6 +16,7 @@ from serving.objectives import Latency
 from serving.options import EngineOptions
 from serving.planner import Proposal
 from serving.service import LLMService
+from serving.slack import MOST, START, Slack
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
 
 OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), executables_bytes=0)
@@ -105,6 +106,24 @@ def test_an_answer_that_took_too_long_says_so(service):
     mine = with_times(service, scale=1e-6)
     answer = mine.call(TEXT, slo=Slo(ttft=0.5, tpot=0.6), max_tokens=6).result()
     assert not answer.held
+
+
+def test_answers_teach_how_late_they_come(service):
+    def late(ratio):
+        return min(MOST, max(1.0, ratio))
+
+    for scale in (1e-3, 1.0, 1e3):
+        mine, slack = with_times(service, scale), Slack(0.5, window=1)
+        mine.planner.slack = slack
+        answer = mine.call(TEXT, slo=Latency(ttft_ms=1e9, tpot_ms=1e9), max_tokens=6).result()
+        expected = answer.plan.expected
+        assert slack.ttft == pytest.approx(late(answer.cost.ttft_ms / expected.ttft_ms))
+        assert slack.tpot == pytest.approx(late(answer.cost.tpot_ms / expected.tpot_ms))
+    # Who takes pieces one by one may take his time: that is no lateness of further tokens.
+    mine, slack = with_times(service, 1e-3), Slack(0.5, window=1)
+    mine.planner.slack = slack
+    assert list(mine.call(TEXT, max_tokens=6))
+    assert (slack.ttft, slack.tpot) == (MOST, START)
 
 
 def test_pieces_add_up_and_an_answer_can_be_stopped(service):

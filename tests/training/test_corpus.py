@@ -162,3 +162,18 @@ def test_sources_are_checked(data):
     for wrong in ({}, {"text": "a", "task": "news"}, {"task": "weather"}, {"text": "a", "repeats": -1}):
         with pytest.raises(ConfigError):
             Source(**wrong)
+
+
+def test_only_questions_trained_on_lose_words(data, encoder, tmp_path):
+    whole, opened = (Corpus.open(SOURCES, data, 0.1, shortened_share=share) for share in (0.0, 1.0))
+    assert opened.digest() == whole.digest()
+    sides = [[list(each.documents(split)) for split in ("train", "held_out")] for each in (whole, opened)]
+    assert sides[0][1] == sides[1][1]
+    changed = {source for (source, was), (_, now) in zip(sides[0][0], sides[1][0], strict=True) if was != now}
+    assert changed == {2}
+    folders = [
+        {split: each.tokenized(encoder, split, tmp_path).tokens.tolist() for split in ("train", "held_out")}
+        for each in (whole, opened)
+    ]
+    assert folders[0]["held_out"] == folders[1]["held_out"]
+    assert len(folders[1]["train"]) < len(folders[0]["train"])

@@ -171,7 +171,8 @@ def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, mon
     whole = run(tmp_path / "whole", data)
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary["parameters"] == sum(value.size for value in whole.params.values())
-    assert {"accuracy", "f1", "majority", "best_step"} <= summary["score"].keys()
+    assert {"shortened", "used", "best_step"} <= summary["score"].keys()
+    assert {"accuracy", "f1", "majority"} <= summary["score"]["used"].keys()
     assert {"accuracy", "model_accuracy", "accuracy_by_slo"} <= summary["decide"].keys()
     assert list(summary["answers"]["right_by_level"]) == ["50", "100"]
     assert len(summary["decide"]["answered_right"]) == len(SLOS)
@@ -180,9 +181,10 @@ def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, mon
         patch.setattr(training.tlm, "lightest", stop)
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path / "killed", data)
-        # Answers take longest: they are kept.
+        # What takes long is kept: the model's answers, and what words it uses.
         patch.undo()
         patch.setattr(training.tlm, "answer", stop)
+        patch.setattr(training.tlm, "token_support", stop)
         again = run(tmp_path / "killed", data)
     assert again.params.keys() == whole.params.keys()
     for name, value in whole.params.items():
@@ -216,6 +218,7 @@ def test_sources_that_are_refused(tmp_path):
         ({"compressions": ("one.jsonl",)}, "two distinct documents"),
         ({"tasks": ("news",)}, "cannot read .*agnews"),
         ({"questions": 2, "held_out_share": 1e-9}, "there must be some on either side"),
+        ({"used_questions": 1}, "of 1 questions . are held out"),
         ({"encoder": None}, "no encoder"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -37,6 +37,7 @@ TLM_RECIPE = TlmRecipe(
     instructions=("", "Hm?"),
     tasks=("sentiment",),
     questions=24,
+    used_questions=32,
     held_out_share=0.2,
 )
 
@@ -44,7 +45,7 @@ TLM_RECIPE = TlmRecipe(
 def write_data(folder: Path) -> Path:
     """Writes 80 films' moods and 30 texts with shorter versions; returns the folder."""
     (folder / "tasks" / "sst2").mkdir(parents=True)
-    records = [{"text": f"film {i}", "label": ("positive", "negative")[i % 2]} for i in range(80)]
+    records = [{"text": f"film {i} is it", "label": ("positive", "negative")[i % 2]} for i in range(80)]
     (folder / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, records)))
     short = [{"text": row.text, "summaries": [row.text[:9]]} for row in syllables(120)[:30]]
     (folder / "short.jsonl").write_text("\n".join(map(json.dumps, short)))

@@ -1,0 +1,57 @@
+"""Questions put with fewer words, for sub-models to learn answering what a tiny LM leaves of a prompt.
+
+Large models take a prompt without some of its words as it comes; small ones have to hear such prompts. Words
+go at random and not by a tiny LM's scores, so that a recovery does not depend on one that is trained after
+it, on the recovered model's answers.
+"""
+
+import dataclasses
+import re
+
+from jaxllm.tasks.droppable import free_spans
+from jaxllm.tasks.example import TaskExample, pseudo_random
+from training.documents import Document, chat_document
+
+# Of what may go of a prompt at least so much stays, as of the shortest that a service makes.
+LEAST_SHARE = 0.2
+# White space goes with the word behind it, as in `jaxllm.elastic.compression`.
+_WORD = re.compile(r"\s*\S+")
+
+
+def shortened_document(document: Document, share: float) -> Document:
+    """A document as it is, or, if it is a question with options, in a `share` of cases with fewer words.
+
+    Which, how many and which words follow from the question alone.
+
+    Args:
+      document: made from an example, or left as it is.
+      share: in [0, 1], of questions that lose words.
+    """
+    example = document.example
+    if example is None or not example.options or pseudo_random(f"shortened\0{example.user}") >= share:
+        return document
+    kept = LEAST_SHARE + (1 - LEAST_SHARE) * pseudo_random(f"kept\0{example.user}")
+    return chat_document(with_fewer_words(example, kept), origin=document.origin)
+
+
+def with_fewer_words(example: TaskExample, share: float) -> TaskExample:
+    """A question of which about a `share` of the words that may go are left (see `free_spans`), at random.
+
+    Where nothing would be left of the user's text, one word is.
+    """
+    user = example.user
+    spans = free_spans(user, options=example.options, goes_on=example.form == "text")
+    words = [found.span() for first, last in spans for found in _WORD.finditer(user, first, last)]
+    draws = [pseudo_random(f"{place}\0{user}") for place in range(len(words))]
+    gone = [word for word, draw in zip(words, draws, strict=True) if draw >= share]
+    left = _without(user, gone)
+    if not left.strip():
+        luckiest = words[draws.index(min(draws))]
+        left = _without(user, [word for word in gone if word != luckiest])
+    return dataclasses.replace(example, user=left)
+
+
+def _without(text: str, spans: list[tuple[int, int]]) -> str:
+    """A text without some characters, `[first, last)` each, ascending."""
+    edges = [0, *(place for span in spans for place in span), len(text)]
+    return "".join(text[first:last] for first, last in zip(edges[::2], edges[1::2], strict=True))
