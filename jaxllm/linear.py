@@ -97,7 +97,7 @@ def to_units(
         del used
         return _to_units_by_xla(rows, weight, step)
 
-    if _in_blocks(weight):
+    if in_blocks(weight):
         out = natively(by_kernel, by_xla, rows, weight, used, step)
     else:
         out = by_xla(rows, weight, used, step)
@@ -182,7 +182,7 @@ def from_units(
         out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, step)
         return out if residual is None else residual.reshape(out.shape) + out
 
-    if _in_blocks(weight):
+    if in_blocks(weight):
         out = natively(by_kernel, by_xla, h, weight, residual, used, step)
         return _with_bias(out.reshape(*batch, width), bias)
     out = _with_bias(by_xla(h, weight, None, used, step).reshape(*batch, width), bias)
@@ -285,7 +285,7 @@ def embed(tokens: jax.Array, table: Weight, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
 
 
-def _in_blocks(weight: Weight) -> bool:
+def in_blocks(weight: Weight) -> bool:
     """Whether native kernels take the weight."""
     stacked = isinstance(weight, Adapted) and weight.stacked
     return isinstance(_stored(weight), BlockedArray) and not stacked
@@ -295,7 +295,7 @@ def _one_format(weights: Sequence[Weight]) -> bool:
     """Whether all weights are in blocks of one width, which a fused kernel needs."""
     stored = map(_stored, weights)
     formats = {(each.bits, each.group) for each in stored if isinstance(each, BlockedArray)}
-    return all(_in_blocks(weight) for weight in weights) and len(formats) == 1
+    return all(in_blocks(weight) for weight in weights) and len(formats) == 1
 
 
 def _stored(weight: Weight) -> Weight:

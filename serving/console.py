@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import re
 import sys
 import time
@@ -18,7 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from serving.generation import DEFAULT_MAX_TOKENS, GenerationConfig
 from serving.options import EngineOptions
-from serving.prefill.options import MODES, Mode, PrefillOptions
+from serving.prefill.options import INTEGER_DEVICES, MODES, IntegerDevice, Mode, PrefillOptions
 from serving.speculative.options import SpeculationOptions
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class ModelChoice:
     program: Path | None = None
     prefill: Mode | None = None
     processors: int = 1
+    integer_device: IntegerDevice = "cpu"
+    most_loss: float = PrefillOptions.most_loss
 
     def open(self, progress: ProgressCallback, *, warm_up: bool = True) -> "Engine | ProgramEngine":
         """The engine that serves it.
@@ -70,10 +73,15 @@ class ModelChoice:
             # Here, because it must come before JAX is used.
             from serving.prefill.processors import prepare_processors
 
-            prepare_processors()
-        prefill = PrefillOptions(mode=self.prefill or "", processors=self.processors)
+            prepare_processors(self.integer_device)
+        prefill = PrefillOptions(
+            mode=self.prefill or "",
+            processors=self.processors,
+            integer_device=self.integer_device,
+            most_loss=self.most_loss,
+        )
         options = EngineOptions(context_tokens=self.context_tokens, memory_bytes=self.memory, prefill=prefill)
-        return self._open(
+        engine = self._open(
             self.model,
             options,
             progress,
@@ -82,6 +90,24 @@ class ModelChoice:
             level=self.level,
             speculation=None if self.draft is None else speculation(self.draft),
         )
+        if self.prefill == "auto":
+            self._choose_prefill(engine)
+        return engine
+
+    @staticmethod
+    def _choose_prefill(engine: "Engine") -> None:
+        # Here, because most commands need no profile.
+        from serving.prefill.times import reads_both_ways
+        from serving.profile import choose_prefill, load_profile, profile_path
+
+        profile = load_profile(profile_path(engine.bundle, engine.options))
+        if profile is not None:
+            choose_prefill(engine, profile)
+        elif reads_both_ways(engine):
+            logging.getLogger("jaxllm").warning(
+                "prompts are read in floats: this device has no times of both ways yet; `jaxllm profile "
+                "BUNDLE --prefill auto` measures them"
+            )
 
     def _open_program(self, folder: Path, progress: ProgressCallback, *, warm_up: bool) -> "ProgramEngine":
         for field in dataclasses.fields(self):
@@ -152,7 +178,14 @@ prefill_option = click.option(
     "--prefill",
     type=click.Choice(MODES),
     help="How prompts are read: in static 8-bit steps with shadow outliers, which takes a bundle of "
-    "`jaxllm calibrate --prefill`, or in floats. [default: float; int8 if calibrated on two processors]",
+    "`jaxllm calibrate --prefill`; in floats; or by whichever is faster for a prompt, by `jaxllm profile "
+    "--prefill auto`. [default: float; int8 if calibrated on two processors]",
+)
+processors_option = click.option(
+    "--processors",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="2 reads prompts on an integer and a float processor: two cores, or a GPU and the CPU. [default: 1]",
 )
 
 
@@ -167,12 +200,19 @@ def running_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Run the exported programs in this folder (see `jaxllm export`) instead of a model.",
         ),
         click.option(
-            "--processors",
-            type=click.IntRange(1, 2),
-            default=1,
-            help="2 reads prompts on an integer and a float processor: an accelerator and the CPU, or two "
-            "cores. [default: 1]",
+            "--most-loss",
+            type=click.FloatRange(min=0),
+            default=PrefillOptions.most_loss,
+            help="By which share the perplexity may grow, by the bundle's own account, where prompts are "
+            "read in 8-bit steps. [default: 0.01]",
         ),
+        click.option(
+            "--integer-device",
+            type=click.Choice(INTEGER_DEVICES),
+            default="cpu",
+            help="What the integer one of two processors is. [default: cpu]",
+        ),
+        processors_option,
         prefill_option,
         click.option(
             "--draft",

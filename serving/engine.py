@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -123,7 +123,8 @@ class Engine(Answerer):
         elif self._streamed is not None:
             self.table = StreamedTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         elif found is not None:
-            self._processors = TwoProcessors() if self.options.prefill.processors > 1 else None
+            how = self.options.prefill
+            self._processors = TwoProcessors(how.integer_device) if how.processors > 1 else None
             self.table = IntegerTable(bundle.cfg, params[WHOLE], self.options, found, store, self._processors)
         else:
             self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
@@ -239,6 +240,11 @@ class Engine(Answerer):
         levels = (*self._levels.cfgs, WHOLE)
         streamed = self._streamed is not None
         return chosen_calibration(self.bundle, self.options, levels, streamed=streamed)
+
+    def prefill_mode(self, tokens: int, level: int | None = None) -> Literal["int8", "float"]:
+        """How a prompt of so many tokens is read, at a level or at this engine's own."""
+        table = self.table if level is None else self.table.at(level)
+        return table.mode_for(tokens) if isinstance(table, IntegerTable) else "float"
 
     @property
     def adapter_digest(self) -> str:

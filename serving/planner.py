@@ -89,6 +89,7 @@ class Plan:
       planning_ms: what making this plan took.
       confident: whether the objective should be met as surely as was asked, by what earlier answers took; a
         plan that is not meets it by what the profile expects, or is the nearest.
+      prefill: how the kept tokens are read; the engine says.
     """
 
     level: int
@@ -100,6 +101,7 @@ class Plan:
     whole: Cost
     planning_ms: float
     confident: bool = True
+    prefill: Literal["int8", "float"] = "float"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,8 @@ from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.graph_store import environment_facts, graph_options
 from serving.options import EngineOptions
+from serving.prefill.table import IntegerTable
+from serving.prefill.times import PrefillTimes, measure_prefill, reads_both_ways
 from serving.progress import Progress
 from serving.user_cache import cache_folder
 
@@ -61,6 +63,7 @@ class DeviceProfile:
       ttft_ms: of each level and length, time to the first token.
       tpot_ms: of each level and length, time per further token.
       energy: what tokens cost, if it is known.
+      prefill: what reading prompts takes in integers and in floats, of an engine that may do either.
     """
 
     levels: tuple[int, ...]
@@ -69,6 +72,7 @@ class DeviceProfile:
     ttft_ms: tuple[tuple[float, ...], ...]
     tpot_ms: tuple[tuple[float, ...], ...]
     energy: Energy | None = None
+    prefill: PrefillTimes | None = None
 
     def __post_init__(self) -> None:
         for name in ("levels", "tokens", "chunk_tokens"):
@@ -79,6 +83,8 @@ class DeviceProfile:
         shape = (len(self.levels), len(self.tokens))
         for name in ("ttft_ms", "tpot_ms"):
             _require_times(name, getattr(self, name), shape)
+        for name in () if self.prefill is None else ("integer_ms", "float_ms"):
+            _require_times(name, getattr(self.prefill, name), shape)
         if self.energy is not None:
             check_energy(self.energy, len(self.levels))
 
@@ -97,6 +103,18 @@ class DeviceProfile:
           ConfigError: the profile does not know.
         """
         return float(self.all_joules((level,), (tokens,), answer_tokens)[0, 0])
+
+    def integers_are_faster(self, level: int, tokens: int) -> bool:
+        """Whether a prompt of `tokens` is read faster in integers; False where that is not known."""
+        if self.prefill is None or level not in self.levels:
+            return False
+        place, wanted = self._places((level,)), np.array(_costs((tokens,), self.chunk_tokens))
+        known = np.array(_costs(self.tokens, self.chunk_tokens))
+        integers, floats = (
+            _between(wanted, known, np.array(rows)[place])[0, 0]
+            for rows in (self.prefill.integer_ms, self.prefill.float_ms)
+        )
+        return bool(integers < floats)
 
     def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`ttft` of levels and prompt lengths, `[levels, tokens]` float64."""
@@ -133,7 +151,14 @@ class DeviceProfile:
         if energy is None and earlier.energy is not None and earlier.levels == levels:
             energy = earlier.energy
         return dataclasses.replace(
-            self, levels=levels, ttft_ms=rows("ttft_ms"), tpot_ms=rows("tpot_ms"), energy=energy
+            self,
+            levels=levels,
+            ttft_ms=rows("ttft_ms"),
+            tpot_ms=rows("tpot_ms"),
+            energy=energy,
+            prefill=next(
+                (each.prefill for each in (self, earlier) if each.prefill and each.levels == levels), None
+            ),
         )
 
     @functools.cached_property
@@ -159,7 +184,7 @@ class DeviceProfile:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
         try:
-            energy = data.get("energy")
+            energy, prefill = data.get("energy"), data.get("prefill")
             return cls(
                 levels=tuple(data["levels"]),
                 tokens=tuple(data["tokens"]),
@@ -167,6 +192,7 @@ class DeviceProfile:
                 ttft_ms=tuple(tuple(row) for row in data["ttft_ms"]),
                 tpot_ms=tuple(tuple(row) for row in data["tpot_ms"]),
                 energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
+                prefill=None if prefill is None else PrefillTimes.from_json(prefill),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"malformed device profile: {error!r:.200}") from error
@@ -181,8 +207,30 @@ def check_energy(energy: Energy, levels: int) -> None:
 def measure(
     engine: Engine, *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> DeviceProfile:
-    """Times every level that the engine serves (see `measure_together`)."""
-    return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
+    """Times every level that the engine serves (see `measure_together`); of an engine that reads prompts in
+    integers or in floats first both, and then all else as the faster way has it."""
+    if not reads_both_ways(engine):
+        return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
+    lengths = _lengths(engine.options)
+    prefill = measure_prefill(engine, lengths, repeats=repeats, seed=seed, progress=progress)
+    # Enough to choose by.
+    known = DeviceProfile(
+        levels=engine.table.levels,
+        tokens=lengths,
+        chunk_tokens=engine.options.chunk_tokens,
+        ttft_ms=prefill.float_ms,
+        tpot_ms=prefill.float_ms,
+        prefill=prefill,
+    )
+    choose_prefill(engine, known)
+    found = measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
+    return dataclasses.replace(found, prefill=prefill)
+
+
+def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
+    """Lets an engine that reads prompts in integers or in floats take what the profile says is faster."""
+    if isinstance(engine.table, IntegerTable):
+        engine.table.choose_by(profile.integers_are_faster)
 
 
 def measure_together(
@@ -262,7 +310,8 @@ def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
         "kernels": [native.kernels().name, native.threads()],
         "environment": environment_facts(),
         "options": graph_options(options),
-        "prefill": dataclasses.asdict(options.prefill),
+        # How much may be lost changes no time.
+        "prefill": dataclasses.asdict(options.prefill) | {"most_loss": None},
     }
     key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder() / "profiles" / f"{key}.json"

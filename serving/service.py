@@ -33,7 +33,15 @@ from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
 from serving.planner import Plan, Planner, Proposer
-from serving.profile import DeviceProfile, load_profile, measure, profile_path, save_profile
+from serving.profile import (
+    DeviceProfile,
+    choose_prefill,
+    load_profile,
+    measure,
+    profile_path,
+    reads_both_ways,
+    save_profile,
+)
 from serving.progress import Progress
 from serving.slack import CONFIDENCE, Slack
 from serving.speculative.options import SpeculationOptions
@@ -183,9 +191,14 @@ class LLMService:
         engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
         path = profile_path(engine.bundle, engine.options)
         profile = load_profile(path)
-        if profile is None or not set(engine.table.levels) <= set(profile.levels):
+        if (
+            profile is None
+            or not set(engine.table.levels) <= set(profile.levels)
+            or (reads_both_ways(engine) and profile.prefill is None)
+        ):
             profile = measure(engine, progress=progress).beside(profile)
             save_profile(profile, path)
+        choose_prefill(engine, profile)
         if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
             proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
         kept = None if contexts is None else Contexts(engine, contexts)
@@ -319,5 +332,6 @@ class LLMService:
         """Answers a prompt as a plan says; `reading_ms` is what `read` took."""
         config = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling())
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
+        plan = dataclasses.replace(plan, prefill=self.engine.prefill_mode(len(ids), plan.level))
         generation = self.engine.stream(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
         return Answer(plan, objective, generation, self.profile, reading_ms, self.planner.slack)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -45,6 +46,11 @@ from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS
     type=click.Choice([str(bits) for bits in EXPERT_BITS]),
     help="One width for all experts, in bits, instead of a search.",
 )
+@click.option(
+    "--weight-scales",
+    type=click.Choice(["channel", "tensor"]),
+    help="Of --prefill: a scale for each output channel of a weight, or one for all.  [default: channel]",
+)
 @click.option("--name", default="", help="The model's name, for people.  [default: the folder's own]")
 def calibrate_command(
     model: Path,
@@ -56,6 +62,7 @@ def calibrate_command(
     tokens: int | None,
     weights: str | None,
     uniform: str | None,
+    weight_scales: str | None,
     name: str,
 ) -> None:
     """Make a bundle of the mixture of experts in the folder MODEL, to run it in little memory.
@@ -70,13 +77,16 @@ def calibrate_command(
     """
     if prefill and (run_dir or uniform or weights not in (None, "int8")):
         raise click.UsageError("--prefill takes 8-bit weights, and neither --run nor --uniform")
+    if not prefill and weight_scales:
+        raise click.UsageError("--weight-scales are those of --prefill")
     if not prefill and run_dir is None:
         raise click.UsageError("widths of experts are searched in a folder: name one with --run")
-    amount = {} if tokens is None else {"tokens": tokens}
+    amount: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
     if prefill:
         from training.calibrate_prefill import PrefillRecipe, calibrate_prefill
 
-        recipe, most = PrefillRecipe(**amount), (1.0 if percent is None else percent) / 100
+        recipe = PrefillRecipe(**amount, weight_scales=weight_scales or "channel")  # pyright: ignore[reportArgumentType]: one of the choices
+        most = (1.0 if percent is None else percent) / 100
         facts = calibrate_prefill(recipe, model, out, most_loss=most, texts=texts, name=name)
         click.echo(json.dumps({"bundle": str(out), **facts}))
         return

@@ -12,8 +12,9 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
@@ -29,14 +30,17 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration, ShadowRecipe
-from jaxllm.prefill.fitting import LEAST_TOKENS, fit_calibration, whole_rows
+from jaxllm.prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.prefill.subgraphs import require_integer_prefill
 from jaxllm.prepare import prepare
-from jaxllm.quant import dequantize
+from jaxllm.quant import BlockedArray, dequantize
 from jaxllm.tokenizer import Tokenizer
 from training.documents import builtin_texts, read_texts, text_document
 from training.encoders import ModelEncoder
 from training.lora import FrozenModel
+
+WeightScales = Literal["channel", "tensor"]
+WEIGHT_SCALES: tuple[WeightScales, ...] = ("channel", "tensor")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,17 +51,24 @@ class PrefillRecipe:
       tokens: of text to calibrate on; as many more are held out.
       row_tokens: longest context.
       shadow: how outliers are told.
+      weight_scales: whether the products' weights have a scale per output channel, or one per tensor, which
+        is all that some integer processors take.
     """
 
     tokens: int = 8192
     row_tokens: int = 256
     shadow: ShadowRecipe = dataclasses.field(default_factory=ShadowRecipe)
+    weight_scales: WeightScales = "channel"
 
     def __post_init__(self) -> None:
         if self.tokens < LEAST_TOKENS:
             raise ConfigError(f"calibrate on at least {LEAST_TOKENS} tokens, got {self.tokens}")
         if self.row_tokens < 2:
             raise ConfigError(f"rows of {self.row_tokens} tokens predict nothing")
+        if self.weight_scales not in WEIGHT_SCALES:
+            raise ConfigError(
+                f"scales of weights are per {' or '.join(WEIGHT_SCALES)}, got {self.weight_scales!r:.80}"
+            )
 
 
 def calibrate_prefill(
@@ -101,8 +112,8 @@ def calibrate_prefill(
             path, floats = Path(scratch) / "model.jaxllm", frozen.params
             prepare(model, path, weights="int8", name=name)
         with Bundle.open(path) as bundle:
-            calibration, facts = _calibrated(bundle, floats, recipe, most_loss, texts, console)
-            rewrite_bundle(out, bundle, prefill_parts(calibration, facts), name=name)
+            calibration, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
+            rewrite_bundle(out, bundle, prefill_parts(calibration, facts), name=name, instead=weights)
     channels = sum(int((each >= 0).sum()) for each in calibration.channels.values())
     return {
         **facts,
@@ -122,7 +133,9 @@ def _calibrated(
     most_loss: float,
     texts: Sequence[Path],
     console: Console,
-) -> tuple[PrefillCalibration, dict[str, Any]]:
+) -> tuple[PrefillCalibration, dict[str, Any], dict[str, BlockedArray]]:
+    """The calibration, what is to be said of it, and the weights that it is of, where they are not those of
+    the bundle."""
     cfg = bundle.cfg
     require_integer_prefill(cfg)
     if bundle.layout.weights != "int8":
@@ -134,6 +147,8 @@ def _calibrated(
     stored = bundle.load()
     if floats is None:
         floats = {each: dequantize(weight, jnp.dtype(jnp.float32)) for each, weight in stored.items()}
+    weights = per_tensor_weights(cfg, floats) if recipe.weight_scales == "tensor" else {}
+    stored = {**stored, **{name: jax.tree.map(jnp.asarray, each) for name, each in weights.items()}}
     with ProgressBar(console=console, transient=True) as bar:
         task = bar.add_task("calibrating", total=None)
         calibration = fit_calibration(
@@ -149,11 +164,12 @@ def _calibrated(
         )
     facts = {
         **dataclasses.asdict(recipe.shadow),
+        "weight_scales": recipe.weight_scales,
         "most_loss": most_loss,
         "tokens": sum(map(len, rows)),
         "held_out_tokens": sum(map(len, held_out)),
     }
-    return calibration, facts
+    return calibration, facts, weights
 
 
 def _sub_models(bundle: Bundle, stored: Params) -> dict[int, tuple[ModelConfig, Params]]:

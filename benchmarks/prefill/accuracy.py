@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.prefill.ways import OURS, WAYS, rule_of, turned_steps
+from benchmarks.prefill.ways import OURS, PER_TENSOR, WAYS, rule_of, turned_steps
 from benchmarks.report import Row, compared
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.checkpoints.huggingface import read_config, read_params
@@ -24,7 +24,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.prefill.calibration import channel_tops, largest_of
-from jaxllm.prefill.fitting import fit_calibration, whole_rows
+from jaxllm.prefill.fitting import fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.prefill.reference import observed, scores_by_rule
 from jaxllm.quant import quantize, to_blocks
@@ -66,11 +66,12 @@ class AccuracyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
-    """A model in floats and at 8 bits, and what it is judged on."""
+    """A model in floats and at 8 bits, with a scale per output and with one per tensor."""
 
     cfg: ModelConfig
     floats: dict[str, jax.Array]
     stored: dict[str, Any]
+    per_tensor: dict[str, Any]
 
 
 def accuracy_rows(
@@ -113,7 +114,11 @@ def _subject(cfg: ModelConfig, params: dict[str, np.ndarray]) -> _Subject:
         stored[name] = jax.tree.map(jnp.asarray, kept)
     # The vocabulary's tables are the same for all ways.
     tables = {name: value for name, value in params.items() if specs[name].role == "embed"}
-    return _Subject(cfg, {name: jnp.asarray(value) for name, value in params.items()}, {**stored, **tables})
+    stored |= tables
+    shared = jax.tree.map(jnp.asarray, per_tensor_weights(cfg, params))  # pyright: ignore[reportArgumentType]
+    return _Subject(
+        cfg, {name: jnp.asarray(value) for name, value in params.items()}, stored, {**stored, **shared}
+    )
 
 
 def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: AccuracyPlan, case: str) -> list[Row]:
@@ -127,17 +132,22 @@ def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: Accuracy
         raise ConfigError(f"{data / _TEXT} has {len(rows)} rows of {length} tokens; give more text")
     known, held_out = rows[:calibrating], rows[calibrating : 2 * calibrating]
     judged = rows[2 * calibrating :][: plan.rows]
-    calibration = fit_calibration(cfg, subject.floats, subject.stored, known, held_out)
+    weights = {OURS: subject.stored, PER_TENSOR: subject.per_tensor}
+    fitted = {
+        name: fit_calibration(cfg, subject.floats, stored, known, held_out)
+        for name, stored in weights.items()
+    }
     look = jax.jit(lambda params, row: channel_tops(params, row, cfg=cfg))
     tops = largest_of([jax.device_get(look(subject.floats, row)) for row in known])
     questions = _questions(tokenizer, data, plan, cfg)
     nats: dict[str, float] = {}
     right: dict[str, float] = {}
     for name in WAYS:
-        taken, make = rule_of(name, cfg, subject.floats, subject.stored, tops, calibration)
+        stored, calibration = weights.get(name, subject.stored), fitted.get(name, fitted[OURS])
+        taken, make = rule_of(name, cfg, subject.floats, stored, tops, calibration)
         if name == "Hadamard":
             taken = turned_steps(taken, _seen_behind(subject, taken, known))
-        params = subject.stored if name == OURS else subject.floats
+        params = weights.get(name, subject.floats)
 
         @jax.jit
         def scores(params: Any, taken: Any, row: jax.Array, make: Any = make) -> jax.Array:
@@ -149,12 +159,13 @@ def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: Accuracy
         nats[name] = -sum(float(score(row).sum()) for row in judged) / (len(judged) * (length - 1))
         if questions:
             right[name] = _accuracy(score, questions)
-    shadow = f"{sum(calibration.shadowed)} of {cfg.layers} layers with shadow"
     perplexity = {name: math.exp(each) for name, each in nats.items()}
     notes: dict[str, str | None] = {
         name: f"{value / perplexity['float'] - 1:+.2%} against float" for name, value in perplexity.items()
     }
-    notes[OURS] = f"{notes[OURS]}; {shadow}; {len(judged) * (length - 1):,} tokens"
+    for name, calibration in fitted.items():
+        shadow = f"{sum(calibration.shadowed)} of {cfg.layers} layers with shadow"
+        notes[name] = f"{notes[name]}; {shadow}; {len(judged) * (length - 1):,} tokens"
     found = compared(
         perplexity, ours=OURS, case=case, metric="perplexity", unit="", notes=notes, lower_is_better=True
     )

@@ -5,6 +5,7 @@ way rounds it and multiplied in floats: this is for accuracy, not for speed.
 
 - float: nothing is rounded, weights neither.
 - jaxllm: static steps, with shadow outliers (the very products of integer prefill).
+- jaxllm-per-tensor: the same, of weights with one scale per tensor.
 - naive-int8: one static step per tensor that covers all that was seen.
 - SmoothQuant (arXiv 2211.10438, alpha 0.5): the same behind smoothing what norms give.
 - SmoothQuant-all: the other two products' inputs are smoothed, too, where weights before them can take it.
@@ -33,6 +34,7 @@ from jaxllm.prefill.products import PRODUCTS, contracts_last_axis, product_matri
 from jaxllm.prefill.reference import Rule, integer_rule, plain_rule
 
 OURS = "jaxllm"
+PER_TENSOR = f"{OURS}-per-tensor"
 _ALPHA = 0.5
 _LARGE = 6.0
 _SPAN, _GROUP = 256, 32
@@ -69,13 +71,13 @@ def rule_of(
       name: of `WAYS`.
       cfg: the model.
       floats: its parameters.
-      stored: the same at 8 bits.
+      stored: the same at 8 bits, with the scales that the way has.
       tops: see `calibration.channel_tops`, of the calibration text.
-      calibration: ours.
+      calibration: ours, of `stored`.
     """
     if name == "float":
         return floats, lambda params: plain_rule(params, cfg)
-    if name == OURS:
+    if name in (OURS, PER_TENSOR):
         taken = stored, calibration.layers(100, cfg)
         return taken, lambda both: integer_rule(both[0], both[1], cfg)
     prepare, multiply = _MAKERS[name]
@@ -182,7 +184,7 @@ _MAKERS: dict[str, tuple[Callable[..., Any], Multiply]] = {
     "K-Quant": (_grouped, _multiply_grouped),
     "Hadamard": (_turned, _multiply_turned),
 }
-WAYS = ("float", OURS, *_MAKERS)
+WAYS = ("float", OURS, PER_TENSOR, *_MAKERS)
 
 
 def turned_steps(tables: Tables, tops: list[list[jax.Array]]) -> Tables:

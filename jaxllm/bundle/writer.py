@@ -89,7 +89,12 @@ def write_bundle(
 
 
 def rewrite_bundle(
-    path: str | os.PathLike[str], source: Bundle, parts: Mapping[str, Part], *, name: str = ""
+    path: str | os.PathLike[str],
+    source: Bundle,
+    parts: Mapping[str, Part],
+    *,
+    name: str = "",
+    instead: Mapping[str, BlockedArray] | None = None,
 ) -> None:
     """Writes a bundle again with more parts, its weights byte for byte as they are.
 
@@ -98,6 +103,7 @@ def rewrite_bundle(
       source: an open bundle.
       parts: what is added, or takes the place of parts of the same names.
       name: the model's name, for people; the source's by default.
+      instead: weights that take the place of those of the same names, in the same format.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
@@ -107,7 +113,8 @@ def rewrite_bundle(
     with _written(path) as writer:
         writer.tokenizer(source.tokenizer_files())
         for param, tensor in layout.tensors.items():
-            writer.parameter(param, tensor.segment, source.stored(param))
+            own = (instead or {}).get(param)
+            writer.parameter(param, tensor.segment, source.stored(param) if own is None else own)
         for each, part in {**kept, **parts}.items():
             if part is not None:
                 writer.part(each, part)

@@ -32,7 +32,7 @@ Adaptable = BlockedArray | Adapted | AdaptedFromBuffer
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
 _MOST_THREADS = 256
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 _portable = contextvars.ContextVar("portable", default=False)
 
 
@@ -156,12 +156,12 @@ def to_units(
         [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs],
     )
     counts, places = unit_counts(used)
-    parts = [part for weight in weights for part in _parts(weight)]
-    attributes = {**_format(weights[0]), **places, **_adapters(*weights), "eps": np.float32(norm_eps)}
+    parts = [part for weight in weights for part in parts_of(weight)]
+    attributes = {**format_of(weights[0]), **places, **adapter_places(*weights), "eps": np.float32(norm_eps)}
     attributes["widen"] = not rowwise
     # Weights that are used in part have the same units, of different widths.
     units = np.int64(1 if used is None else weights[0].shape[0])
-    return list(call(x, optional(norm_scale), counts, _steps(step), *parts, **attributes, units=units))
+    return list(call(x, optional(norm_scale), counts, steps_operand(step), *parts, **attributes, units=units))
 
 
 def from_units(
@@ -180,9 +180,15 @@ def from_units(
     )
     stacked = weight.ndim == 3
     counts, places = unit_counts(used)
-    attributes = {**_format(weight), **places, **_adapters(weight), "stacked": stacked, "widen": not rowwise}
+    attributes = {
+        **format_of(weight),
+        **places,
+        **adapter_places(weight),
+        "stacked": stacked,
+        "widen": not rowwise,
+    }
     segments = np.int64(weight.shape[0] if stacked else 1)
-    operands = (h, *_parts(weight), optional(residual), counts, _steps(step))
+    operands = (h, *parts_of(weight), optional(residual), counts, steps_operand(step))
     return call(*operands, **attributes, segments=segments)
 
 
@@ -205,21 +211,21 @@ def feed_forward(
     if `residual`. `steps` are those of x and of what `down` takes."""
     call = jax.ffi.ffi_call(target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
-    gate_parts = (nothing,) * 4 if gate is None else _parts(gate)
+    gate_parts = (nothing,) * 4 if gate is None else parts_of(gate)
     counts, places = unit_counts(used)
     return call(
         x,
         optional(norm_scale),
         counts,
-        _steps(*(steps or ())),
+        steps_operand(*(steps or ())),
         *gate_parts,
-        *_parts(up),
-        *_parts(down),
-        **_format(up),
+        *parts_of(up),
+        *parts_of(down),
+        **format_of(up),
         **places,
-        **_adapters(gate, up, down),
+        **adapter_places(gate, up, down),
         units=np.int64(up.shape[0]),
-        activation=np.int64(_ACTIVATIONS.index(activation)),
+        activation=np.int64(ACTIVATIONS.index(activation)),
         residual=residual,
         eps=np.float32(norm_eps),
         widen=not rowwise,
@@ -246,7 +252,7 @@ def unit_rows(weight: BlockedArray, index: jax.Array) -> jax.Array:
     counts as the last): `[*index.shape, C]` float32."""
     result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(target("unit_rows"), result)
-    return call(index, weight.data, weight.scale, **_format(weight), outputs=np.int64(weight.shape[0]))
+    return call(index, weight.data, weight.scale, **format_of(weight), outputs=np.int64(weight.shape[0]))
 
 
 def largest(x: jax.Array) -> jax.Array:
@@ -261,12 +267,13 @@ def target(name: str) -> str:
     return f"jaxllm_{name}"
 
 
-def _format(weight: Adaptable) -> dict[str, np.int64]:
+def format_of(weight: Adaptable) -> dict[str, np.int64]:
+    """How a weight is stored, as attributes."""
     stored = _stored(weight)
     return {"bits": np.int64(stored.bits), "group": np.int64(stored.group)}
 
 
-def _adapters(*weights: Adaptable | None) -> dict[str, np.ndarray]:
+def adapter_places(*weights: Adaptable | None) -> dict[str, np.ndarray]:
     """Of each weight's adapter, where in their buffers the left and the right side begin, and the rank."""
 
     def place(weight: Adaptable | None) -> tuple[int, int, int]:
@@ -277,7 +284,7 @@ def _adapters(*weights: Adaptable | None) -> dict[str, np.ndarray]:
     return {"adapters": np.array([place(weight) for weight in weights], np.int64).reshape(-1)}
 
 
-def _parts(weight: Adaptable) -> tuple[jax.Array, ...]:
+def parts_of(weight: Adaptable) -> tuple[jax.Array, ...]:
     """A weight's data and scales, and the buffers of both sides of its adapter, or of none."""
     stored, nothing = _stored(weight), jnp.zeros((0,), jnp.float32)
     sides = (nothing, nothing)
@@ -303,7 +310,7 @@ def unit_counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]
     return used.counts, {"units_at": np.int64(units_at), "rank_at": np.int64(rank_at)}
 
 
-def _steps(*steps: jax.Array | None) -> jax.Array:
+def steps_operand(*steps: jax.Array | None) -> jax.Array:
     """Steps as operand; an empty one for none."""
     given = [each for each in steps if each is not None]
     return (

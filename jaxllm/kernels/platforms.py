@@ -13,14 +13,18 @@ Out = TypeVar("Out")
 
 
 def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
-    """`by_kernel` of x in float32 where the graph is for a CPU with native kernels, else `by_xla`."""
+    """`by_kernel` of x in float32 where the graph is for a CPU with native kernels, else `by_xla`;
+    what is floats of the result is of the type of x."""
     # A foreign call cannot be divided over the devices of a mesh.
     if not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1:
         return by_xla(x, *operands)
     dtype = x.dtype
 
+    def typed(out: jax.Array) -> jax.Array:
+        return out.astype(dtype) if jnp.issubdtype(out.dtype, jnp.floating) else out
+
     def widened(x: jax.Array, *operands: Any) -> Out:
-        return jax.tree.map(lambda out: out.astype(dtype), by_kernel(x.astype(jnp.float32), *operands))
+        return jax.tree.map(typed, by_kernel(x.astype(jnp.float32), *operands))
 
     return on_platform(widened, by_xla, (x, *operands))
 

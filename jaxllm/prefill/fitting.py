@@ -30,9 +30,10 @@ from jaxllm.prefill.calibration import (
     search_shadow,
     whole_steps,
 )
-from jaxllm.prefill.products import PRODUCTS
+from jaxllm.prefill.products import PRODUCTS, contracted_axes
 from jaxllm.prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
 from jaxllm.prefill.subgraphs import require_integer_prefill
+from jaxllm.quant import BlockedArray, quantize, to_blocks
 
 # Of less text than this, chance decides which channels have outliers.
 LEAST_TOKENS = 2048
@@ -42,6 +43,14 @@ def whole_rows(tokens: Sequence[int] | np.ndarray, length: int) -> list[np.ndarr
     """A text's tokens in rows of one length, the rest left out."""
     row = np.asarray(tokens, np.int32)
     return list(row[: len(row) // length * length].reshape(-1, length))
+
+
+def per_tensor_weights(cfg: ModelConfig, floats: Params) -> dict[str, BlockedArray]:
+    """The weights of all products at 8 bits with one scale per tensor, by name, on the host."""
+    return {
+        name: to_blocks(quantize(np.asarray(floats[name], np.float32), bits=8, axis=axis, per_tensor=True))
+        for name, axis in contracted_axes(cfg).items()
+    }
 
 
 def fit_calibration(

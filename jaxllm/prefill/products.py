@@ -1,5 +1,7 @@
 """The products of a layer that integer prefill knows a step of: their weights, and how large they are."""
 
+from typing import Literal
+
 import jax
 import numpy as np
 
@@ -31,6 +33,16 @@ def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list
     if contracts_last_axis(product):
         return shapes[0][-1], units
     return units[0], [shape[-1] for shape in shapes]
+
+
+def contracted_axes(cfg: ModelConfig) -> dict[str, Literal[-1, -2]]:
+    """Of all products' weights, by name, the axis that is contracted, as `quantize` takes it."""
+    return {
+        f"layers.{layer}.{name}": -1 if contracts_last_axis(product) else -2
+        for layer in range(cfg.layers)
+        for product in range(len(PRODUCTS))
+        for name in _names(product, cfg)
+    }
 
 
 def contracts_last_axis(product: int) -> bool:

@@ -106,6 +106,19 @@ def shadow_products(
     return jax.lax.switch(smallest, branches, x, hit), count
 
 
+def added_by_shadow(
+    x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, *, last: bool
+) -> tuple[list[jax.Array], jax.Array]:
+    """What the outliers of a product's inputs `[..., inputs]` add to each of its results `[..., *units]`, as
+    those are shaped; and how many channels have one (see `shadow_products`)."""
+    found, count = shadow_products(x.reshape(-1, x.shape[-1]), step, weights, rows, last=last)
+    units = [each.shape[:-1] if last else each.shape[-1:] for each in weights]
+    shaped = [
+        out.astype(x.dtype).reshape(*x.shape[:-1], *unit) for out, unit in zip(found, units, strict=True)
+    ]
+    return shaped, count
+
+
 def _first(hit: jax.Array, room: int) -> jax.Array:
     """The channels `[room]` int32 that are hit, ascending, and channel 0 in the places behind them."""
     (channels,) = jnp.nonzero(hit, size=room, fill_value=0)

@@ -1,11 +1,10 @@
 """What a prompt takes on two processors of known speed, under any order of its subgraphs.
 
-The simulator asks the same `Dispatcher` as the runner. It knows no handing over but a constant per subgraph
-and no contention: what real runs differ by is measured, not modelled.
+The simulator asks the same `Dispatcher` as the runner. It knows no handing over but a constant per subgraph,
+and of contention no more than what a subgraph takes while the other processor is busy.
 """
 
 import dataclasses
-import heapq
 from collections.abc import Sequence
 
 from jaxllm.config import ModelConfig
@@ -39,7 +38,12 @@ class Timeline:
 
 
 def simulate(
-    subgraphs: Sequence[Subgraph], times: Times, order: Order = "out-of-order", *, overhead_ms: float = 0.0
+    subgraphs: Sequence[Subgraph],
+    times: Times,
+    order: Order = "out-of-order",
+    *,
+    overhead_ms: float = 0.0,
+    shared: Times | None = None,
 ) -> Timeline:
     """Runs a prompt's subgraphs on an integer and a float processor.
 
@@ -48,30 +52,41 @@ def simulate(
       times: of each.
       order: see `schedule.Dispatcher`.
       overhead_ms: that each subgraph takes on its processor besides.
+      shared: of each while the other processor is busy, which takes longer where both share a memory; None
+        where they share nothing.
 
     Raises:
       ConfigError: the subgraphs wait for each other for ever.
     """
+
+    def time_of(place: int, both: bool) -> float:
+        known = times if shared is None or not both else shared
+        return known(subgraphs[place]) + overhead_ms
+
     dispatcher = Dispatcher(subgraphs, times, order)
     starts, ends = [0.0] * len(subgraphs), [0.0] * len(subgraphs)
     busy: dict[Processor, float] = dict.fromkeys(PROCESSORS, 0.0)
-    free, running, now = set(PROCESSORS), [], 0.0
+    # What each processor runs, until when, and whether that is with the other one busy.
+    running: dict[Processor, tuple[float, int, bool]] = {}
+    now = 0.0
     while not dispatcher.done:
+        begun = {}
         for processor in PROCESSORS:
-            if processor not in free:
-                continue
-            place = dispatcher.take(processor)
-            if place is None:
-                continue
-            spent = times(subgraphs[place]) + overhead_ms
-            starts[place], ends[place] = now, now + spent
-            busy[processor] += spent
-            free.remove(processor)
-            heapq.heappush(running, (now + spent, place))
+            if processor not in running and (place := dispatcher.take(processor)) is not None:
+                starts[place], begun[processor] = now, place
+        both = len(running) + len(begun) == len(PROCESSORS)
+        for processor, (end, place, before) in running.items():
+            if before != both:
+                # The rest of it goes on faster, or slower.
+                end = now + (end - now) * time_of(place, both) / max(time_of(place, before), 1e-30)
+                running[processor] = end, place, both
+        running |= {each: (now + time_of(place, both), place, both) for each, place in begun.items()}
         if not running:
             raise ConfigError("no subgraph can run, and some are left: they wait for each other")
-        now, place = heapq.heappop(running)
-        free.add(subgraphs[place].processor)
+        processor = min(running, key=lambda each: running[each][:2])
+        now, place, _ = running.pop(processor)
+        ends[place] = now
+        busy[processor] += now - starts[place]
         dispatcher.finish(place)
     return Timeline(tuple(starts), tuple(ends), busy)
 

@@ -18,17 +18,16 @@ A layer whose outliers count is cut at every product, so that the float processo
     narrow         widen_shadow       ->  (adds both) activation, last product of the block
                    narrow_shadow          adds the excess of what the last product took
 
-One processor that runs everything runs a layer as one graph, `pass_layer`, which is all of these.
+One processor that runs everything runs a layer as one graph (`whole_layer.py`), which is all of these.
 
 Where subgraphs run, and in which order, is for `schedule.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
@@ -39,7 +38,7 @@ from jaxllm.models.block import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
-from jaxllm.prefill.shadow import FloatRows, shadow_products
+from jaxllm.prefill.shadow import FloatRows, added_by_shadow
 from jaxllm.used_units import used_in_layer
 
 Stage = Literal[
@@ -109,58 +108,18 @@ def stages_of(shadowed: bool) -> tuple[Stage, ...]:
     return SHADOWED_STAGES if shadowed else PLAIN_STAGES
 
 
-def pass_layer(
-    params: Params,
-    calibration: LayerCalibration,
-    x: jax.Array,
-    at: Places,
-    past: tuple[jax.Array, jax.Array],
-    mass: jax.Array | None,
-    *,
-    cfg: ModelConfig,
-    layer: int,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
-    """A layer over a chunk: all of its subgraphs.
-
-    Args:
-      params: the layer's.
-      calibration: of the layer.
-      x: `[1, T, D]`, its input.
-      at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
-
-    Returns:
-      The next layer's input, keys and values, mass; and where the layer has a shadow how many channels of
-      each of `PRODUCTS` have outliers, `[4]` int32, else None.
-    """
-
-    def run(step: Callable[..., Any], *operands: Any) -> Any:
-        return step(params, calibration, *operands, cfg=cfg, layer=layer)
-
-    heads = run(project, x)
-    if not calibration.shadowed:
-        out, _, past, mass, _ = run(attend, heads, None, at, past, mass)
-        return run(finish, x, out), past, mass, None
-    shadows, projected = run(project_shadow, x)
-    out, added, past, mass, mixed = run(attend, heads, shadows, at, past, mass)
-    x, products = run(widen, x, out, added)
-    shadows, widened = run(widen_shadow, x)
-    out, hidden = run(narrow, x, products, shadows)
-    x, narrowed = run(narrow_shadow, x, out, hidden)
-    return x, past, mass, jnp.stack([projected, mixed, widened, narrowed])
-
-
 def project(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> list[jax.Array]:
     """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
-    return _products(_weights(params, layer), calibration, PROJECT, x, cfg, layer)
+    return _products(layer_weights(params, layer), calibration, PROJECT, x, cfg, layer)
 
 
 def project_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """What outliers add to the results of `project`, and how many channels have one."""
-    return _normed_shadow(_weights(params, layer), calibration, PROJECT, x, cfg)
+    return _normed_shadow(layer_weights(params, layer), calibration, PROJECT, x, cfg)
 
 
 def attend(
@@ -188,7 +147,7 @@ def attend(
       What was attended to, `[1, T, K, G·H]`; where the layer has a shadow what its outliers add to the output
       product, `[1, T, D]`, else None; keys and values, mass; and how many channels have outliers, or None.
     """
-    weights = _weights(params, layer)
+    weights = layer_weights(params, layer)
     q, k, v = heads if shadows is None else _sums(heads, shadows)
     q, k, v = normed_heads(weights, q, k, v, cfg)
     groups, _ = used_in_layer(weights.counts, layer)
@@ -214,14 +173,14 @@ def finish(
     layer: int,
 ) -> jax.Array:
     """The next layer's input `[1, T, D]`, of the layer's own and what was attended to."""
-    weights = _weights(params, layer)
+    weights = layer_weights(params, layer)
     x = _added_output(weights, calibration, x, out, None, cfg, layer)
     _, neurons = used_in_layer(weights.counts, layer)
     steps = calibration.steps[WIDEN], calibration.steps[NARROW]
     mixed = feed_forward(
         x,
         weights.norm("ffn_norm", cfg),
-        _block(weights, cfg),
+        block_weights(weights, cfg),
         cfg.activation,
         add_input=not cfg.post_norms,
         used=neurons,
@@ -241,7 +200,7 @@ def widen(
     layer: int,
 ) -> tuple[jax.Array, list[jax.Array]]:
     """The block's input `[1, T, D]`, and its first products `[1, T, F]` each; `added` is of `attend`."""
-    weights = _weights(params, layer)
+    weights = layer_weights(params, layer)
     x = _added_output(weights, calibration, x, out, added, cfg, layer)
     return x, _products(weights, calibration, WIDEN, x, cfg, layer)
 
@@ -250,7 +209,7 @@ def widen_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """What outliers add to the products of `widen`, of the block's input; how many channels have one."""
-    return _normed_shadow(_weights(params, layer), calibration, WIDEN, x, cfg)
+    return _normed_shadow(layer_weights(params, layer), calibration, WIDEN, x, cfg)
 
 
 def narrow(
@@ -265,7 +224,7 @@ def narrow(
 ) -> tuple[jax.Array, jax.Array]:
     """The block's output `[1, T, D]` (with its input x, unless a norm follows), and what its last product
     took, `[1, T, F]`."""
-    weights = _weights(params, layer)
+    weights = layer_weights(params, layer)
     hidden = _hidden(_sums(products, shadows), cfg)
     _, neurons = used_in_layer(weights.counts, layer)
     out = from_units(
@@ -290,7 +249,7 @@ def narrow_shadow(
     layer: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The next layer's input `[1, T, D]`, with what outliers of `hidden` add; how many channels have one."""
-    weights = _weights(params, layer)
+    weights = layer_weights(params, layer)
     _, neurons = used_in_layer(weights.counts, layer)
     used = hidden if neurons is None else neurons.only(hidden, 2)
     (added,), count = _shadow(weights, calibration, NARROW, used, cfg)
@@ -298,11 +257,13 @@ def narrow_shadow(
     return add_normed(x, out, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else out, count
 
 
-def _weights(params: Params, layer: int) -> LayerParams:
+def layer_weights(params: Params, layer: int) -> LayerParams:
+    """A layer's parameters by their names within it."""
     return LayerParams(params, f"layers.{layer}.")
 
 
-def _block(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
+def block_weights(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
+    """The weights and biases of a layer's feed-forward block."""
     first, biases = matrices_of(weights, WIDEN, cfg)
     return FeedForward(
         up=first[-1],
@@ -379,11 +340,4 @@ def _shadow(
     assert calibration.rows is not None
     matrices, _ = matrices_of(weights, product, cfg)
     last = contracts_last_axis(product)
-    found, count = shadow_products(
-        x.reshape(-1, x.shape[-1]), calibration.steps[product], matrices, calibration.rows[product], last=last
-    )
-    units = [each.shape[:-1] if last else each.shape[-1:] for each in matrices]
-    shaped = [
-        out.astype(x.dtype).reshape(*x.shape[:2], *unit) for out, unit in zip(found, units, strict=True)
-    ]
-    return shaped, count
+    return added_by_shadow(x, calibration.steps[product], matrices, calibration.rows[product], last=last)

@@ -88,7 +88,9 @@ def pack_int2(values: np.ndarray) -> np.ndarray:
     return parts[0] | parts[1] | parts[2] | parts[3]
 
 
-def quantize(weight: np.ndarray, *, bits: Bits, axis: int, group: int | None = None) -> QArray:
+def quantize(
+    weight: np.ndarray, *, bits: Bits, axis: int, group: int | None = None, per_tensor: bool = False
+) -> QArray:
     """Quantizes a float weight, on the host.
 
     Args:
@@ -98,6 +100,8 @@ def quantize(weight: np.ndarray, *, bits: Bits, axis: int, group: int | None = N
       axis: the axis a product contracts, -1 or -2.
       group: inputs that share a float16 scale, 32 or 64; 0 for one float32 scale per output channel
         (8 bits only). None is 0 for 8 bits and 32 for fewer.
+      per_tensor: one scale for all output channels instead, of 8 bits without groups; it is stored for each
+        of them.
 
     Returns:
       A QArray of numpy arrays. Error per element is at most half a scale (a whole one at 2 bits, where
@@ -119,6 +123,10 @@ def quantize(weight: np.ndarray, *, bits: Bits, axis: int, group: int | None = N
         raise ConfigError(
             f"{bits}-bit weights cannot share scales in groups of {group}; take one of {GROUPS}"
         )
+    if per_tensor and (bits != 8 or group):
+        raise ConfigError(
+            f"one scale per tensor takes 8 bits without groups, got {bits} in groups of {group}"
+        )
     # Contracted axis last while scales are worked out.
     moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
     if not np.isfinite(moved).all():
@@ -128,6 +136,7 @@ def quantize(weight: np.ndarray, *, bits: Bits, axis: int, group: int | None = N
         raise ConfigError(f"weights above {most:g} have no int{bits} scale in float16; use one per channel")
     if group == 0:
         scale = np.abs(moved).max(-1, keepdims=True) / 127.0
+        scale = np.full_like(scale, scale.max()) if per_tensor else scale
         data = _back(_int8_levels(moved, scale), axis)
     else:
         grouped = _in_groups(moved, group)

@@ -51,7 +51,10 @@ def generate_command(
         asked_ms = process_age_ms()
         facts = summary(generation.result())
         first_ms = None if asked_ms is None else round(asked_ms + generation.timings.ttft_ms)
-        more = {**graphs(engine), **memory(engine)} if isinstance(engine, Engine) else {}
+        more: dict[str, Any] = {}
+        if isinstance(engine, Engine):
+            read = generation.prompt_tokens - generation.reused_tokens
+            more = {"prefill": engine.prefill_mode(read), **graphs(engine), **memory(engine)}
         more |= drafts(engine.speculative)
         print_json({**facts, "first_token_ms": first_ms, **more})
         return

@@ -9,10 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxllm.errors import ConfigError
-from serving.console import context_option, print_json, progress_bars, read_text
+from serving.console import (
+    context_option,
+    prefill_option,
+    print_json,
+    processors_option,
+    progress_bars,
+    read_text,
+)
 from serving.engine import Engine
 from serving.models import levels_of
 from serving.options import EngineOptions
+from serving.prefill.options import Mode, PrefillOptions
+from serving.prefill.processors import prepare_processors
 from serving.profile import (
     REPEATS,
     DeviceProfile,
@@ -28,6 +37,8 @@ from serving.profile import (
 @click.command("profile")
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @context_option
+@prefill_option
+@processors_option
 @click.option("--repeats", type=click.IntRange(min=1), default=REPEATS, show_default=True)
 @click.option(
     "--energy",
@@ -40,6 +51,8 @@ from serving.profile import (
 def profile_command(
     bundle: Path | None,
     context_tokens: int,
+    prefill: Mode | None,
+    processors: int,
     repeats: int,
     energy: Path | None,
     as_json: bool,
@@ -50,10 +63,13 @@ def profile_command(
     if costs is not None:
         # The whole model has a number, too.
         check_energy(costs, len(levels) + 1)
+    if processors > 1:
+        prepare_processors()
+    how = PrefillOptions(mode=prefill or "", processors=processors)
     with progress_bars() as progress:
         engine = Engine.open(
             bundle,
-            options=EngineOptions(context_tokens=context_tokens, levels=levels),
+            options=EngineOptions(context_tokens=context_tokens, levels=levels, prefill=how),
             progress=progress,
         )
         profile = measure(engine, repeats=repeats, progress=progress)
@@ -83,4 +99,14 @@ def _show(profile: DeviceProfile) -> None:
     for level, ttft, tpot in zip(profile.levels, profile.ttft_ms, profile.tpot_ms, strict=True):
         cells = (f"{first:.2f} ({each:.2f})" for first, each in zip(ttft, tpot, strict=True))
         table.add_row(f"{level} %", *cells)
+    Console().print(table)
+    if profile.prefill is None:
+        return
+    table = Table(title="reading prompts in integers, ms (in floats, ms)")
+    table.add_column("level")
+    for tokens in profile.tokens:
+        table.add_column(f"{tokens} tokens", justify="right")
+    times = profile.prefill
+    for level, integers, floats in zip(profile.levels, times.integer_ms, times.float_ms, strict=True):
+        table.add_row(f"{level} %", *(f"{a:.2f} ({b:.2f})" for a, b in zip(integers, floats, strict=True)))
     Console().print(table)

@@ -28,10 +28,13 @@ def chosen_calibration(
     asked = options.prefill
     if asked.mode == "float":
         return None
-    # Where one processor does all the work, native kernels that look at the activations are as fast.
-    if not asked.mode and (
-        asked.processors == 1 or not prefill_facts(bundle) or streamed or bundle.cfg.experts
-    ):
+    # What was not asked for by name is not refused either.
+    required = asked.mode == "int8"
+    possible = prefill_facts(bundle) and not streamed and not bundle.cfg.experts
+    if not required and (not possible or bundle.layout.weights != "int8"):
+        return None
+    # Where one processor does all the work, native kernels that look at the activations may be as fast.
+    if not asked.mode and asked.processors == 1:
         return None
     require_integer_prefill(bundle.cfg)
     if streamed:
@@ -52,7 +55,7 @@ def chosen_calibration(
     losses = {level: calibration.loss(level) for level in levels}
     worst = max(losses, key=lambda level: losses[level])
     if losses[worst] > asked.most_loss:
-        if not asked.mode:
+        if not required:
             return None
         raise ConfigError(
             f"integer prefill was measured to lose {losses[worst]:.2%} of level {worst}'s perplexity, more "

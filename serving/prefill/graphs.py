@@ -13,10 +13,11 @@ from jaxllm.config import Bucket, Kind, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
 from jaxllm.kv.cache import Places, new_cache
 from jaxllm.models.parameters import Params
-from jaxllm.prefill import subgraphs
+from jaxllm.prefill import subgraphs, whole_layer
 from jaxllm.prefill.products import PRODUCTS, product_sizes
 from jaxllm.prefill.shadow import FloatRows
 from jaxllm.prefill.subgraphs import STAGE_PARAMETERS, LayerCalibration, Stage
+from jaxllm.quant import BlockedArray, from_blocks
 from serving.lowering import layer_params, shapes_of
 from serving.options import EngineOptions
 
@@ -74,12 +75,28 @@ def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> i
     return sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
 
 
+def without_blocks(weights: Any) -> Any:
+    """Weights as processors without native kernels multiply them: in rows, not in blocks; on the host."""
+
+    def in_rows(weight: Any) -> Any:
+        return from_blocks(weight) if isinstance(weight, BlockedArray) else weight
+
+    return jax.tree.map(in_rows, weights, is_leaf=lambda each: isinstance(each, BlockedArray))
+
+
 def lower_subgraph(
-    bucket: Bucket, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions
+    bucket: Bucket,
+    cfg: ModelConfig,
+    params: Params | CountedSubModel,
+    options: EngineOptions,
+    *,
+    blocks: bool = True,
 ) -> jax.stages.Lowered:
-    """Traces the graph of one of `SUBGRAPH_KINDS` (see `serving.lowering.lower`)."""
+    """Traces the graph of one of `SUBGRAPH_KINDS` (see `serving.lowering.lower`), of weights that stay in
+    blocks if they are, or `without_blocks`."""
     layer, kind = bucket.layer, bucket.kind
-    weights = shapes_of(stage_params(params, layer, layer, kind))
+    weights = stage_params(params, layer, layer, kind)
+    weights = shapes_of(weights if blocks else without_blocks(weights))
     # Where a graph serves all levels, units are those of the whole model.
     own = cfg.whole if isinstance(params, CountedSubModel) else cfg
     known = shapes_of(_calibration_shapes(bucket, own))
@@ -92,7 +109,7 @@ def lower_subgraph(
 
     of = _Shapes(bucket, own, options)
     if kind in ("int_layer", "int_layer_shadow"):
-        pass_layer = jax.jit(bound(subgraphs.pass_layer), donate_argnums=(4, 5))
+        pass_layer = jax.jit(bound(whole_layer.pass_layer), donate_argnums=(4, 5))
         return pass_layer.lower(weights, known, of.x, of.at, of.past, of.mass)
     if kind in ("int_attend", "int_attend_shadow"):
         shadows = of.heads if kind == "int_attend_shadow" else None

@@ -6,8 +6,10 @@ from typing import Literal
 from jaxllm.errors import ConfigError
 from jaxllm.prefill.schedule import ORDERS, Order
 
-Mode = Literal["", "float", "int8"]
-MODES: tuple[Mode, ...] = ("float", "int8")
+Mode = Literal["", "float", "int8", "auto"]
+MODES: tuple[Mode, ...] = ("float", "int8", "auto")
+IntegerDevice = Literal["cpu", "gpu"]
+INTEGER_DEVICES: tuple[IntegerDevice, ...] = ("cpu", "gpu")
 _MOST_PROCESSORS = 2
 
 
@@ -17,10 +19,13 @@ class PrefillOptions:
 
     Attributes:
       mode: "int8" in static steps with shadow outliers, which takes a calibrated bundle; "float" with
-        activations as they are (which native kernels quantize by what they see); "" for int8 on two
-        processors if the bundle was calibrated and lost little enough, else float.
+        activations as they are (which native kernels quantize by what they see); "auto" as fits each prompt:
+        int8 where the bundle was calibrated, lost little enough, and the device's profile says that it is
+        faster for so many tokens, else float; "" for int8 on two processors if the bundle was calibrated and
+        lost little enough, else float.
       most_loss: the growth of perplexity, as a share, that int8 may cost by the bundle's own account.
       processors: 1, or 2 for an integer and a float processor (see `serving.prefill.processors`).
+      integer_device: what the integer one of two processors is: a core of the CPU, or a GPU.
       order: of subgraphs on two processors.
       integer_bytes: most memory for weights on the integer processor; the subgraphs with most to compute go
         there. 0 for no limit.
@@ -29,6 +34,7 @@ class PrefillOptions:
     mode: Mode = ""
     most_loss: float = 0.01
     processors: int = 1
+    integer_device: IntegerDevice = "cpu"
     order: Order = "out-of-order"
     integer_bytes: int = 0
 
@@ -37,6 +43,13 @@ class PrefillOptions:
             raise ConfigError(f"prefill is one of {', '.join(MODES)}, got {self.mode!r:.80}")
         if not 1 <= self.processors <= _MOST_PROCESSORS:
             raise ConfigError(f"prefill runs on 1 or {_MOST_PROCESSORS} processors, got {self.processors}")
+        if self.integer_device not in INTEGER_DEVICES:
+            raise ConfigError(
+                f"the integer processor is one of {', '.join(INTEGER_DEVICES)}, got "
+                f"{self.integer_device!r:.80}"
+            )
+        if self.integer_device != "cpu" and self.processors == 1:
+            raise ConfigError("a GPU as integer processor takes 2 processors: the CPU is the other one")
         if not self.most_loss >= 0:
             raise ConfigError(
                 f"the most loss of int8 prefill must be a share from 0 on, got {self.most_loss}"

@@ -51,6 +51,18 @@ class Passing:
         """Runs one subgraph, all that it needs having run."""
         getattr(self, f"_{each.stage}")(each, self._values[each.chunk])
 
+    def repeated(self, each: Subgraph) -> Callable[[], None]:
+        """What runs a subgraph, all that it needs having run, as often as it is called."""
+        at = self._values[each.chunk]
+        before = dict(at)
+
+        def once() -> None:
+            at.clear()
+            at.update(before)
+            self.run(each)
+
+        return once
+
     def cache(self) -> KVCache:
         """The cache as it is now; its length is the caller's business."""
         keys, values = zip(*self._pasts, strict=True)

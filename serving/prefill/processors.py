@@ -1,8 +1,10 @@
 """Two processors that run the subgraphs of prompts: an integer one and a float one.
 
-Each is a thread that runs one subgraph at a time on a JAX device of its own. Where there is an accelerator
-that is the integer processor, and the CPU the float one. Else both are CPU devices, each bound to cores of
-its own, as a neural processor and a CPU would be: what they gain is parallel work, not faster work.
+Each is a thread that runs one subgraph at a time on a JAX device of its own. The float one is the CPU, which
+does everything but the integer subgraphs, decoding too. The integer one is a GPU if that is asked for; else
+both are CPU devices, each bound to cores of its own, as a neural processor and a CPU would be: what they gain
+is parallel work, not faster work. (Not tried on a GPU yet: tests place integer subgraphs on a second CPU
+device in its stead, with the weights that a GPU gets.)
 
 JAX decides about devices and threads once: `prepare_processors` comes before anything of JAX runs.
 """
@@ -22,25 +24,49 @@ import jax
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.prefill.schedule import PROCESSORS, Dispatcher, Processor
+from serving.prefill.options import IntegerDevice
 
 _END = None
 
 
-def prepare_processors() -> None:
-    """Makes two CPU devices, whose work runs in the thread that asks for it; before JAX is used.
+def prepare_processors(integer: IntegerDevice = "cpu") -> None:
+    """Makes two CPU devices, whose work runs in the thread that asks for it, and the CPU what JAX uses first;
+    before JAX is used.
+
+    Args:
+      integer: what the integer processor will be.
 
     Raises:
-      ConfigError: JAX is in use already, without them.
+      ConfigError: JAX is in use already, without them; or it has no GPU.
     """
     try:
         jax.config.update("jax_num_cpu_devices", 2)
         jax.config.update("jax_cpu_enable_async_dispatch", False)
+        # The first platform is where everything runs that names none.
+        jax.config.update("jax_platforms", "cpu" if integer == "cpu" else "cpu,cuda")
     except RuntimeError as error:
         if len(jax.devices("cpu")) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
             raise ConfigError(
                 "two processors must be prepared before JAX is used: call "
                 "serving.prefill.processors.prepare_processors() first, in a process of its own"
             ) from error
+    if integer == "gpu":
+        require_gpu()
+
+
+def require_gpu() -> jax.Device:
+    """The GPU that JAX has.
+
+    Raises:
+      ConfigError: it has none.
+    """
+    try:
+        return jax.devices("gpu")[0]
+    except RuntimeError as error:
+        raise ConfigError(
+            "the integer processor was to be a GPU, and JAX has none here; install JAX for your GPU "
+            "(`pip install 'jax[cuda13]'`), or let it be a core of the CPU (--integer-device cpu)"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +101,24 @@ class TwoProcessors:
 
     Attributes:
       trace: of the last prompt; None before the first.
+      both_are_cpus: whether each has some of the CPU's cores, and there is no accelerator.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, integer: IntegerDevice = "cpu") -> None:
         """Starts both; `close` ends them.
 
+        Args:
+          integer: what the integer processor is.
+
         Raises:
-          ConfigError: there are no two devices (see `prepare_processors`), or no two cores.
+          ConfigError: there are no two devices (see `prepare_processors`), no two cores, or no GPU.
         """
-        devices, cpus = jax.devices(), jax.devices("cpu")
+        cpus = jax.devices("cpu")
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
         self.trace: Trace | None = None
         groups: dict[Processor, Sequence[int]] = {"integer": (), "float": ()}
-        if devices[0].platform == "cpu":
+        self.both_are_cpus = integer == "cpu"
+        if self.both_are_cpus:
             if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
                 raise ConfigError(
                     "two processors take two devices: call serving.prefill.processors.prepare_processors() "
@@ -98,18 +129,18 @@ class TwoProcessors:
             self._devices: dict[Processor, jax.Device] = {"integer": cpus[1], "float": cpus[0]}
             groups = {"integer": cores[1:2], "float": cores[:1]}
         else:
-            self._devices = {"integer": devices[0], "float": cpus[0]}
+            self._devices = {"integer": require_gpu(), "float": cpus[0]}
+            if jax.devices()[0].platform != "cpu":
+                raise ConfigError(
+                    "beside a GPU the CPU runs all else: call serving.prefill.processors."
+                    "prepare_processors('gpu') before JAX is used"
+                )
         self._answers: queue.Queue[Any] = queue.Queue()
         self._workers = {name: _Worker(name, groups[name], self._answers) for name in PROCESSORS}
 
     def device(self, processor: Processor) -> jax.Device:
         """The device that a processor's graphs and weights are on."""
         return self._devices[processor]
-
-    @property
-    def both_are_cpus(self) -> bool:
-        """Whether each has some of the CPU's cores, and there is no accelerator."""
-        return self._devices["integer"].platform == "cpu"
 
     def close(self) -> None:
         """Ends both."""
@@ -130,14 +161,38 @@ class TwoProcessors:
         finally:
             native.set_threads(before)
 
-    def timed(self, processor: Processor, work: Callable[[], Any]) -> tuple[float, float]:
-        """Runs something on a processor that has nothing to do: milliseconds that it took, and that handing
-        it over and hearing of its end took besides."""
+    def timed(
+        self, processor: Processor, work: Callable[[], Any], beside: Callable[[], Any] | None = None
+    ) -> tuple[float, float]:
+        """Runs something on a processor that has nothing to do, while the other one does nothing, or `beside`
+        again and again: milliseconds that it took, and that handing it over and hearing of its end took
+        besides."""
+        begun, enough = threading.Event(), threading.Event()
+
+        def keep_busy() -> None:
+            assert beside is not None
+            try:
+                while not enough.is_set():
+                    beside()
+                    begun.set()
+            finally:
+                begun.set()
+
         with self._own_threads():
+            if beside is not None:
+                (other,) = (each for each in PROCESSORS if each != processor)
+                self._workers[other].submit(1, keep_busy)
+                begun.wait()
             began = time.perf_counter()
             self._workers[processor].submit(0, work)
-            spent_ms = self._answer()[2]
-            return spent_ms, 1000 * (time.perf_counter() - began) - spent_ms
+            try:
+                spent_ms = self._answer(1 + (beside is not None))[2]
+                handover_ms = 1000 * (time.perf_counter() - began) - spent_ms
+            finally:
+                enough.set()
+            if beside is not None:
+                self._answer()
+            return spent_ms, handover_ms
 
     def run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
         """Runs the subgraphs of a prompt, in the order that the dispatcher decides.

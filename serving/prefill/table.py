@@ -6,10 +6,11 @@ subgraphs on two processors; all else is a `BucketTable`'s. The cache is the one
 
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +22,9 @@ from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.prefill.products import product_sizes
 from jaxllm.prefill.schedule import (
+    PROCESSORS,
     Dispatcher,
+    Processor,
     Subgraph,
     Times,
     natural_place,
@@ -44,12 +47,15 @@ from serving.prefill.graphs import (
     lower_subgraph,
     stage_bytes,
     stage_params,
+    without_blocks,
 )
 from serving.prefill.passing import Passing
 from serving.prefill.processors import TwoProcessors
 
 _TIMED_RUNS = 5
 _Case = tuple[int, Stage, int, int]
+# Of a level and a number of tokens, whether integers read them faster.
+Chooser = Callable[[int, int], bool]
 
 
 @dataclasses.dataclass
@@ -73,6 +79,7 @@ class IntegerTable(BucketTable):
     Attributes:
       calibration: that prompts are read by.
       outliers: what shadows had to do so far, at all levels.
+      both: whether prompts are read in integers or in floats, as is faster (see `choose_by`).
       processors: that run subgraphs; None for this process's device alone.
       handover_ms: that a subgraph takes besides its work, on two processors; measured when the table is
         rehearsed.
@@ -103,6 +110,9 @@ class IntegerTable(BucketTable):
         super().__init__(cfg, params, options, store)
         self.calibration, self.processors = calibration, processors
         self.outliers = OutlierCounts()
+        # Both ways are there; one for all levels says which is taken, and floats until it is known.
+        self.both = options.prefill.mode == "auto"
+        self._chooser: list[Chooser] = [lambda level, tokens: False]
         self._placed = natural_place
         if processors is not None and options.prefill.integer_bytes:
             tokens = options.chunk_tokens[-1]
@@ -113,7 +123,9 @@ class IntegerTable(BucketTable):
                 options.prefill.integer_bytes,
             )
         # Milliseconds in an empty cache and in a full one, measured when the table is rehearsed.
+        # The second ones are those while the other processor is busy.
         self._times: dict[_Case, tuple[float, float]] = {}
+        self._shared_times: dict[_Case, tuple[float, float]] = {}
         self.handover_ms = 0.0
         self._ready_for: tuple[int, int] | None = None
 
@@ -121,7 +133,7 @@ class IntegerTable(BucketTable):
 
     def all_buckets(self) -> list[Bucket]:
         """Every bucket that answering any request at this level can need."""
-        buckets = [each for each in super().all_buckets() if each.kind != "prefill"]
+        buckets = [each for each in super().all_buckets() if self.both or each.kind != "prefill"]
         for cache in self.options.cache_tokens:
             for chunk in self.options.chunk_tokens:
                 buckets += self.chunk_buckets(chunk, cache)
@@ -130,6 +142,8 @@ class IntegerTable(BucketTable):
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """The fewest buckets that answer one request (see `BucketPlan.request_buckets`)."""
         found: list[Bucket] = []
+        if self.mode_for(prompt_tokens) == "float":
+            return super().request_buckets(prompt_tokens, max_tokens)
         for bucket in super().request_buckets(prompt_tokens, max_tokens):
             is_chunk = bucket.kind == "prefill"
             found += self.chunk_buckets(bucket.tokens, bucket.cache_tokens) if is_chunk else [bucket]
@@ -170,7 +184,9 @@ class IntegerTable(BucketTable):
         if bucket.kind not in SUBGRAPH_KINDS:
             return super()._lowered(bucket)
         with jax.default_device(self._device_of(bucket)):
-            return lower_subgraph(bucket, self.cfg, self._params, self.options)
+            return lower_subgraph(
+                bucket, self.cfg, self._params, self.options, blocks=self._in_blocks(bucket)
+            )
 
     def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
         lowered = self._lowered(bucket)
@@ -192,6 +208,10 @@ class IntegerTable(BucketTable):
             return jax.devices()[0]
         return self.processors.device("integer")
 
+    def _in_blocks(self, bucket: Bucket) -> bool:
+        """Whether a bucket's device takes weights as native kernels do."""
+        return self.processors is None or self.processors.both_are_cpus or not bucket.bits
+
     # -- running them ----------------------------------------------------------------------------
 
     def rehearse(self) -> None:
@@ -200,12 +220,28 @@ class IntegerTable(BucketTable):
         for capacity in self.options.cache_tokens:
             for tokens in self.options.chunk_tokens:
                 fed = min(tokens, capacity)
-                jax.block_until_ready(self.prefill(self.start(capacity), [0] * fed, 0)[0])
+                jax.block_until_ready(self.read_in("int8", self.start(capacity), [0] * fed, 0)[0])
                 if self.processors is not None:
                     self.measure(fed, capacity)
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""
+        return self.read_in(self.mode_for(len(tokens)), cache, tokens, at)
+
+    def choose_by(self, chooser: Chooser) -> None:
+        """Says which of both ways reads prompts, at all levels."""
+        self._chooser[0] = chooser
+
+    def mode_for(self, tokens: int) -> Literal["int8", "float"]:
+        """How so many tokens are read."""
+        return "int8" if not self.both or self._chooser[0](self.level, tokens) else "float"
+
+    def read_in(
+        self, mode: Literal["int8", "float"], cache: KVCache, tokens: Sequence[int], at: int
+    ) -> tuple[jax.Array, KVCache]:
+        """`prefill`, in integers or in floats."""
+        if mode == "float":
+            return super().prefill(cache, tokens, at)
         passing = self.begin_passing(cache, tokens, at)
         subgraphs = self.subgraphs(passing)
         if self.processors is None:
@@ -221,13 +257,15 @@ class IntegerTable(BucketTable):
         shadowed = self.calibration.shadowed
         return prompt_subgraphs(len(passing.chunks), shadowed, self._placed, self._stages)
 
-    def times(self, passing: Passing) -> Times:
-        """How long the subgraphs of a prompt took when they were timed; 1 for all where they were not."""
+    def times(self, passing: Passing, *, shared: bool = False) -> Times:
+        """How long the subgraphs of a prompt took when they were timed, alone or while the other processor
+        was busy; 1 for all where they were not."""
+        times = self._shared_times if shared else self._times
 
         def time_of(each: Subgraph) -> float:
             at = passing.chunks[each.chunk].positions
             case = each.layer, each.stage, len(at), passing.capacity
-            empty, full = self._times.get(case, (1.0, 1.0))
+            empty, full = times.get(case, (1.0, 1.0))
             # Attention takes longer the more tokens are before it.
             room = max(1, passing.capacity - len(at))
             return empty + (full - empty) * min(1.0, int(at[0]) / room)
@@ -276,26 +314,44 @@ class IntegerTable(BucketTable):
 
     def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
         """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length, on two
-        processors, in so many runs of all layers each."""
+        processors, in so many runs of all layers each: alone, and while the other processor is busy."""
         # All kinds of tokens, so that there are as many outliers as there will be.
         fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
-        taken: dict[tuple[Bucket, bool], list[float]] = {}
+        taken: dict[tuple[Bucket, bool, bool], list[float]] = {}
         handovers: list[float] = []
         cases: dict[_Case, Bucket] = {}
-        for run in range(2 * runs):
-            full = bool(run % 2)
-            passing = self.begin_passing(self.start(capacity), fed, (capacity - tokens) * full)
+        # At both ends of the cache, and both ways.
+        for _, full, busy in itertools.product(range(runs), (False, True), (False, True)):
+            at = (capacity - tokens) * full
+            passing = self.begin_passing(self.start(capacity), fed, at)
+            besides = self._work_of_each(self.begin_passing(self.start(capacity), fed, at)) if busy else {}
             for each in self.subgraphs(passing):
                 case = each.layer, each.stage, passing.x[each.chunk].shape[1], capacity
                 cases[case] = bucket = self.subgraph_bucket(*case)
                 assert self.processors is not None
                 work = functools.partial(passing.run, each)
-                spent_ms, handover_ms = self.processors.timed(each.processor, work)
-                handovers.append(handover_ms)
-                taken.setdefault((bucket, full), []).append(spent_ms)
+                beside = besides.get("float" if each.processor == "integer" else "integer")
+                spent_ms, handover_ms = self.processors.timed(each.processor, work, beside)
+                taken.setdefault((bucket, full, busy), []).append(spent_ms)
+                if not busy:
+                    handovers.append(handover_ms)
         medians = {key: statistics.median(times) for key, times in taken.items()}
         self.handover_ms = statistics.median(handovers)
-        self._times |= {case: (medians[each, False], medians[each, True]) for case, each in cases.items()}
+        for busy, times in ((False, self._times), (True, self._shared_times)):
+            for case, bucket in cases.items():
+                times[case] = medians[bucket, False, busy], medians[bucket, True, busy]
+
+    def _work_of_each(self, passing: Passing) -> dict[Processor, Callable[[], None]]:
+        """What keeps each processor busy: its first subgraph of most work, again and again."""
+        found: dict[Processor, Callable[[], None]] = {}
+        for each in self.subgraphs(passing):
+            if each.processor not in found and (each.processor == "integer" or each.stage == "attend"):
+                found[each.processor] = passing.repeated(each)
+            if len(found) == len(PROCESSORS):
+                break
+            assert self.processors is not None
+            self.processors.timed(each.processor, functools.partial(passing.run, each))
+        return found
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -324,6 +380,7 @@ class IntegerTable(BucketTable):
             key = layer, bucket.kind, bucket.bits
             if key not in self._placed_weights:
                 weights = stage_params(self._params, layer, bucket.layer, bucket.kind)
+                weights = weights if self._in_blocks(bucket) else without_blocks(weights)
                 self._placed_weights[key] = _put(weights, device), _put(known, device)
             self._kept[case] = bucket, self._placed_weights[key]
         return self._kept[case]

@@ -11,8 +11,9 @@ from click.testing import CliRunner
 from benchmarks.cli import bench_command
 from benchmarks.prefill.run import Plan, simulated_rows
 from benchmarks.prefill.speed import OURS
-from benchmarks.prefill.ways import WAYS, rule_of, turned_steps
+from benchmarks.prefill.ways import PER_TENSOR, WAYS, rule_of, turned_steps
 from jaxllm.prefill.calibration import channel_tops, largest_of
+from jaxllm.prefill.fitting import per_tensor_weights
 from jaxllm.prefill.reference import observed, scores_by_rule
 from tests.prefill.calibrated import calibrated, outlying, stored, texts
 from tests.tiny import TINY
@@ -28,7 +29,11 @@ def errors() -> dict[str, float]:
     tops = largest_of([jax.device_get(look(floats, row)) for row in texts()])
     known, found = None, {}
     for name in WAYS:
-        taken, make = rule_of(name, TINY, floats, stored(), tops, calibrated(shadows=2))
+        weights = stored()
+        if name == PER_TENSOR:
+            shared = per_tensor_weights(TINY, outlying())
+            weights = {**weights, **jax.tree.map(jnp.asarray, shared)}
+        taken, make = rule_of(name, TINY, floats, weights, tops, calibrated(shadows=2))
         if name == "Hadamard":
 
             def behind(layer, product, x, tables=taken):
@@ -54,6 +59,7 @@ def test_ways_differ_as_they_should(errors):
     assert len(set(others)) == len(others)
     assert min(others) > 0
     assert errors["naive-int8"] > 3 * errors[OURS]
+    assert errors[PER_TENSOR] > errors[OURS]
     assert errors["SmoothQuant"] > errors["SmoothQuant-all"]
     assert errors["LLM.int8()"] < errors["naive-int8"]
     assert errors["Hadamard"] < errors["naive-int8"]

@@ -76,6 +76,7 @@ void must(Failure failure) {
 #include "native_check_chunks.inl"
 #include "native_check_documents.inl"
 #include "native_check_products.inl"
+#include "native_check_shadow.inl"
 
 void check_activations(Random& random) {
   const size_t count = random.in(1, 100);
@@ -172,9 +173,9 @@ void check_concurrency(uint64_t seed) {
       const std::vector<float> values = random.floats(rows * 300);
       std::vector<float> first(rows * outputs), y(rows * outputs);
       const Outputs result{
-          {w.data.data(), w.scale.data(), 8, 0, w.panels, 300}, {}, outputs, outputs, y.data()};
+          {w.data.data(), w.scale.data(), 8, 0, w.panels, 300}, {}, outputs, outputs, y.data(), {}};
       for (int round = 0; round < 200; round++) {
-        must(to_units(values.data(), rows, {nullptr, 0}, 0, &result, 1));
+        must(to_units(values.data(), rows, {nullptr, 0}, {}, &result, 1));
         if (round == 0) first = y;
         if (memcmp(first.data(), y.data(), y.size() * 4))
           fail("another caller is in the way", i, round, 0, 0, 0);
@@ -198,6 +199,8 @@ int main(int argc, char** argv) {
     check::check_to_units(random);
     check::check_from_units(random);
     check::check_feed_forward(random);
+    check::check_shadow(random);
+    check::check_shadow_of_inputs(random);
     check::check_activations(random);
     check::check_integers(random);
     check::check_attention(random);

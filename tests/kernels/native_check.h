@@ -230,6 +230,36 @@ struct Change {
   Buffer<float> left, right;
 };
 
+// What a product of `inputs` needs for its shadow: rows in halves of some inputs, whose outputs are some more
+// than are used. Places beyond the rows are none, too.
+struct Shadow {
+  Shadow(Random& random, size_t inputs, size_t outputs)
+      : rows(random.below(20)),
+        stride(outputs + random.below(20)),
+        place(inputs),
+        halves(rows * stride),
+        count(1) {
+    for (size_t i = 0; i < inputs; i++) {
+      place.data()[i] = static_cast<int32_t>(random.below(rows + 3)) - 1;
+    }
+    for (size_t i = 0; i < rows * stride; i++) halves.data()[i] = draw_half(random);
+    *count.data() = 0;
+  }
+  jaxllm::Step step(float size) const { return {size, place.data(), const_cast<int32_t*>(count.data())}; }
+  jaxllm::FloatRows floats() const { return {halves.data(), rows, stride}; }
+  // What an input's excess is multiplied with, instead of the weight's own.
+  double at(size_t input, size_t output, double own) const {
+    const int32_t row = place.data()[input];
+    return row < 0 || static_cast<size_t>(row) >= rows ? own
+                                                       : half_value(halves.data()[row * stride + output]);
+  }
+
+  size_t rows, stride;
+  Buffer<int32_t> place;
+  Buffer<uint16_t> halves;
+  Buffer<int32_t> count;
+};
+
 // Activations as the kernels see them: 8 bits, a scale for each 256 inputs of a segment.
 inline std::vector<double> rounded(const std::vector<float>& x, size_t rows, size_t segments, size_t length) {
   std::vector<double> out(x.size());

@@ -106,7 +106,7 @@ void check_to_units(Random& random) {
     shape += " rank " + std::to_string(changes[i].rank);
     expected.emplace_back(weights[i], changes[i], true, values, rows, nullptr, widen);
     memory.emplace_back(rows * stride);
-    results.push_back({{}, {}, outputs, stride, nullptr});
+    results.push_back({{}, {}, outputs, stride, nullptr, {}});
     starts.push_back(starts[i] + rows * outputs);
   }
   for (size_t i = 0; i < count; i++) {
@@ -120,7 +120,7 @@ void check_to_units(Random& random) {
   everywhere(
       y,
       [&] {
-        must(to_units(x.data(), rows, {nullptr, 0}, 0, results.data(), count));
+        must(to_units(x.data(), rows, {nullptr, 0}, {}, results.data(), count));
         for (size_t i = 0; i < count; i++) {
           const size_t outputs = results[i].outputs, stride = results[i].stride;
           for (size_t row = 0; row < rows; row++) {
@@ -134,7 +134,7 @@ void check_to_units(Random& random) {
         for (size_t i = 0; i < count; i++) expected[i].judge(y.data() + starts[i]);
         if (widen) return;
         const size_t row = rows / 2;
-        must(to_units(x.data() + row * inputs, 1, {nullptr, 0}, 0, results.data(), count));
+        must(to_units(x.data() + row * inputs, 1, {nullptr, 0}, {}, results.data(), count));
         for (size_t i = 0; i < count; i++) {
           const size_t outputs = results[i].outputs;
           judge_alone(results[i].y, y.data() + starts[i] + row * outputs, row, outputs);
@@ -167,15 +167,15 @@ void check_from_units(Random& random) {
   everywhere(
       y,
       [&] {
-        must(from_units(h.data(), rows, stride, 0, reduction, change.adapter(), segments, length, outputs,
-                        add, y.data()));
+        must(from_units(h.data(), rows, stride, {}, reduction, change.adapter(), {}, segments, length,
+                        outputs, add, y.data()));
       },
       [&] {
         expected.judge(y.data());
         if (widen) return;
         const size_t row = rows / 2;
-        must(from_units(h.data() + row * stride, 1, stride, 0, reduction, change.adapter(), segments, length,
-                        outputs, add ? add + row * outputs : nullptr, alone.data()));
+        must(from_units(h.data() + row * stride, 1, stride, {}, reduction, change.adapter(), {}, segments,
+                        length, outputs, add ? add + row * outputs : nullptr, alone.data()));
         judge_alone(alone.data(), y.data() + row * outputs, row, outputs);
       });
 }
@@ -197,29 +197,43 @@ void check_feed_forward(Random& random) {
               {down.data.data(), down.scale.data(), bits, group, 1, down.blocks, down.panels, widen},
               changes[0].adapter(),
               changes[1].adapter(),
-              changes[2].adapter()};
+              changes[2].adapter(),
+              {},
+              {},
+              {}};
   if (!gated) block.gate.data = nullptr;
   const Buffer<float> x(random.floats(rows * width)), scale(random.floats(width));
   const Norm norm{random.below(2) ? scale.data() : nullptr, 1e-5f};
+  const Shadow outer(random, width, units), inner(random, units, width);
+  Steps steps{};
+  if (bits == 8 && !group && random.below(2)) {
+    steps = {outer.step(0.02f), inner.step(0.05f)};
+    block.gate_floats = block.up_floats = outer.floats();
+    block.down_floats = inner.floats();
+    shape += " shadow";
+  }
   Buffer<float> y(rows * width), expected(rows * width), hidden(rows * units), other(rows * units);
   everywhere(
       y,
       [&] {
-        must(feed_forward(x.data(), rows, width, norm, {0, 0}, block, units, activation, add, y.data()));
+        must(feed_forward(x.data(), rows, width, norm, steps, block, units, activation, add, y.data()));
       },
       [&] {
-        Outputs results[2] = {{block.up, block.up_adapter, units, units, hidden.data()}};
+        const int32_t counts[2] = {*outer.count.data(), *inner.count.data()};
+        Outputs results[2] = {{block.up, block.up_adapter, units, units, hidden.data(), block.up_floats}};
         if (gated) {
-          results[1] = {block.up, block.up_adapter, units, units, other.data()};
-          results[0] = {block.gate, block.gate_adapter, units, units, hidden.data()};
+          results[1] = {block.up, block.up_adapter, units, units, other.data(), block.up_floats};
+          results[0] = {block.gate, block.gate_adapter, units, units, hidden.data(), block.gate_floats};
         }
-        must(to_units(x.data(), rows, norm, 0, results, gated ? 2 : 1));
+        must(to_units(x.data(), rows, norm, steps.in, results, gated ? 2 : 1));
         for (size_t row = 0; row < rows; row++) {
           float* to = hidden.data() + row * units;
           backend().activate(to, gated ? other.data() + row * units : nullptr, units, activation);
         }
-        must(from_units(hidden.data(), rows, units, 0, block.down, block.down_adapter, 1, units, width,
-                        add ? x.data() : nullptr, expected.data()));
+        must(from_units(hidden.data(), rows, units, steps.hidden, block.down, block.down_adapter,
+                        block.down_floats, 1, units, width, add ? x.data() : nullptr, expected.data()));
+        if (counts[0] != *outer.count.data() || counts[1] != *inner.count.data())
+          fail("other channels have outliers", 0, 0, counts[0], *outer.count.data(), 0);
         for (size_t i = 0; i < rows * width; i++) {
           if (memcmp(&y.data()[i], &expected.data()[i], 4)) {
             fail("a block is not its parts", i / width, i % width, y.data()[i], expected.data()[i], 0);

@@ -157,3 +157,22 @@ def test_refusals():
     circle = [Subgraph(0, 0, "project", "integer", (1,)), Subgraph(0, 0, "attend", "float", (0,))]
     with pytest.raises(ConfigError, match="wait for each other"):
         simulate(circle, lambda each: 1.0)
+
+
+def test_what_shares_a_memory_takes_longer_together():
+    """By hand: twice as long while both run; what goes on alone then goes on at its own speed."""
+    pair = (
+        Subgraph(0, 0, "project", "integer", ()),
+        Subgraph(0, 0, "attend", "float", ()),
+        Subgraph(0, 0, "finish", "integer", (1,)),
+    )
+
+    def alone(each: Subgraph) -> float:
+        return {"project": 2.0, "attend": 4.0, "finish": 1.0}[each.stage]
+
+    found = simulate(pair, alone, shared=lambda each: 2 * alone(each))
+    # At 4 the float one has done half of its work; the other half takes 2 alone.
+    assert found.ends_ms == (4.0, 6.0, 7.0)
+    assert found.busy_ms == {"integer": 5.0, "float": 6.0}
+    assert simulate(pair, alone, shared=alone) == simulate(pair, alone)
+    assert simulate(pair, alone).ends_ms == (2.0, 4.0, 5.0)

@@ -2,6 +2,8 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -13,6 +15,8 @@ from jaxllm.bundle.prefill import prefill_facts, read_prefill
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.prefill.calibration import ShadowRecipe
+from jaxllm.prefill.products import contracted_axes
+from jaxllm.quant import dequantize
 from serving.cli import cli
 from tests.prefill.calibrated import OUTLIERS, outlying
 from tests.tiny import write_tiny_bundle, write_tiny_folder
@@ -62,11 +66,32 @@ def test_an_elastic_bundle(text, tmp_path):
 
 
 def test_the_command(text, tmp_path):
+    """With one scale per tensor: that of a product's weight is the same for all outputs, no other weight
+    changes, and the bundle says so."""
     path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
-    args = [str(path), "--prefill", "-o", str(tmp_path / "p.jaxllm"), "--text", str(text), "--tokens", "2048"]
-    run = CliRunner().invoke(cli, ["calibrate", *args])
+    out = tmp_path / "p.jaxllm"
+    args = [str(path), "--prefill", "-o", str(out), "--text", str(text), "--tokens", "2048"]
+    run = CliRunner().invoke(cli, ["calibrate", *args, "--weight-scales", "tensor"])
     assert run.exit_code == 0, run.output
     assert json.loads(run.output.splitlines()[-1])["layers"] == 2
+    with Bundle.open(path) as before, Bundle.open(out) as after:
+        assert prefill_facts(after)["weight_scales"] == "tensor"
+        plain, shared = before.load(), after.load()
+        products = set(contracted_axes(before.cfg))
+        assert products < set(plain)
+        for name, weight in plain.items():
+            if name in products:
+                assert len(np.unique(shared[name].scale)) == 1 < len(np.unique(weight.scale))
+                most = np.asarray(shared[name].scale).max() / 2 + 1e-6
+                np.testing.assert_allclose(
+                    dequantize(shared[name], jnp.float32), dequantize(weight, jnp.float32), atol=most
+                )
+            else:
+                jax.tree.map(np.testing.assert_array_equal, weight, shared[name])
+    assert (
+        CliRunner().invoke(cli, ["calibrate", str(path), "-o", "x", "--weight-scales", "tensor"]).exit_code
+        == 2
+    )
     assert CliRunner().invoke(cli, ["calibrate", *args, "--run", "x"]).exit_code == 2
     assert CliRunner().invoke(cli, ["calibrate", str(path), "-o", "x"]).exit_code == 2
 
@@ -89,3 +114,5 @@ def test_refusals(text, tmp_path):
     refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "NaN or infinite")
     with pytest.raises(ConfigError, match="at least 2048 tokens"):
         PrefillRecipe(tokens=5)
+    with pytest.raises(ConfigError, match="per channel or tensor"):
+        PrefillRecipe(weight_scales="row")

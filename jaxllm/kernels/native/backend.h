@@ -112,10 +112,12 @@ enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
 struct Backend {
   const char* name;
   // x [length of all inputs] -> one row of Activations. `scale` and the sums point at the row's own. With a
-  // `step` above 0 that is the scale of all spans, and what lies beyond 127 steps is clipped.
+  // `step` above 0 that is the scale of all spans, and what lies beyond 127 steps is clipped: its places in
+  // `beyond` [length of all inputs], unless that is null, become 1, and all others stay as they are.
   void (*quantize)(const float* x, const Inputs&, float step, int8_t* q, float* scale, int32_t* span_sum,
-                   int32_t* block_sum);
-  void (*rms_norm)(const float* x, const float* scale, float eps, size_t width, float* out);
+                   int32_t* block_sum, uint8_t* beyond);
+  // Returns what all of x was multiplied with besides the scale.
+  float (*rms_norm)(const float* x, const float* scale, float eps, size_t width, float* out);
   // One row: outputs of panels [from, to), to y[0...] (16 floats per panel).
   void (*row_panels)(const Matrix&, const Activations&, size_t from, size_t to, float* y);
   // One row: what one span of inputs gives panels [from, to), before its scales; and from that of all spans,
@@ -134,6 +136,8 @@ struct Backend {
   // Row i of y [rows][y_stride] += row i of low [rows][low_stride] times a [rank][stride], `width` columns.
   void (*add_low)(const float* low, size_t low_stride, size_t rows, const float* a, size_t stride,
                   size_t rank, size_t width, float* y, size_t y_stride);
+  // y [count] = halves as floats.
+  void (*floats_of)(const uint16_t* halves, size_t count, float* y);
   // gate = activation(gate) * up, or activation(gate) without up.
   void (*activate)(float* gate, const float* up, size_t count, int activation);
   void (*attend)(const Attention&, const AttentionTile&);

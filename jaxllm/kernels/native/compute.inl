@@ -52,6 +52,7 @@ constexpr Backend table(const char* name) {
                  tile_int32,
                  low_sums,
                  add_low,
+                 floats_of,
                  activate,
                  attend,
                  attend_tree,

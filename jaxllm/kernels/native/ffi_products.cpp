@@ -69,24 +69,53 @@ bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, Places places, 
 }
 
 // Steps that activations are quantized by: `count` positive numbers, or none for scales of their own (zeros).
-bool read_steps(const AnyBuffer& buffer, size_t count, float* out) {
+bool read_steps(const AnyBuffer& buffer, size_t count, Step* out) {
   const float* steps;
   if (!read_floats(buffer, count, steps)) return false;
   for (size_t i = 0; i < count; i++) {
-    out[i] = steps ? steps[i] : 0.0f;
+    out[i] = {steps ? steps[i] : 0.0f, nullptr, nullptr};
     // False for NaN, too; a step whose reciprocal overflows would make NaN of zeros.
     if (steps && !(steps[i] >= 1e-30f && steps[i] <= 1e30f)) return false;
   }
   return true;
 }
 
+// What a step clips is multiplied in floats: each of `width` channels' row in the weights' float rows (or
+// below 0), and where the number of channels with outliers goes.
+bool read_shadow(const AnyBuffer& place, size_t width, int64_t bits, int64_t group, int32_t* count,
+                 Step& step) {
+  if (bits != 8 || group != 0 || step.size == 0) return false;
+  if (place.element_type() != ffi::DataType::S32 || place.element_count() != width) return false;
+  step.place = place.reinterpret_data<int32_t>();
+  step.channels = count;
+  return true;
+}
+
+// Float rows [rows, all outputs] of a weight of which the first `outputs` are used.
+bool read_float_rows(const AnyBuffer& buffer, size_t outputs, FloatRows& out) {
+  if (buffer.element_type() != ffi::DataType::F16 || rank(buffer) != 2 || dim(buffer, 1) < outputs)
+    return false;
+  out = {static_cast<const uint16_t*>(buffer.untyped_data()), dim(buffer, 0), dim(buffer, 1)};
+  return true;
+}
+
+// Where the numbers of channels with outliers go: `count` int32, the only one of the results left.
+int32_t* read_channels(ffi::RemainingRets& results, size_t at, size_t count) {
+  auto out = results.get<AnyBuffer>(at);
+  if (!out || (*out)->element_type() != ffi::DataType::S32 || (*out)->element_count() != count)
+    return nullptr;
+  return (*out)->reinterpret_data<int32_t>();
+}
+
+constexpr const char* kShadow = "a shadow does not fit";
 constexpr const char* kSteps = "steps must be numbers in [1e-30, 1e30]";
 constexpr const char* kMisfit = "an adapter does not fit";
 constexpr const char* kCount = "a count is out of range";
 
 // x, norm scale, counts, step, then data, scale and both sides of an adapter of each weight -> one result per
 // weight. Weights have `units` units each, of which counts[units_at] are computed; adapters have
-// counts[rank_at] ranks.
+// counts[rank_at] ranks. With a shadow each channel's place in float rows and these rows of each weight
+// follow, and the last result is how many channels had outliers.
 Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer steps,
                     ffi::RemainingArgs weights, ffi::RemainingRets results, int64_t bits, int64_t group,
                     bool widen, float eps, int64_t units, int64_t units_at, int64_t rank_at,
@@ -99,11 +128,20 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer ste
   Norm applied{nullptr, eps};
   if (!read_floats(norm, width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
-  float step;
+  Step step;
   if (!read_steps(steps, 1, &step)) return wrong(kSteps);
-  const size_t count = results.size();
-  if (count == 0 || count > kMost || weights.size() != 4 * count || adapters.size() != 3 * count)
+  const size_t count = adapters.size() / 3;
+  const bool shadowed = weights.size() == 5 * count + 1;
+  if (count == 0 || count > kMost || results.size() != count + shadowed || adapters.size() != 3 * count ||
+      weights.size() != (shadowed ? 5 * count + 1 : 4 * count)) {
     return wrong("each weight needs data, scales, an adapter and a result");
+  }
+  if (shadowed) {
+    auto place = weights.get<AnyBuffer>(4 * count);
+    int32_t* const channels = read_channels(results, count, 1);
+    if (!place || !channels || !read_shadow(*place, width, bits, group, channels, step))
+      return wrong(kShadow);
+  }
   size_t used;
   if (units <= 0 || !read_count(counts, units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
   Outputs to[kMost];
@@ -124,16 +162,23 @@ Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer ste
     to[i].outputs = outputs / units * used;
     to[i].stride = outputs;
     to[i].y = (*out)->reinterpret_data<float>();
+    to[i].floats = {};
+    if (shadowed) {
+      auto floats = weights.get<AnyBuffer>(4 * count + 1 + i);
+      if (!floats || !read_float_rows(*floats, outputs, to[i].floats)) return wrong(kShadow);
+    }
   }
   return result(to_units(x.reinterpret_data<float>(), rows, applied, step, to, count));
 }
 
 // h [rows, segments * length], data, scale, both sides of an adapter, residual or nothing, counts, step -> y
-// [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed.
+// [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed. With a
+// shadow each channel's place in float rows and these rows follow, and how many channels had outliers.
 Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer left, AnyBuffer right,
-                      AnyBuffer residual, AnyBuffer counts, AnyBuffer steps, ffi::Result<AnyBuffer> y,
-                      int64_t bits, int64_t group, bool widen, int64_t segments, bool stacked,
-                      int64_t units_at, int64_t rank_at, Places adapters) {
+                      AnyBuffer residual, AnyBuffer counts, AnyBuffer steps, ffi::RemainingArgs shadow,
+                      ffi::Result<AnyBuffer> y, ffi::RemainingRets channels, int64_t bits, int64_t group,
+                      bool widen, int64_t segments, bool stacked, int64_t units_at, int64_t rank_at,
+                      Places adapters) {
   const Timer timer;
   size_t rows, width, out_rows, outputs;
   if (!read_rows(h, ffi::DataType::F32, rows, width))
@@ -156,19 +201,30 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
   if (!read_count(counts, units_at, 1, units, units)) return wrong(kCount);
   const float* add;
   if (!read_floats(residual, rows * outputs, add)) return wrong("the residual has another shape");
-  float step;
+  Step step;
   if (!read_steps(steps, 1, &step)) return wrong(kSteps);
-  return result(from_units(h.reinterpret_data<float>(), rows, width, step, weight, adapter, count, length,
-                           outputs, add, y->reinterpret_data<float>()));
+  FloatRows floats{};
+  if (shadow.size() || channels.size()) {
+    auto place = shadow.get<AnyBuffer>(0), rows_of = shadow.get<AnyBuffer>(1);
+    int32_t* const found = read_channels(channels, 0, 1);
+    if (shadow.size() != 2 || channels.size() != 1 || !place || !rows_of || !found ||
+        !read_shadow(*place, width, bits, group, found, step) ||
+        !read_float_rows(*rows_of, outputs, floats)) {
+      return wrong(kShadow);
+    }
+  }
+  return result(from_units(h.reinterpret_data<float>(), rows, width, step, weight, adapter, floats, count,
+                           length, outputs, add, y->reinterpret_data<float>()));
 }
 
 // x [rows, width], norm scale, counts, steps (of x, of what down takes), then data, scale and both sides of
 // an adapter of gate (empty: none), up and down -> y [rows, width]. Of the `units` counts[units_at] are
-// computed.
+// computed. With a shadow places of x's channels, float rows of gate (empty: none) and of up, places of units
+// and float rows of down follow, and how many channels of x and how many units had outliers.
 Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer both,
-                        ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, int64_t bits, int64_t group,
-                        bool widen, int64_t units, int64_t activation, bool residual, float eps,
-                        int64_t units_at, int64_t rank_at, Places adapters) {
+                        ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, ffi::RemainingRets channels,
+                        int64_t bits, int64_t group, bool widen, int64_t units, int64_t activation,
+                        bool residual, float eps, int64_t units_at, int64_t rank_at, Places adapters) {
   const Timer timer;
   size_t rows, width;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
@@ -182,7 +238,8 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer
   const size_t all = static_cast<size_t>(units);
   size_t used;
   if (!read_count(counts, units_at, 1, all, used)) return wrong(kCount);
-  if (weights.size() != 12 || adapters.size() != 9)
+  const bool shadowed = weights.size() == 17;
+  if (weights.size() != (shadowed ? 17 : 12) || channels.size() != shadowed || adapters.size() != 9)
     return wrong("a block has three weights, each with scales and an adapter");
   Block block{};
   Adapter* const read[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
@@ -200,8 +257,20 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer
       return wrong(kMisfit);
   }
   block.gate.widen = block.up.widen = block.down.widen = widen;
-  float steps[2];
+  Step steps[2];
   if (!read_steps(both, 2, steps)) return wrong(kSteps);
+  if (shadowed) {
+    int32_t* const found = read_channels(channels, 0, 2);
+    auto outer = weights.get<AnyBuffer>(12), inner = weights.get<AnyBuffer>(15);
+    if (!found || !outer || !read_shadow(*outer, width, bits, group, found, steps[0])) return wrong(kShadow);
+    if (!inner || !read_shadow(*inner, all, bits, group, found + 1, steps[1])) return wrong(kShadow);
+    FloatRows* const rows_of[3] = {&block.gate_floats, &block.up_floats, &block.down_floats};
+    for (size_t i = 0; i < 3; i++) {
+      if (i == 0 && !block.gate.data) continue;
+      auto floats = weights.get<AnyBuffer>(i == 2 ? 16 : 13 + i);
+      if (!floats || !read_float_rows(*floats, i == 2 ? width : all, *rows_of[i])) return wrong(kShadow);
+    }
+  }
   return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, {steps[0], steps[1]}, block,
                              used, static_cast<int>(activation), residual, y->reinterpret_data<float>()));
 }
@@ -287,7 +356,9 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .RemainingArgs()
                            .Ret<AnyBuffer>()
+                           .RemainingRets()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
                            .Attr<bool>("widen")
@@ -304,6 +375,7 @@ XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                            .Arg<AnyBuffer>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
+                           .RemainingRets()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
                            .Attr<bool>("widen")

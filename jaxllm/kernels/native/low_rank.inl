@@ -1,4 +1,4 @@
-// The two thin products of a low-rank adapter, in floats: part of compute.inl.
+// The two thin products of a low-rank adapter, and of outliers, in floats: part of compute.inl.
 
 // The first `count` of 16 floats, zeros behind.
 ALWAYS_INLINE F load_some(const float* p, size_t count) {
@@ -67,4 +67,15 @@ void add_low(const float* low, size_t low_stride, size_t rows, const float* a, s
   for (; row < rows; row++) {
     add_low_rows<1>(low + row * low_stride, low_stride, a, stride, rank, width, y + row * y_stride, y_stride);
   }
+}
+
+void floats_of(const uint16_t* halves, size_t count, float* y) {
+  size_t i = 0;
+  for (; i + 16 <= count; i += 16) fstore(y + i, fload_half(halves + i));
+  if (i == count) return;
+  uint16_t some[16] = {};
+  float wide[16];
+  memcpy(some, halves + i, (count - i) * sizeof(uint16_t));
+  fstore(wide, fload_half(some));
+  memcpy(y + i, wide, (count - i) * sizeof(float));
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "activations.h"
 #include "pool.h"
 
 namespace jaxllm {
@@ -48,95 +49,16 @@ Matrix matrix_of(const Reduction& w, size_t segments, size_t length, size_t outp
   return m;
 }
 
-// Rows as products take them: in 8 bits, and what adapters make of them as they were, [rows][low_stride].
-struct Prepared {
-  Activations a;
-  float* low;
-  size_t low_stride;
-};
-
-// One side of an adapter, [rank][stride], which rows are multiplied with before the product.
-struct Low {
-  const float* side;
-  size_t rank, stride;
-};
-
-// What is left to do for an adapter: low [rows][low_stride] times its other side is added to results.
-struct Change {
-  const float* low;
-  size_t low_stride;
-  const float* side;  // [rank][stride]
-  size_t rank, stride;
-
-  // To y [rows][y_stride], which are results of row `row`... and column `column`..., `width` of them.
-  void add(size_t row, size_t rows, size_t column, size_t width, float* y, size_t y_stride) const {
-    if (!rank) return;
-    backend().add_low(low + row * low_stride, low_stride, rows, side + column, stride, rank, width, y,
-                      y_stride);
-  }
-};
-
-// Quantizes rows of x, which begin `x_stride` apart, after a norm if there is one, into the caller's scratch.
-bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in, Norm norm, float step,
-                  const Low* lows, size_t low_count, Prepared& prepared) {
-  const size_t width = in.segments * in.length, used = in.all_blocks() * kBlock;
-  const size_t stride = (used + 63) / 64 * 64, padded = (rows + 15) / 16 * 16;
-  const size_t spans = in.all_spans(), blocks = in.all_blocks();
-  size_t low_stride = 0;
-  for (size_t i = 0; i < low_count; i++) low_stride += lows[i].rank;
-  // 64 more bytes: a tile reads two blocks at a time, also from a row's last.
-  const size_t data_bytes = padded * stride + 64, row_words = 2 * spans + blocks + low_stride;
-  char* memory = static_cast<char*>(thread_scratch(kActivations, data_bytes + rows * row_words * 4 + 64));
-  if (!memory) return false;
-  int8_t* q = reinterpret_cast<int8_t*>(memory);
-  float* scale = reinterpret_cast<float*>(memory + (data_bytes + 63) / 64 * 64);
-  int32_t* span_sum = reinterpret_cast<int32_t*>(scale + rows * spans);
-  int32_t* block_sum = span_sum + rows * spans;
-  float* low = reinterpret_cast<float*>(block_sum + rows * blocks);
-  prepared = {{q, stride, scale, span_sum, block_sum}, low, low_stride};
-  const Backend& kernels = backend();
-  std::atomic<bool> failed{false};
-  auto one = [&](size_t row) {
-    const float* from = x + row * x_stride;
-    if (norm.scale) {
-      float* normed = static_cast<float*>(thread_scratch(kTaskOut, width * sizeof(float)));
-      if (!normed) {
-        failed = true;
-        return;
-      }
-      kernels.rms_norm(from, norm.scale, norm.eps, width, normed);
-      from = normed;
-    }
-    int8_t* to = q + row * stride;
-    kernels.quantize(from, in, step, to, scale + row * spans, span_sum + row * spans,
-                     block_sum + row * blocks);
-    memset(to + used, 0, stride - used);
-    float* sums = low + row * low_stride;
-    for (size_t i = 0; i < low_count; i++) {
-      kernels.low_sums(from, lows[i].side, lows[i].stride, lows[i].rank, width, sums);
-      sums += lows[i].rank;
-    }
-  };
-  memset(q + rows * stride, 0, data_bytes - rows * stride);
-  if (rows * width < 16384) {
-    for (size_t row = 0; row < rows; row++) one(row);
-  } else {
-    constexpr size_t kRowsPerTask = 8;
-    parallel((rows + kRowsPerTask - 1) / kRowsPerTask, [&](size_t task) {
-      for (size_t row = task * kRowsPerTask; row < std::min(rows, (task + 1) * kRowsPerTask); row++) one(row);
-    });
-  }
-  return !failed;
-}
-
 // An adapter of a weight whose units are outputs: rows meet its right side first. The other way for inputs.
 Low before_units(const Adapter& adapter, size_t width) { return {adapter.right, adapter.rank, width}; }
-Change after_units(const Prepared& p, size_t at, const Adapter& adapter) {
-  return {p.low + at, p.low_stride, adapter.left, adapter.rank, adapter.stride};
+Change after_units(const Prepared& p, size_t at, const Adapter& adapter, const FloatRows& floats,
+                   const Matrix& weight) {
+  return {p.low + at, p.low_stride, adapter.left, adapter.rank, adapter.stride, p.excess, floats, &weight};
 }
 Low before_reduction(const Adapter& adapter) { return {adapter.left, adapter.rank, adapter.stride}; }
-Change after_reduction(const Prepared& p, const Adapter& adapter, size_t width) {
-  return {p.low, p.low_stride, adapter.right, adapter.rank, width};
+Change after_reduction(const Prepared& p, const Adapter& adapter, size_t width, const FloatRows& floats,
+                       const Matrix& weight) {
+  return {p.low, p.low_stride, adapter.right, adapter.rank, width, p.excess, floats, &weight};
 }
 
 // One task's tile of outputs in the thread's own scratch: [kTaskRows][kTaskWidth] floats, twice.
@@ -213,7 +135,7 @@ bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const flo
       next);
   kernels.join_spans(m, a, parts, sums);
   for (size_t i = 0; i < outputs; i++) y[i] = residual ? sums[i] + residual[i] : sums[i];
-  change.add(0, 1, 0, outputs, y, outputs);
+  change.add(0, 1, 0, outputs, y, outputs, nullptr);
   return true;
 }
 
@@ -242,14 +164,14 @@ bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t ou
         memcpy(to, from, width * sizeof(float));
       }
     }
-    change.add(t.from, t.to - t.from, column, width, y + t.from * stride + column, stride);
+    change.add(t.from, t.to - t.from, column, width, y + t.from * stride + column, stride, memory.work);
   });
   return !failed;
 }
 
 bool reduce(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
             float* y, const Change& change, const Upcoming& next) {
-  if (rows == 1) return reduce_row(m, a, outputs, residual, y, change, next);
+  if (rows == 1 && !change.excess.count) return reduce_row(m, a, outputs, residual, y, change, next);
   return multiply_rows(m, a, rows, outputs, outputs, residual, y, change);
 }
 
@@ -267,7 +189,8 @@ void add_normed(const float* x, size_t rows, size_t width, Norm norm, const floa
   });
 }
 
-Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outputs* results, size_t count) {
+Failure to_units(const float* x, size_t rows, Norm norm, const Step& step, const Outputs* results,
+                 size_t count) {
   constexpr size_t kMost = 8;
   if (count == 0 || count > kMost) return "a product takes 1 to 8 weights";
   Matrix m[kMost];
@@ -281,9 +204,9 @@ Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outpu
   if (!prepare_rows(x, in.length, rows, in, norm, step, lows, count, p)) return kNoMemory;
   Change changes[kMost];
   for (size_t i = 0, at = 0; i < count; at += results[i++].adapter.rank) {
-    changes[i] = after_units(p, at, results[i].adapter);
+    changes[i] = after_units(p, at, results[i].adapter, results[i].floats, m[i]);
   }
-  if (rows > 1) {
+  if (rows > 1 || p.excess.count) {
     for (size_t i = 0; i < count; i++) {
       const Outputs& to = results[i];
       if (!multiply_rows(m[i], p.a, rows, to.outputs, to.stride, nullptr, to.y, changes[i])) return kNoMemory;
@@ -303,7 +226,7 @@ Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outpu
             const size_t end = std::min(to, m[i].panels), outputs = results[i].outputs;
             row_to(m[i], p.a, from, end, outputs, results[i].y);
             const size_t column = from * kPanel, width = std::min(outputs, end * kPanel) - column;
-            changes[i].add(0, 1, column, width, results[i].y + column, outputs);
+            changes[i].add(0, 1, column, width, results[i].y + column, outputs, nullptr);
           }
           from -= std::min(from, m[i].panels);
           to -= std::min(to, m[i].panels);
@@ -313,20 +236,20 @@ Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outpu
   return nullptr;
 }
 
-Failure from_units(const float* h, size_t rows, size_t stride, float step, const Reduction& weight,
-                   const Adapter& adapter, size_t segments, size_t length, size_t outputs,
-                   const float* residual, float* y) {
+Failure from_units(const float* h, size_t rows, size_t stride, const Step& step, const Reduction& weight,
+                   const Adapter& adapter, const FloatRows& floats, size_t segments, size_t length,
+                   size_t outputs, const float* residual, float* y) {
   const Matrix m = matrix_of(weight, segments, length, outputs);
   const Low low = before_reduction(adapter);
   Prepared p;
   if (!prepare_rows(h, stride, rows, m.inputs, {nullptr, 0}, step, &low, 1, p)) return kNoMemory;
   const Upcoming next = rows == 1 ? begin_reading(first_spans(m)) : Upcoming{};
-  const Change change = after_reduction(p, adapter, outputs);
+  const Change change = after_reduction(p, adapter, outputs, floats, m);
   return reduce(m, p.a, rows, outputs, residual, y, change, next) ? nullptr : kNoMemory;
 }
 
-Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps steps, const Block& block,
-                     size_t units, int activation, bool residual, float* y) {
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Steps& steps,
+                     const Block& block, size_t units, int activation, bool residual, float* y) {
   const bool gated = block.gate.data != nullptr;
   const Matrix up_matrix = matrix_of(block.up, units), down_matrix = matrix_of(block.down, 1, units, width);
   // Without a gate, the other is what is activated.
@@ -336,15 +259,16 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps
   Prepared p;
   if (!prepare_rows(x, width, rows, up_matrix.inputs, norm, steps.in, lows, gated ? 2 : 1, p))
     return kNoMemory;
-  const Change gate_change = after_units(p, 0, first),
-               up_change = after_units(p, first.rank, block.up_adapter);
+  const Change gate_change =
+                   after_units(p, 0, first, gated ? block.gate_floats : block.up_floats, gate_matrix),
+               up_change = after_units(p, first.rank, block.up_adapter, block.up_floats, up_matrix);
   const size_t padded = up_matrix.panels * kPanel;
   float* hidden = static_cast<float*>(thread_scratch(kHidden, (rows * units + padded) * sizeof(float)));
   if (!hidden) return kNoMemory;
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
   Upcoming next;
-  if (rows == 1) {
+  if (rows == 1 && !p.excess.count) {
     const Ranges ranges(up_matrix.panels, panel_bytes(up_matrix), static_cast<size_t>(threads()));
     next = begin_reading(first_ranges(gate_matrix, ranges));
     parallel(
@@ -360,10 +284,10 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps
           // Past the last unit there is room for the rest of its panel.
           float* out = hidden + column;
           kernels.row_panels(gate_matrix, p.a, from, to, out);
-          gate_change.add(0, 1, column, count, out, units);
+          gate_change.add(0, 1, column, count, out, units, nullptr);
           if (gated) {
             kernels.row_panels(up_matrix, p.a, from, to, up_out);
-            up_change.add(0, 1, column, count, up_out, units);
+            up_change.add(0, 1, column, count, up_out, units, nullptr);
           }
           kernels.activate(out, gated ? up_out : nullptr, (to - from) * kPanel, activation);
         },
@@ -380,10 +304,10 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps
       const size_t column = t.panel * kPanel, count = std::min(units - column, t.panels * kPanel);
       const size_t tile_rows = t.to - t.from;
       kernels.tile(gate_matrix, p.a, t.from, t.to, t.panel, t.panels, memory.out, memory.work);
-      gate_change.add(t.from, tile_rows, column, count, memory.out, kTaskWidth);
+      gate_change.add(t.from, tile_rows, column, count, memory.out, kTaskWidth, memory.work);
       if (gated) {
         kernels.tile(up_matrix, p.a, t.from, t.to, t.panel, t.panels, memory.other, memory.work);
-        up_change.add(t.from, tile_rows, column, count, memory.other, kTaskWidth);
+        up_change.add(t.from, tile_rows, column, count, memory.other, kTaskWidth, memory.work);
       }
       for (size_t row = t.from; row < t.to; row++) {
         float* out = memory.out + (row - t.from) * kTaskWidth;
@@ -397,7 +321,7 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps
   const Low low = before_reduction(block.down_adapter);
   if (!prepare_rows(hidden, units, rows, down_matrix.inputs, {nullptr, 0}, steps.hidden, &low, 1, p))
     return kNoMemory;
-  const Change change = after_reduction(p, block.down_adapter, width);
+  const Change change = after_reduction(p, block.down_adapter, width, block.down_floats, down_matrix);
   return reduce(down_matrix, p.a, rows, width, residual ? x : nullptr, y, change, next) ? nullptr : kNoMemory;
 }
 

@@ -33,6 +33,21 @@ struct Adapter {
   size_t rank, stride;
 };
 
+// Rows of a weight in halves, [count][stride], along its outputs.
+struct FloatRows {
+  const uint16_t* data;
+  size_t count, stride;
+};
+
+// How activations are quantized: in steps of one size, or with scales of their own (0). With `channels` what
+// lies beyond 127 steps is multiplied in floats, with weights of 8 bits alone that have a scale per output.
+struct Step {
+  float size;
+  const int32_t*
+      place;          // [inputs]: of each input its row in the weights' FloatRows, or none: the weight's own
+  int32_t* channels;  // how many inputs lie beyond in some row; null for no such product
+};
+
 // What is done to the rows of x before a product: nothing, or a root-mean-square norm.
 struct Norm {
   const float* scale;  // [width], or null
@@ -52,28 +67,31 @@ struct Outputs {
   Adapter adapter;
   size_t outputs, stride;
   float* y;
+  FloatRows floats;
 };
-// y = norm(x) [rows][inputs] times the first rows of each weight. For `step` see Backend::quantize.
-Failure to_units(const float* x, size_t rows, Norm norm, float step, const Outputs* results, size_t count);
+// y = norm(x) [rows][inputs] times the first rows of each weight.
+Failure to_units(const float* x, size_t rows, Norm norm, const Step& step, const Outputs* results,
+                 size_t count);
 // y [rows][outputs] = residual + h times the first rows of each segment, where the rows of h begin `stride`
 // apart, with segments * length inputs.
-Failure from_units(const float* h, size_t rows, size_t stride, float step, const Reduction& weight,
-                   const Adapter& adapter, size_t segments, size_t length, size_t outputs,
-                   const float* residual, float* y);
+Failure from_units(const float* h, size_t rows, size_t stride, const Step& step, const Reduction& weight,
+                   const Adapter& adapter, const FloatRows& floats, size_t segments, size_t length,
+                   size_t outputs, const float* residual, float* y);
 // The three weights of a block and what is changed of each; without a gate, its `data` is null.
 struct Block {
   Units gate, up;
   Reduction down;
   Adapter gate_adapter, up_adapter, down_adapter;
+  FloatRows gate_floats, up_floats, down_floats;
 };
-// What the inputs of a block's products are quantized by, those of `down` by `hidden`; 0 for own scales.
+// What the inputs of a block's products are quantized by, those of `down` by `hidden`.
 struct Steps {
-  float in, hidden;
+  Step in, hidden;
 };
 // y [rows][width] = (x if residual) + down(activation(gate(norm(x))) * up(norm(x))), `units` of them; without
 // a gate down(activation(up(norm(x)))).
-Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, Steps steps, const Block& block,
-                     size_t units, int activation, bool residual, float* y);
+Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Steps& steps,
+                     const Block& block, size_t units, int activation, bool residual, float* y);
 // y [rows][outputs] int32 = x [rows][inputs] int8 times 8-bit rows, scales left aside. -128 counts as -127.
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y);
 

@@ -1,8 +1,8 @@
 // Activations as 8-bit numbers, and the norm before them: part of compute.inl.
 
-// One span of `count` inputs (a multiple of 16) that starts at x.
-void quantize_span(const float* x, size_t count, float step, int8_t* q, float* scale, int32_t* span_sum,
-                   int32_t* block_sum) {
+// One span of `count` inputs (a multiple of 16) that starts at x; returns the bits of the largest magnitude.
+int32_t quantize_span(const float* x, size_t count, float step, int8_t* q, float* scale, int32_t* span_sum,
+                      int32_t* block_sum) {
   I top = izero();
   const I magnitude = iset(0x7fffffff);
   for (size_t i = 0; i < count; i += 16) top = imax(top, iand(iload(x + i), magnitude));
@@ -30,32 +30,41 @@ void quantize_span(const float* x, size_t count, float step, int8_t* q, float* s
     total += block_sum[block / kBlock];
   }
   *span_sum = total;
+  return bits;
 }
 
 void quantize(const float* x, const Inputs& inputs, float step, int8_t* q, float* scale, int32_t* span_sum,
-              int32_t* block_sum) {
+              int32_t* block_sum, uint8_t* beyond) {
+  const float top = 127.0f * step;
+  int32_t top_bits;
+  memcpy(&top_bits, &top, 4);
   for (size_t segment = 0; segment < inputs.segments; segment++) {
     for (size_t at = 0; at < inputs.length; at += kSpan) {
       const size_t left = inputs.length - at, count = left < kSpan ? left : kSpan;
+      int32_t largest_bits;
       if (count % kBlock == 0) {
-        quantize_span(x + at, count, step, q, scale, span_sum, block_sum);
+        largest_bits = quantize_span(x + at, count, step, q, scale, span_sum, block_sum);
         q += count;
       } else {
         float padded[kSpan];
         const size_t whole = (count + kBlock - 1) / kBlock * kBlock;
         memcpy(padded, x + at, count * sizeof(float));
         memset(padded + count, 0, (whole - count) * sizeof(float));
-        quantize_span(padded, whole, step, q, scale, span_sum, block_sum);
+        largest_bits = quantize_span(padded, whole, step, q, scale, span_sum, block_sum);
         q += whole;
+      }
+      if (beyond && largest_bits > top_bits) {
+        for (size_t i = at; i < at + count; i++) beyond[i] |= __builtin_fabsf(x[i]) > top;
       }
       scale++, span_sum++;
       block_sum += (count + kBlock - 1) / kBlock;
     }
     x += inputs.length;
+    if (beyond) beyond += inputs.length;
   }
 }
 
-void rms_norm(const float* x, const float* scale, float eps, size_t width, float* out) {
+float rms_norm(const float* x, const float* scale, float eps, size_t width, float* out) {
   F squares = fzero();
   size_t i = 0;
   for (; i + 16 <= width; i += 16) squares = fma(fload(x + i), fload(x + i), squares);
@@ -65,4 +74,5 @@ void rms_norm(const float* x, const float* scale, float eps, size_t width, float
   const F lanes = fset(factor);
   for (i = 0; i + 16 <= width; i += 16) fstore(out + i, fmul(fmul(fload(x + i), lanes), fload(scale + i)));
   for (; i < width; i++) out[i] = x[i] * factor * scale[i];
+  return factor;
 }

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -50,6 +51,10 @@ def test_two_are_as_one(calibrated_bundle, order, integer_bytes):
     np.testing.assert_allclose(two, one, atol=2e-3 * np.abs(one).max())
     assert found["keys2"] == pytest.approx(found["keys1"], rel=1e-3)
     assert found["answer2"] == found["answer1"]
+    # As it is beside a GPU: weights in rows, in graphs of their own.
+    np.testing.assert_allclose(np.array(found["logits3"]), one, atol=2e-2 * np.abs(one).max())
+    assert found["answer3"] == found["answer1"]
+    assert found["in_rows"] == {"integer": True, "float": False}
     assert found["runs"] == found["subgraphs"]
     assert found["once"]
     # Of four chunks: a plain layer's two, a shadowed one's three, unless memory is short.
@@ -60,10 +65,28 @@ def test_two_are_as_one(calibrated_bundle, order, integer_bytes):
 
 def test_a_process_that_was_not_prepared():
     """JAX is in use here, with one device."""
-    import jax
-
     jax.devices()
     with pytest.raises(ConfigError, match="prepared before JAX is used"):
         prepare_processors()
     with pytest.raises(ConfigError, match=r"call serving\.prefill\.processors\.prepare_processors"):
         TwoProcessors()
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+def test_no_gpu():
+    """It is said, before a model is opened."""
+    with pytest.raises(ConfigError, match=r"JAX has none here; install JAX for your GPU"):
+        TwoProcessors("gpu")
+    asked = ["generate", "--processors", "2", "--integer-device", "gpu", "-p", "a"]
+    run = subprocess.run(
+        [sys.executable, "-m", "serving.cli", *asked],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 1, run.stderr[-2000:]
+    assert "JAX has none here" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -191,6 +191,8 @@ def test_static_graphs_are_shared(engine):
         ({"most_loss": float("nan")}, "must be a share"),
         ({"order": "random"}, "order of subgraphs"),
         ({"integer_bytes": -1}, "must not be negative"),
+        ({"integer_device": "npu", "processors": 2}, "one of cpu, gpu"),
+        ({"integer_device": "gpu"}, "takes 2 processors"),
     ],
 )
 def test_refused_options(change, message):

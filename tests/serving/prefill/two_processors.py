@@ -4,12 +4,15 @@ out."""
 import json
 import sys
 
+import jax
 import numpy as np
 
+from serving.prefill import processors
 from serving.prefill.processors import prepare_processors
 
 prepare_processors()
 
+from jaxllm.quant import BlockedArray, QArray  # noqa: E402
 from serving.engine import Engine  # noqa: E402
 from serving.generation import GenerationConfig  # noqa: E402
 from serving.options import EngineOptions  # noqa: E402
@@ -17,16 +20,30 @@ from serving.prefill.options import PrefillOptions  # noqa: E402
 from serving.prefill.table import IntegerTable  # noqa: E402
 
 
+def in_rows(table: IntegerTable) -> dict[str, bool]:
+    """Whether the products of each processor have weights that are not in blocks."""
+    stages = {"integer": "project", "float": "attend"}
+    kinds = {}
+    for processor, stage in stages.items():
+        _, (weights, _) = table._operands(0, stage, 16, 64)  # pyright: ignore[reportArgumentType]: a stage
+        leaves = jax.tree.leaves(weights, is_leaf=lambda each: isinstance(each, QArray | BlockedArray))
+        kinds[processor] = any(isinstance(each, QArray) for each in leaves)
+    return kinds
+
+
 def main(path: str, order: str, integer_bytes: str) -> None:
-    """Answers a prompt of four chunks with one processor and with two."""
+    """Answers a prompt of four chunks with one processor, with two, and with two of which the integer one is
+    placed as a GPU would be, on the second CPU device."""
     prompt = np.random.default_rng(0).integers(0, 256, 60).tolist()
     found: dict[str, object] = {}
-    for processors in (1, 2):
+    processors.require_gpu = lambda: jax.devices("cpu")[1]
+    for system in (1, 2, 3):
         how = PrefillOptions(
             mode="int8",
-            processors=processors,
+            processors=min(system, 2),
+            integer_device="gpu" if system == 3 else "cpu",
             order=order,  # pyright: ignore[reportArgumentType]: an order
-            integer_bytes=int(integer_bytes),
+            integer_bytes=int(integer_bytes) * (system == 2),
         )
         options = EngineOptions(chunk_tokens=(16,), cache_dtype="float32", executables_bytes=0, prefill=how)
         engine = Engine.open(path, options=options, warm_up=False)
@@ -34,11 +51,11 @@ def main(path: str, order: str, integer_bytes: str) -> None:
         table = engine.table
         assert isinstance(table, IntegerTable)
         logits, cache = table.prefill(table.start(60), prompt, 0)
-        found[f"logits{processors}"] = np.asarray(logits)[0].tolist()
-        found[f"keys{processors}"] = float(np.abs(np.asarray(cache.keys[1])).sum())
+        found[f"logits{system}"] = np.asarray(logits)[0].tolist()
+        found[f"keys{system}"] = float(np.abs(np.asarray(cache.keys[1])).sum())
         answer = engine.generate(prompt, GenerationConfig(max_tokens=8, ignore_eos=True))
-        found[f"answer{processors}"] = answer.tokens
-        if table.processors is not None:
+        found[f"answer{system}"] = answer.tokens
+        if system == 2 and table.processors is not None:
             trace = table.processors.trace
             assert trace is not None
             places = [run.place for run in trace.runs]
@@ -55,6 +72,8 @@ def main(path: str, order: str, integer_bytes: str) -> None:
             buckets = table.chunk_buckets(16, 64) + table.chunk_buckets(16, 96)
             found["kinds"] = sorted(each.kind for each in dict.fromkeys(buckets) if "int_" in each.kind)
             found["integer"] = sum(each.processor == "integer" for each in subgraphs)
+        if system == 3:
+            found["in_rows"] = in_rows(table)
         engine.close()
     print(json.dumps(found))
 

@@ -1,0 +1,138 @@
+"""Prompts that are read in integers where the device's profile says that it is faster, else in floats."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from serving import profile as profiles
+from serving.cli import cli
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.prefill.options import PrefillOptions
+from serving.prefill.table import IntegerTable
+from serving.profile import DeviceProfile, choose_prefill, load_profile, save_profile
+from serving.service import LLMService
+from tests.tiny import TINY, WINDOW_TOKENS
+
+OPTIONS = EngineOptions(
+    chunk_tokens=(16, 64),
+    cache_tokens=(WINDOW_TOKENS,),
+    cache_dtype="float32",
+    executables_bytes=0,
+    prefill=PrefillOptions(mode="auto"),
+)
+PROMPT = np.random.default_rng(0).integers(0, TINY.vocab_size, 60).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def service(calibrated_bundle, folder) -> LLMService:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXLLM_CACHE", str(folder))
+        patch.setattr(profiles, "LENGTHS", (16, 64))
+        return LLMService.open(calibrated_bundle, options=OPTIONS)
+
+
+def with_times(profile: DeviceProfile, integers: float, floats: float) -> DeviceProfile:
+    """As if floats were ahead for the shortest prompt alone, or by these factors."""
+    assert profile.prefill is not None
+    ones = np.ones_like(profile.ttft_ms)
+    ones[:, 0] /= 10
+    known = dataclasses.replace(
+        profile.prefill,
+        integer_ms=tuple(map(tuple, (integers * np.maximum(ones, 0.2)).tolist())),
+        float_ms=tuple(map(tuple, (floats * ones).tolist())),
+    )
+    return dataclasses.replace(profile, prefill=known)
+
+
+def test_both_ways_are_measured_and_kept(service, folder):
+    known = service.profile.prefill
+    assert known is not None
+    assert len(known.integer_ms) == len(known.float_ms) == 1
+    assert len(known.integer_ms[0]) == len(service.profile.tokens)
+    (kept,) = (folder / "profiles").iterdir()
+    assert load_profile(kept) == service.profile
+
+
+def test_the_faster_one_is_taken(service):
+    engine, table = service.engine, service.engine.table
+    assert isinstance(table, IntegerTable)
+    ways = {way: np.asarray(table.read_in(way, table.start(60), PROMPT, 0)[0]) for way in ("int8", "float")}
+    assert not np.array_equal(ways["int8"], ways["float"])
+    for integers, floats, chosen in ((1.0, 2.0, "int8"), (2.0, 1.0, "float")):
+        choose_prefill(engine, with_times(service.profile, integers, floats))
+        before = table.outliers.products
+        logits, _ = table.prefill(table.start(60), PROMPT, 0)
+        np.testing.assert_array_equal(np.asarray(logits), ways[chosen])
+        assert (table.outliers.products > before) == (chosen == "int8")
+        assert engine.prefill_mode(60) == chosen
+
+
+def test_it_depends_on_the_prompt(service):
+    choose_prefill(service.engine, with_times(service.profile, 1.0, 1.5))
+    assert service.engine.prefill_mode(5) == "float"
+    assert service.engine.prefill_mode(60) == "int8"
+
+
+def test_the_plan_says_which(service):
+    for integers, floats, chosen in ((1.0, 9.0, "int8"), (9.0, 1.0, "float")):
+        choose_prefill(service.engine, with_times(service.profile, integers, floats))
+        answer = service.call("a few words, and some more of them to read", max_tokens=2).result()
+        assert answer.plan.prefill == chosen
+        assert answer.generation.tokens
+
+
+def test_what_is_not_measured_is_read_in_floats(calibrated_bundle):
+    engine = Engine.open(calibrated_bundle, options=OPTIONS, warm_up=False)
+    assert isinstance(engine.table, IntegerTable)
+    assert engine.prefill_mode(60) == "float"
+    kinds = {bucket.kind for bucket in engine.table.request_buckets(60, 2)}
+    assert "prefill" in kinds
+    assert not any("int_" in kind for kind in kinds)
+
+
+def test_what_loses_too_much_or_was_not_calibrated_is_read_in_floats(calibrated_bundle):
+    strict = dataclasses.replace(OPTIONS, prefill=PrefillOptions(mode="auto", most_loss=0.0001))
+    engine = Engine.open(calibrated_bundle, options=strict, warm_up=False)
+    assert not isinstance(engine.table, IntegerTable)
+    assert engine.prefill_mode(60) == "float"
+
+
+def test_profiles_of_both_ways(service, tmp_path):
+    known = with_times(service.profile, 1.0, 2.0)
+    save_profile(known, tmp_path / "a.json")
+    assert load_profile(tmp_path / "a.json") == known
+    bare = dataclasses.replace(known, prefill=None)
+    assert bare.beside(known) == known
+    assert not bare.integers_are_faster(100, 60)
+    assert not known.integers_are_faster(50, 60)
+    with pytest.raises(profiles.ConfigError, match="integer_ms"):
+        with_times(service.profile, -1.0, 2.0)
+
+
+def test_commands(calibrated_bundle, tmp_path, monkeypatch, caplog):
+    """Measured by one, used by the other; and what is missing is said."""
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    ask = [
+        "generate",
+        "--model",
+        str(calibrated_bundle),
+        "--prefill",
+        "auto",
+        "-p",
+        "ab",
+        "-n",
+        "1",
+        "--json",
+    ]
+    run = CliRunner().invoke(cli, ask)
+    assert run.exit_code == 0, run.output
+    assert '"prefill": "float"' in run.stdout
+    assert "jaxllm profile" in caplog.text
