@@ -20,9 +20,10 @@ def test_generate_json(run: Run, bundle: Path) -> None:
     got = answer(run("generate", "-m", bundle, "-p", "hello the", "-n", 10, "--ignore-eos", "--json"))
     assert list(got) == [
         "text", "finish_reason", "stop_string", "prompt_tokens", "reused_tokens", "completion_tokens",
-        "seed", "ttft_ms", "tpot_ms", "decode_tokens_per_s", "first_token_ms", "loaded_graphs",
-        "compiled_graphs",
+        "seed", "ttft_ms", "tpot_ms", "decode_tokens_per_s", "first_token_ms", "prefill",
+        "loaded_graphs", "compiled_graphs",
     ]  # fmt: skip
+    assert got["prefill"] == "float"
     # Of this process, which began long before the request.
     assert got["first_token_ms"] is None or got["first_token_ms"] > got["ttft_ms"]
     assert got["loaded_graphs"] + got["compiled_graphs"] == 4
