@@ -108,19 +108,15 @@ class DeviceProfile:
         """Whether a prompt of `tokens` is read faster in integers; False where that is not known."""
         if self.prefill is None or level not in self.levels:
             return False
-        place, wanted = self._places((level,)), np.array(_costs((tokens,), self.chunk_tokens))
-        known = np.array(_costs(self.tokens, self.chunk_tokens))
         integers, floats = (
-            _between(wanted, known, np.array(rows)[place])[0, 0]
+            self._of_chunks(np.array(rows), (level,), (tokens,))[0, 0]
             for rows in (self.prefill.integer_ms, self.prefill.float_ms)
         )
         return bool(integers < floats)
 
     def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`ttft` of levels and prompt lengths, `[levels, tokens]` float64."""
-        known = np.array(_costs(self.tokens, self.chunk_tokens))
-        wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
-        return _between(wanted, known, self._tables[0][self._places(levels)])
+        return self._of_chunks(self._tables[0], levels, tokens)
 
     def tpots(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`tpot` of levels and prompt lengths, `[levels, tokens]` float64."""
@@ -164,6 +160,12 @@ class DeviceProfile:
     @functools.cached_property
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.ttft_ms), np.array(self.tpot_ms)
+
+    def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Times `[levels, tokens]` of reading prompts, from `[levels of the profile, its lengths]`."""
+        known = np.array(_costs(self.tokens, self.chunk_tokens))
+        wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
+        return _between(wanted, known, times[self._places(levels)])
 
     def _places(self, levels: Sequence[int]) -> list[int]:
         for level in levels:

@@ -33,13 +33,13 @@ from serving.models import levels_of
 from serving.objectives import Cost, Objective, meets
 from serving.options import EngineOptions
 from serving.planner import Plan, Planner, Proposer
+from serving.prefill.times import reads_both_ways
 from serving.profile import (
     DeviceProfile,
     choose_prefill,
     load_profile,
     measure,
     profile_path,
-    reads_both_ways,
     save_profile,
 )
 from serving.progress import Progress
@@ -70,7 +70,6 @@ class Answer(Iterator[str]):
       plan: the sub-model, the prompt's kept tokens and what they should take.
       objective: what was asked of its time.
       generation: the answer's text, tokens and timings.
-      slack: learns from what the answer takes; None for nobody.
     """
 
     def __init__(

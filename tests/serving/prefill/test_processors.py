@@ -16,6 +16,19 @@ from serving.prefill.processors import TwoProcessors, prepare_processors
 ROOT = Path(__file__).parents[3]
 
 
+def run_module(*command):
+    """Runs a module in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores"
 )
@@ -29,21 +42,8 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_two_are_as_one(calibrated_bundle, order, integer_bytes):
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.serving.prefill.two_processors",
-            str(calibrated_bundle),
-            order,
-            str(integer_bytes),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
+    run = run_module(
+        "tests.serving.prefill.two_processors", str(calibrated_bundle), order, str(integer_bytes)
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
@@ -78,15 +78,7 @@ def test_no_gpu():
     with pytest.raises(ConfigError, match=r"JAX has none here; install JAX for your GPU"):
         TwoProcessors("gpu")
     asked = ["generate", "--processors", "2", "--integer-device", "gpu", "-p", "a"]
-    run = subprocess.run(
-        [sys.executable, "-m", "serving.cli", *asked],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    run = run_module("serving.cli", *asked)
     assert run.returncode == 1, run.stderr[-2000:]
     assert "JAX has none here" in run.stderr
     assert "Traceback" not in run.stderr
