@@ -100,7 +100,8 @@ class Rounds(Generic[AnyTarget]):
 
     def __init__(self, target: AnyTarget, drafter: Drafter, options: SpeculationOptions) -> None:
         self.target, self.counts = target, SpeculationCounts()
-        looked_up = options.lookup and options.drafter != "ngram"
+        # A line has no room for a second opinion.
+        looked_up = options.lookup and options.drafter != "ngram" and options.trees.branches > 1
         self._drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
         self._options = options
         self._fallback, self._thrift = Fallback(options.alpha), Thrift()
