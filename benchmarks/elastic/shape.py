@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.shapes import SHAPES, shape_folder
 from jaxllm.bundle import Bundle, WeightFormat, write_bundle
-from jaxllm.bundle.elastic import Recovery, elastic_parts, read_ladder
+from jaxllm.bundle.elastic import Recovery, elastic_parts, read_ladder, read_recovery
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
@@ -30,8 +30,8 @@ def elastic_shape(
     """The bundle of a shape, made unless it is there.
 
     It has the default levels, or those of another bundle; the first layers and the last are anchors, as many
-    as `elasticize` has by default, and each level has an adapter as large as recovery leaves it. Units are in
-    no order: speed does not depend on it.
+    as `elasticize` has by default, and each level has an adapter as large as recovery leaves it, unless the
+    other bundle's has none. Units are in no order: speed does not depend on it.
 
     Args:
       name: of `SHAPES`.
@@ -49,13 +49,15 @@ def elastic_shape(
         cfg = SHAPES[name].cfg
         tokenizer, params = read_tokenizer(folder), read_params(folder, cfg)
         levels: tuple[int, ...] = Ladder().levels
+        adapted = [level for level in levels if level != WHOLE]
         if like is not None:
             levels, tokenizer = _levels(like), like.tokenizer_files()
+            adapted = [level for level in levels if read_recovery(like, level) is not None]
             params = _first_words(params, cfg.vocab_size, like.cfg.vocab_size)
             cfg = dataclasses.replace(cfg, vocab_size=like.cfg.vocab_size)
         anchors = max(1, round(_ANCHOR_SHARE * cfg.layers))
         ladder = Ladder(levels=levels, anchors=(*range(anchors - 1), cfg.layers - 1))
-        recoveries = {level: _recovery(cfg, ladder, level) for level in ladder.levels if level != WHOLE}
+        recoveries = {level: _recovery(cfg, ladder, level) for level in adapted}
         write_bundle(
             bundle,
             cfg=cfg,

@@ -25,7 +25,7 @@ from serving.cli import cli
 from serving.engine import Engine
 from serving.evaluation.scoring import score_options
 from serving.options import EngineOptions
-from tests.tiny import TINY, write_tiny_bundle
+from tests.tiny import TINY, VOCAB_SIZE, write_tiny_bundle
 from tests.tiny_tlm import tiny_lm
 
 
@@ -49,6 +49,19 @@ def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
         assert ladder == Ladder(anchors=(5,))
         for level in ladder.levels:
             assert (read_recovery(bundle, level) is None) == (level == 100)
+
+
+def test_a_shape_is_like_another_bundle(tmp_path, monkeypatch, elastic):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=2 * VOCAB_SIZE, window_tokens=64)
+    monkeypatch.setitem(SHAPES, "small", small)
+    with Bundle.open(elastic) as other:
+        path = elastic_shape("small", "int8", lambda *_: None, like=other)
+    with Bundle.open(path) as bundle:
+        assert read_ladder(bundle).levels == (50, 100)
+        assert bundle.cfg.vocab_size == VOCAB_SIZE
+        # Recovered together, or not at all: no level has an adapter.
+        assert read_recovery(bundle, 50) is None
 
 
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), executables_bytes=0)
