@@ -146,6 +146,22 @@ def test_options_are_scored_behind_prompts_read_so(engine):
     assert scores[2] == pytest.approx(scores[2:].max())
 
 
+def test_a_question_is_read_once_for_all_of_its_ends(engine):
+    """They follow the same cache, in any order, up to the window's end: each as if it were the only one."""
+    trunk, draw = prompt(37), np.random.default_rng(1)
+    ends = [tuple(draw.integers(0, TINY.vocab_size, size).tolist()) for size in (40, 1, 3, 92, 2)]
+    assert len(trunk) + len(ends[3]) - 1 == WINDOW_TOKENS
+    before = engine.table.outliers.products
+    (scores,) = score_options(engine, [Branching(tuple(trunk), tuple(ends))])
+    # Two chunks, one layer with a shadow at four products.
+    assert engine.table.outliers.products == before + 8
+    for score, end in zip(scores, ends, strict=True):
+        found, cache = engine.table.prefill(engine.table.start(WINDOW_TOKENS), trunk, 0)
+        alone = float(jax.nn.log_softmax(np.asarray(found)[0])[end[0]])
+        alone += engine.table.score(end[:-1], end[1:], cache).sum() if len(end) > 1 else 0.0
+        assert score == pytest.approx(alone, abs=1e-3)
+
+
 def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
     """With steps that are far too small nearly all is shadow: the product stays what it is, and it is
     said."""
