@@ -2,8 +2,9 @@
 
 All are made of the same float weights. `jaxllm` is the live engine on them, `jaxllm-live-steps` the steps
 that programs are made of, jitted: the difference between it and `jaxllm-stablehlo` is what exporting costs.
-TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`) and, as a bundle, through LiteRT-LM;
-llama.cpp stands beside them where it is installed. Each in a process of its own, in alternation.
+TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`) and, as a bundle, through LiteRT-LM; the
+float one that Google's AI Edge Quantizer has quantized, and llama.cpp, stand beside them where these are
+installed. Each in a process of its own, in alternation.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any
 
 from benchmarks.checkpoint import Checkpoint
 from benchmarks.contest import Contender, Result, prompt_ids, race
-from benchmarks.peers import PEERS, Opening
+from benchmarks.peers import PEERS, Opening, edge_quantizer
 from benchmarks.peers.jaxllm_engine import BLOCKS
 from benchmarks.peers.process import Child
 from benchmarks.quality import Text, perplexity
@@ -35,6 +36,7 @@ Tell = Callable[[str], None]
 
 LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
 TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
+EDGE_QUANTIZER = "AI-Edge-Quantizer"
 LITERT_LM = "LiteRT-LM"
 LLAMA_CPP = "llama.cpp"
 _VERIFY_TOKENS = 64
@@ -209,7 +211,22 @@ def _exports(bundle: Path, scratch: Path, context: int, text: Path | None, tell:
         files = [out] if out.is_file() else list(out.iterdir())
         size = sum(each.stat().st_size for each in files)
         made[system] = Export(out, size, 1000 * (time.perf_counter() - began))
+    if TFLITE["f32"] in made:
+        try:
+            made[EDGE_QUANTIZER] = _quantized(made[TFLITE["f32"]], scratch / EDGE_QUANTIZER)
+        except JaxllmError as error:
+            tell(f"without {EDGE_QUANTIZER}: {error}")
     return made
+
+
+def _quantized(floats: Export, out: Path) -> Export:
+    """The float TFLite model as AI Edge Quantizer makes it 8-bit."""
+    if edge_quantizer.missing() is not None:
+        raise JaxllmError(f"{edge_quantizer.PACKAGE} is not installed")
+    began = time.perf_counter()
+    edge_quantizer.quantize_folder(floats.path, out)
+    took_ms = 1000 * (time.perf_counter() - began)
+    return Export(out, sum(each.stat().st_size for each in out.iterdir()), floats.export_ms + took_ms)
 
 
 def _platform() -> str:
@@ -294,14 +311,14 @@ def _speed_rows(
         for ours, others in (
             (STABLEHLO, (STEPS, LIVE)),
             (TFLITE["f32"], (LIVE,)),
-            (TFLITE["int8"], (LLAMA_CPP, TFLITE["f32"])),
+            (TFLITE["int8"], (LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"])),
             (TFLITE["w8a8"], (TFLITE["int8"],)),
         ):
             beside = {name: rates[name] for name in (ours, *others) if name in rates}
             if ours in beside:
                 shown = compared(beside, ours=ours, case=case, metric=metric, unit="tokens/s")
                 rows += [each for each in shown if each.system == ours]
-        baselines = [name for name in (LIVE, STEPS, LLAMA_CPP) if name in rates]
+        baselines = [name for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER) if name in rates]
         rows += [_row(case, name, metric, rates[name], "tokens/s") for name in baselines]
         if runtime is not None:
             note = "by its own clock"

@@ -81,7 +81,9 @@ def drafted(setting: Setting, **speculation: object) -> Engine:
 def fixed_lines(setting: Setting, length: int) -> Engine:
     """SP with drafts of `length` tokens."""
     trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
-    return drafted(setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, thrifty=False)
+    return drafted(
+        setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, thrifty=False, lookup=False
+    )
 
 
 def big_little(setting: Setting) -> Engine:
@@ -93,6 +95,7 @@ def big_little(setting: Setting) -> Engine:
         fallback="fixed",
         pipelined=False,
         thrifty=False,
+        lookup=False,
     )
     engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
     bundle = open_model(setting.model)
@@ -123,6 +126,7 @@ def systems(setting: Setting, *, ablations: bool = True) -> dict[str, Opener]:
         f"{OURS}-learned-fallback": lambda s: drafted(s, fallback="learned"),
         f"{OURS}-no-fallback": lambda s: drafted(s, fallback="fixed"),
         f"{OURS}-no-pipeline": lambda s: drafted(s, pipelined=False),
+        f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
         f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
     }
 

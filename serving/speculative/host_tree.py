@@ -1,5 +1,7 @@
 """Token trees as the host has them: the same structure, of NumPy's arrays."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -71,6 +73,38 @@ def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: l
         ancestors[node, node] = True
     names = ("tokens", "parents", "depths", "confidences")
     return _tree(**dict(zip(names, parts, strict=True)), ancestors=ancestors, count=np.int32(last))
+
+
+def united(tree: TokenTree, other: TokenTree) -> tuple[TokenTree, np.ndarray]:
+    """The union of two trees of the same root: the first one's nodes as they are, behind them those that only
+    the other has. What both have is as confident as the surer of them says.
+
+    Returns:
+      The tree, with room for all nodes, and which node of the other each of its nodes is, -1 for none.
+    """
+    count, others = int(tree.count), int(other.count)
+    whole = some_nodes(tree, np.arange(count), max(tree.room, count + others - 1))
+    tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+    confidences = np.array(whole.confidences)
+    nodes = {(int(parents[node]), int(tokens[node])): node for node in range(1, count)}
+    place, added = {0: 0}, list[int]()
+    for node in range(1, others):
+        edge = place[int(other.parents[node])], int(other.tokens[node])
+        if (found := nodes.get(edge)) is None:
+            added.append(node)
+            found = nodes[edge] = count + len(added) - 1
+        else:
+            confidences[found] = max(confidences[found], other.confidences[node])
+        place[node] = found
+    union = grown(
+        dataclasses.replace(whole, confidences=confidences),  # pyright: ignore[reportArgumentType]
+        [int(other.tokens[node]) for node in added],
+        [place[int(other.parents[node])] for node in added],
+        [float(other.confidences[node]) for node in added],
+    )
+    places = np.full(int(union.count), -1, np.int64)
+    places[list(place.values())] = list(place.keys())
+    return union, places
 
 
 def accepted_path(tree: TokenTree, chosen: np.ndarray) -> np.ndarray:

@@ -83,10 +83,12 @@ class NgramDrafter:
         del token
         depth = int(np.max(self._tree.depths))
         if self._length and depth:
-            share = (len(path) - 1) / depth
-            self._rates[self._length] += _NEW_SHARE * (share - self._rates[self._length])
+            right, rate = len(path) - 1, self._rates[self._length]
+            # Behind the first token that was wrong, nothing was tried.
+            for each in [1.0] * right + [0.0] * (right < depth):
+                rate += _NEW_SHARE * (each - rate)
             # What was never right is tried again: texts change.
-            self._rates[self._length] = float(np.clip(self._rates[self._length], 0.05, 0.95))
+            self._rates[self._length] = float(np.clip(rate, 0.05, 0.95))
 
     def _continuations(self, text: np.ndarray) -> Iterator[list[int]]:
         """What followed the last tokens, the latest first, as many as a node may have children."""

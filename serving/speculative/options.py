@@ -61,6 +61,7 @@ class SpeculationOptions:
         that it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
       pipelined: whether drafting goes on while the target's weights are read (section 3.4).
       thrifty: whether drafting ends where it does not pay, to be tried again now and then.
+      lookup: whether what the text has said before is proposed beside what a model drafts, in trees.
     """
 
     drafter: str = "model"
@@ -71,6 +72,7 @@ class SpeculationOptions:
     fallback: Literal["measured", "learned", "fixed"] = "measured"
     pipelined: bool = True
     thrifty: bool = True
+    lookup: bool = True
 
     def __post_init__(self) -> None:
         if not LEAST <= self.alpha <= MOST:

@@ -20,9 +20,11 @@ from jaxllm.speculative.tree import TokenTree
 from serving.generation import Decoder, Window
 from serving.speculative.drafter import Drafter
 from serving.speculative.host_tree import by_confidence, open_confidence, some_nodes
+from serving.speculative.lookup_drafter import LookupDrafter
 from serving.speculative.options import SpeculationOptions
-from serving.speculative.thrift import Thrift, running_mean
+from serving.speculative.thrift import Thrift
 from serving.speculative.verdict import Verdict
+from serving.speculative.verify_cost import VerifyCost
 
 
 class Target(Decoder, Protocol):
@@ -98,10 +100,12 @@ class Rounds(Generic[AnyTarget]):
 
     def __init__(self, target: AnyTarget, drafter: Drafter, options: SpeculationOptions) -> None:
         self.target, self.counts = target, SpeculationCounts()
-        self._drafter, self._options = drafter, options
+        # A line has no room for a second opinion.
+        looked_up = options.lookup and options.drafter != "ngram" and options.trees.branches > 1
+        self._drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
+        self._options = options
         self._fallback, self._thrift = Fallback(options.alpha), Thrift()
-        # What verifying takes, by size.
-        self._verify_s: dict[int, float] = {}
+        self._verify_cost = VerifyCost(options.trees.nodes[-1])
 
     @property
     def cfg(self) -> ModelConfig:
@@ -191,7 +195,7 @@ class Rounds(Generic[AnyTarget]):
         part = some_nodes(tree, chosen, nodes)
         verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
-        self._verify_s[nodes] = running_mean(self._verify_s.get(nodes), verify_s)
+        self._verify_cost.measured(nodes, verify_s)
         self._drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn(part, len(verdict.tokens), draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
@@ -200,14 +204,13 @@ class Rounds(Generic[AnyTarget]):
         """With how much of a tree tokens come fastest, of the sizes that there are graphs for.
 
         The nodes that are read, in their order, promise as many tokens as their `confidences` add up to, the
-        root's standing for the target's own. What a size takes that was never tried is taken to be what a
-        smaller one takes.
+        root's standing for the target's own.
         """
         promised, count = np.cumsum(confidences), len(confidences)
-        best, chosen, takes_s = 0.0, self._options.trees.nodes[0], 0.0
+        best, chosen = 0.0, self._options.trees.nodes[0]
         for nodes in self._options.trees.nodes:
-            takes_s = max(takes_s, self._verify_s.get(nodes, 0.0))
-            rate = promised[min(count, nodes) - 1] / max(draft_s + takes_s, 1e-9)
+            takes_s = draft_s + self._verify_cost.seconds(nodes)
+            rate = promised[min(count, nodes) - 1] / max(takes_s, 1e-9)
             if rate > best:
                 best, chosen = rate, nodes
             if nodes >= count:

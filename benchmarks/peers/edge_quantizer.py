@@ -1,0 +1,68 @@
+"""Google's own way to TFLite at 8 bits: AI Edge Quantizer on the float model that we export.
+
+Weights of fully connected layers and tables become 8-bit by output channel, activations are quantized while
+the model runs (`dynamic_wi8_afp32`). The folder is then ours but for that file, and the same loop runs it.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxllm.errors import JaxllmError, one_line
+from jaxllm.programs.manifest import MANIFEST, Manifest, StoredFile
+
+PACKAGE = "ai-edge-quantizer"
+_MODULE = "ai_edge_quantizer"
+# In a process of its own: it brings its own LiteRT, and says much. It tells tensors apart by their names, of
+# which a model of several graphs has each more than once.
+_SCRIPT = """
+import pathlib, sys
+from ai_edge_quantizer import quantizer, recipe
+from ai_edge_quantizer.utils import tfl_flatbuffer_utils
+floats, out = map(pathlib.Path, sys.argv[1:])
+model = tfl_flatbuffer_utils.read_model(floats)
+for number, graph in enumerate(model.subgraphs):
+    for place, tensor in enumerate(graph.tensors):
+        tensor.name = f"{number}/{place}".encode()
+renamed = out.with_suffix(".floats")
+tfl_flatbuffer_utils.write_model(model, renamed)
+result = quantizer.Quantizer(str(renamed), recipe.dynamic_wi8_afp32()).quantize(enable_progress_report=False)
+result.export_model(str(out), overwrite=True)
+renamed.unlink()
+"""
+
+
+def missing() -> str | None:
+    """The package that is not installed, if it is not."""
+    return None if importlib.util.find_spec(_MODULE) else PACKAGE
+
+
+def quantize_folder(floats: Path, out: Path) -> None:
+    """Writes a folder of TFLite programs again, its model quantized.
+
+    Args:
+      floats: made by `jaxllm export --format tflite`.
+      out: a folder that is not there yet.
+
+    Raises:
+      JaxllmError: the package could not do it.
+    """
+    manifest = Manifest.read(floats)
+    (model,) = {each.file for each in manifest.signatures}
+    shutil.copytree(floats, out, ignore=shutil.ignore_patterns(model, MANIFEST))
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(floats / model), str(out / model)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
+    )
+    if done.returncode or not (out / model).is_file():
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        raise JaxllmError(f"{PACKAGE} failed: {one_line(last[0])}")
+    files = {**manifest.files, model: StoredFile.of(out / model)}
+    dataclasses.replace(manifest, precision="int8", files=files).write(out)

@@ -1,0 +1,35 @@
+"""The peer that quantizes our float TFLite model: the same programs, at 8 bits."""
+
+import pytest
+
+from benchmarks.peers.edge_quantizer import quantize_folder
+from jaxllm.errors import JaxllmError
+from jaxllm.programs.manifest import Manifest
+from serving.programs.engine import ProgramEngine
+from tests.export.models import answers
+
+pytest.importorskip("ai_edge_quantizer")
+pytest.importorskip("ai_edge_litert")
+
+
+def test_the_quantized_model_runs_as_ours_does(tflite, live, tmp_path):
+    floats = tflite[0]
+    quantize_folder(floats, tmp_path / "int8")
+    before, after = Manifest.read(floats), Manifest.read(tmp_path / "int8")
+    assert (before.precision, after.precision) == ("f32", "int8")
+    assert after.signatures == before.signatures
+    (model,) = {each.file for each in after.signatures}
+    assert after.files[model].size_bytes < 0.75 * before.files[model].size_bytes
+    found = answers(ProgramEngine.open(tmp_path / "int8", threads=1))
+    assert [len(each) for each in found] == [len(each) for each in live[100]]
+
+
+def test_what_is_no_model_is_refused(tflite, tmp_path):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for each in tflite[0].iterdir():
+        (broken / each.name).write_bytes(each.read_bytes())
+    (model,) = {each.file for each in Manifest.read(broken).signatures}
+    (broken / model).write_bytes(b"\0" * (broken / model).stat().st_size)
+    with pytest.raises(JaxllmError, match="ai-edge-quantizer failed"):
+        quantize_folder(broken, tmp_path / "int8")
