@@ -17,6 +17,9 @@ from rich.table import Table
 
 import jaxllm
 
+# Between a bar and what is written behind it.
+_LABEL_PADDING_POINTS = 3
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -142,6 +145,23 @@ def emit(
         _draw(bench, rows, plot)
 
 
+def label_bars(axes: Any, bars: Any, form: str) -> None:
+    """Writes behind each of some horizontal bars what it stands for, and leaves room for it.
+
+    Args:
+      axes: of matplotlib, with all else that takes room beside them.
+      bars: on them.
+      form: of the numbers, as `str.format` takes it.
+    """
+    labels = axes.bar_label(bars, fmt=form, padding=_LABEL_PADDING_POINTS)
+    # Sizes are known once all is laid out.
+    axes.figure.draw_without_rendering()
+    widest = max(label.get_window_extent().width for label in labels)
+    taken = widest + 2 * _LABEL_PADDING_POINTS * axes.figure.dpi / 72
+    # On both sides where bars point both ways; at most, all of them become half as long.
+    axes.margins(x=taken / max(axes.get_window_extent().width - 2 * taken, taken))
+
+
 def _table(bench: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"bench {bench} ({machine()['cpu']}, {machine()['cores']} cores)")
     noted = any(row.note for row in rows)
@@ -176,9 +196,9 @@ def _draw(bench: str, rows: Sequence[Row], folder: Path) -> None:
         chosen = {(r.case, r.system): r for r in rows if r.metric == metric}.values()
         figure, axes = plt.subplots(figsize=(7, 1 + 0.4 * len(chosen)), layout="constrained")
         bars = axes.barh([f"{r.case}\n{r.system}" for r in chosen], [r.value for r in chosen])
-        axes.bar_label(bars, fmt="{:,.1f}", padding=3)
         axes.invert_yaxis()
         axes.set_xlabel(f"{metric} ({next(iter(chosen)).unit})")
+        label_bars(axes, bars, "{:,.1f}")
         figure.savefig(folder / f"{bench}_{metric}.png", dpi=150)
         plt.close(figure)
 

@@ -104,6 +104,10 @@ class BucketPlan(abc.ABC):
             self._score_bucket(cache),
         ]
 
+    def ends_buckets(self, cache: int) -> list[Bucket]:
+        """The buckets that score what may follow a prompt in a cache of a length."""
+        return [self._score_bucket(cache, chunk) for chunk in self.options.chunk_tokens]
+
     def branches_bucket(self, tokens: int) -> Bucket:
         """The bucket that scores documents with many ends, in rows of `tokens`."""
         rows = max(1, self.options.score_tokens // tokens)
@@ -130,8 +134,8 @@ class BucketPlan(abc.ABC):
     def _prefill_bucket(self, chunk: int, cache: int) -> Bucket:
         return self._bucket("prefill", chunk, cache)
 
-    def _score_bucket(self, cache: int) -> Bucket:
-        return self._bucket("score", self.options.chunk_tokens[-1], cache)
+    def _score_bucket(self, cache: int, chunk: int | None = None) -> Bucket:
+        return self._bucket("score", chunk or self.options.chunk_tokens[-1], cache)
 
     @property
     def _trees(self) -> TreeShape:

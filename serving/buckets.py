@@ -156,15 +156,34 @@ class BucketTable(GraphTable):
         )
         if cache is None:
             cache = self.graph(self._start_bucket(capacity))()
-        graph = self.graph(self._score_bucket(cache.capacity_tokens))
-        scores, best = [], []
-        for at in range(0, len(tokens), chunk):
+        scores, best, _ = self._scored(tokens, targets, cache, [chunk] * -(-len(tokens) // chunk))
+        return scores, best
+
+    def score_end(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache
+    ) -> tuple[np.ndarray, KVCache]:
+        """`score` of one of several ends of what a `cache` holds, and the cache for the next one: of `cache`,
+        which is donated, it has all but the mass that it had."""
+        length = int(cache.length)
+        chunks = plan_chunks(len(tokens), self.options.chunk_tokens)
+        scores, _, cache = self._scored(tokens, targets, cache, chunks)
+        # Rows behind the length of a cache are attended to by nobody.
+        return scores, dataclasses.replace(cache, length=np.int32(length))
+
+    def _scored(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache, chunks: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, KVCache]:
+        """`predict` in chunks of these lengths, and the cache behind the tokens."""
+        scores, best, at = [], [], 0
+        for chunk in chunks:
+            graph = self.graph(self._score_bucket(cache.capacity_tokens, chunk))
             row, valid = padded(tokens[at : at + chunk], chunk)
             goal, _ = padded(targets[at : at + chunk], chunk)
             out, likeliest, cache = graph(self._params, row, goal, np.int32(valid), cache)
             scores.append(np.asarray(out)[0, :valid])
             best.append(np.asarray(likeliest)[0, :valid])
-        return np.concatenate(scores), np.concatenate(best)
+            at += valid
+        return np.concatenate(scores), np.concatenate(best), cache
 
     def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""

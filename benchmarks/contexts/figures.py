@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, check_plot
+from benchmarks.report import Row, check_plot, label_bars
 
 _CELL = re.compile(r"(?P<pattern>\w+), (?P<contexts>\d+) contexts in (?P<budget>[\d.]+ MB), (?P<device>.+)$")
 _BARS = {
@@ -42,9 +42,10 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             continue
         figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(chosen)), layout="constrained")
         names = [f"{case.removeprefix(f'{name}: ')}\n{system}" for case, system in chosen]
-        axes.bar_label(axes.barh(names, list(chosen.values())), fmt="{:,.3g}", padding=3)
+        bars = axes.barh(names, list(chosen.values()))
         axes.invert_yaxis()
         axes.set_xlabel(label)
+        label_bars(axes, bars, "{:,.3g}")
         saved(name.replace(" ", "_"), figure)
 
 

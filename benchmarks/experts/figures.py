@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, check_plot
+from benchmarks.report import Row, check_plot, label_bars
 
 _LAYER = re.compile(r"predictor: layer (\d+)$")
 _ROOM = re.compile(r"eviction: (\d+) experts$")
@@ -55,7 +55,8 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
             continue
         figure, axes = plt.subplots(figsize=(8, 1 + 0.35 * len(bars)), layout="constrained")
         labels = [f"{case}\n{system}" for case, system in bars]
-        axes.bar_label(axes.barh(labels, list(bars.values())), fmt="{:,.3g}", padding=3)
+        drawn = axes.barh(labels, list(bars.values()))
         axes.invert_yaxis()
         axes.set_xlabel("time per token (ms)")
+        label_bars(axes, drawn, "{:,.3g}")
         saved(name, figure)

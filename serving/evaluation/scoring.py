@@ -56,17 +56,17 @@ def _behind_prompts(
 ) -> list[np.ndarray]:
     """`score_options` with trunks read as prompts are."""
     context = table.options.context_tokens
-    table.fill([*table.all_buckets(), *table.score_buckets(context)], progress)
+    table.fill([*table.all_buckets(), *table.ends_buckets(table.cache_for(context))], progress)
     found, done, total = [], 0, sum(question.fed_tokens for question in questions)
     for question in questions:
-        trunk, sums = question.trunk, []
+        logits, cache = table.prefill(table.start(context), question.trunk, 0)
+        row, sums = np.asarray(logits, np.float64)[0], []
+        normalizer = np.logaddexp.reduce(row)
         for branch in question.branches:
-            # Scoring takes the cache, so each branch has its own.
-            logits, cache = table.prefill(table.start(context), trunk, 0)
-            row = np.asarray(logits, np.float64)[0]
-            score = row[branch[0]] - np.logaddexp.reduce(row)
+            score = row[branch[0]] - normalizer
             if len(branch) > 1:
-                score += table.score(branch[:-1], branch[1:], cache).sum(dtype=np.float64)
+                more, cache = table.score_end(branch[:-1], branch[1:], cache)
+                score += more.sum(dtype=np.float64)
             sums.append(score)
         found.append(np.array(sums))
         done += question.fed_tokens

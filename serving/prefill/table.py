@@ -20,7 +20,6 @@ from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.products import product_sizes
 from jaxllm.prefill.schedule import (
     PROCESSORS,
     Dispatcher,
@@ -305,12 +304,12 @@ class IntegerTable(BucketTable):
 
     def _count(self, passing: Passing) -> None:
         for each, counts in passing.counts:
-            products = SHADOWS_OF[kind_of(each.stage, shadowed=True)]
+            products, shadows = SHADOWS_OF[kind_of(each.stage, shadowed=True)], self._known[each.layer].rows
+            assert shadows is not None
             for product, channels in zip(products, np.ravel(counts).tolist(), strict=True):
-                inputs, _ = product_sizes(self.cfg, each.layer, product)
                 self.outliers.products += 1
                 self.outliers.channels += channels
-                self.outliers.enlarged += channels > rooms(inputs)[1]
+                self.outliers.enlarged += channels > rooms(len(shadows[product].place))[1]
 
     def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
         """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length, on two

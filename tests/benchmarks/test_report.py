@@ -4,7 +4,7 @@ import json
 import click
 import pytest
 
-from benchmarks.report import Row, check_plot, compared, emit, machine
+from benchmarks.report import Row, check_plot, compared, emit, label_bars, machine
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
@@ -76,3 +76,16 @@ def test_the_machine_is_described_without_its_name():
     assert facts["cores"] >= 1
     assert facts["backend"] == "cpu"
     assert __import__("socket").gethostname() not in json.dumps(facts)
+
+
+@pytest.mark.parametrize("values", [[1.0, 12345.6], [-3.0, 2.0], [0.0, 0.0]])
+def test_what_is_written_behind_bars_is_inside_of_the_frame(values):
+    plt = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = plt.subplots(figsize=(7, 2), layout="constrained")
+    label_bars(axes, axes.barh(["a prompt of many tokens, on all cores\njaxllm", "b"], values), "{:,.1f}")
+    figure.draw_without_rendering()
+    frame = axes.get_window_extent()
+    boxes = [label.get_window_extent() for label in axes.texts]
+    plt.close(figure)
+    assert len(boxes) == 2
+    assert all(frame.x0 < box.x0 and box.x1 < frame.x1 for box in boxes)

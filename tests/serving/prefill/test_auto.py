@@ -17,7 +17,7 @@ from serving.service import LLMService
 from tests.tiny import TINY, WINDOW_TOKENS
 
 OPTIONS = EngineOptions(
-    chunk_tokens=(16, 64),
+    chunk_tokens=(16,),
     cache_tokens=(WINDOW_TOKENS,),
     cache_dtype="float32",
     executables_bytes=0,

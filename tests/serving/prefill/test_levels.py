@@ -47,7 +47,7 @@ def engine(known, tmp_path_factory):
 @pytest.mark.parametrize("level", [50, 100])
 def test_each_level_is_read_as_calibrated(engine, known, level):
     table = engine.table.at(level)
-    table.fill(table.request_buckets(32, 4))
+    table.fill(table.request_buckets(32, 1))
     found, _ = table.prefill(table.start(32), PROMPT, 0)
     cfg = sub_config(TINY, LADDER, level)
     layers, params = known.layers(level, cfg), sub_model(stored(), cfg)

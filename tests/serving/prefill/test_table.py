@@ -115,10 +115,12 @@ def test_it_is_nearer_to_the_function_than_without_shadow(engine, tmp_path):
     exact = write_tiny_bundle(tmp_path / "exact.jaxllm", "f32", params=outlying())
     fewer = dataclasses.replace(OPTIONS, chunk_tokens=(32,), cache_tokens=(WINDOW_TOKENS,))
     engines = [
-        Engine.open(bare, options=fewer),
+        Engine.open(bare, options=fewer, warm_up=False),
         engine,
-        Engine.open(exact, options=dataclasses.replace(fewer, prefill=PrefillOptions())),
+        Engine.open(exact, options=dataclasses.replace(fewer, prefill=PrefillOptions()), warm_up=False),
     ]
+    for each in engines[::2]:
+        each.warm_up(prompt_tokens=64, max_tokens=1)
     without, with_shadow, known = (read(each, prompt(64))[0] for each in engines)
     assert np.abs(with_shadow - known).mean() < 0.6 * np.abs(without - known).mean()
 
@@ -146,6 +148,22 @@ def test_options_are_scored_behind_prompts_read_so(engine):
     assert scores[2] == pytest.approx(scores[2:].max())
 
 
+def test_a_question_is_read_once_for_all_of_its_ends(engine):
+    """They follow the same cache, in any order, up to the window's end: each as if it were the only one."""
+    trunk, draw = prompt(37), np.random.default_rng(1)
+    ends = [tuple(draw.integers(0, TINY.vocab_size, size).tolist()) for size in (40, 1, 3, 92, 2)]
+    assert len(trunk) + len(ends[3]) - 1 == WINDOW_TOKENS
+    before = engine.table.outliers.products
+    (scores,) = score_options(engine, [Branching(tuple(trunk), tuple(ends))])
+    # Two chunks, one layer with a shadow at four products.
+    assert engine.table.outliers.products == before + 8
+    for score, end in zip(scores, ends, strict=True):
+        found, cache = engine.table.prefill(engine.table.start(WINDOW_TOKENS), trunk, 0)
+        alone = float(jax.nn.log_softmax(np.asarray(found)[0])[end[0]])
+        alone += engine.table.score(end[:-1], end[1:], cache).sum() if len(end) > 1 else 0.0
+        assert score == pytest.approx(alone, abs=1e-3)
+
+
 def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
     """With steps that are far too small nearly all is shadow: the product stays what it is, and it is
     said."""
@@ -157,7 +175,7 @@ def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
     narrow = known.steps.copy()
     narrow[:, known.shadowed.index(True)] /= 50
     engine.table.calibration = dataclasses.replace(known, steps=narrow)
-    engine.warm_up(prompt_tokens=32)
+    engine.warm_up(prompt_tokens=32, max_tokens=1)
     tokens = prompt(32)
     found, _ = read(engine, tokens)
     wanted = expected(tokens, engine.table.calibration)[-1]
@@ -172,7 +190,7 @@ def test_broken_weights_are_not_hidden(calibrated_bundle):
     params = dict(engine.table.params)
     params["layers.0.attn_norm.scale"] = params["layers.0.attn_norm.scale"].at[3].set(np.nan)
     engine.table.swap(params)
-    engine.warm_up(prompt_tokens=32)
+    engine.warm_up(prompt_tokens=32, max_tokens=1)
     assert np.isnan(read(engine, prompt(32))[0]).all()
 
 

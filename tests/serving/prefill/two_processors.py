@@ -25,7 +25,7 @@ def in_rows(table: IntegerTable) -> dict[str, bool]:
     stages = {"integer": "project", "float": "attend"}
     kinds = {}
     for processor, stage in stages.items():
-        _, (weights, _) = table._operands(0, stage, 16, 64)  # pyright: ignore[reportArgumentType]: a stage
+        _, (weights, _) = table._operands(0, stage, 16, 128)  # pyright: ignore[reportArgumentType]: a stage
         leaves = jax.tree.leaves(weights, is_leaf=lambda each: isinstance(each, QArray | BlockedArray))
         kinds[processor] = any(isinstance(each, QArray) for each in leaves)
     return kinds
@@ -45,7 +45,13 @@ def main(path: str, order: str, integer_bytes: str) -> None:
             order=order,  # pyright: ignore[reportArgumentType]: an order
             integer_bytes=int(integer_bytes) * (system == 2),
         )
-        options = EngineOptions(chunk_tokens=(16,), cache_dtype="float32", executables_bytes=0, prefill=how)
+        options = EngineOptions(
+            chunk_tokens=(16,),
+            cache_tokens=(128,),
+            cache_dtype="float32",
+            executables_bytes=0,
+            prefill=how,
+        )
         engine = Engine.open(path, options=options, warm_up=False)
         engine.warm_up(prompt_tokens=60, max_tokens=8)
         table = engine.table
@@ -69,8 +75,6 @@ def main(path: str, order: str, integer_bytes: str) -> None:
                 ends[need] <= starts[place] for place, each in enumerate(subgraphs) for need in each.needs
             )
             found["subgraphs"] = len(subgraphs)
-            buckets = table.chunk_buckets(16, 64) + table.chunk_buckets(16, 96)
-            found["kinds"] = sorted(each.kind for each in dict.fromkeys(buckets) if "int_" in each.kind)
             found["integer"] = sum(each.processor == "integer" for each in subgraphs)
         if system == 3:
             found["in_rows"] = in_rows(table)
