@@ -214,7 +214,8 @@ def measure(
     if not reads_both_ways(engine):
         return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
     lengths = _lengths(engine.options)
-    prefill = measure_prefill(engine, lengths, repeats=repeats, seed=seed, progress=progress)
+    raw = measure_prefill(engine, lengths, repeats=repeats, seed=seed, progress=progress)
+    prefill = PrefillTimes(integer_ms=_evened(raw.integer_ms), float_ms=_evened(raw.float_ms))
     # Enough to choose by.
     known = DeviceProfile(
         levels=engine.table.levels,
@@ -281,7 +282,7 @@ def measure_together(
             [statistics.median(times[place, level, length]) for length in lengths[place]]
             for level in engines[place].table.levels
         ]
-        return tuple(map(tuple, evened(np.array(found)).tolist()))
+        return _evened(found)
 
     return [
         DeviceProfile(
@@ -303,6 +304,10 @@ def evened(times: np.ndarray) -> np.ndarray:
         least = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
         times = (most + least) / 2
     return times
+
+
+def _evened(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, evened(np.array(times)).tolist()))
 
 
 def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
