@@ -86,7 +86,6 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
     rows: list[Row] = []
     with open_model(subject.model) as bundle:
         weight_bytes = bundle.weight_bytes
-    total = len(plan.devices) * len(plan.shares)
     for number, device in enumerate(plan.devices):
         for place, share in enumerate(plan.shares):
             setting = Setting(
@@ -98,14 +97,19 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
                 storage=device.storage,
             )
             first = number == place == 0
-            rows += _setting_rows(setting, device, share, subject, plan, first=first)
-            if progress is not None:
-                progress("Measuring", number * len(plan.shares) + place + 1, total)
+            rows += _setting_rows(setting, device, share, subject, plan, first=first, progress=progress)
     return rows
 
 
 def _setting_rows(
-    setting: Setting, device: Device, share: float, subject: Subject, plan: Plan, *, first: bool
+    setting: Setting,
+    device: Device,
+    share: float,
+    subject: Subject,
+    plan: Plan,
+    *,
+    first: bool,
+    progress: Progress | None,
 ) -> list[Row]:
     """One storage and budget."""
     engines = {name: opened(setting) for name, opened in systems(setting, ablations=plan.ablations).items()}
@@ -117,11 +121,13 @@ def _setting_rows(
     timed = {task: each[plan.tried :] for task, each in prompts.items()}
     config = GenerationConfig(max_tokens=plan.tokens)
     lines = {length: fixed_lines(setting, length) for length in SP_LENGTHS}
-    length = min(lines, key=lambda each: _token_ms(_answers({"": lines[each]}, tried, config)[""]))
+    attempts = {str(each): engine for each, engine in lines.items()}
+    found = _answers(attempts, tried, config, "Trying lengths of lines", progress)
+    length = min(lines, key=lambda each: _token_ms(found[str(each)]))
     engines[SP] = lines.pop(length)
     for each in lines.values():
         each.close()
-    answers = _answers(engines, timed, config)
+    answers = _answers(engines, timed, config, f"Measuring on {device.name}", progress)
     case = f"{device.name}, {share:.0%} of the model in memory"
     notes = _notes(engines, answers, device, length)
     rows = []
@@ -139,9 +145,9 @@ def _setting_rows(
             lower_is_better=True,
         )
     rows += _draft_rows(engines, case)
-    rows += _hopeless_rows(engines, timed, config, case)
+    rows += _hopeless_rows(engines, timed, config, case, progress)
     if first and plan.same:
-        rows += _same_rows(engines[OURS], subject, plan)
+        rows += _same_rows(engines[OURS], subject, plan, progress)
     for each in engines.values():
         each.close()
     return rows
@@ -151,15 +157,23 @@ Answers = dict[str, list[Generation]]
 
 
 def _answers(
-    engines: dict[str, Engine], prompts: dict[str, list[list[int]]], config: GenerationConfig
+    engines: dict[str, Engine],
+    prompts: dict[str, list[list[int]]],
+    config: GenerationConfig,
+    label: str,
+    progress: Progress | None,
 ) -> dict[str, Answers]:
     """Every system's answers by task, all systems at one prompt before the next."""
     found: dict[str, Answers] = {name: {task: [] for task in prompts} for name in engines}
+    done, total = 0, len(engines) * sum(map(len, prompts.values()))
     for number, (task, prompt) in enumerate((task, each) for task, all_ in prompts.items() for each in all_):
         # Nobody always runs behind the same neighbour.
         order = list(engines) if number % 2 else list(engines)[::-1]
         for name in order:
             found[name][task].append(engines[name].generate(prompt, config))
+            done += 1
+            if progress is not None:
+                progress(label, done, total)
     return found
 
 
@@ -220,20 +234,24 @@ def _draft_rows(engines: dict[str, Engine], case: str) -> list[Row]:
 
 
 def _hopeless_rows(
-    engines: dict[str, Engine], prompts: dict[str, list[list[int]]], config: GenerationConfig, case: str
+    engines: dict[str, Engine],
+    prompts: dict[str, list[list[int]]],
+    config: GenerationConfig,
+    case: str,
+    progress: Progress | None,
 ) -> list[Row]:
     """Answers that no draft can guess: drawn at a temperature at which any token may come."""
     sampling = Sampling(temperature=5.0, seed=1)
     config = dataclasses.replace(config, sampling=sampling, ignore_eos=True)
     chosen = {name: engines[name] for name in (OURS, "StdPL")}
-    hopeless = _answers(chosen, prompts, config)
+    hopeless = _answers(chosen, prompts, config, "Measuring without hope", progress)
     times = {name: _token_ms(found) for name, found in hopeless.items()}
     return compared(
         times, ours=OURS, case=f"{case}: hopeless", metric="tpot_ms", unit="ms", lower_is_better=True
     )
 
 
-def _same_rows(engine: Engine, subject: Subject, plan: Plan) -> list[Row]:
+def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress | None) -> list[Row]:
     """Whether answers are to the token those of the target with all of its weights in memory and no draft."""
     whole = Engine.open(subject.model, options=EngineOptions(context_tokens=plan.context_tokens))
     count = -(-plan.same // len(TASKS))
@@ -246,6 +264,8 @@ def _same_rows(engine: Engine, subject: Subject, plan: Plan) -> list[Row]:
         config = GenerationConfig(max_tokens=plan.tokens, sampling=sampling)
         same += engine.generate(prompt, config).tokens == whole.generate(prompt, config).tokens
         number += 1
+        if progress is not None:
+            progress("Comparing answers", number, sum(map(len, prompts.values())))
     note = f"{same} of {number} answers, half of them greedy and half drawn"
     return [
         Row(
