@@ -24,8 +24,7 @@ test-fast: $(VENV)/.dev
 test-export: $(VENV)-export/.ready
 	$(VENV)-export/bin/python -m pytest -p no:anyio \
 	  tests/export/test_tflite.py tests/export/test_architectures.py tests/export/test_litertlm.py \
-	  tests/export/test_edge_quantizer.py \
-	  tests/export/test_iree.py
+	  tests/export/test_edge_quantizer.py tests/export/test_iree.py
 
 # What a reviewer's machine would say: format, lint, types.
 check: $(VENV)/.dev

@@ -23,7 +23,7 @@ from benchmarks.checkpoint import Checkpoint
 from benchmarks.contest import Contender, Result, prompt_ids, race
 from benchmarks.peers import PEERS, Opening, edge_quantizer
 from benchmarks.peers.jaxllm_engine import BLOCKS
-from benchmarks.peers.process import Child
+from benchmarks.peers.process import Child, last_words
 from benchmarks.quality import Text, perplexity
 from benchmarks.report import Row, compared, median
 from jaxllm.errors import JaxllmError, one_line
@@ -270,8 +270,7 @@ def _litert_lm(
         check=False,
     )
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise JaxllmError(f"LiteRT-LM failed: {one_line(last[0])}")
+        raise JaxllmError(f"LiteRT-LM failed: {last_words(done.stderr)}")
     return json.loads(done.stdout)
 
 

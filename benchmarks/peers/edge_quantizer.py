@@ -12,7 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jaxllm.errors import JaxllmError, one_line
+from benchmarks.peers.process import last_words
+from jaxllm.errors import JaxllmError
 from jaxllm.programs.manifest import MANIFEST, Manifest, StoredFile
 
 PACKAGE = "ai-edge-quantizer"
@@ -62,7 +63,6 @@ def quantize_folder(floats: Path, out: Path) -> None:
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"},
     )
     if done.returncode or not (out / model).is_file():
-        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        raise JaxllmError(f"{PACKAGE} failed: {one_line(last[0])}")
+        raise JaxllmError(f"{PACKAGE} failed: {last_words(done.stderr)}")
     files = {**manifest.files, model: StoredFile.of(out / model)}
     dataclasses.replace(manifest, precision="int8", files=files).write(out)

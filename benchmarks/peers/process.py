@@ -157,6 +157,12 @@ class Child:
         return f"{how}; it said last: {one_line(lines[-1])}" if lines else how
 
 
+def last_words(stderr: str) -> str:
+    """What a process that failed said last, in one line."""
+    lines = stderr.strip().splitlines()
+    return one_line(lines[-1]) if lines else "it said nothing"
+
+
 @contextlib.contextmanager
 def _pinned(threads: int) -> Iterator[None]:
     """Pins this thread, hence a process that it starts, to the first `threads` of its cores."""

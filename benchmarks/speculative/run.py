@@ -86,8 +86,8 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
     rows: list[Row] = []
     with open_model(subject.model) as bundle:
         weight_bytes = bundle.weight_bytes
-    for number, device in enumerate(plan.devices):
-        for place, share in enumerate(plan.shares):
+    for device in plan.devices:
+        for share in plan.shares:
             setting = Setting(
                 model=subject.model,
                 draft=subject.draft,
@@ -96,8 +96,7 @@ def run(subject: Subject, plan: Plan, progress: Progress | None = None) -> list[
                 context_tokens=plan.context_tokens,
                 storage=device.storage,
             )
-            first = number == place == 0
-            rows += _setting_rows(setting, device, share, subject, plan, first=first, progress=progress)
+            rows += _setting_rows(setting, device, share, subject, plan, first=not rows, progress=progress)
     return rows
 
 
@@ -257,18 +256,22 @@ def _same_rows(engine: Engine, subject: Subject, plan: Plan, progress: Progress 
     count = -(-plan.same // len(TASKS))
     most = plan.context_tokens - plan.tokens
     prompts = read_prompts(subject.data, whole.tokenizer, count=count, most_tokens=most, seed=plan.seed + 1)
-    same, number = 0, 0
-    for place, prompt in enumerate(each for all_ in prompts.values() for each in all_):
+    asked, same = [each for all_ in prompts.values() for each in all_], 0
+    for place, prompt in enumerate(asked):
         # Every other answer is drawn, not greedy.
         sampling = Sampling() if place % 2 else Sampling(temperature=0.8, top_p=0.95, seed=place)
         config = GenerationConfig(max_tokens=plan.tokens, sampling=sampling)
         same += engine.generate(prompt, config).tokens == whole.generate(prompt, config).tokens
-        number += 1
         if progress is not None:
-            progress("Comparing answers", number, sum(map(len, prompts.values())))
-    note = f"{same} of {number} answers, half of them greedy and half drawn"
+            progress("Comparing answers", place + 1, len(asked))
+    note = f"{same} of {len(asked)} answers, half of them greedy and half drawn"
     return [
         Row(
-            case="same answers", system=OURS, metric="agreement", value=same / number, unit="share", note=note
+            case="same answers",
+            system=OURS,
+            metric="agreement",
+            value=same / len(asked),
+            unit="share",
+            note=note,
         )
     ]

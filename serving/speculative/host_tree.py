@@ -83,6 +83,8 @@ def united(tree: TokenTree, other: TokenTree) -> tuple[TokenTree, np.ndarray]:
       The tree, with room for all nodes, and which node of the other each of its nodes is, -1 for none.
     """
     count, others = int(tree.count), int(other.count)
+    if others == 1:
+        return tree, np.where(np.arange(count) == 0, 0, -1)
     whole = some_nodes(tree, np.arange(count), max(tree.room, count + others - 1))
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
     confidences = np.array(whole.confidences)

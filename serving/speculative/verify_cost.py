@@ -9,7 +9,7 @@ import numpy as np
 
 # In squares of the first measurement: how little is known then, what a measurement says of one pass, and how
 # fast the pass and the nodes' share change. The nodes' share is a matter of the device: slowly.
-_FIRST_DOUBT = (0.25, 0.25)
+_FIRST_DOUBT = 0.25
 _NOISE = 0.01
 _DRIFT = (0.01, 0.0004)
 # A measurement that is further off than so many deviations was something else: it counts as this far.
@@ -41,7 +41,7 @@ class VerifyCost:
             # Until other sizes were tried, the largest trees may take half of it more than the least.
             self._unit = max(took_s, 1e-9)
             self._state = np.array([took_s - 0.5 * took_s * seen[1], 0.5 * took_s])
-            self._doubt = np.diag(_FIRST_DOUBT) * self._unit**2
+            self._doubt = _FIRST_DOUBT * np.eye(2) * self._unit**2
         self._doubt = self._doubt + np.diag(_DRIFT) * self._unit**2
         spread = float(seen @ self._doubt @ seen) + _NOISE * self._unit**2
         most = _MOST_DEVIATIONS * spread**0.5

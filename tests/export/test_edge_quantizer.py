@@ -1,5 +1,7 @@
 """The peer that quantizes our float TFLite model: the same programs, at 8 bits."""
 
+import shutil
+
 import pytest
 
 from benchmarks.peers.edge_quantizer import quantize_folder
@@ -26,9 +28,7 @@ def test_the_quantized_model_runs_as_ours_does(tflite, live, tmp_path):
 
 def test_what_is_no_model_is_refused(tflite, tmp_path):
     broken = tmp_path / "broken"
-    broken.mkdir()
-    for each in tflite[0].iterdir():
-        (broken / each.name).write_bytes(each.read_bytes())
+    shutil.copytree(tflite[0], broken)
     (model,) = {each.file for each in Manifest.read(broken).signatures}
     (broken / model).write_bytes(b"\0" * (broken / model).stat().st_size)
     with pytest.raises(JaxllmError, match="ai-edge-quantizer failed"):
