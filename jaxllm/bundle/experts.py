@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import BundleError, ConfigError
@@ -37,13 +35,7 @@ def read_path_counts(bundle: Bundle) -> PathCounts:
     cfg, layers = bundle.cfg, _sparse_layers(bundle)
     part = bundle.load_part(_PART)
     if part is None:
-        none = np.zeros((layers, 0), np.int32)
-        return PathCounts(
-            np.zeros((layers, cfg.experts), np.float32),
-            np.zeros((layers, cfg.experts, cfg.experts), np.float32),
-            none,
-            np.zeros((layers, 0, cfg.experts), np.float32),
-        )
+        return PathCounts.none(layers=layers, experts=cfg.experts)
     try:
         return PathCounts.from_arrays(part.arrays, layers=layers, experts=cfg.experts)
     except ConfigError as error:

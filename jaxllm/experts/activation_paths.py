@@ -42,6 +42,16 @@ class PathCounts:
     pairs: np.ndarray
     after_two: np.ndarray
 
+    @classmethod
+    def none(cls, *, layers: int, experts: int) -> "PathCounts":
+        """Those of no text."""
+        return cls(
+            np.zeros((layers, experts), np.float32),
+            np.zeros((layers, experts, experts), np.float32),
+            np.zeros((layers, 0), np.int32),
+            np.zeros((layers, 0, experts), np.float32),
+        )
+
     @property
     def layers(self) -> int:
         """Sparse layers."""
