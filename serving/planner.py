@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from jaxllm.config import WHOLE
 from jaxllm.elastic.compression import keep_tokens, stays_anyway
-from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ObjectiveMissed
 from jaxllm.tasks.droppable import PromptTokens
@@ -115,13 +115,26 @@ class _Care:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Asked:
-    """One request: see `Planner.plan`; `began` is when planning did."""
+    """One request: see `Planner.plan`.
+
+    Attributes:
+      whole: what the whole model would take.
+      began: when planning did.
+      known: what choices take without planning, `[levels, prompt lengths]`, by those lengths: a plan asks for
+        the same ones several times.
+    """
 
     prompt: PromptTokens
     objective: Objective
     answer_tokens: int
     reading_ms: float
+    whole: Cost
     began: float
+    known: dict[tuple[int, ...], Cost] = dataclasses.field(default_factory=dict)
+
+    def spent_ms(self) -> float:
+        """Since the request came."""
+        return self.reading_ms + 1000 * (time.perf_counter() - self.began)
 
 
 class Planner:
@@ -174,7 +187,9 @@ class Planner:
           ConfigError: the objective is about energy and the profile has none.
         """
         began = time.perf_counter()
-        asked = _Asked(prompt, objective, max(1, answer_tokens), reading_ms, began)
+        answers = max(1, answer_tokens)
+        whole = whole_cost(self._profile, len(prompt.ids), answers, reading_ms=reading_ms)
+        asked = _Asked(prompt, objective, answers, reading_ms, whole, began)
         cares = self._cares()
         # A device that stalls now and then leaves no choice that is sure: better one that mostly is in time
         # than the nearest to that.
@@ -196,41 +211,37 @@ class Planner:
 
     def _plan(self, asked: _Asked, care: _Care, *, last: bool = True, strict: bool = False) -> Plan | None:
         """A plan; None where no choice is in time and this is not the last try."""
-        prompt, objective, answers = asked.prompt, asked.objective, asked.answer_tokens
-        reading_ms, began = asked.reading_ms, asked.began
-        tokens = len(prompt.ids)
-        excess_of = functools.partial(self._excess, objective, care=care)
-        table_of = functools.partial(self._table, objective=objective, care=care)
-        whole = whole_cost(self._profile, tokens, answers, reading_ms=reading_ms)
+        prompt, whole, tokens = asked.prompt, asked.whole, len(asked.prompt.ids)
+        table_of = functools.partial(self._table, asked, care)
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
-            spent_ms = 1000 * (time.perf_counter() - began)
-            cost = expected_cost(self._profile, level, len(kept), answers, planning_ms=reading_ms + spent_ms)
+            spent_ms = asked.spent_ms()
+            cost = expected_cost(self._profile, level, len(kept), asked.answer_tokens, planning_ms=spent_ms)
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
-                expected=cost, whole=whole, planning_ms=spent_ms, confident=source != "nearest",
+                expected=cost, whole=whole, planning_ms=spent_ms - asked.reading_ms,
+                confident=source != "nearest",
             )  # fmt: skip
 
-        if excess_of(whole, whole) <= 1:
+        if self._excess(asked, care, whole) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
         # The whole prompt, which needs nobody's advice; then all choices of one who takes time to give it.
-        spent_ms = reading_ms + 1000 * (time.perf_counter() - began)
-        unasked = table_of([tokens], whole, spent_ms)
+        unasked = table_of([tokens], asked.spent_ms())
         largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
             # What may go of a prompt is looked up only where it would help if all of it might.
-            asked_ms, counts = reading_ms + proposer.planning_ms(tokens), self._counts(tokens)
-            excess = table_of(counts, whole, asked_ms)
+            asked_ms, counts = asked.reading_ms + proposer.planning_ms(tokens), self._counts(tokens)
+            excess = table_of(counts, asked_ms)
             if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
                 counts = self._counts(tokens, stays_anyway(prompt.words, prompt.forced))
-                excess = table_of(counts, whole, asked_ms)
+                excess = table_of(counts, asked_ms)
         allowed = excess <= 1
         if not allowed.any() and largest < 0:
             if not last:
                 return None
             if strict:
-                raise ObjectiveMissed(self._refusal(objective, excess, unasked))
+                raise ObjectiveMissed(self._refusal(asked.objective, excess, unasked))
         if proposer is None or largest >= self._largest(allowed)[0]:
             if largest >= 0:
                 return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
@@ -238,11 +249,10 @@ class Planner:
                 nearest, _ = self._smallest(unasked)
                 return made(self._levels[nearest], 1.0, np.arange(tokens), "nearest")
             return made(*self._shortened(prompt, *self._smallest(excess)), "nearest")
-        found = proposer.propose(prompt, as_ratios(objective, whole), allowed)
+        found = proposer.propose(prompt, as_ratios(asked.objective, whole), allowed)
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
         # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
-        spent_ms = reading_ms + 1000 * (time.perf_counter() - began)
-        allowed = table_of(counts, whole, spent_ms) <= 1
+        allowed = table_of(counts, asked.spent_ms()) <= 1
         if not allowed.any():
             if not last:
                 return None
@@ -251,32 +261,29 @@ class Planner:
             return made(*self._shortened(prompt, *place, found.scores), "proposed")
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
 
-    def _excess(self, objective: Objective, cost: Cost, whole: Cost, *, care: _Care) -> Any:
+    def _excess(self, asked: _Asked, care: _Care, cost: Cost) -> Any:
+        """What share of the time that it may take a cost takes."""
         planned = dataclasses.replace(
             cost,
             ttft_ms=care.ttft * cost.ttft_ms,
             tpot_ms=care.tpot * cost.tpot_ms,
             joules=None if cost.joules is None else care.energy * cost.joules,
         )
-        return overrun(objective, planned, whole)
+        return overrun(asked.objective, planned, asked.whole)
 
     def _counts(self, tokens: int, must: int = 1) -> list[int]:
         """How many of so many tokens, of which some must stay, are kept at each ratio at most, whatever their
         scores."""
         return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
-    def _table(
-        self,
-        counts: Sequence[int],
-        whole: Cost,
-        planning_ms: float,
-        *,
-        objective: Objective,
-        care: _Care,
-    ) -> np.ndarray:
-        """What share of the time that it may take each choice `[levels, prompt_ratios]` takes."""
-        costs = expected_costs(self._profile, self._levels, counts, whole.tokens, planning_ms=planning_ms)
-        return self._excess(objective, costs, whole, care=care)
+    def _table(self, asked: _Asked, care: _Care, counts: Sequence[int], planning_ms: float) -> np.ndarray:
+        """`_excess` of each choice `[levels, prompt_ratios]`, by how many tokens are read at each ratio."""
+        lengths = tuple(counts)
+        costs = asked.known.get(lengths)
+        if costs is None:
+            costs = expected_costs(self._profile, self._levels, lengths, asked.answer_tokens)
+            asked.known[lengths] = costs
+        return self._excess(asked, care, dataclasses.replace(costs, ttft_ms=costs.ttft_ms + planning_ms))
 
     def _shortened(
         self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None
