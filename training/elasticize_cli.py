@@ -25,7 +25,8 @@ from training.cli import device_options, set_devices
 @click.option(
     "--recovery",
     type=click.Choice(["lora", "joint", "none"]),
-    help="An adapter per level, all levels' weights together, or neither.  [default: the recipe's]",
+    help="An adapter per level (as in the recipe `adapters`), all levels' weights together, or neither.  "
+    "[default: the recipe's]",
 )
 @click.option(
     "--order",

@@ -245,12 +245,14 @@ def test_damaged_importance_is_named(model, data, tmp_path):
 
 
 def test_recipes():
-    assert elastic_recipe_names() == ["family", "joint"]
-    recipe, together = map(load_elastic_recipe, elastic_recipe_names())
+    assert elastic_recipe_names() == ["adapters", "equal-time", "family"]
+    recipe, together, family = map(load_elastic_recipe, elastic_recipe_names())
     # What is compared differs in how levels recover, and in the steps that take as long.
     differing = {name for name, value in recipe.to_json().items() if value != together.to_json()[name]}
     assert differing == {"recovery", "steps", "peak_learning_rate"}
     assert (recipe.optimizer, recipe.lora.rank, recipe.levels[0]) == ("adamw", 8, 20)
+    differing = {name for name, value in together.to_json().items() if value != family.to_json()[name]}
+    assert differing == {"optimizer", "steps"}
     assert ElasticRecipe.from_json(recipe.to_json()) == recipe
     for change, message in [
         ({"levels": [50]}, "end with 100"),
