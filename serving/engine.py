@@ -13,8 +13,7 @@ import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_order, require_level
-from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError

@@ -16,8 +16,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jaxllm.config import Bucket, ModelConfig
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE, Bucket, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache, Places

@@ -6,9 +6,8 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
-from jaxllm.config import ModelConfig
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
-from jaxllm.elastic.ladder import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel, can_be_counted, counted_sub_model, shared_sub_model
 from jaxllm.lora import Adapter, adapt, parameters_of
 from jaxllm.models.parameters import Params

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_ladder
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.errors import BundleError, CheckpointError
 from serving.progress import Progress
 from serving.user_cache import cache_folder

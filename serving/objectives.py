@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from serving.profile import DeviceProfile

@@ -4,8 +4,7 @@ import dataclasses
 
 import jax
 
-from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling

@@ -23,8 +23,8 @@ from rich.progress import Progress as ProgressBar
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
 from jaxllm.bundle.prefill import prefill_parts
-from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import WHOLE, sub_config
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.ladder import sub_config
 from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import adapt

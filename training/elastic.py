@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import WHOLE, Ladder, sub_config
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.models.parameters import Params
 from training.loop import Job

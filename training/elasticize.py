@@ -20,7 +20,8 @@ from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
-from jaxllm.elastic.ladder import WHOLE, Ladder, layer_parameters, sub_config
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError

@@ -4,7 +4,8 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxllm.elastic.ladder import LEVELS, WHOLE
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import LEVELS
 from jaxllm.elastic.slo import PROMPT_RATIOS
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.errors import ConfigError

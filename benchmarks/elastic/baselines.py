@@ -13,7 +13,8 @@ import numpy as np
 
 from benchmarks.elastic.levels import move
 from jaxllm.bundle import WeightFormat
-from jaxllm.elastic.ladder import WHOLE, layer_parameters
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import layer_parameters
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params

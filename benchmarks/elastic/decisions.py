@@ -16,7 +16,7 @@ from benchmarks.elastic.systems import (
     run_trace,
 )
 from benchmarks.elastic.tables import ways
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.tasks.shortened import Question
 from serving.objectives import meets

@@ -14,7 +14,8 @@ import numpy as np
 
 from benchmarks.elastic.baselines import PRUNED, SWAP, Size, swap_ms
 from benchmarks.elastic.levels import move
-from jaxllm.elastic.ladder import WHOLE, layer_parameters
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import layer_parameters
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.profile import DeviceProfile

@@ -16,7 +16,8 @@ import numpy as np
 from benchmarks.elastic.systems import OURS
 from benchmarks.memory import peak_resident_bytes
 from benchmarks.report import Row
-from jaxllm.elastic.ladder import WHOLE, is_unit_parameter
+from jaxllm.config import WHOLE
+from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import Params, param_specs

@@ -25,7 +25,7 @@ from benchmarks.elastic.systems import OURS
 from benchmarks.elastic.tables import our_variants, right_answers, size_variants
 from benchmarks.report import Row
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.shortened import Question

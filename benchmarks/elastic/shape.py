@@ -12,8 +12,8 @@ from jaxllm.bundle import Bundle, WeightFormat, write_bundle
 from jaxllm.bundle.elastic import Recovery, elastic_parts, read_ladder, read_recovery
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import WHOLE, Ladder, sub_config
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.lora import LoraConfig, init_adapter
 from serving.progress import Progress

@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.elastic.baselines import Size
 from benchmarks.elastic.systems import Variants
 from jaxllm.branching import Branching
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.shortened import Question, shorten

@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.models.tlm import TlmConfig, tlm_shapes

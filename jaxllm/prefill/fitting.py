@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import (

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxllm.elastic.ladder import WHOLE
+from jaxllm.config import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
 from serving.buckets import BucketTable
