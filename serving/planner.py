@@ -163,6 +163,8 @@ class Planner:
         self._profile, self._levels, self._proposer = profile, tuple(levels), proposer
         self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
         self._margin, self.slack = margin, slack
+        # Now, so that no request waits for what the profile makes when it is asked first.
+        expected_costs(profile, self._levels, (1,), 1)
 
     def plan(
         self,

@@ -37,6 +37,8 @@ _ANSWER_TOKENS = 17
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 4
 _LARGEST = 1e12
+# Prompt lengths whose times are kept at hand.
+_LISTED_TOKENS = 1 << 13
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,11 +118,15 @@ class DeviceProfile:
 
     def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`ttft` of levels and prompt lengths, `[levels, tokens]` float64."""
+        if self._knows(tokens):
+            return self._by_length[0][list(tokens)].T[self._places(levels)]
         return self._of_chunks(self._tables[0], levels, tokens)
 
     def tpots(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`tpot` of levels and prompt lengths, `[levels, tokens]` float64."""
-        return _between(np.array(tokens), np.array(self.tokens), self._tables[1][self._places(levels)])
+        if self._knows(tokens):
+            return self._by_length[1][list(tokens)].T[self._places(levels)]
+        return self._between_lengths(levels, tokens)
 
     def all_joules(self, levels: Sequence[int], tokens: Sequence[int], answer_tokens: int) -> np.ndarray:
         """`joules` of levels and prompt lengths, `[levels, tokens]` float64."""
@@ -161,18 +167,41 @@ class DeviceProfile:
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.ttft_ms), np.array(self.tpot_ms)
 
+    @functools.cached_property
+    def _by_length(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times to the first token and per further token `[lengths, levels]` at every prompt length from 0 to
+        the longest that was measured, or to `_LISTED_TOKENS`: a plan asks for many, and is made while a user
+        waits."""
+        lengths = range(min(self.tokens[-1], _LISTED_TOKENS) + 1)
+        found = (
+            self._of_chunks(self._tables[0], self.levels, lengths),
+            self._between_lengths(self.levels, lengths),
+        )
+        return found[0].T.copy(), found[1].T.copy()
+
+    def _knows(self, tokens: Sequence[int]) -> bool:
+        return max(tokens) < len(self._by_length[0])
+
+    def _between_lengths(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        known, times = np.array(self.tokens), self._tables[1][self._places(levels)]
+        return _between(np.array(tokens), known, times)
+
     def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Times `[levels, tokens]` of reading prompts, from `[levels of the profile, its lengths]`."""
         known = np.array(_costs(self.tokens, self.chunk_tokens))
         wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
         return _between(wanted, known, times[self._places(levels)])
 
+    @functools.cached_property
+    def _place_of(self) -> dict[int, int]:
+        return {level: place for place, level in enumerate(self.levels)}
+
     def _places(self, levels: Sequence[int]) -> list[int]:
         for level in levels:
-            if level not in self.levels:
+            if level not in self._place_of:
                 known = ", ".join(map(str, self.levels))
                 raise ConfigError(f"level {level} was not profiled; there are {known}")
-        return [self.levels.index(level) for level in levels]
+        return [self._place_of[level] for level in levels]
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""

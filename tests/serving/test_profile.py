@@ -44,6 +44,15 @@ def test_longer_prompts_than_measured_go_straight_on():
     assert one.ttft(50, 100) == 1.0
 
 
+def test_times_at_hand_are_those_that_are_worked_out(monkeypatch):
+    levels, lengths = (100, 50), [*range(70), 200]
+    near = [(PROFILE.ttfts(levels, (each,)), PROFILE.tpots(levels, (each,))) for each in lengths]
+    monkeypatch.setattr("serving.profile._LISTED_TOKENS", 0)
+    far = dataclasses.replace(PROFILE)
+    np.testing.assert_array_equal(np.hstack([each for each, _ in near]), far.ttfts(levels, lengths))
+    np.testing.assert_array_equal(np.hstack([each for _, each in near]), far.tpots(levels, lengths))
+
+
 def test_energy():
     with pytest.raises(ConfigError, match="has no energy"):
         PROFILE.joules(50, 10, 5)
