@@ -120,8 +120,6 @@ class _Asked:
     Attributes:
       whole: what the whole model would take.
       began: when planning did.
-      known: what choices take without planning, `[levels, prompt lengths]`, by those lengths: a plan asks for
-        the same ones several times.
     """
 
     prompt: PromptTokens
@@ -130,7 +128,6 @@ class _Asked:
     reading_ms: float
     whole: Cost
     began: float
-    known: dict[tuple[int, ...], Cost] = dataclasses.field(default_factory=dict)
 
     def spent_ms(self) -> float:
         """Since the request came."""
@@ -280,12 +277,10 @@ class Planner:
 
     def _table(self, asked: _Asked, care: _Care, counts: Sequence[int], planning_ms: float) -> np.ndarray:
         """`_excess` of each choice `[levels, prompt_ratios]`, by how many tokens are read at each ratio."""
-        lengths = tuple(counts)
-        costs = asked.known.get(lengths)
-        if costs is None:
-            costs = expected_costs(self._profile, self._levels, lengths, asked.answer_tokens)
-            asked.known[lengths] = costs
-        return self._excess(asked, care, dataclasses.replace(costs, ttft_ms=costs.ttft_ms + planning_ms))
+        costs = expected_costs(
+            self._profile, self._levels, counts, asked.answer_tokens, planning_ms=planning_ms
+        )
+        return self._excess(asked, care, costs)
 
     def _shortened(
         self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None

@@ -118,15 +118,11 @@ class DeviceProfile:
 
     def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`ttft` of levels and prompt lengths, `[levels, tokens]` float64."""
-        if self._knows(tokens):
-            return self._by_length[0][list(tokens)].T[self._places(levels)]
-        return self._of_chunks(self._tables[0], levels, tokens)
+        return self._times(0, levels, tokens)
 
     def tpots(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """`tpot` of levels and prompt lengths, `[levels, tokens]` float64."""
-        if self._knows(tokens):
-            return self._by_length[1][list(tokens)].T[self._places(levels)]
-        return self._between_lengths(levels, tokens)
+        return self._times(1, levels, tokens)
 
     def all_joules(self, levels: Sequence[int], tokens: Sequence[int], answer_tokens: int) -> np.ndarray:
         """`joules` of levels and prompt lengths, `[levels, tokens]` float64."""
@@ -167,24 +163,24 @@ class DeviceProfile:
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.ttft_ms), np.array(self.tpot_ms)
 
+    def _times(self, which: int, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Times to the first token (0) or per further token (1) of levels and prompt lengths."""
+        listed = self._listed[which]
+        if max(tokens) < listed.shape[1]:
+            return listed[:, list(tokens)][self._places(levels)]
+        return self._interpolated(levels, tokens)[which]
+
     @functools.cached_property
-    def _by_length(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times to the first token and per further token `[lengths, levels]` at every prompt length from 0 to
-        the longest that was measured, or to `_LISTED_TOKENS`: a plan asks for many, and is made while a user
-        waits."""
-        lengths = range(min(self.tokens[-1], _LISTED_TOKENS) + 1)
-        found = (
-            self._of_chunks(self._tables[0], self.levels, lengths),
-            self._between_lengths(self.levels, lengths),
-        )
-        return found[0].T.copy(), found[1].T.copy()
+    def _listed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both times of all levels at every prompt length from 0 to the longest that was measured, or to
+        `_LISTED_TOKENS`: a plan asks for many, and is made while a user waits."""
+        return self._interpolated(self.levels, range(min(self.tokens[-1], _LISTED_TOKENS) + 1))
 
-    def _knows(self, tokens: Sequence[int]) -> bool:
-        return max(tokens) < len(self._by_length[0])
-
-    def _between_lengths(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        known, times = np.array(self.tokens), self._tables[1][self._places(levels)]
-        return _between(np.array(tokens), known, times)
+    def _interpolated(self, levels: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Both times of levels and prompt lengths, from those that were measured."""
+        ttft_ms, tpot_ms = self._tables
+        further = _between(np.array(tokens), np.array(self.tokens), tpot_ms[self._places(levels)])
+        return self._of_chunks(ttft_ms, levels, tokens), further
 
     def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Times `[levels, tokens]` of reading prompts, from `[levels of the profile, its lengths]`."""
@@ -192,16 +188,12 @@ class DeviceProfile:
         wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
         return _between(wanted, known, times[self._places(levels)])
 
-    @functools.cached_property
-    def _place_of(self) -> dict[int, int]:
-        return {level: place for place, level in enumerate(self.levels)}
-
     def _places(self, levels: Sequence[int]) -> list[int]:
         for level in levels:
-            if level not in self._place_of:
+            if level not in self.levels:
                 known = ", ".join(map(str, self.levels))
                 raise ConfigError(f"level {level} was not profiled; there are {known}")
-        return [self._place_of[level] for level in levels]
+        return [self.levels.index(level) for level in levels]
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict that `from_json` reads back."""
@@ -396,7 +388,7 @@ def _lengths(options: EngineOptions) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=8192)
 def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """What prompts of these lengths cost in chunks; cached, because a plan asks for it many times."""
+    """What prompts of these lengths cost in chunks; cached, because every prompt asks."""
     return tuple(chunk_cost(plan_chunks(each, chunk_tokens)) for each in lengths)
 
 
