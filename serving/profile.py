@@ -1,4 +1,5 @@
-"""How long the levels of a bundle take on this device: measured once, kept, and asked by the planner.
+"""How long the levels of a bundle take on this device: measured once (`profiling.py`), kept, and asked by the
+planner.
 
 A profile belongs to a bundle, a device and an engine's options; another of any of them needs its own. It is
 kept in the user's cache directory, because a bundle is one file for all devices and never changes.
@@ -8,8 +9,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import random
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from serving.chunks import chunk_cost, plan_chunks
 from serving.engine import Engine
-from serving.generation import GenerationConfig
 from serving.graph_store import environment_facts, graph_options
 from serving.options import EngineOptions
 from serving.prefill.table import IntegerTable
-from serving.prefill.times import PrefillTimes, measure_prefill, reads_both_ways
-from serving.progress import Progress
+from serving.prefill.times import PrefillTimes
 from serving.user_cache import cache_folder
 
-# Prompt lengths that are measured, as far as the context holds them; between them time is interpolated.
-LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
-REPEATS = 5
-_ANSWER_TOKENS = 17
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 4
 _LARGEST = 1e12
@@ -227,108 +220,10 @@ def check_energy(energy: Energy, levels: int) -> None:
         _require_times(name, (getattr(energy, name),), (1, levels))
 
 
-def measure(
-    engine: Engine, *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
-) -> DeviceProfile:
-    """Times every level that the engine serves (see `measure_together`); of an engine that reads prompts in
-    integers or in floats first both, and then all else as the faster way has it."""
-    if not reads_both_ways(engine):
-        return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
-    lengths = _lengths(engine.options)
-    raw = measure_prefill(engine, lengths, repeats=repeats, seed=seed, progress=progress)
-    prefill = PrefillTimes(integer_ms=_evened(raw.integer_ms), float_ms=_evened(raw.float_ms))
-    # Enough to choose by.
-    known = DeviceProfile(
-        levels=engine.table.levels,
-        tokens=lengths,
-        chunk_tokens=engine.options.chunk_tokens,
-        ttft_ms=prefill.float_ms,
-        tpot_ms=prefill.float_ms,
-        prefill=prefill,
-    )
-    choose_prefill(engine, known)
-    found = measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
-    return dataclasses.replace(found, prefill=prefill)
-
-
 def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
     """Lets an engine that reads prompts in integers or in floats take what the profile says is faster."""
     if isinstance(engine.table, IntegerTable):
         engine.table.choose_by(profile.integers_are_faster)
-
-
-def measure_together(
-    engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
-) -> list[DeviceProfile]:
-    """Times every level of several engines, which are then compared.
-
-    Engines, levels and lengths take turns in a random order, so that what else the device does falls on all
-    alike; medians count, and of those what no noise explains: a larger level or a longer prompt takes no less
-    time (see `evened`).
-
-    Args:
-      engines: warmed up, each a whole model's.
-      repeats: runs of each engine, level and length.
-      seed: of prompts and order.
-      progress: called with ("profile", runs done, runs in all).
-    """
-    draw = random.Random(seed)
-    config = GenerationConfig(max_tokens=_ANSWER_TOKENS, ignore_eos=True)
-    lengths = [_lengths(engine.options) for engine in engines]
-    cases = [
-        (place, level, length)
-        for place, engine in enumerate(engines)
-        for level in engine.table.levels
-        for length in lengths[place]
-    ]
-    ttft: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
-    tpot: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
-    done = 0
-    # The first round warms caches and is not counted.
-    for counted in range(-1, repeats):
-        draw.shuffle(cases)
-        for place, level, length in cases:
-            engine = engines[place]
-            prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
-            answer = engine.stream(prompt, config, level=level).result()
-            if counted >= 0:
-                ttft[place, level, length].append(answer.timings.ttft_ms)
-                tpot[place, level, length].append(answer.timings.tpot_ms(len(answer.tokens)))
-            done += 1
-            if progress is not None:
-                progress("profile", done, (repeats + 1) * len(cases))
-
-    def medians(times: dict[tuple[int, int, int], list[float]], place: int) -> tuple[tuple[float, ...], ...]:
-        found = [
-            [statistics.median(times[place, level, length]) for length in lengths[place]]
-            for level in engines[place].table.levels
-        ]
-        return _evened(found)
-
-    return [
-        DeviceProfile(
-            levels=engine.table.levels,
-            tokens=lengths[place],
-            chunk_tokens=engine.options.chunk_tokens,
-            ttft_ms=medians(ttft, place),
-            tpot_ms=medians(tpot, place),
-        )
-        for place, engine in enumerate(engines)
-    ]
-
-
-def evened(times: np.ndarray) -> np.ndarray:
-    """Times `[levels, lengths]` that fall along neither axis, near those given: midway between what they are
-    if all that is out of order was measured too small, and if all of it was measured too large."""
-    for axis in (1, 0):
-        most = np.maximum.accumulate(times, axis)
-        least = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
-        times = (most + least) / 2
-    return times
-
-
-def _evened(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(tuple, evened(np.array(times)).tolist()))
 
 
 def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
@@ -377,13 +272,6 @@ def load_profile(path: Path) -> DeviceProfile | None:
         raise ConfigError(f"{path}: the profile cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error!s:.200}; measure it again with `jaxllm profile`") from error
-
-
-def _lengths(options: EngineOptions) -> tuple[int, ...]:
-    """The prompt lengths that are measured with resolved options."""
-    room = options.context_tokens - _ANSWER_TOKENS
-    lengths = [each for each in LENGTHS if each <= room] or [max(1, room)]
-    return tuple(lengths if room <= lengths[-1] else [*lengths, room])
 
 
 @functools.lru_cache(maxsize=8192)

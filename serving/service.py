@@ -38,10 +38,10 @@ from serving.profile import (
     DeviceProfile,
     choose_prefill,
     load_profile,
-    measure,
     profile_path,
     save_profile,
 )
+from serving.profiling import measure
 from serving.progress import Progress
 from serving.slack import CONFIDENCE, Slack
 from serving.speculative.options import SpeculationOptions

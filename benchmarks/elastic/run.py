@@ -34,7 +34,8 @@ from serving.engine import Engine
 from serving.evaluation.tasks import read_questions
 from serving.models import open_model
 from serving.planner import Planner
-from serving.profile import DeviceProfile, measure_together
+from serving.profile import DeviceProfile
+from serving.profiling import measure_together
 from serving.progress import Progress
 from serving.service import LLMService
 from serving.slack import Slack

@@ -23,15 +23,14 @@ from serving.options import EngineOptions
 from serving.prefill.options import Mode, PrefillOptions
 from serving.prefill.processors import prepare_processors
 from serving.profile import (
-    REPEATS,
     DeviceProfile,
     Energy,
     check_energy,
     load_profile,
-    measure,
     profile_path,
     save_profile,
 )
+from serving.profiling import REPEATS, measure
 
 
 @click.command("profile")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from serving import profile as profiles
+from jaxllm.errors import ConfigError
+from serving import profiling
 from serving.cli import cli
 from serving.engine import Engine
 from serving.options import EngineOptions
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
 def service(calibrated_bundle, folder) -> LLMService:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(folder))
-        patch.setattr(profiles, "LENGTHS", (16, 64))
+        patch.setattr(profiling, "LENGTHS", (16, 64))
         return LLMService.open(calibrated_bundle, options=OPTIONS)
 
 
@@ -113,7 +114,7 @@ def test_profiles_of_both_ways(service, tmp_path):
     assert bare.beside(known) == known
     assert not bare.integers_are_faster(100, 60)
     assert not known.integers_are_faster(50, 60)
-    with pytest.raises(profiles.ConfigError, match="integer_ms"):
+    with pytest.raises(ConfigError, match="integer_ms"):
         with_times(service.profile, -1.0, 2.0)
 
 
