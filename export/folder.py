@@ -1,8 +1,6 @@
 """A folder of programs as it is written: whole or not at all."""
 
 import contextlib
-import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import jax
 import jaxllm
 from export.signatures import ExportPlan
 from export.subject import Subject
+from jaxllm.atomic import atomic_folder
 from jaxllm.errors import ConfigError
 from jaxllm.programs.manifest import (
     Manifest,
@@ -34,14 +33,8 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ConfigError(f"{path} exists already; remove it or name another output")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{path.parent}: no such folder; create it first")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        temporary.rename(path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with atomic_folder(path) as folder:
+        yield folder
 
 
 def finish(

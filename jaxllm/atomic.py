@@ -1,11 +1,31 @@
-"""Files that are either whole or absent."""
+"""Writes files and folders that are either whole or absent, and removes what killed writers left."""
 
 import contextlib
+import errno
 import os
+import re
 import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+try:
+    import fcntl
+except ImportError:  # Where files have no such locks, what killed writers left stays.
+    fcntl = None
+
+# What tells our temporary names from all others.
+_MARK, _RANDOM_BYTES = ".jaxllm-", 6
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 @contextlib.contextmanager
@@ -13,20 +33,140 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that takes the name `path` when the block ends well, and vanishes otherwise.
 
     It is written beside `path`, flushed to storage, then renamed over it; a reader sees the old file
-    or the new one, whatever is interrupted.
+    or the new one, whatever is interrupted. Who is killed leaves a file behind, which the next writer of
+    the same name removes: it is locked as long as its writer lives.
+
+    Raises:
+      OSError: it cannot be written, or `path` is no regular file (see `require_replaceable`).
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    require_replaceable(path)
+    _remove_abandoned(path)
+    temporary, file = _temporary(path)
     try:
-        with temporary.open("xb") as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            # Again: minutes may have passed.
+            require_replaceable(path)
+            temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    _sync(path.parent)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A new folder that takes the name `path` when the block ends well, and vanishes otherwise.
+
+    As with `atomic_file`, its files are flushed to storage before it is renamed, and the next writer of the
+    same name removes what a killed one left.
+
+    Raises:
+      OSError: it cannot be written, or there is something at `path`, unless that is an empty folder.
+    """
+    _remove_abandoned(path)
+    temporary = _temporary_name(path)
+    temporary.mkdir()
     try:
-        os.fsync(folder)
+        with _opened(temporary) as number:
+            _lock(number)
+            yield temporary
+            for each in temporary.rglob("*"):
+                if not each.is_symlink():
+                    _sync(each)
+            os.fsync(number)
+            temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sync(path.parent)
+
+
+def require_replaceable(path: Path) -> None:
+    """Raises FileExistsError unless `path` is a regular file, or nothing yet.
+
+    A rename would replace the name and not what it stands for: the device, the pipe, or the link to a file
+    that others mean.
+    """
+    if str(path) == "-":
+        raise FileExistsError(
+            errno.EEXIST, "it stands for a pipe, which cannot be replaced; name a file", "-"
+        )
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # What is wrong with the folder is said when the file is made.
+        return
+    if stat.S_ISREG(mode):
+        return
+    kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
+    instead = str(path.resolve()) if stat.S_ISLNK(mode) else "a file"
+    raise FileExistsError(errno.EEXIST, f"it is {kind}, which is never replaced; name {instead}", str(path))
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Removes what writers of `path` left that were killed; what the living write stays."""
+    if fcntl is None:
+        return
+    ours = re.compile(re.escape(f".{path.name}{_MARK}") + rf"[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
+    with contextlib.suppress(OSError), os.scandir(path.parent) as found:
+        for each in found:
+            if ours.fullmatch(each.name):
+                _remove_unlocked(Path(each.path))
+
+
+def _temporary(path: Path) -> tuple[Path, BinaryIO]:
+    """A new, locked file beside `path`."""
+    while True:
+        temporary = _temporary_name(path)
+        file = temporary.open("xb")
+        try:
+            # Before it was locked, another writer of this name could take it for abandoned.
+            if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+                return temporary, file
+        except BaseException:
+            file.close()
+            temporary.unlink(missing_ok=True)
+            raise
+        file.close()
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_MARK}{secrets.token_hex(_RANDOM_BYTES)}.tmp")
+
+
+def _remove_unlocked(path: Path) -> None:
+    """Removes a file or folder that no living writer holds."""
+    with contextlib.suppress(OSError), _opened(path, os.O_NOFOLLOW) as number:
+        if _lock(number):
+            is_folder = stat.S_ISDIR(os.fstat(number).st_mode)
+            shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink()
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int = 0) -> Iterator[int]:
+    """The number of a file or folder that is opened to lock or to flush it."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags)
+    try:
+        yield number
     finally:
-        os.close(folder)
+        os.close(number)
+
+
+def _sync(path: Path) -> None:
+    with _opened(path) as number:
+        os.fsync(number)
+
+
+def _lock(number: int) -> bool | None:
+    """Locks an open file until it is closed; False where another holds it, None where files have no locks."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True

@@ -7,14 +7,13 @@ often as they are needed, so a corpus may be larger than memory. Nothing is shuf
 
 import dataclasses
 import hashlib
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from jaxllm.atomic import atomic_folder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tasks import find_task
 from jaxllm.tasks.free_text import story_example
@@ -155,26 +154,23 @@ class TokenizedDocuments:
 
 def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], encoder: Encoder) -> None:
     """Writes the tokens of documents, each with its source's number, into a new folder, whole or not."""
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
     columns, at, text_bytes = [], 0, 0
-    with (partial / "tokens.bin").open("wb") as file:
-        for source, document, ids, prompt_tokens in _encoded(documents, encoder):
-            columns.append((at, prompt_tokens, source))
-            at += len(ids)
-            text_bytes += sum(len(text.encode()) for text in document.texts)
-            file.write(np.asarray(ids, dtype).tobytes())
-    columns.append((at, 0, 0))
-    np.savez(
-        partial / "index.npz",
-        columns=np.asarray(columns, np.int64),
-        dtype=dtype.name,
-        text_bytes=np.int64(text_bytes),
-    )
-    # Renamed only when whole: a killed run leaves no half folder under the name that is looked for.
-    os.replace(partial, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as partial:
+        with (partial / "tokens.bin").open("wb") as file:
+            for source, document, ids, prompt_tokens in _encoded(documents, encoder):
+                columns.append((at, prompt_tokens, source))
+                at += len(ids)
+                text_bytes += sum(len(text.encode()) for text in document.texts)
+                file.write(np.asarray(ids, dtype).tobytes())
+        columns.append((at, 0, 0))
+        np.savez(
+            partial / "index.npz",
+            columns=np.asarray(columns, np.int64),
+            dtype=dtype.name,
+            text_bytes=np.int64(text_bytes),
+        )
 
 
 def _encoded(

@@ -13,6 +13,7 @@ from rich.progress import Progress as ProgressBar
 
 from jaxllm.errors import ConfigError
 from training.loop import Progress
+from training.run_files import write_text
 
 
 class Log:
@@ -109,7 +110,7 @@ def forget_metrics_from(path: Path, step: int) -> None:
             continue
         if earlier:
             kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    write_text(path, "".join(kept))
 
 
 def _event_writer(folder: Path) -> Any:

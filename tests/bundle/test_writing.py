@@ -166,7 +166,7 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
     with nothing_changes(tmp_path):
         refused(tmp_path / "absent" / "m", "No such file", "check the folder", when=write)
         refused(tmp_path / "file" / "m", "Not a directory", when=write)
-        refused(tmp_path / "folder", "Is a directory", when=write)
+        refused(tmp_path / "folder", "it is a folder, which is never replaced", when=write)
         refused(tmp_path / ("n" * 300), "File name too long", when=write)
 
 
