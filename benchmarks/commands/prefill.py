@@ -39,7 +39,7 @@ def prefill_command(
     as_json: bool,
 ) -> None:
     """Integer prefill: its speed, graphs and schedule on one processor and two, and what it costs a trained
-    model, beside other ways to quantize activations. Without options the paper's phone alone is simulated."""
+    model, beside other ways to quantize activations. Without options a phone alone is simulated."""
     if bool(folders) != (data is not None):
         raise click.UsageError("accuracy is judged of a trained model: --folder DIR --data DIR")
     if (only_all_cores or only_two_processors) and shape is None:

@@ -5,29 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.prefill.accuracy import AccuracyPlan, accuracy_rows
+from benchmarks.prefill.phone import CHUNK_TOKENS, MODEL, shadowed_layers, stated_phone
 from benchmarks.prefill.shape import calibrated_shapes
 from benchmarks.prefill.speed import OURS, SpeedPlan, bundles_of, measured
 from benchmarks.report import Row, compared
-from jaxllm.config import ModelConfig
-from jaxllm.prefill.calibration import ShadowRecipe, shadow_counts
 from jaxllm.prefill.schedule import ORDERS, prompt_subgraphs
-from jaxllm.prefill.simulator import PAPER_PHONE, lower_bound_ms, simulate
+from jaxllm.prefill.simulator import lower_bound_ms, simulate
 from serving.progress import Progress
 
 _RATE = "prefill_tokens_per_s"
 _RANDOM = "random weights with outliers put in"
-# Qwen1.5-1.8B, which the paper times most.
-_PAPER_MODEL = ModelConfig(
-    model_type="qwen2",
-    vocab_size=151936,
-    hidden_size=2048,
-    layers=24,
-    heads=16,
-    kv_heads=16,
-    head_dim=128,
-    ffn_size=5504,
-    window_tokens=32768,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,14 +25,13 @@ class Plan:
       speed: of what is timed.
       accuracy: of what is judged.
       processors: how many prompts are read on, one after the other: 1 with all cores, 2 apart.
-      simulated_tokens: prompts that the paper's phone is simulated on, in chunks of `simulated_chunk`.
+      simulated_tokens: prompts that the phone of `phone.py` is simulated on.
     """
 
     speed: SpeedPlan = dataclasses.field(default_factory=SpeedPlan)
     accuracy: AccuracyPlan = dataclasses.field(default_factory=AccuracyPlan)
     processors: tuple[int, ...] = (1, 2)
-    simulated_tokens: tuple[int, ...] = (256, 512, 1024, 2048)
-    simulated_chunk: int = 256
+    simulated_tokens: tuple[int, ...] = (256, 512, 1024)
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -74,25 +60,25 @@ def speed_rows(shape: str, plan: Plan, progress: Progress) -> list[Row]:
 
 
 def simulated_rows(plan: Plan) -> list[Row]:
-    """What orders of subgraphs take on the phone that the paper publishes times of, by the simulator."""
+    """What orders of subgraphs take on a simulated phone (see `phone.py`)."""
     rows = []
-    count = shadow_counts(_PAPER_MODEL.layers, ShadowRecipe().pruned_share)[0]
-    shadowed = [layer < count for layer in range(_PAPER_MODEL.layers)]
-    times = PAPER_PHONE.times(_PAPER_MODEL, plan.simulated_chunk)
+    phone = stated_phone()
+    times = phone.times(MODEL, CHUNK_TOKENS)
     for tokens in plan.simulated_tokens:
-        subgraphs = prompt_subgraphs(-(-tokens // plan.simulated_chunk), shadowed)
+        subgraphs = prompt_subgraphs(-(-tokens // CHUNK_TOKENS), shadowed_layers())
         bound = lower_bound_ms(subgraphs, times)
-        spans = {
-            _of_order(order): simulate(subgraphs, times, order).makespan_ms for order in reversed(ORDERS)
-        }
+        found = {_of_order(order): simulate(subgraphs, times, order) for order in reversed(ORDERS)}
+        spans = {name: each.makespan_ms for name, each in found.items()}
         notes: dict[str, str | None] = {
-            name: f"{span / bound:.3f} times the lower bound" for name, span in spans.items()
+            name: f"{span / bound:.3f} times the lower bound; {1000 * tokens / span:.0f} tokens/s; bubbles "
+            f"{found[name].idle_share:.0%}"
+            for name, span in spans.items()
         }
         notes[OURS] = f"{notes[OURS]}; {1 - spans[OURS] / spans[f'{OURS}-in-order']:.0%} less than in order"
         rows += compared(
             spans,
             ours=OURS,
-            case=f"simulated {PAPER_PHONE.name}, Qwen1.5-1.8B, {tokens} tokens",
+            case=f"simulated {phone.name}, Qwen1.5-1.8B, {tokens} tokens",
             metric="makespan_ms",
             unit="ms",
             notes=notes,

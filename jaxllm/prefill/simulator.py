@@ -121,17 +121,24 @@ class SpeedProfile:
       name: of the device.
       integer_gops: 8-bit operations per nanosecond of the integer processor in static subgraphs.
       float_gflops: floating-point operations per nanosecond of the float processor.
+      attend_us_per_token: microseconds that a token takes in an attention subgraph besides its products:
+        norms, rotations, softmax.
       overhead_ms: of a subgraph.
     """
 
     name: str
     integer_gops: float
     float_gflops: float
+    attend_us_per_token: float = 0.0
     overhead_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.integer_gops, self.float_gflops) <= 0 or self.overhead_ms < 0:
-            raise ConfigError(f"the speeds of {self.name} must be positive, and its overhead not negative")
+        if min(self.integer_gops, self.float_gflops) <= 0:
+            raise ConfigError(f"the speeds of {self.name} must be positive")
+        if min(self.attend_us_per_token, self.overhead_ms) < 0:
+            raise ConfigError(
+                f"what subgraphs take besides their products on {self.name} must not be negative"
+            )
 
     def times(self, cfg: ModelConfig, chunk_tokens: int, shadow_channels: int = 8) -> Times:
         """Times of subgraphs of a model in chunks of `chunk_tokens`."""
@@ -145,21 +152,10 @@ class SpeedProfile:
                 shadow_channels=shadow_channels,
             )
             speed = self.integer_gops if each.processor == "integer" else self.float_gflops
-            return work / speed / 1e6 + self.overhead_ms
+            besides_ms = chunk_tokens * self.attend_us_per_token / 1000 if each.stage == "attend" else 0.0
+            return work / speed / 1e6 + besides_ms + self.overhead_ms
 
         return time
-
-
-def _matmul_gops(milliseconds: float) -> float:
-    """Of the product that the paper times on each processor: 64 rows, 2,048 inputs, 2,048 outputs."""
-    return 2 * 64 * 2048 * 2048 / milliseconds / 1e6
-
-
-# A phone of Snapdragon 8 Gen 3: 0.9 ms on its NPU in 8 bits and 4.2 ms on its CPU (arXiv 2407.05858, table 3,
-# of which the CPU's is in 8 bits, too: its floats are no faster).
-PAPER_PHONE = SpeedProfile(
-    name="Redmi K70 Pro (paper)", integer_gops=_matmul_gops(0.9), float_gflops=_matmul_gops(4.2)
-)
 
 
 def stage_operations(
