@@ -19,9 +19,9 @@ MAY_IMPORT = {
 }
 # The core's rooms from the ground up: each stands on the ones before it.
 ROOMS = (
-    "errors", "atomic", "config", "quant", "used_units", "kernels", "kv", "layers", "documents", "linear",
-    "encoder", "experts", "models", "elastic", "lora", "prefill", "sampling", "speculative", "steps",
-    "layer_steps", "branching",
+    "errors", "atomic", "input_files", "config", "quant", "used_units", "kernels", "kv", "layers",
+    "documents", "linear", "encoder", "experts", "models", "elastic", "lora", "prefill", "sampling",
+    "speculative", "steps", "layer_steps", "branching",
     "chat_template", "tokenizer", "checkpoints", "bundle", "prepare", "programs", "tasks",
 )  # fmt: skip
 # Imports by name, at run time. The command line names every room's commands as strings and imports one
@@ -34,7 +34,7 @@ CLOCKS_AND_THREADS = {
     "subprocess", "socket",
 }  # fmt: skip
 CLOCK_CALLS = {"now", "utcnow", "today"}
-FILE_ROOMS = {"atomic", "bundle", "checkpoints", "prepare", "programs", "tasks"}
+FILE_ROOMS = {"atomic", "input_files", "bundle", "checkpoints", "prepare", "programs", "tasks"}
 # The native kernels belong to the process, as their threads do: their door alone reads its environment
 # (which kernels, how many threads) and asks how many processors it may use. Of `os` it takes nothing else.
 PROCESS_FILE = "jaxllm/kernels/native.py"

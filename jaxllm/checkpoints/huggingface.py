@@ -16,12 +16,12 @@ from jaxllm.checkpoints.safetensors_folder import (
     SafetensorsFolder,
     Tensors,
     check_parameters,
-    read_json,
     some,
     write_checkpoint,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.input_files import read_json
 from jaxllm.models import architecture
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Architecture, Tensor

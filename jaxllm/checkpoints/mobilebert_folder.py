@@ -17,13 +17,13 @@ from jaxllm.checkpoints.safetensors_folder import (
     SafetensorsFolder,
     Tensors,
     check_parameters,
-    read_json,
     some,
     write_checkpoint,
 )
 from jaxllm.encoder.config import EncoderConfig
 from jaxllm.encoder.parameters import encoder_shapes
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.input_files import read_json
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import read_activation, write_activation
 

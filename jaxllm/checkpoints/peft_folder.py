@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, read_json, some, write_checkpoint
+from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, some, write_checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.input_files import read_json
 from jaxllm.lora import MAX_RANK, TARGETS, Adapter, LoraConfig, adapter_shapes, parameters_of, target_of
 from jaxllm.models import architecture
 from jaxllm.models.parameters import ParamSpec, param_specs

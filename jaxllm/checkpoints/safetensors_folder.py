@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError
+from jaxllm.input_files import read_json
 
 # By stored name: the type (one of `FLOAT_TYPES`), the shape, and what makes the values.
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
@@ -193,23 +194,6 @@ def check_parameters(shapes: Mapping[str, tuple[int, ...]], params: Mapping[str,
             raise CheckpointError(
                 f"parameter {name} is {dtype or 'quantized'}; write {', '.join(FLOAT_TYPES)} weights"
             )
-
-
-def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-      CheckpointError: the file is missing, is not JSON or not an object; the message ends in `hint`.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; {hint}") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON ({error}); {hint}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object; {hint}")
-    return value
 
 
 def some(names: Collection[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import tokenizers
 
 from jaxllm.errors import CheckpointError, one_line
+from jaxllm.input_files import read_bytes
 from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
 
 # The largest published tokenizer.json files take about 40 MiB.
@@ -195,18 +196,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_text(path: Path) -> str | None:
     """The text of a file, None when there is no such file."""
     try:
-        if not path.exists():
-            return None
-        if not path.is_file():  # A pipe would block for ever.
-            raise CheckpointError(f"{path} is not a file; remove it or replace it by the model's own")
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = read_bytes(path, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if len(data) > MAX_FILE_BYTES:
         raise CheckpointError(
-            f"{path} is larger than {MAX_FILE_BYTES} bytes and so no tokenizer file; fetch it again"
-        )
+            f"{path} cannot be read ({error.strerror or error}); replace it by the model's own"
+        ) from error
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.errors import ConfigError
+from jaxllm.input_files import open_regular, read_bytes
 
 Record = Mapping[str, Any]
 Made = TypeVar("Made")
@@ -28,7 +29,7 @@ def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator
       ConfigError: the file cannot be read, a line is no JSON object, or `make` refuses it.
     """
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES):
                 number += 1
@@ -46,9 +47,7 @@ def read_json(path: Path) -> Any:
       ConfigError: the file cannot be read or holds no JSON.
     """
     try:
-        if Path(path).stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes; it is no file of tasks")
-        return json.loads(Path(path).read_bytes())
+        return json.loads(read_bytes(Path(path), MAX_FILE_BYTES))
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
