@@ -1,23 +1,31 @@
 """A model's chat template: from messages to the text of a prompt.
 
-A chat template is a program written by whoever published the model. It runs in Jinja's immutable
-sandbox, on a copy of the messages made of plain JSON types: it reaches no Python internals and
-changes nothing of the caller's. Its running time is not bounded.
+What the template makes of a conversation says of each character whether a message brought it
+(`MarkedText`), so that no message can spell a special token and speak as another. The template runs twice:
+on the messages, and on the same ones with every character replaced by a private one, which finds them again
+wherever the template put them.
 """
 
+import dataclasses
 import datetime
-import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
+import numpy as np
 
-from jaxllm.errors import ConfigError, JaxllmError, TemplateError, one_line
+from jaxllm.errors import ConfigError, TemplateError, one_line
+from jaxllm.marked_text import MarkedText, Marks
+from jaxllm.template_program import TemplateProgram
+
+# Who may speak in any template; others must be named in it. A template may write a role between the letters
+# of a special token, so it may not be just any word.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+# What a template asks for by name, or tells things apart by; it is not what a user says.
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_NAMING_KEYS = ("role", "type")
 
 
 class ChatTemplate:
@@ -27,16 +35,17 @@ class ChatTemplate:
       TemplateError: `source` is no template.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Compiles `source`; `special` are the named tokens that it may write (`bos_token` ...)."""
-        self._special = dict(special)
-        try:
-            self._template = _environment().from_string(source)
-        except Exception as error:  # Also RecursionError and what Python's compiler may raise.
-            raise TemplateError(
-                f"the model's chat template is broken: {one_line(error)}; prepare the model again "
-                "with a corrected template"
-            ) from error
+    def __init__(self, source: str, special: Mapping[str, str], spelled: Sequence[str] = ()) -> None:
+        """Compiles a template.
+
+        Args:
+          source: in Jinja.
+          special: the named tokens that it may write (`bos_token` ...).
+          spelled: the special tokens, as text.
+        """
+        self._source, self._special = source, dict(special)
+        self._words = _SpecialWords(spelled)
+        self._program = TemplateProgram(source)
 
     def render(
         self,
@@ -44,79 +53,124 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         now: datetime.datetime | None,
-    ) -> str:
-        """The prompt (see `Tokenizer.render_chat`)."""
+    ) -> MarkedText:
+        """The prompt (see `Tokenizer.chat_text`)."""
         plain = _plain_messages(messages)
-        try:
-            return self._template.render(
-                {
-                    **self._special,
-                    "messages": plain,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": _strftime_at(now),
-                }
+        self._check_roles(plain)
+
+        def run(messages: Any) -> str:
+            variables = {
+                **self._special,
+                "messages": messages,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return self._program.run(variables, now)
+
+        text = run(plain)
+        if not self._words:
+            return MarkedText.of_template(text)
+        marks = Marks.free_in(self._source, *self._special.values(), *_texts(plain))
+        if marks is None:
+            raise ConfigError(
+                "messages use private characters of both of Unicode's planes 15 and 16; drop some"
             )
-        except JaxllmError:
-            raise
-        except Exception as error:  # Templates fail in as many ways as programs do.
-            raise TemplateError(
-                f"the model's chat template cannot render these messages: {one_line(error)}; "
-                "change the messages, or send a plain prompt"
-            ) from error
+        # A template that looks at what messages say may write something else where it is marked. Then
+        # those characters are marked that may make a special token with their neighbours; where it looks
+        # at these, too, those of whole special tokens, which no template has a reason to look at.
+        for changes in (marks.put, self._words.at_edges(marks)):
+            try:
+                marked = marks.take(run(_changed(plain, changes)))
+            except TemplateError:
+                continue
+            if marked.text == text:
+                return marked
+        return marks.take(run(_changed(plain, self._words.whole(marks))))
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and not (_NAME.fullmatch(role) and role in self._program.words):
+                known = ", ".join(sorted(ROLES))
+                raise ConfigError(
+                    f"message {index} has the role {role!r:.40}, which the model's chat template does not "
+                    f"know; roles are {known}, and those that a template names"
+                )
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training: here its body is just rendered."""
+@dataclasses.dataclass(frozen=True)
+class _SpecialWords:
+    """Special tokens as text, and where they stand in others."""
 
-    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+    words: Sequence[str]
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A call block, as in transformers, so that names set in the body stay inside it.
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+    def __bool__(self) -> bool:
+        return bool(self.words)
 
-    def _body(self, caller: Callable[[], str]) -> str:
-        return caller()
+    def whole(self, marks: Marks) -> Callable[[str], str]:
+        """Marks the first letter of each that a text has."""
+        pattern = re.compile("|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True)))
 
+        def change(text: str) -> str:
+            # Again, because a second one may begin within a first.
+            while found := [match.start() for match in pattern.finditer(text)]:
+                changed = marks.put(text, _at(found, len(text)))
+                if changed == text:
+                    break
+                text = changed
+            return text
 
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Jinja as Hugging Face sets it up for chat templates."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    return environment
+        return change
 
+    def at_edges(self, marks: Marks) -> Callable[[str], str]:
+        """Marks the first letter of each that a text has, and of what begins one at a text's end or ends
+        one at its beginning."""
+        whole = self.whole(marks)
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Replaces Jinja's filter, which escapes HTML and so would change prompts."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+        def change(text: str) -> str:
+            ends = {
+                len(text) - size
+                for word in self.words
+                for size in range(1, min(len(word), len(text) + 1))
+                if text.endswith(word[:size])
+            }
+            begins = any(text.startswith(word[size:]) for word in self.words for size in range(1, len(word)))
+            return whole(marks.put(text, _at([*ends, *([0] if begins and text else [])], len(text))))
 
-
-def _refuse(message: object) -> NoReturn:
-    raise TemplateError(f"the model's chat template refuses these messages: {one_line(message)}")
+        return change
 
 
-def _strftime_at(now: datetime.datetime | None) -> Callable[[str], str]:
-    def strftime_now(format: str) -> str:  # noqa: A002 (templates may pass it by name)
-        if now is None:
-            raise ConfigError("the model's chat template asks for the time; pass now=datetime.now()")
-        return now.strftime(format)
+def _at(places: Sequence[int], length: int) -> np.ndarray:
+    mask = np.zeros(length, np.bool_)
+    mask[list(places)] = True
+    return mask
 
-    return strftime_now
+
+def _changed(value: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """JSON values with all texts changed, but names."""
+    if isinstance(value, dict):
+        return {
+            name if _NAME.fullmatch(name) else change(name): _changed(each, change, name)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_changed(each, change) for each in value]
+    if not isinstance(value, str) or (key in _NAMING_KEYS and _NAME.fullmatch(value)):
+        return value
+    return change(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield value
 
 
 def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tokenizers
 
+from jaxllm.control_tokens import ControlTokens, Encoded
 from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.marked_text import MarkedText
 
 if TYPE_CHECKING:
     from jaxllm.chat_template import ChatTemplate
@@ -97,6 +99,7 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
         self._tokenizer = parse_tokenizer_json(files.tokenizer_json)
+        self._control = ControlTokens(self._tokenizer, files.tokenizer_json, files.eos_ids, files.special)
         added = self._tokenizer.get_added_tokens_decoder()
         self._vocab_size = max(
             self._tokenizer.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1)
@@ -131,18 +134,24 @@ class Tokenizer:
         """Whether `render_chat` and `encode_chat` can be used."""
         return self._files.chat_template is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with the model's begin and end tokens where it wants them.
+    def encode(
+        self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
+    ) -> list[int]:
+        """Token ids of `text`.
 
-        A special token spelled out in `text` becomes that token, as in Hugging Face's tokenizers.
+        Args:
+          text: where it is marked, its content spells no special token; the template's characters do.
+          add_special_tokens: with the model's begin and end tokens where it wants them.
+          special: whether a special token spelled out in a plain text becomes that token, as in Hugging
+            Face's tokenizers. Pass False for whatever somebody else wrote.
 
         Raises:
           ConfigError: `text` is no text, or has a lone surrogate and so no UTF-8 form.
         """
-        return self._encode(text, add_special_tokens).ids
+        return self._encode(text, add_special_tokens, special).ids
 
     def encode_with_offsets(
-        self, text: str, *, add_special_tokens: bool = True
+        self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
     ) -> tuple[list[int], np.ndarray]:
         """`encode`, and which characters of `text` each token stands for.
 
@@ -153,20 +162,23 @@ class Tokenizer:
         Raises:
           ConfigError: as `encode`.
         """
-        encoding = self._encode(text, add_special_tokens)
-        return encoding.ids, np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        encoded = self._encode(text, add_special_tokens, special)
+        return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        if not isinstance(text, str):
-            raise ConfigError(f"a prompt must be text, got {type(text).__name__}")
+    def _encode(self, text: str | MarkedText, add_special_tokens: bool, special: bool) -> Encoded:
+        plain = text.text if isinstance(text, MarkedText) else text
+        if not isinstance(plain, str):
+            raise ConfigError(f"a prompt must be text, got {type(plain).__name__}")
         try:
-            text.encode()
+            plain.encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"the text has a lone surrogate {text[error.start]!r} at character {error.start}; "
+                f"the text has a lone surrogate {plain[error.start]!r} at character {error.start}; "
                 "send valid Unicode"
             ) from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if not isinstance(text, MarkedText):
+            text = MarkedText.of_template(text) if special else MarkedText.of_content(text)
+        return self._control.encode_marked(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
@@ -183,14 +195,15 @@ class Tokenizer:
             bad = next(token for token in plain if not _is_token_id(token))
             raise ConfigError(f"token ids must be in [0, {MAX_TOKEN_ID}], got {bad}") from error
 
-    def render_chat(
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         now: datetime.datetime | None = None,
-    ) -> str:
-        """The prompt that the model's chat template makes of `messages`.
+    ) -> MarkedText:
+        """The prompt that the model's chat template makes of `messages`: to be encoded without adding
+        special tokens, because the template itself writes them all.
 
         Args:
           messages: JSON objects with a `role` and usually a `content`, oldest first.
@@ -198,11 +211,25 @@ class Tokenizer:
           now: the time told to templates that ask for it; this module has no clock.
 
         Raises:
-          ConfigError: the model has no chat template, a message is malformed, or the template asks
-            for the time and `now` is None.
+          ConfigError: the model has no chat template, a message is malformed or of a role that the
+            template does not know, or the template asks for the time and `now` is None.
           TemplateError: the template refuses the messages or is broken.
         """
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, now=now)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> str:
+        """`chat_text` to look at. Its characters no longer say who wrote them: encode `chat_text`.
+
+        Raises:
+          ConfigError, TemplateError: as `chat_text`.
+        """
+        return self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now).text
 
     def encode_chat(
         self,
@@ -211,13 +238,13 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         now: datetime.datetime | None = None,
     ) -> list[int]:
-        """Token ids of `render_chat`: the template itself writes all special tokens.
+        """Token ids of `chat_text`: the template's special tokens, and none that a message spells.
 
         Raises:
-          ConfigError: as `render_chat` and `encode`.
-          TemplateError: as `render_chat`.
+          ConfigError: as `chat_text` and `encode`.
+          TemplateError: as `chat_text`.
         """
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, now=now)
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now)
         return self.encode(text, add_special_tokens=False)
 
     @functools.cached_property
@@ -228,7 +255,7 @@ class Tokenizer:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
         from jaxllm.chat_template import ChatTemplate
 
-        return ChatTemplate(self._files.chat_template, self._files.special)
+        return ChatTemplate(self._files.chat_template, self._files.special, self._control.spelled)
 
 
 def parse_tokenizer_json(text: str) -> tokenizers.Tokenizer:

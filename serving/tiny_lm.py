@@ -128,7 +128,7 @@ class TinyPlanner:
         """Scores of the large model's tokens, and the decision's logits."""
         ids, words = np.asarray(prompt.ids), prompt.words
         if self._own is not None:
-            own, offsets = self._own.encode_with_offsets(prompt.text, add_special_tokens=False)
+            own, offsets = self._own.encode_with_offsets(prompt.marked, add_special_tokens=False)
             ids, words = np.asarray(own, np.int32), words_of(offsets, prompt.text, prompt.boundaries)
         _, length = self._rows(len(ids))
         rows, mask = reading_rows(ids, length)

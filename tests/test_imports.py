@@ -22,7 +22,8 @@ ROOMS = (
     "errors", "atomic", "input_files", "config", "quant", "used_units", "kernels", "kv", "layers",
     "documents", "linear", "encoder", "experts", "models", "elastic", "lora", "prefill", "sampling",
     "speculative", "steps", "layer_steps", "branching",
-    "chat_template", "tokenizer", "checkpoints", "bundle", "prepare", "programs", "tasks",
+    "marked_text", "template_program", "chat_template", "control_tokens", "tokenizer",
+    "checkpoints", "bundle", "prepare", "programs", "tasks",
 )  # fmt: skip
 # Imports by name, at run time. The command line names every room's commands as strings and imports one
 # when it runs, which ties no room to another; serving's front door names its own rooms and the core's.

@@ -10,6 +10,7 @@ import numpy as np
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import marks
 from jaxllm.encoder.config import EncoderConfig
+from jaxllm.marked_text import MarkedText
 from jaxllm.models.tlm import TlmConfig, init_tlm
 from jaxllm.tasks.droppable import PromptTokens
 from tests.tiny import VOCAB_SIZE
@@ -43,6 +44,7 @@ def word_prompt(tokens=100, forced=10):
     """A prompt whose every token is a word, of which the first ones must stay."""
     places = 2 * np.arange(tokens)
     return PromptTokens(
-        text="w " * tokens, ids=np.arange(tokens), offsets=np.stack([places, places + 1], -1),
+        marked=MarkedText.of_template("w " * tokens),
+        ids=np.arange(tokens), offsets=np.stack([places, places + 1], -1),
         find_spans=lambda: np.array([[2 * forced, 2 * tokens]]),
     )  # fmt: skip

@@ -4,6 +4,7 @@ import datetime
 from collections.abc import Sequence
 
 from jaxllm.branching import Branching
+from jaxllm.marked_text import MarkedText
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.prompts import encode_prompt, end_of_turn_id, prompt_text
 from jaxllm.tokenizer import Tokenizer
@@ -36,11 +37,16 @@ def branching(
     in_chat = example.form == "chat" and tokenizer.has_chat_template
     end = end_of_turn_id(tokenizer, now=now) if end is None else end
     ends = () if end is None or not in_chat else (end,)
-    wholes = [tokenizer.encode(text + option, add_special_tokens=special) for option in example.options]
+    wholes = [
+        tokenizer.encode(text + MarkedText.of_content(option), add_special_tokens=special)
+        for option in example.options
+    ]
     shared = min(min(_common(prompt, whole), len(whole) + len(ends) - 1) for whole in wholes)
     if not shared:
         # All is one token to this tokenizer: options can only be told apart as tokens of their own.
-        options = [tokenizer.encode(option, add_special_tokens=False) for option in example.options]
+        options = [
+            tokenizer.encode(option, add_special_tokens=False, special=False) for option in example.options
+        ]
         shared, wholes = len(prompt), [[*prompt, *option] for option in options]
     return Branching(tuple(prompt[:shared]), tuple((*whole[shared:], *ends) for whole in wholes))
 

@@ -27,6 +27,7 @@ import numpy as np
 
 from jaxllm.elastic.compression import forced_tokens, words_of
 from jaxllm.errors import ConfigError
+from jaxllm.marked_text import MarkedText
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.prompts import prompt_text
 from jaxllm.tokenizer import Tokenizer
@@ -49,16 +50,21 @@ class PromptTokens:
     most requests leave time for the whole prompt, and should not wait for it.
 
     Attributes:
-      text: the rendered prompt.
+      marked: the rendered prompt.
       ids: `[T]` int32.
       offsets: `[T, 2]` int64, see `words_of`.
       find_spans: gives `spans`.
     """
 
-    text: str
+    marked: MarkedText
     ids: np.ndarray
     offsets: np.ndarray
     find_spans: Callable[[], np.ndarray]
+
+    @property
+    def text(self) -> str:
+        """The rendered prompt."""
+        return self.marked.text
 
     @functools.cached_property
     def spans(self) -> np.ndarray:
@@ -106,12 +112,12 @@ def prompt_tokens(
     encode = (reader or tokenizer).encode_with_offsets
     ids, offsets = encode(text, add_special_tokens=special and reader is None)
     if not ids:
-        raise ConfigError(f"a question without a token: {text!r:.200}")
+        raise ConfigError(f"a question without a token: {text.text!r:.200}")
     return PromptTokens(
-        text=text,
+        marked=text,
         ids=np.asarray(ids, np.int32),
         offsets=offsets,
-        find_spans=lambda: droppable_spans(tokenizer, example, text, now=now),
+        find_spans=lambda: droppable_spans(tokenizer, example, text.text, now=now),
     )
 
 
@@ -133,7 +139,7 @@ def droppable_spans(
       TemplateError: the model's template is broken.
     """
     blank = dataclasses.replace(example, user=_PLACE)
-    before, *behind = prompt_text(tokenizer, blank, now=now)[0].split(_PLACE)
+    before, *behind = prompt_text(tokenizer, blank, now=now)[0].text.split(_PLACE)
     around = len(before) + sum(map(len, behind))
     # As it is, or without the white space around it, which templates trim.
     whole = len(behind) == 1 and text.startswith(before) and text.endswith(behind[0])

@@ -3,17 +3,19 @@
 import datetime
 
 from jaxllm.errors import ConfigError, TemplateError
+from jaxllm.marked_text import MarkedText
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tokenizer import Tokenizer
 
 
 def prompt_text(
     tokenizer: Tokenizer, example: TaskExample, *, now: datetime.datetime | None = None
-) -> tuple[str, bool]:
+) -> tuple[MarkedText, bool]:
     """A question's text, and whether the tokenizer is to add its special tokens.
 
     A model without a chat template reads the instruction and the question as plain lines. A template that
-    refuses a system's turn gets the instruction in the user's.
+    refuses a system's turn gets the instruction in the user's. Only a text to go on from may spell special
+    tokens itself.
 
     Args:
       tokenizer: the model's.
@@ -24,17 +26,17 @@ def prompt_text(
       TemplateError: the model's template is broken.
     """
     if example.form == "text":
-        return example.user, True
+        return MarkedText.of_template(example.user), True
     plain = "\n".join(part for part in (example.system, example.user) if part)
     if not tokenizer.has_chat_template:
-        return f"{plain}\n", True
+        return MarkedText.of_content(f"{plain}\n"), True
     messages = example.messages()
     try:
-        return tokenizer.render_chat(messages, now=now), False
+        return tokenizer.chat_text(messages, now=now), False
     except TemplateError:
         if len(messages) == 1:
             raise
-        return tokenizer.render_chat([{"role": "user", "content": plain}], now=now), False
+        return tokenizer.chat_text([{"role": "user", "content": plain}], now=now), False
 
 
 def prompt_ids(
@@ -48,7 +50,7 @@ def prompt_ids(
     return encode_prompt(tokenizer, *prompt_text(tokenizer, example, now=now))
 
 
-def encode_prompt(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: MarkedText, special: bool) -> list[int]:
     """The tokens of what `prompt_text` gave.
 
     Raises:
@@ -56,7 +58,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
     """
     ids = tokenizer.encode(text, add_special_tokens=special)
     if not ids:
-        raise ConfigError(f"a question without a token: {text!r:.200}")
+        raise ConfigError(f"a question without a token: {text.text!r:.200}")
     return ids
 
 

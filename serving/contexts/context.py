@@ -230,11 +230,10 @@ def turn_ids(
     if not chat:
         return tokenizer.encode(prompt, add_special_tokens=False)
     turns = [("user", _PLACE), ("assistant", _PLACE), ("user", prompt)]
-    text = tokenizer.render_chat([{"role": role, "content": each} for role, each in turns], now=now)
-    _, _, later = text.partition(_PLACE)
-    _, found, later = later.partition(_PLACE)
-    if not found:
+    text = tokenizer.chat_text([{"role": role, "content": each} for role, each in turns], now=now)
+    answer = text.text.find(_PLACE, text.text.find(_PLACE) + len(_PLACE))
+    if text.text.count(_PLACE) < 2:
         raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")
-    ids = tokenizer.encode(later, add_special_tokens=False)
+    ids = tokenizer.encode(text.part(answer + len(_PLACE)), add_special_tokens=False)
     # The token that ended the answer is what the template closes a turn with.
     return ids[1:] if ids[:1] == [before[-1]] and before[-1] in tokenizer.eos_ids else ids

@@ -71,7 +71,7 @@ WORDS = st.text(alphabet="ab <|>?:.\n", max_size=40)
 def test_only_the_users_text_may_go(system, user):
     example = TaskExample(system=system, user=user, answer="")
     for tokenizer in (TOKENIZER, PLAIN):
-        text, _ = prompt_text(tokenizer, example)
+        text = prompt_text(tokenizer, example)[0].text
         spans = droppable_spans(tokenizer, example, text)
         # The instruction comes before, the marker of the answer behind.
         first = text.rfind(user, 0, len(text) - (len("<|assistant|>") if tokenizer is TOKENIZER else 1))

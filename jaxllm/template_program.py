@@ -1,0 +1,117 @@
+"""Compiles and runs chat templates in Jinja's immutable sandbox, as Hugging Face sets it up for them.
+
+A template reaches no Python internals and changes nothing of the caller's. Neither its time nor its memory
+is bounded here.
+"""
+
+import datetime
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from jaxllm.errors import ConfigError, JaxllmError, TemplateError, one_line
+
+
+class TemplateProgram:
+    """A compiled chat template.
+
+    Attributes:
+      words: the texts that the template's own code names: roles among them.
+
+    Raises:
+      TemplateError: `source` is no template.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment = _environment()
+        try:
+            tree = environment.parse(source)
+            self.words = frozenset(
+                each.value for each in tree.find_all(jinja2.nodes.Const) if isinstance(each.value, str)
+            )
+            code = environment.compile(tree)
+            self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
+        except Exception as error:  # Also RecursionError and what Python's compiler may raise.
+            raise TemplateError(
+                f"the model's chat template is broken: {one_line(error)}; prepare the model again "
+                "with a corrected template"
+            ) from error
+
+    def run(self, variables: Mapping[str, Any], now: datetime.datetime | None) -> str:
+        """The text that the template makes.
+
+        Args:
+          variables: plain JSON values by name.
+          now: the time told to a template that asks for it.
+
+        Raises:
+          ConfigError: it asks for the time, and there is none.
+          TemplateError: it refuses the variables or is broken.
+        """
+        try:
+            return self._template.render({**variables, "strftime_now": _strftime_at(now)})
+        except JaxllmError:
+            raise
+        except Exception as error:  # Templates fail in as many ways as programs do.
+            raise TemplateError(
+                f"the model's chat template cannot render these messages: {one_line(error)}; "
+                "change the messages, or send a plain prompt"
+            ) from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training: here its body is just rendered."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A call block, as in transformers, so that names set in the body stay inside it.
+        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja's filter, which escapes HTML and so would change prompts."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _refuse(message: object) -> NoReturn:
+    raise TemplateError(f"the model's chat template refuses these messages: {one_line(message)}")
+
+
+def _strftime_at(now: datetime.datetime | None) -> Callable[[str], str]:
+    def strftime_now(format: str) -> str:  # noqa: A002 (templates may pass it by name)
+        if now is None:
+            raise ConfigError("the model's chat template asks for the time; pass now=datetime.now()")
+        return now.strftime(format)
+
+    return strftime_now
