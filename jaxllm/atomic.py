@@ -29,12 +29,16 @@ _KINDS = (
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
+def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
     """A binary file that takes the name `path` when the block ends well, and vanishes otherwise.
 
     It is written beside `path`, flushed to storage, then renamed over it; a reader sees the old file
     or the new one, whatever is interrupted. Who is killed leaves a file behind, which the next writer of
     the same name removes: it is locked as long as its writer lives.
+
+    Args:
+      path: its name.
+      flush: wait until the device has it; without that a power cut may leave any part of it.
 
     Raises:
       OSError: it cannot be written, or `path` is no regular file (see `require_replaceable`).
@@ -46,14 +50,16 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
         with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
             # Again: minutes may have passed.
             require_replaceable(path)
             temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    if flush:
+        sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -75,13 +81,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             yield temporary
             for each in temporary.rglob("*"):
                 if not each.is_symlink():
-                    _sync(each)
+                    sync(each)
             os.fsync(number)
             temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def require_replaceable(path: Path) -> None:
@@ -103,6 +109,12 @@ def require_replaceable(path: Path) -> None:
     kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "no regular file")
     instead = str(path.resolve()) if stat.S_ISLNK(mode) else "a file"
     raise FileExistsError(errno.EEXIST, f"it is {kind}, which is never replaced; name {instead}", str(path))
+
+
+def sync(path: Path) -> None:
+    """Waits until the device has a file, or which names there are in a folder."""
+    with _opened(path) as number:
+        os.fsync(number)
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -152,11 +164,6 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         yield number
     finally:
         os.close(number)
-
-
-def _sync(path: Path) -> None:
-    with _opened(path) as number:
-        os.fsync(number)
 
 
 def _lock(number: int) -> bool | None:

@@ -67,10 +67,10 @@ class Histories:
         for tokens, cache in zip(self.tokens, self.caches, strict=True):
             context = Context(contexts, contexts.create("bench"))
             session, length = Session(), len(tokens)
-            contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
+            turn = contexts.begin("bench", context.name, session, prompt_tokens=length, most_tokens=length)
             # A copy: graphs take what they are given.
             session.tokens, session.cache = list(tokens), copied(cache)
-            contexts.finish(context.name, session, tokens, 0)
+            contexts.finish(turn, tokens, 0)
             made.append(context)
         return made
 

@@ -5,21 +5,24 @@ for piece in context.generate("Dear ..."): ...    callLLM
 context.delete()                                  delLLMCtx
 """
 
-import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from typing import Literal
 
-from jaxllm.errors import ConfigError, TemplateError
+from jaxllm.errors import ConfigError, JaxllmError, TemplateError
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.prompts import prompt_ids
 from jaxllm.tokenizer import Tokenizer
+from serving.contexts.growth import slid_record
 from serving.contexts.manager import Contexts
 from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
+from serving.contexts.turn import Turn
 from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig, Session
-from serving.sliding import Sliding
+from serving.sliding import Sliding, kept_tokens
 
 # Stands for a turn's text while a template is looked at; no text has it.
 _PLACE = "\ue000\ue001\ue000"
@@ -28,7 +31,9 @@ _PLACE = "\ue000\ue001\ue000"
 class ContextAnswer(Iterator[str]):
     """An answer as it comes: iterate for pieces of text, then read the rest.
 
-    When it has ended, was closed or dropped, what was said is part of the context and stored.
+    When it has ended, was closed or dropped, what was said is part of the context and stored. So it is where
+    an error or an interrupt ends it, as far as it had come: that comes out, and what storing may raise beside
+    it comes out of the context's next call.
 
     Attributes:
       generation: the answer's text, tokens and timings.
@@ -36,20 +41,24 @@ class ContextAnswer(Iterator[str]):
       finish_ms: what it took to compress and store what was said, when the answer had ended.
     """
 
+    # What `__del__` looks at, however far `__init__` came.
+    _turn: Turn | None = None
+
     def __init__(
-        self, generation: Generation, begin: Callable[[], Restoration], finish: Callable[[], None]
+        self, contexts: Contexts, name: str, generation: Generation, begin: Callable[[], Turn]
     ) -> None:
         self.generation, self.restoration, self.finish_ms = generation, Restoration(), 0.0
-        self._begin, self._finish, self._state = begin, finish, "new"
+        self._contexts, self._name, self._begin = contexts, name, begin
+        self._state: Literal["new", "running", "ended", "stopped"] = "new"
 
     def __next__(self) -> str:
-        if self._state == "new":
-            self.restoration = self._begin()
-            self._state = "running"
         try:
-            return next(self.generation)
-        except BaseException:
+            return self._piece()
+        except StopIteration:
             self._end()
+            raise
+        except BaseException:
+            self._try_to_end()
             raise
 
     def result(self) -> "ContextAnswer":
@@ -69,17 +78,52 @@ class ContextAnswer(Iterator[str]):
         return self.generation.text
 
     def __del__(self) -> None:
-        # Dropped in the middle: other contexts must be able to go on. Nobody is there to be told of errors.
-        with contextlib.suppress(Exception):
+        # Dropped in the middle: other contexts must be able to go on.
+        if self._turn is not None:
+            try:
+                self.generation.close()
+            finally:
+                self._try_to_end()
+
+    def _piece(self) -> str:
+        if self._state == "stopped":
+            raise ConfigError(
+                f"the answer in the context {self._name} was ended by its service; what it had said is kept"
+            )
+        if self._state == "new":
+            self._turn = self._begin()
+            self._state = "running"
+            self._turn.stop = weakref.WeakMethod(self._stop)
+            self.restoration = self._turn.restoration
+        piece = next(self.generation)
+        if self._turn is not None:
+            self._contexts.grow(self._turn, len(self.generation.sequence))
+        return piece
+
+    def _stop(self) -> None:
+        try:
             self.close()
+        finally:
+            self._state = "stopped"
 
     def _end(self) -> None:
-        if self._state == "running":
-            self._state = "ended"
-            began = time.perf_counter()
-            self._finish()
-            self.finish_ms = 1000 * (time.perf_counter() - began)
-        self._state = "ended"
+        turn, self._turn, self._state = self._turn, None, "ended"
+        if turn is None:
+            return
+        turn.over = True
+        if not self.generation.tokens:
+            self._contexts.abandon(turn)
+            return
+        began = time.perf_counter()
+        self._contexts.finish(turn, self.generation.sequence, self.generation.reused_tokens)
+        self.finish_ms = 1000 * (time.perf_counter() - began)
+
+    def _try_to_end(self) -> None:
+        """`_end` where something else is to come out than what it may raise."""
+        try:
+            self._end()
+        except JaxllmError as error:
+            self._contexts.unheard(self._name, error)
 
 
 class Context:
@@ -132,7 +176,8 @@ class Context:
           stop: strings that end it.
           ignore_eos: go on past the model's end tokens.
           slide: where all of it together outgrows the model's window, forget the middle of what was said
-            before, and again whenever the answer outgrows it (see `serving.sliding`).
+            before, and again whenever the answer outgrows it (see `serving.sliding`). What is stored is as it
+            was until the answer has ended.
           sampling: how tokens are chosen; greedy by default.
 
         Raises:
@@ -143,7 +188,9 @@ class Context:
         The first piece raises BudgetExceeded where the context would not fit into memory, the last where it
         cannot be stored; it is then as it was before the call.
         """
-        engine, record = self._contexts.engine, self.record
+        contexts, app, name = self._contexts, self.app, self.name
+        engine, record = contexts.engine, self.record
+        contexts.raise_unheard(name)
         now = datetime.now()
         if isinstance(prompt, str):
             prompt = turn_ids(engine.tokenizer, record.tokens, prompt, instruction, now=now)
@@ -151,36 +198,48 @@ class Context:
             raise ConfigError("an instruction comes with a prompt of text, not with token ids")
         if not prompt:
             raise ConfigError("the prompt is empty; give it at least one token of text")
-        contexts, app, name, session, sliding = self._contexts, self.app, self.name, Session(), None
+        session, base, sliding = Session(), record, None
         if slide:
-            record = contexts.slide(app, name, max(0, engine.options.context_tokens - len(prompt)))
+            base = self._slid(record, len(prompt))
             sliding = Sliding(
                 sink_tokens=engine.options.kv_chunk_tokens,
-                leaving=lambda: contexts.leaving(name, session, generation.reused_tokens),
+                leaving=lambda: contexts.leaving(session, generation.reused_tokens),
             )
-        whole = [*record.tokens, *prompt]
+        whole = [*base.tokens, *prompt]
         config = GenerationConfig(
             max_tokens=max_tokens, stop=tuple(stop), ignore_eos=ignore_eos, sampling=sampling or Sampling()
         )
         generation = engine.stream(whole, config, level=record.origin.level, session=session, sliding=sliding)
 
-        def begin() -> Restoration:
+        def begin() -> Turn:
             if contexts.record(app, name).tokens != record.tokens:
                 raise ConfigError(f"the context {name} went on since this answer was asked for; ask again")
             return contexts.begin(
-                app, name, session, prompt_tokens=len(whole), most_tokens=len(whole) + max_tokens
+                app,
+                name,
+                session,
+                prompt_tokens=len(whole),
+                most_tokens=len(whole) + max_tokens,
+                base=None if base is record else base,
             )
 
-        def finish() -> None:
-            if not generation.tokens:
-                contexts.abandon(name)
-                return
-            contexts.finish(name, session, generation.sequence, generation.reused_tokens)
+        return ContextAnswer(contexts, name, generation, begin)
 
-        return ContextAnswer(generation, begin, finish)
+    def _slid(self, record: Record, prompt_tokens: int) -> Record:
+        """What is left of the context where it and a prompt outgrow the window."""
+        options = self._contexts.engine.options
+        room = max(0, options.context_tokens - prompt_tokens)
+        if len(record.tokens) <= room:
+            return record
+        most = min(room, kept_tokens(options.context_tokens))
+        return slid_record(record, chunk_tokens=options.kv_chunk_tokens, most=most)
 
     def pin(self, pinned: bool = True) -> None:
-        """Keeps its chunks in memory once they are there, or lets them leave for others'."""
+        """Keeps its chunks in memory once they are there, or lets them leave for others'.
+
+        Raises:
+          BudgetExceeded: pinned contexts would take more than their share of memory (see `ContextOptions`).
+        """
         self._contexts.pin(self.record.name, pinned)
 
     def delete(self) -> None:

@@ -11,6 +11,8 @@ from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
 from serving.contexts.graphs import ContextGraphs
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
+from serving.generation import common_prefix
+from serving.sliding import slid
 
 
 def sinking(before: Record, graphs: ContextGraphs, *, mass: np.ndarray, first: int, held: int) -> Record:
@@ -64,6 +66,28 @@ def grown(
         mass=tuple(got.tolist()),
         seen=tuple(seen.tolist()),
     )
+
+
+def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
+    """What is left of a context that forgets its middle before a call: its first chunk and its newest tokens,
+    `most` together, which are computed again where they stand then (see `serving.sliding`)."""
+    tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
+    first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen", "files")}
+    return dataclasses.replace(record, tokens=tuple(tokens), **first)
+
+
+def agreeing(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
+    """The record of a context that has other tokens now, with those of its chunks that hold what is at their
+    places still."""
+    count = min(len(before.bits), agreed(before.tokens, tokens) // chunk_tokens)
+    kept = {field: getattr(before, field)[:count] for field in ("bits", "mass", "seen", "files")}
+    return dataclasses.replace(before, tokens=tuple(tokens), **kept)
+
+
+def agreed(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of the first tokens of two sequences are the same."""
+    count = min(len(held), len(tokens))
+    return count if list(held[:count]) == list(tokens[:count]) else common_prefix(held, tokens)
 
 
 def most_bytes(graphs: ContextGraphs, options: ContextOptions, chunks: int) -> int:

@@ -1,43 +1,54 @@
 """The life of contexts: they are made, come back for a call, are stored when it ends, and go.
 
     begin     Claim, then Fault: what of the context is not in memory is read or computed (`restore`)
+    grow      room is made for what is said meanwhile
     finish    new chunks are compressed by how much they were attended to, written ahead of time, and loaded
     delete    memory and storage forget
 
 What leaves memory in between is `ChunkMemory`'s business: nothing needs to be written by then. The cache of
 the context that ran last stays as it is until another one runs. Options make of this the systems that it is
 compared with: those that write when chunks leave, or never, or that compute nothing that can be read.
+
+An interrupt may come anywhere. What is stored is what the store says; what is in memory is believed only as
+long as that has not changed behind its back (`_tidy`), which whatever comes next looks after.
 """
 
+import atexit
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
+import os
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, one_line
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
-from serving.contexts.eviction import Resident, find_policy
+from serving.contexts.eviction import find_policy
 from serving.contexts.graphs import ContextGraphs
-from serving.contexts.growth import grown, most_bytes, sinking
+from serving.contexts.growth import agreed, agreeing, grown, most_bytes, sinking
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Origin, Record
 from serving.contexts.restore import Restoration, restore
 from serving.contexts.store import ContextStore
+from serving.contexts.turn import Turn
+from serving.contexts.writing import ChunkWriter
 from serving.engine import Engine
 from serving.generation import Session
 from serving.graph_table import GraphTable
-from serving.sliding import kept_tokens, slid
 
 # A device that is asked for two things at a time is not idle in between.
 _READERS = 2
+_LOG = logging.getLogger("jaxllm")
+_OPEN: "weakref.WeakSet[Contexts]" = weakref.WeakSet()
 
 
 class Contexts:
@@ -63,20 +74,25 @@ class Contexts:
         if not engine.options.kv_codec:
             raise ConfigError("this engine keeps no contexts; open it with EngineOptions(kv_codec=...)")
         self.engine, self.options = engine, options
-        self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._left)
         self.store = ContextStore(
             Path(options.folder),
             storage=options.storage,
             quota_bytes=options.quota_bytes,
             app_quota_bytes=options.app_quota_bytes,
         )
-        self._running = ""
-        # The context that answers as it will go on, where it has forgotten its middle meanwhile.
-        self._slid: Record | None = None
-        # Whose cache is still there, and the cache.
-        self._last: tuple[str, Session] = ("", Session())
-        self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
         try:
+            self._writer = ChunkWriter(self.store, options.writing)
+            self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
+            # The call that runs, and the context that memory keeps for it, as it knows that.
+            self._turn: weakref.ref[Turn] | None = None
+            self._claimed: Record | None = None
+            # Why what was said in answers that nobody holds any more could not be kept, by context.
+            self._unheard: dict[str, JaxllmError] = {}
+            # Whose cache is still there, and the cache.
+            self._last: tuple[str, Session] = ("", Session())
+            self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
+            self._process = os.getpid()
+            _OPEN.add(self)
             tables = [engine.table.at(level) for level in engine.table.levels]
             self._graphs = {table.level: ContextGraphs(table) for table in tables}
             reading = measure_reading(self.store.root, options.storage)
@@ -85,13 +101,58 @@ class Contexts:
                 graphs.rehearse()
                 self._delays[level] = Delays(reading=reading, computing=measure_computing(graphs))
         except BaseException:
-            self.close()
+            self.store.close()
             raise
 
     def close(self) -> None:
-        """Lets another process have the store."""
-        self._pool.shutdown()
-        self.store.close()
+        """Ends the answer that runs, which keeps what was said, and lets another process have the store. What
+        is asked of these contexts afterwards is refused.
+
+        Raises:
+          BudgetExceeded, CheckpointError: something that was said could not be kept; they are closed all the
+            same.
+        """
+        try:
+            if self._process == os.getpid():
+                self.stop()
+                for name in list(self._unheard):
+                    self.raise_unheard(name)
+        finally:
+            self._last = ("", Session())
+            try:
+                self.store.close()
+            finally:
+                _OPEN.discard(self)
+                # In a forked child its threads are its parent's.
+                self._pool.shutdown(wait=self._process == os.getpid())
+
+    def stop(self) -> None:
+        """Ends the answer that runs, if one does, whoever holds it: what was said so far is kept.
+
+        Raises:
+          BudgetExceeded, CheckpointError: it could not be.
+        """
+        turn = self._answering()
+        if turn is None:
+            return
+        stop = turn.stop()
+        if stop is not None:
+            stop()
+        self.abandon(turn)
+
+    def unheard(self, name: str, error: JaxllmError) -> None:
+        """Notes that what was said in a context could not be kept, where nobody is there to be told: whoever
+        uses the context next is, or whoever closes all."""
+        self._unheard[name] = error
+        _LOG.warning("what was said last in the context %s could not be kept: %s", name, error)
+
+    def raise_unheard(self, name: str) -> None:
+        """Raises what `unheard` noted of a context, once."""
+        error = self._unheard.pop(name, None)
+        if error is not None:
+            raise type(error)(
+                f"the last answer in the context {name} could not be kept when it was dropped: {error}"
+            ) from error
 
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
         """A new, empty context.
@@ -115,12 +176,9 @@ class Contexts:
         """An app's context.
 
         Raises:
-          ContextGone: there is none of this name, or it is of another app, model, level, codec or adapter.
+          ContextGone: the app has none of this name, or it is of another model, level, codec or adapter.
         """
-        record = self.store.record(name)
-        if record.app != app:
-            # Not a word about whose it is.
-            raise ContextGone(f"{app!r:.80} has no context {name!r:.80}; it was deleted, or never made")
+        record = self.store.record(name, app)
         if record.origin.level not in self.engine.table.levels:
             raise ContextGone(
                 f"the context {name} is of level {record.origin.level}, which is not served; open the engine "
@@ -134,51 +192,35 @@ class Contexts:
 
         Raises:
           ContextGone: there is no such context.
+          BudgetExceeded: pinned contexts would take more than their share of memory (see `ContextOptions`).
         """
-        record = self.store.commit(dataclasses.replace(self.store.record(name), pinned=pinned))
+        record = dataclasses.replace(self.store.record(name), pinned=pinned)
+        if pinned:
+            self._require_share(record, self._most_bytes(record))
+        record = self.store.commit(record)
         self.memory.pin(name, pinned)
         return record
 
-    def slide(self, app: str, name: str, room_tokens: int) -> Record:
-        """Forgets the middle of a context that has more than `room_tokens` tokens.
-
-        Its first chunk stays, and its newest tokens, which are computed again where they stand then (see
-        `serving.sliding`).
-
-        Raises:
-          ContextGone: see `record`.
-          ConfigError: it is answering.
-        """
-        record, size = self.record(app, name), self.engine.options.kv_chunk_tokens
-        if len(record.tokens) <= room_tokens:
-            return record
-        self._require_quiet(name)
-        most = min(room_tokens, kept_tokens(self.engine.options.context_tokens))
-        tokens = slid(record.tokens, sink_tokens=size, most=most)
-        first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen")}
-        record = self.store.commit(dataclasses.replace(record, tokens=tuple(tokens), **first))
-        self.memory.cut(name, 1)
-        self._forget_cache(name)
-        return record
-
-    def leaving(self, name: str, session: Session, first: int) -> None:
+    def leaving(self, session: Session, first: int) -> None:
         """Notes that the context that answers is about to forget its middle: of its chunks the first one
         stays, with the attention that it got, and what follows will be others.
 
         Storage and memory are as they were until `finish`.
 
         Args:
-          name: of the context.
-          session: its cache, and the tokens that this holds; what was attended to is counted anew from here.
+          session: of the call: what is attended to is counted anew from here.
           first: the position of the first token that the call fed.
         """
-        before = self._slid or self.store.record(name)
-        cache, graphs = session.cache, self._graphs[before.origin.level]
+        turn, cache = self._answering(), session.cache
+        assert turn is not None
+        assert turn.session is session
         assert cache is not None
-        first = graphs.chunk_tokens if self._slid else first
+        graphs = self._graphs[turn.base.origin.level]
+        first = first if turn.counted_from is None else turn.counted_from
         mass = np.asarray(cache.mass)[0]
-        self._slid = sinking(before, graphs, mass=mass, first=first, held=len(session.tokens))
+        base = sinking(turn.base, graphs, mass=mass, first=first, held=len(session.tokens))
         session.cache = cache.uncounted()
+        turn.base, turn.counted_from = base, graphs.chunk_tokens
 
     def delete(self, name: str) -> None:
         """Forgets a context.
@@ -186,123 +228,211 @@ class Contexts:
         Raises:
           ContextGone: there is no such context.
           ConfigError: it is answering.
+          CheckpointError: the device failed (see `ContextStore.delete`).
         """
-        self._require_quiet(name)
-        self.store.delete(name)
+        turn = self._answering()
+        if turn is not None and turn.record.name == name:
+            raise ConfigError(f"the context {name} is answering; close its answer first")
+        # What is on storage can come back, what is in memory must never outlive it.
         self.memory.forget(name)
         self._forget_cache(name)
+        self.store.delete(name)
+        self._unheard.pop(name, None)
 
     def begin(
-        self, app: str, name: str, session: Session, *, prompt_tokens: int, most_tokens: int
-    ) -> Restoration:
+        self,
+        app: str,
+        name: str,
+        session: Session,
+        *,
+        prompt_tokens: int,
+        most_tokens: int,
+        base: Record | None = None,
+    ) -> Turn:
         """Brings a context back for a call, and locks it.
 
         Args:
           app, name: of the context.
           session: gets its tokens and cache: those of all whole chunks, or all where it ran last.
           prompt_tokens: of the context and what is said now, together.
-          most_tokens: that the context may have when the call ends.
+          most_tokens: that the context may have when the call ends; no room is made for them yet.
+          base: what is left of the context where it slides before the call; None for all of it.
+
+        Returns:
+          The call, which ends when `finish` or `abandon` get it, or when nobody holds it any more.
 
         Raises:
           ContextGone: see `record`.
           ConfigError: another call runs.
-          BudgetExceeded: its chunks would not fit into memory.
+          BudgetExceeded: its chunks could not fit into memory, whatever leaves it.
         """
         began = time.perf_counter()
-        if self._running:
-            raise ConfigError(
-                f"the context {self._running} is answering, and one call runs at a time: finish or close it"
-            )
+        self._require_idle(app)
         record = self.record(app, name)
-        graphs = self._graphs[record.origin.level]
-        most = min(most_tokens, graphs.table.options.context_tokens)
-        size = most_bytes(graphs, self.options, most // graphs.chunk_tokens)
+        graphs, window = self._graphs[record.origin.level], self.engine.options.context_tokens
+        size = most_bytes(graphs, self.options, min(most_tokens, window) // graphs.chunk_tokens)
+        if record.pinned:
+            self._require_share(record, size)
         self.memory.pin(name, record.pinned)
         self.memory.require(name, size)
-        last, there = self._last
-        self._last = ("", Session())
-        self._running = name
-        self.memory.claim(name, len(record.bits), pinned=record.pinned)
+        turn = Turn(record=record, base=base or record, session=session)
+        self._claimed, self._turn = record, weakref.ref(turn)
         try:
-            self.memory.reserve(name, size)
-            if last == name and there.weights_version == graphs.table.weights_version:
-                session.tokens, session.cache = there.take()
-                session.weights_version = there.weights_version
-                how = Restoration(resident=len(record.bits), cached=True)
-                return dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
-            cache = self._room(graphs.table, there, prompt_tokens)
-            del there
-            how = self._restored(record, graphs, session, cache, prompt_tokens)
-            return dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
+            self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
+            self.grow(turn, prompt_tokens)
+            how = self._brought_back(turn, graphs, prompt_tokens)
+            turn.restoration = dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
         except BaseException:
-            self.abandon(name)
+            self.abandon(turn)
             raise
+        return turn
 
-    def finish(self, name: str, session: Session, tokens: Sequence[int], first: int) -> Record:
+    def grow(self, turn: Turn, tokens: int) -> None:
+        """Makes room in memory for the chunks of a context that has so many tokens by now."""
+        graphs = self._graphs[turn.record.origin.level]
+        # What does not fit beside what others pinned meanwhile stays on storage alone.
+        with contextlib.suppress(BudgetExceeded):
+            count = min(tokens, self.engine.options.context_tokens) // graphs.chunk_tokens
+            self.memory.reserve(turn.record.name, most_bytes(graphs, self.options, count))
+
+    def finish(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         """Stores a context when its call has ended, unlocks it, and returns its record.
 
+        Where an error or an interrupt took the cache, what was said is kept all the same, and computed when
+        the context is next used.
+
         Args:
-          name: of the context.
-          session: its cache, and the tokens that this holds.
+          turn: the call.
           tokens: all of the context's now.
           first: the position of the first token that the call fed; of no matter where it has slid since.
 
         Raises:
           BudgetExceeded: a quota or the device has no room; the context is as it was before the call.
+          CheckpointError: the device failed; the context is as it was before the call, or as after it.
         """
         try:
-            before = self.store.record(name)
-            if session.cache is None:
-                raise ContextGone(f"the context {name} lost its cache to an error; it is as it was before")
-            graphs, resident = self._graphs[before.origin.level], self.memory.chunks(name)
-            if self._slid is not None:
-                before, first = self._slid, graphs.chunk_tokens
-                resident = {chunk: each for chunk, each in resident.items() if chunk == 0}
+            self._require_running(turn)
+            return self._kept(turn, tokens, first)
+        finally:
+            self.abandon(turn)
+
+    def abandon(self, turn: Turn) -> None:
+        """Unlocks a context whose call has ended without anything to store."""
+        turn.over = True
+        if self._turn is not None and self._turn() in (turn, None):
+            self._tidy()
+
+    def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
+        name, graphs, session = turn.record.name, self._graphs[turn.record.origin.level], turn.session
+        # Pinned or not meanwhile.
+        before = dataclasses.replace(turn.base, pinned=self.store.record(name).pinned)
+        resident = {n: each for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
+        coded: dict[int, Stored] = {}
+        if session.cache is None:
+            record = agreeing(before, tokens, graphs.chunk_tokens)
+        else:
             record = grown(
                 before.beside({chunk: each.bits for chunk, each in resident.items()}),
                 graphs,
                 self.options,
                 tokens=tokens,
                 mass=np.asarray(session.cache.mass)[0],
-                first=first,
-                held=len(session.tokens),
+                first=first if turn.counted_from is None else turn.counted_from,
+                # An interrupt may have come between the cache and the sequence.
+                held=agreed(session.tokens, tokens),
             )
             # What was computed again and not changed is on storage already.
-            coded = graphs.encode(
-                session.cache,
-                {
-                    chunk: bits
-                    for chunk, bits in enumerate(record.bits)
-                    if chunk not in resident or resident[chunk].bits != bits
-                },
-            )
-            changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
-            if self.options.writing == "ahead":
-                record = self._written(record, {n: coded[n] for n in coded if n in changed})
-            else:
-                record = self._written(record.lose(changed), {})
-            self.memory.cut(name, len(record.bits) if self._slid is None else 1)
+            wanted = {
+                chunk: bits
+                for chunk, bits in enumerate(record.bits)
+                if chunk not in resident or resident[chunk].bits != bits
+            }
+            coded = graphs.encode(session.cache, wanted)
+        changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
+        record = self._writer.keep(record, changed, coded)
+        self.memory.cut(name, min(len(record.bits), len(before.bits)))
+        # What does not fit is on storage, or computed again.
+        with contextlib.suppress(BudgetExceeded):
             self._load(graphs, name, coded)
+        # From here on memory has what the store has.
+        self._claimed = record
+        if session.cache is not None:
             session.cache = session.cache.uncounted()
             self._last = (name, session)
-            return record
-        finally:
-            self.abandon(name)
+        return record
 
-    def abandon(self, name: str) -> None:
-        """Unlocks a context whose call has ended without anything to store."""
-        self.memory.own(name)
+    def _answering(self) -> Turn | None:
+        """The call that runs; what one left that ended in the middle is tidied up."""
+        turn = None if self._turn is None else self._turn()
+        if turn is not None and not turn.over:
+            return turn
+        self._tidy()
+        return None
+
+    def _tidy(self) -> None:
+        """Ends a call: unlocks its context, and where the store has changed behind the back of memory, as an
+        interrupt or an error leaves it, has memory forget it. May be interrupted itself, and done again."""
+        claimed = self._claimed
+        if claimed is None:
+            return
+        name, known = claimed.name, False
+        with contextlib.suppress(JaxllmError):
+            known = self.store.record(name) == claimed
+        if not known:
+            self.memory.forget(name)
+            self._forget_cache(name)
         self.memory.release(name)
-        if self._running == name:
-            self._running, self._slid = "", None
+        self._claimed = self._turn = None
 
-    def _require_quiet(self, name: str) -> None:
-        if name == self._running:
-            raise ConfigError(f"the context {name} is answering; close its answer first")
+    def _require_running(self, turn: Turn) -> None:
+        if self._turn is None or self._turn() is not turn:
+            raise ConfigError(f"the call in the context {turn.record.name} has ended; begin another")
+
+    def _require_idle(self, app: str) -> None:
+        turn = self._answering()
+        if turn is not None:
+            which = f"the context {turn.record.name}" if turn.record.app == app else "another app's context"
+            raise ConfigError(
+                f"{which} is answering, and one call runs at a time: finish or close its answer, or let "
+                "the service end it (`service.contexts.stop()`)"
+            )
+
+    def _require_share(self, record: Record, size_bytes: int) -> None:
+        """Checks that a pinned context may take so much memory beside all that is pinned."""
+        options = self.options
+        others = [each for each in self.store.records() if each.pinned and each.name != record.name]
+        own = [each for each in others if each.app == record.app]
+        for share, option, pinned, whose in (
+            (options.app_pinned_share, "app_pinned_share", own, f"pinned contexts of {record.app}"),
+            (options.pinned_share, "pinned_share", others, "pinned contexts of all apps"),
+        ):
+            most = int(share * options.budget_bytes)
+            if sum(map(self._most_bytes, pinned)) + size_bytes > most:
+                raise BudgetExceeded(
+                    f"{whose} may take {most:,} bytes of memory, and {size_bytes:,} more do not fit: unpin "
+                    f"some, ask for fewer tokens, or raise ContextOptions.{option}"
+                )
+
+    def _most_bytes(self, record: Record) -> int:
+        """Of all chunks of a context in memory; 0 where its level is not served."""
+        graphs = self._graphs.get(record.origin.level)
+        return 0 if graphs is None else most_bytes(graphs, self.options, len(record.bits))
 
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
+
+    def _brought_back(self, turn: Turn, graphs: ContextGraphs, tokens: int) -> Restoration:
+        last, there = self._last
+        self._last = ("", Session())
+        session = turn.session
+        if last == turn.record.name and there.weights_version == graphs.table.weights_version:
+            session.tokens, session.cache = there.take()
+            session.weights_version = there.weights_version
+            return Restoration(resident=len(turn.base.bits), cached=True)
+        cache = self._room(graphs.table, there, tokens)
+        del there
+        return self._restored(turn, graphs, cache, tokens)
 
     def _room(self, table: GraphTable, spare: Session, tokens: int) -> KVCache:
         """A cache with room for `tokens`: the one of the context before, if its form fits.
@@ -319,20 +449,20 @@ class Contexts:
         del cache
         return table.start(tokens)
 
-    def _restored(
-        self, record: Record, graphs: ContextGraphs, session: Session, cache: KVCache, tokens: int
-    ) -> Restoration:
+    def _restored(self, turn: Turn, graphs: ContextGraphs, cache: KVCache, tokens: int) -> Restoration:
+        name, table, session = turn.record.name, graphs.table, turn.session
         for attempt in range(2):
-            table, resident = graphs.table, self.memory.chunks(record.name)
-            wanted = {n for n, bits in enumerate(record.bits) if bits != LOST} - set(resident)
+            base = turn.base
+            resident = {n: each for n, each in self.memory.chunks(name).items() if n < len(base.bits)}
+            wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
             try:
                 cache, read, how = restore(
                     graphs,
                     table.start(tokens) if attempt else cache,
-                    tokens=record.tokens,
-                    bits=record.bits,
+                    tokens=base.tokens,
+                    bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self.store.open(record.name).read if wanted else _nothing,
+                    read=self.store.open(name).read if wanted else _nothing,
                     delays=self._delays[table.level] if self.options.recompute else None,
                     pool=self._pool,
                 )
@@ -340,40 +470,15 @@ class Contexts:
                 if attempt:
                     raise
                 # What is damaged is lost; then the rest comes back, and that is computed.
-                record = self.store.repair(record.name)
+                self._claimed = turn.record = self.store.repair(name)
+                lost = {n for n, bits in enumerate(turn.record.bits) if bits == LOST}
+                turn.base = base.lose(lost)
                 continue
-            self._load(graphs, record.name, read)
+            self._load(graphs, name, read)
             session.cache, session.weights_version = cache, table.weights_version
-            session.tokens = list(record.tokens[: len(record.bits) * graphs.chunk_tokens])
+            session.tokens = list(base.tokens[: len(base.bits) * graphs.chunk_tokens])
             return how
         raise AssertionError("either of two attempts returns or raises")
-
-    def _written(self, record: Record, chunks: dict[int, Stored]) -> Record:
-        record = self.store.commit(record, chunks)
-        try:
-            return self.store.compact(record.name)
-        except CheckpointError:
-            # An older chunk is damaged, which is no fault of this call.
-            return self.store.repair(record.name)
-
-    def _left(self, chunks: list[Resident]) -> None:
-        """Chunks left memory: what was to be written by then is written."""
-        if self.options.writing != "at-eviction":
-            return
-        for name in dict.fromkeys(each.context for each in chunks):
-            record = self.store.record(name)
-            # What is lost on storage was in memory alone.
-            fresh = {
-                each.chunk: (each.bits, each.blobs)
-                for each in chunks
-                if each.context == name and record.bits[each.chunk : each.chunk + 1] == (LOST,)
-            }
-            if not fresh:
-                continue
-            bits = tuple(fresh[n][0] if n in fresh else width for n, width in enumerate(record.bits))
-            # What there is no room for stays lost, and is computed again.
-            with contextlib.suppress(BudgetExceeded):
-                self.store.commit(dataclasses.replace(record, bits=bits), fresh)
 
     def _load(self, graphs: ContextGraphs, name: str, chunks: dict[int, Stored]) -> None:
         delays = self._delays[graphs.table.level]
@@ -397,3 +502,16 @@ class Contexts:
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
     """What is read where all is in memory or lost."""
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
+
+
+def _close_all() -> None:
+    """Before the interpreter takes apart what an answer needs to be kept."""
+    for each in list(_OPEN):
+        if each._process == os.getpid():
+            try:
+                each.close()
+            except Exception as error:
+                _LOG.warning("what was said last could not be kept at exit: %s", one_line(error))
+
+
+atexit.register(_close_all)

@@ -181,8 +181,13 @@ class ChunkMemory:
         return left
 
     def release(self, context: str) -> None:
-        """Lets the chunks of a context leave again when room is needed."""
+        """Lets the chunks of a context leave again when room is needed, however its call has ended."""
+        self.own(context)
         self._locked.discard(context)
+        # An interrupt may have come between a chunk and its bytes.
+        self.resident_bytes = sum(
+            each.size_bytes for chunks in self._chunks.values() for each in chunks.values()
+        )
 
     def cut(self, context: str, count: int) -> None:
         """Drops all of a context but its first `count` chunks."""

@@ -27,8 +27,12 @@ class ContextOptions:
         at any time. The others are what systems without that do, for comparisons: "at-eviction", when they
         leave; "never": what left is computed again. Tokens are written when a call ends in any case.
       recompute: compute some of the missing chunks beside the reading of others, where that is faster.
+      pinned_share: of the budget, that pinned contexts of all apps together may take; the rest is for whoever
+        runs.
+      app_pinned_share: of the budget, that those of one app may take.
       contexts_per_app: most contexts that an app may own; 0 for no limit.
-      quota_bytes: of all files of the store together; 0 for no limit.
+      quota_bytes: of all files of the store together; 0 for no limit. While a call is stored, what takes the
+        place of something else is there beside it.
       app_quota_bytes: of each app's.
       storage: how chunks are read.
     """
@@ -40,6 +44,8 @@ class ContextOptions:
     policy: str = "lctru"
     writing: Writing = "ahead"
     recompute: bool = True
+    pinned_share: float = 0.75
+    app_pinned_share: float = 0.5
     contexts_per_app: int = 0
     quota_bytes: int = 0
     app_quota_bytes: int = 0
@@ -50,6 +56,11 @@ class ContextOptions:
             raise ConfigError(f"budget_bytes must be at least 1, got {self.budget_bytes!r:.80}")
         if not RATIOS[2] <= self.ratio <= 1:
             raise ConfigError(f"ratio must be between {RATIOS[2]} and 1, got {self.ratio!r:.80}")
+        if not 0 <= self.app_pinned_share <= self.pinned_share <= 1:
+            raise ConfigError(
+                "app_pinned_share and pinned_share must be between 0 and 1, the first not above the second, "
+                f"got {self.app_pinned_share!r:.80} and {self.pinned_share!r:.80}"
+            )
         for name in ("newest_chunks", "contexts_per_app", "quota_bytes", "app_quota_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:

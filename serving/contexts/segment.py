@@ -13,7 +13,7 @@ import itertools
 import json
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,8 +30,12 @@ _HEAD = struct.Struct("<8sIQ16s")
 # Nobody's table is longer; a length from a file is not believed.
 _MOST_TABLE_BYTES = 1 << 26
 _MOST_CHUNKS = 1 << 20
+_DIGEST_DIGITS = 16
 # Reads that are closer than this are one read.
 _GAP_BYTES = 1 << 16
+
+# Of each chunk by number: its bits, and each layer's blob.
+Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +167,11 @@ class Segment:
 
 
 def write_segment(
-    path: Path, chunks: Mapping[int, tuple[int, Sequence[np.ndarray]]], storage: Storage | None = None
+    path: Path,
+    chunks: Chunks,
+    storage: Storage | None = None,
+    *,
+    flush: bool = True,
 ) -> None:
     """Writes a segment, whole or not at all.
 
@@ -172,6 +180,7 @@ def write_segment(
       chunks: of each chunk its bits, and of each layer its blob, uint8 `[bytes]`; all blobs of one width and
         layer are of one size.
       storage: what it is written to, where that is emulated.
+      flush: wait until the device has it (see `atomic_file`).
 
     Raises:
       ConfigError: there are no chunks, or their layers or sizes differ.
@@ -188,17 +197,9 @@ def write_segment(
             raise ConfigError(f"chunk {chunk} has blobs of other sizes than others at {bits} bits")
         if len(blobs) != layers:
             raise ConfigError(f"chunk {chunk} has {len(blobs)} layers, others {layers}")
-    table = {
-        "chunks": [[chunk, chunks[chunk][0]] for chunk in order],
-        "blob_bytes": {str(bits): of for bits, of in sizes.items()},
-        "checksums": [
-            [xxhash.xxh3_64_hexdigest(_bytes(chunks[chunk][1][layer])) for chunk in order]
-            for layer in range(layers)
-        ],
-    }
-    text = json.dumps(table, separators=(",", ":")).encode()
+    text = _table(chunks, lambda blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
     began = time.perf_counter()
-    with atomic_file(path) as file:
+    with atomic_file(path, flush=flush) as file:
         file.write(_HEAD.pack(_MAGIC, VERSION, len(text), xxhash.xxh3_128_digest(text)) + text)
         _pad(file)
         for layer in range(layers):
@@ -208,6 +209,31 @@ def write_segment(
         size = file.tell()
     if storage is not None:
         storage.await_written(began, size)
+
+
+def file_bytes(chunks: Chunks) -> int:
+    """The size of the file that `write_segment` makes of some chunks; 0 of none."""
+    if not chunks:
+        return 0
+    digest = "0" * _DIGEST_DIGITS
+    layers = zip(*(blobs for _, blobs in chunks.values()), strict=True)
+    parts = [
+        _HEAD.size + len(_table(chunks, lambda _: digest)),
+        *(sum(b.nbytes for b in each) for each in layers),
+    ]
+    return sum(-(-part // PAGE) * PAGE for part in parts)
+
+
+def _table(chunks: Chunks, checksum: Callable[[np.ndarray], str]) -> bytes:
+    order = sorted(chunks)
+    sizes = {str(bits): [blob.nbytes for blob in blobs] for bits, blobs in chunks.values()}
+    layers = len(chunks[order[0]][1])
+    table = {
+        "chunks": [[chunk, chunks[chunk][0]] for chunk in order],
+        "blob_bytes": sizes,
+        "checksums": [[checksum(chunks[chunk][1][layer]) for chunk in order] for layer in range(layers)],
+    }
+    return json.dumps(table, separators=(",", ":")).encode()
 
 
 def _read_table(path: Path, reader: PieceReader) -> tuple[dict[str, Any], int]:

@@ -14,20 +14,18 @@ import contextlib
 import dataclasses
 import errno
 import json
-import os
 import secrets
 import shutil
 import urllib.parse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-import numpy as np
-
-from jaxllm.atomic import atomic_file
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
+from jaxllm.atomic import atomic_file, sync
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.recompute import LOST
+from serving.contexts.lock import StoreLock
 from serving.contexts.record import Origin, Record
-from serving.contexts.segment import Segment, write_segment
+from serving.contexts.segment import Chunks, Segment, file_bytes, write_segment
 from serving.contexts.stored import OpenSegments, StoredContext
 from serving.direct_io import Storage
 
@@ -39,8 +37,6 @@ _APP = "app-"
 _LONGEST_APP = 200
 # A context in more files than this is written anew as one.
 _MOST_SEGMENTS = 8
-
-Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,9 +79,13 @@ class ContextStore:
         self.root, self._storage = Path(root), storage or Storage()
         self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
         self._segments = OpenSegments(self._storage)
+        # Contexts of which nobody knows whether their last change ended, and where they are.
+        self._unsettled: dict[str, Path] = {}
+        # Of contexts whose record on storage is older than the one here: the segments since then.
+        self._unflushed: dict[str, set[str]] = {}
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = _locked(self.root / "lock")
+            self._lock = StoreLock(self.root / "lock")
         except OSError as error:
             raise ConfigError(f"{root}: cannot be a store of contexts ({error.strerror})") from error
         try:
@@ -96,11 +96,15 @@ class ContextStore:
             raise
 
     def close(self) -> None:
-        """Lets another process have the store."""
-        self._segments.close()
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        """Lets another process have the store. What is done with it afterwards is refused."""
+        try:
+            for name in list(self._unflushed):
+                # What cannot be flushed is computed again: its record on storage does not name it.
+                with contextlib.suppress(JaxllmError):
+                    self.commit(self.record(name))
+        finally:
+            self._segments.close()
+            self._lock.release()
 
     def __enter__(self) -> "ContextStore":
         return self
@@ -109,19 +113,29 @@ class ContextStore:
         self.close()
 
     def records(self, app: str | None = None) -> list[Record]:
-        """All contexts, or an app's, by name."""
+        """All contexts, or an app's, by name.
+
+        Raises:
+          ConfigError: the store was closed (see `StoreLock.require`), here and wherever else it is asked.
+        """
+        self._require_settled()
         found = [each for each in self._records.values() if app in (None, each.app)]
         return sorted(found, key=lambda each: (each.app, each.name))
 
-    def record(self, name: str) -> Record:
-        """A context by name.
+    def record(self, name: str, app: str | None = None) -> Record:
+        """A context by name, if it is the app's; of any app where none is given.
 
         Raises:
-          ContextGone: there is none.
+          ContextGone: there is none. What is said is the same where it is another app's.
+          CheckpointError: whether its last change ended cannot be read.
         """
-        if name not in self._records:
+        folder = self._unsettled.get(name)
+        own = app is None or folder is None or folder.parent.name == _folder_name(app)
+        self._require_settled(name if own else "")
+        record = self._records.get(name)
+        if record is None or app not in (None, record.app):
             raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
-        return self._records[name]
+        return record
 
     def create(self, app: str, origin: Origin, *, pinned: bool = False) -> Record:
         """A new, empty context.
@@ -129,26 +143,40 @@ class ContextStore:
         Raises:
           ConfigError: the app has no name, or too long a one.
           BudgetExceeded: there is no room.
+          CheckpointError: it cannot be written.
         """
         if not app or len(_folder_name(app)) > _LONGEST_APP:
             raise ConfigError(f"an app needs a name of at most {_LONGEST_APP} bytes, got {app!r:.80}")
+        self._require_settled()
         name = secrets.token_hex(8)
         record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._next_use())
         folder = self._folder(record)
-        with self._written(folder):
-            folder.parent.mkdir(mode=0o700, exist_ok=True)
-            folder.mkdir(mode=0o700)
-            record.write(folder / _RECORD)
+        self._unsettled[name] = folder
+        try:
+            with self._written(folder):
+                folder.parent.mkdir(mode=0o700, exist_ok=True)
+                folder.mkdir(mode=0o700)
+                record.write(folder / _RECORD)
+                sync(folder.parent)
+                sync(self.root)
+        except JaxllmError:
+            # Nobody was told its name.
+            with contextlib.suppress(OSError):
+                self._remove(folder)
+            raise
         self._records[name] = record
+        del self._unsettled[name]
         return record
 
-    def commit(self, record: Record, chunks: Chunks | None = None) -> Record:
+    def commit(self, record: Record, chunks: Chunks | None = None, *, flush: bool = True) -> Record:
         """Keeps a context's new state: first its new chunks, then the record that names them.
 
         Args:
           record: with the tokens, bits and the like that hold from now on; in which files its chunks are is
             this store's business. What is `LOST` in it is kept no longer.
           chunks: those that are new or of another width, of each its bits and each layer's blob.
+          flush: wait until the device has all of it. Otherwise chunks are where they can be read, and a power
+            cut or a kill leaves the state before, until the context's next commit or `close`.
 
         Returns:
           The record as it is kept.
@@ -156,27 +184,51 @@ class ContextStore:
         Raises:
           ContextGone: the context was deleted.
           BudgetExceeded: a quota or the device has no room; what was kept before is as it was.
+          CheckpointError: the device failed: `record` tells whether before or after the change counted.
         """
         before = self.record(record.name)
         chunks = dict(chunks or {})
-        self._require_room(record, sum(blob.nbytes for _, blobs in chunks.values() for blob in blobs))
-        folder = self._folder(record)
-        fresh = f"{self._next_segment(before.segments)}{_SUFFIX}"
+        folder, name = self._folder(record), record.name
+        fresh = f"{self._next_segment(folder, before.segments)}{_SUFFIX}"
         files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
         record = dataclasses.replace(record, files=tuple(files), used=self._next_use())
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
-        with self._written(folder):
-            if chunks:
-                write_segment(folder / fresh, chunks, self._storage)
-            record.write(folder / _RECORD)
-        self._records[record.name] = record
-        for each in {*before.segments, fresh} - set(record.segments):
-            self._segments.forget(folder / each)
-            (folder / each).unlink(missing_ok=True)
+        there = {*before.segments, fresh, *self._unflushed.get(name, ())}
+        self._require_room(record, chunks, there - set(record.segments))
+        self._unsettled[name] = folder
+        try:
+            with self._written(folder):
+                if chunks:
+                    write_segment(folder / fresh, chunks, self._storage, flush=flush)
+                if flush:
+                    for each in self._unflushed.get(name, set()) & set(record.segments):
+                        sync(folder / each)
+                    # Writing chunks takes long enough for the folder to be taken away.
+                    self._lock.require()
+                    record.write(folder / _RECORD)
+        except JaxllmError:
+            # What cannot be settled now is when the context is next asked for.
+            with contextlib.suppress(JaxllmError):
+                self._settle(name)
+            raise
+        self._records[name] = record
+        if flush:
+            self._unflushed.pop(name, None)
+            for each in there - set(record.segments):
+                self._discard(folder / each)
+        else:
+            self._unflushed[name] = there
+        del self._unsettled[name]
         return record
 
     def compact(self, name: str) -> Record:
-        """Writes a context's chunks anew as one segment, if they are spread over many."""
+        """Writes a context's chunks anew as one segment, if they are spread over many.
+
+        Raises:
+          ContextGone: there is no such context.
+          CheckpointError: a chunk cannot be read, or the new segment not be written.
+          BudgetExceeded: the device has no room for both.
+        """
         record = self.record(name)
         if len(record.segments) <= _MOST_SEGMENTS:
             return record
@@ -205,16 +257,16 @@ class ContextStore:
 
         Raises:
           ContextGone: there is none.
+          CheckpointError: the device failed: `record` tells whether it is still there.
         """
-        record = self.record(name)
-        folder = self._folder(record)
-        # Without its record it is no context any more, whatever happens next.
-        (folder / _RECORD).unlink(missing_ok=True)
+        folder = self._folder(self.record(name))
+        self._unsettled[name] = folder
+        with self._written(folder):
+            # Without its record it is no context any more, whatever happens next.
+            (folder / _RECORD).unlink(missing_ok=True)
+            sync(folder)
         self._segments.forget(folder)
-        del self._records[name]
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()
+        self._settle(name)
 
     def used_bytes(self, app: str | None = None) -> int:
         """Of all files, or of an app's."""
@@ -271,16 +323,71 @@ class ContextStore:
                 corrupt |= own
         return corrupt
 
-    def _require_room(self, record: Record, size: int) -> None:
+    def _require_room(self, record: Record, chunks: Chunks, freed: Set[str]) -> None:
+        """Checks the quotas for a commit after which the files `freed` are gone: what does not grow may be
+        kept whatever there is already."""
+        folder = self._folder(record)
+        size = file_bytes(chunks) - sum(_size_bytes(folder / each) for each in freed)
         for quota, used, whose in (
             (self._app_quota_bytes, lambda: self.used_bytes(record.app), f"the contexts of {record.app}"),
             (self._quota_bytes, self.used_bytes, "all contexts"),
         ):
-            if quota and (there := used()) + size > quota:
+            if quota and size > 0 and used() + size > quota:
                 raise BudgetExceeded(
-                    f"{whose} may take {quota:,} bytes on storage and take {there:,}; {size:,} more do not "
-                    "fit: delete contexts, or raise the quota"
+                    f"{whose} may take {quota:,} bytes on storage, and {size:,} more do not fit: delete "
+                    "contexts, or raise the quota"
                 )
+
+    def _require_settled(self, wanted: str = "") -> None:
+        """Checks that the store is open, and reads what an interrupt or an error left unknown.
+
+        Raises:
+          CheckpointError: of the context that is wanted that cannot be read.
+        """
+        self._lock.require()
+        for name in list(self._unsettled):
+            try:
+                self._settle(name)
+            except CheckpointError:
+                if name == wanted:
+                    raise
+
+    def _settle(self, name: str) -> None:
+        """Takes a context as it is on storage, and removes what a change of it that did not end left.
+
+        Raises:
+          CheckpointError: that cannot be read.
+          ConfigError: the store is another process's by now, as is whatever lies there.
+        """
+        self._lock.require()
+        folder = self._unsettled[name]
+        with self._written(folder):
+            if (folder / _RECORD).exists():
+                self._records[name] = record = Record.read(folder / _RECORD)
+                for each in folder.glob(f"*{_SUFFIX}"):
+                    if each.name not in record.segments:
+                        self._discard(each)
+            else:
+                self._records.pop(name, None)
+                self._remove(folder)
+        self._unflushed.pop(name, None)
+        self._unsettled.pop(name, None)
+
+    def _discard(self, path: Path) -> None:
+        """Removes a segment that no record names; one that stays does no harm."""
+        self._segments.forget(path)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+    def _remove(self, folder: Path) -> None:
+        """Removes the folder of a context that has no record any more, and its app's if it was the last."""
+        self._segments.forget(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+            sync(self.root)
+        if folder.parent.exists():
+            sync(folder.parent)
 
     @contextlib.contextmanager
     def _written(self, folder: Path) -> Iterator[None]:
@@ -335,8 +442,13 @@ class ContextStore:
         return 1 + max((each.used for each in self._records.values()), default=0)
 
     @staticmethod
-    def _next_segment(segments: Sequence[str]) -> int:
-        return 1 + max((int(each.removesuffix(_SUFFIX)) for each in segments), default=-1)
+    def _next_segment(folder: Path, segments: Sequence[str]) -> int:
+        """A number that no segment has had of which something is left: readers may have one open."""
+        names = {*segments, *(each.name for each in folder.glob(f"*{_SUFFIX}"))}
+        numbers = [
+            int(each.removesuffix(_SUFFIX)) for each in names if each.removesuffix(_SUFFIX).isdecimal()
+        ]
+        return 1 + max(numbers, default=-1)
 
 
 def _kept_files(before: Record, after: Record) -> list[str]:
@@ -350,20 +462,8 @@ def _folder_name(app: str) -> str:
     return _APP + urllib.parse.quote(app, safe="")
 
 
-def _locked(path: Path) -> int:
-    """An open file that this process alone holds.
-
-    Raises:
-      ConfigError: another one does.
-    """
-    import fcntl
-
-    file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+def _size_bytes(path: Path) -> int:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        raise ConfigError(
-            f"{path.parent} is in use by another process; close that one, or use another folder"
-        ) from error
-    return file
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -114,19 +114,28 @@ def test_nothing_is_computed_that_can_be_read(kept):
         assert len(how.read) + len(how.computed) == 2
 
 
-def test_room_is_made_before_a_call_not_after_it(kept):
+def test_room_is_made_as_an_answer_grows_and_not_when_it_ends(kept):
+    """Nor for more than it comes to: what it might have said evicts nobody."""
     size = kept()._graphs[100].chunk_bytes(RAW)
-    contexts = kept(budget_bytes=TIGHT * size)
+    contexts = kept(budget_bytes=(TIGHT + 2) * size)
     mine = [new(contexts) for _ in range(2)]
     for context in mine:
         say(context, TURNS[0][0] + TURNS[0][0])
     answer = mine[0].generate(TURNS[0][1], max_tokens=12, ignore_eos=True)
     next(answer)
-    evicted = contexts.memory.evicted
-    assert evicted > 0
-    answer.result()
+    first = contexts.memory.evicted
+    assert first > 0
+    for _ in answer:
+        evicted = contexts.memory.evicted
+    assert evicted > first
     assert contexts.memory.evicted == evicted
     assert answer.finish_ms > 0
+    other = len(contexts.memory.chunks(mine[1].name))
+    assert other > 0
+    short = mine[0].generate([1], max_tokens=30, ignore_eos=True)
+    next(short)
+    short.close()
+    assert len(contexts.memory.chunks(mine[1].name)) == other
 
 
 def test_bad_input_is_told():

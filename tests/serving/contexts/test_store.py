@@ -132,14 +132,14 @@ def test_quotas_are_kept(tmp_path):
         assert holds(store, first.name) == first
         store.commit(*grown(store.create("b", ORIGIN), [8] * 4))
         with pytest.raises(BudgetExceeded, match="all contexts may take 60,000"):
-            store.commit(*grown(store.create("c", ORIGIN), [8] * 12))
+            store.commit(*grown(store.create("c", ORIGIN), [8] * 9))
 
 
 def test_a_full_disk_loses_nothing_older(tmp_path, monkeypatch):
     with ContextStore(tmp_path) as store:
         first = store.commit(*grown(store.create("a", ORIGIN), [8, 8]))
 
-        def full(*_):
+        def full(*_, **__):
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(store_module, "write_segment", full)

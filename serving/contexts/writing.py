@@ -1,0 +1,73 @@
+"""When chunks go to storage: as a call ends, as they leave memory, or never."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+
+from jaxllm.errors import BudgetExceeded, CheckpointError, JaxllmError
+from jaxllm.kv.recompute import LOST
+from serving.contexts.blobs import Stored
+from serving.contexts.eviction import Resident
+from serving.contexts.options import Writing
+from serving.contexts.record import Record
+from serving.contexts.store import ContextStore
+
+
+class ChunkWriter:
+    """Writes chunks to a store when its way of writing says.
+
+    What a call said is flushed to the device when it ends, by every way. Chunks that are written as they
+    leave memory are not waited for: they can be computed again.
+
+    Args:
+      store: they go to.
+      writing: see `ContextOptions`.
+    """
+
+    def __init__(self, store: ContextStore, writing: Writing) -> None:
+        self._store, self._writing = store, writing
+
+    def keep(self, record: Record, changed: Set[int], coded: Mapping[int, Stored]) -> Record:
+        """Stores a context as a call leaves it.
+
+        Args:
+          record: of the context.
+          changed: its chunks that are new, or of another width than those on storage.
+          coded: these, and perhaps others.
+
+        Raises:
+          BudgetExceeded, CheckpointError: see `ContextStore.commit`.
+        """
+        if self._writing != "ahead":
+            return self._store.commit(record.lose(changed))
+        record = self._store.commit(record, {n: coded[n] for n in coded if n in changed})
+        try:
+            return self._store.compact(record.name)
+        except BudgetExceeded:
+            # No room for two copies: it stays spread over many segments.
+            return record
+        except CheckpointError:
+            # An older chunk is damaged, or the device failed, which is no fault of this call.
+            with contextlib.suppress(JaxllmError):
+                return self._store.repair(record.name)
+            return record
+
+    def left(self, chunks: Sequence[Resident]) -> None:
+        """Writes what left memory and is nowhere else. What cannot be written is computed again."""
+        if self._writing != "at-eviction":
+            return
+        for name in dict.fromkeys(each.context for each in chunks):
+            with contextlib.suppress(JaxllmError):
+                self._write(name, [each for each in chunks if each.context == name])
+
+    def _write(self, name: str, chunks: Sequence[Resident]) -> None:
+        record = self._store.record(name)
+        # What is lost on storage was in memory alone.
+        fresh = {
+            each.chunk: (each.bits, each.blobs)
+            for each in chunks
+            if record.bits[each.chunk : each.chunk + 1] == (LOST,)
+        }
+        if fresh:
+            bits = tuple(fresh[n][0] if n in fresh else width for n, width in enumerate(record.bits))
+            self._store.commit(dataclasses.replace(record, bits=bits), fresh, flush=False)
