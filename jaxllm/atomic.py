@@ -44,7 +44,7 @@ def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
       OSError: it cannot be written, or `path` is no regular file (see `require_replaceable`).
     """
     require_replaceable(path)
-    _remove_abandoned(path)
+    remove_abandoned(path.parent, path.name)
     temporary, file = _temporary(path)
     try:
         with file:
@@ -72,7 +72,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     Raises:
       OSError: it cannot be written, or there is something at `path`, unless that is an empty folder.
     """
-    _remove_abandoned(path)
+    remove_abandoned(path.parent, path.name)
     temporary = _temporary_name(path)
     temporary.mkdir()
     try:
@@ -117,12 +117,18 @@ def sync(path: Path) -> None:
         os.fsync(number)
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Removes what writers of `path` left that were killed; what the living write stays."""
+def remove_abandoned(folder: Path, name: str | None = None) -> None:
+    """Removes what writers left in a folder that were killed; what the living write stays.
+
+    Args:
+      folder: where they wrote.
+      name: what they wrote; None for whatever it was, in a folder that holds nobody else's files.
+    """
     if fcntl is None:
         return
-    ours = re.compile(re.escape(f".{path.name}{_MARK}") + rf"[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
-    with contextlib.suppress(OSError), os.scandir(path.parent) as found:
+    written = ".+" if name is None else re.escape(name)
+    ours = re.compile(rf"\.{written}{re.escape(_MARK)}[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
         for each in found:
             if ours.fullmatch(each.name):
                 _remove_unlocked(Path(each.path))

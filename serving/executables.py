@@ -9,33 +9,31 @@ named by the key of its graph (`graph_store.py`). Whatever is wrong with an entr
 is compiled instead: a cache never stands between a user and an answer.
 
 An executable is machine code, and loading one runs code that its file chooses. No checksum can make that
-safe; what makes it safe is that nobody else can have written the file. So the folder must belong to this
-user and be closed to others' writing, and so must each entry; the checksum only tells damage.
+safe; what makes it safe is that nobody else can have written the file (`user_cache.py`); the checksum only
+tells damage.
 """
 
 import contextlib
 import logging
 import os
 import pickle
-import stat
 import struct
 import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import xxhash
 from jax.experimental import serialize_executable
 
-from jaxllm.atomic import atomic_file
+from jaxllm.atomic import atomic_file, remove_abandoned
+from jaxllm.errors import ConfigError
+from serving.user_cache import clear_entry, make_private_folder, private_file, private_folder
 
 SUFFIX = ".graph"
 # Of one entry: far above any graph (code grows with layers, not with weights), far below what would hurt.
 MAX_ENTRY_BYTES = 256 << 20
 _HEADER = struct.Struct("<8sI32sQ16s")
 _MAGIC, _VERSION = b"jaxllmGX", 1
-_STALE_S = 3600
 _log = logging.getLogger(__name__)
 
 
@@ -88,8 +86,9 @@ class ExecutableFolder:
         checksum = xxhash.xxh3_128_digest(payload)
         header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(key), len(payload), checksum)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with self._opened() as folder:
+            make_private_folder(self._folder)
+            with private_folder(self._folder) as folder:
+                clear_entry(self._path(key))
                 with atomic_file(self._path(key)) as file:
                     os.fchmod(file.fileno(), 0o600)
                     file.write(header)
@@ -109,16 +108,13 @@ class ExecutableFolder:
           ValueError: the folder or the entry is not ours alone, or the entry is damaged.
         """
         try:
-            with self._opened() as folder:
-                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-                number = os.open(self._path(key).name, flags, dir_fd=folder)
-        except ValueError as error:
+            with private_folder(self._folder):
+                pass
+        except ConfigError as error:
             self._tell(error)
             raise
-        with open(number, "rb") as file:
+        with private_file(self._path(key)) as number, open(number, "rb", closefd=False) as file:
             facts = os.fstat(number)
-            if not stat.S_ISREG(facts.st_mode) or not _ours_alone(facts):
-                raise ValueError("not a file that only this user may write")
             if not _HEADER.size <= facts.st_size <= MAX_ENTRY_BYTES:
                 raise ValueError(f"{facts.st_size} bytes are not the size of an entry")
             magic, version, named, size, checksum = _HEADER.unpack(file.read(_HEADER.size))
@@ -132,23 +128,10 @@ class ExecutableFolder:
                 os.utime(number)
         return payload
 
-    @contextlib.contextmanager
-    def _opened(self) -> Iterator[int]:
-        """The folder's descriptor.
-
-        Raises:
-          ValueError: others could have written what is in it.
-        """
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            if not _ours_alone(os.fstat(folder)):
-                raise ValueError("it is not this user's, or others may write to it")
-            yield folder
-        finally:
-            os.close(folder)
-
     def _make_room(self, folder: int, *, newest: str) -> None:
-        """Deletes the entries unused for longest until the rest keep the limit, and forgotten leftovers."""
+        """Deletes what killed processes left, and the entries unused for longest until the rest keep the
+        limit."""
+        remove_abandoned(self._folder)
         entries = []
         with os.scandir(folder) as found:
             for each in found:
@@ -156,9 +139,6 @@ class ExecutableFolder:
                     facts = each.stat(follow_symlinks=False)
                     if each.name.endswith(SUFFIX):
                         entries.append((each.name == newest, facts.st_mtime_ns, each.name, facts.st_size))
-                    elif each.name.endswith(".tmp") and time.time() - facts.st_mtime > _STALE_S:
-                        # Of a process that was killed while it wrote.
-                        os.unlink(each.name, dir_fd=folder)
         total = sum(size for *_, size in entries)
         for _, _, name, size in sorted(entries):
             if total <= self._limit_bytes:
@@ -174,13 +154,8 @@ class ExecutableFolder:
         if not told:
             reason = error.strerror if isinstance(error, OSError) else error
             _log.warning(
-                "%s: compiled graphs are not kept there (%s), so every start compiles them anew; set "
+                "%s: compiled graphs are not kept there, so every start compiles them anew (%s); set "
                 "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_EXECUTABLES_BYTES=0",
                 self._folder,
                 reason,
             )
-
-
-def _ours_alone(facts: os.stat_result) -> bool:
-    """Whether a file is this user's and nobody else may write to it."""
-    return facts.st_uid == os.geteuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

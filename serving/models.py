@@ -7,21 +7,26 @@ folder is prepared again. Nothing is downloaded.
 import contextlib
 import hashlib
 import importlib.resources
-import time
+import logging
 from pathlib import Path
 
+import xxhash
+
+from jaxllm.atomic import remove_abandoned
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.config import WHOLE
-from jaxllm.errors import BundleError, CheckpointError
+from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from serving.progress import Progress
-from serving.user_cache import cache_folder
+from serving.user_cache import cache_folder, clear_entry, make_private_folder, private_file
 
 # Changes whenever preparing the same folder would write another bundle.
-_CACHE_KEY_VERSION = "1"
-_STALE_S = 3600
+_CACHE_KEY_VERSION = "2"
 # Of the files in a model folder that a bundle may be made from.
 _CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
+# Files of up to 32 MiB are read whole.
+_SAMPLES, _SAMPLE_BYTES = 512, 64 << 10
+_log = logging.getLogger(__name__)
 
 
 def open_model(
@@ -97,39 +102,75 @@ def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress 
     weights = weights or weight_format_of(folder)
     place = cache_folder() / "bundles" / _digest([str(folder.resolve())]) / weights
     cached = place / f"{_content_key(folder)}{SUFFIX}"
-    if cached.exists():
-        # A cache that went bad is not the user's problem: prepare it again.
-        with contextlib.suppress(BundleError):
-            bundle = Bundle.open(cached)
-            bundle.verify()
-            return bundle
     try:
-        place.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+        make_private_folder(place)
+    except (OSError, ConfigError) as error:
+        reason = f"{place}: cannot be created ({error.strerror})" if isinstance(error, OSError) else error
         raise CheckpointError(
-            f"{place}: cannot be created ({error.strerror}); set JAXLLM_CACHE to a writable folder, or "
-            "use `jaxllm prepare`"
+            f"{reason}; set JAXLLM_CACHE to a writable folder of your own, or use `jaxllm prepare`"
         ) from error
+    bundle = _open_cached(cached)
+    if bundle is not None:
+        return bundle
     prepare(folder, cached, weights=weights, progress=progress)
+    cached.chmod(0o600)
     for older in place.glob(f"*{SUFFIX}"):
         # What the folder held before; a process that still maps it keeps its pages.
         if older != cached:
             older.unlink(missing_ok=True)
-    for leftover in place.glob(".*.tmp"):
-        # Of a process that was killed while it prepared; a living one writes to its file.
-        if time.time() - leftover.stat().st_mtime > _STALE_S:
-            leftover.unlink(missing_ok=True)
+    remove_abandoned(place)
     return Bundle.open(cached)
 
 
+def _open_cached(path: Path) -> Bundle | None:
+    """A bundle that was prepared before; None where it is not there, or must be made again."""
+    try:
+        with private_file(path):
+            pass
+    except FileNotFoundError:
+        return None
+    except (OSError, ConfigError) as error:
+        _log.warning("%s is not used, and made again (%s)", path, error)
+        with contextlib.suppress(OSError):  # Said when it is written.
+            clear_entry(path)
+        return None
+    # A cache that went bad is not the user's problem: prepare it again.
+    with contextlib.suppress(BundleError):
+        bundle = Bundle.open(path)
+        bundle.verify()
+        return bundle
+    return None
+
+
 def _content_key(folder: Path) -> str:
-    """Names what a folder holds by name, size and time of each file that may matter."""
+    """Names what a folder holds: of each file that may matter its name, size, times and content.
+
+    Large files are not read whole, but here and there. Where one was changed elsewhere and its size and time
+    were put back, the time tells at which its own facts changed, which nobody can set.
+    """
     parts = [_CACHE_KEY_VERSION]
     for path in sorted(folder.iterdir()):
         if path.suffix in _CONTENT_SUFFIXES and path.is_file():
-            stat = path.stat()
-            parts += [path.name, str(stat.st_size), str(stat.st_mtime_ns)]
+            facts = path.stat()
+            parts += [path.name, str(facts.st_size), str(facts.st_mtime_ns), str(facts.st_ctime_ns)]
+            parts.append(_sampled_digest(path, facts.st_size))
     return _digest(parts)
+
+
+def _sampled_digest(path: Path, size: int) -> str:
+    """Digest of a file, or of blocks of it that lie evenly from its first to its last."""
+    step = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) / (_SAMPLES - 1))
+    starts = (int(n * step) for n in range(_SAMPLES))
+    digest = xxhash.xxh3_128()
+    try:
+        with path.open("rb", buffering=0) as file:
+            for start in starts:
+                if start < size:
+                    file.seek(start)
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    return digest.hexdigest()
 
 
 def _digest(parts: list[str]) -> str:

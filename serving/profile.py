@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from jaxllm.atomic import atomic_file
 from jaxllm.bundle import Bundle
@@ -25,10 +27,10 @@ from serving.graph_store import environment_facts, graph_options
 from serving.options import EngineOptions
 from serving.prefill.table import IntegerTable
 from serving.prefill.times import PrefillTimes
-from serving.user_cache import cache_folder
+from serving.user_cache import cache_folder, make_private_folder, private_file
 
 _MAX_FILE_BYTES = 1 << 20
-_VERSION = 4
+_VERSION = 5
 _LARGEST = 1e12
 # Prompt lengths whose times are kept at hand.
 _LISTED_TOKENS = 1 << 13
@@ -246,10 +248,13 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
     Raises:
       ConfigError: it cannot be written.
     """
+    text = json.dumps(profile.to_json())
+    whole = {"xxh3_128": xxhash.xxh3_128_hexdigest(text.encode()), "profile": text}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(path.parent)
         with atomic_file(path) as file:
-            file.write(json.dumps(profile.to_json()).encode())
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(whole).encode())
     except OSError as error:
         raise ConfigError(f"{path}: the profile cannot be written ({error.strerror})") from error
 
@@ -258,20 +263,26 @@ def load_profile(path: Path) -> DeviceProfile | None:
     """The profile in a file; None where there is none.
 
     Raises:
-      ConfigError: it cannot be read, or is malformed.
+      ConfigError: it cannot be read, is damaged or malformed, or others could have written it.
     """
     try:
-        with path.open("rb") as file:
+        with private_file(path) as number, open(number, "rb", closefd=False) as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
-        if len(raw) > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: too large for a device profile")
-        return DeviceProfile.from_json(json.loads(raw))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: the profile cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error!s:.200}; measure it again with `jaxllm profile`") from error
+    try:
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ConfigError("too large for a device profile")
+        whole = json.loads(raw)
+        text = whole["profile"]
+        if xxhash.xxh3_128_hexdigest(text.encode()) != whole["xxh3_128"]:
+            raise ConfigError("its checksum is wrong")
+        return DeviceProfile.from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = error if isinstance(error, ConfigError) else f"malformed device profile: {error!r:.200}"
+        raise ConfigError(f"{path}: {reason}; remove it, and measure again with `jaxllm profile`") from error
 
 
 @functools.lru_cache(maxsize=8192)

@@ -1,11 +1,13 @@
 """Weights in the order in which XNNPACK reads them, kept so that later processes map them.
 
-One file a program folder and width, named by its model and by the runtime that packed it: the runtime takes
-a file's word for whose weights it holds, so the name must say it. A file is written under another name and
-moved to its own when it is whole: processes that open one program at once do not write into one another's.
+One file a program folder and width, named by its model, by the runtime that packed it and by its own
+checksum: the runtime takes a file's word for whose weights it holds, so the name must say it, and only this
+user may have written it (`serving.user_cache`). A file is written under another name and moved to its own
+when it is whole: processes that open one program at once do not write into one another's.
 """
 
 import contextlib
+import logging
 import os
 import time
 import uuid
@@ -14,9 +16,14 @@ from pathlib import Path
 
 import xxhash
 
+from jaxllm.errors import ConfigError
+from serving.user_cache import make_private_folder, private_file
+
 SUFFIX = ".bin"
 _UNFINISHED = ".tmp"
 _STALE_S = 3600
+_READ_BYTES = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 class PackedFolder:
@@ -43,27 +50,49 @@ class PackedFolder:
           The file; None where the folder cannot be used.
         """
         place = f"{_digest(str(program.resolve()))}-{width}-"
-        final = self._folder / f"{place}{_digest(made_of)}{SUFFIX}"
+        named = f"{place}{_digest(made_of)}-"
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            there = final.is_file()
-            if there:
-                # The time of its last use, by which room is made.
-                os.utime(final)
-        except OSError:
+            make_private_folder(self._folder)
+            packed = self._found(named)
+        except (OSError, ConfigError) as error:
+            _log.warning("%s: packed weights are not kept there (%s)", self._folder, error)
             yield None
             return
-        if there:
-            yield final
+        if packed is not None:
+            yield packed
             return
-        written = final.with_name(f"{final.name}.{uuid.uuid4().hex}{_UNFINISHED}")
+        written = self._folder / f"{named}{uuid.uuid4().hex}{_UNFINISHED}"
         try:
             yield written
             with contextlib.suppress(OSError):  # A runtime that packed nothing wrote nothing.
+                written.chmod(0o600)
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+                final = self._folder / f"{named}{_checksum(written)}{SUFFIX}"
                 os.replace(written, final)
                 self._make_room(place, newest=final.name)
         finally:
             written.unlink(missing_ok=True)
+
+    def _found(self, named: str) -> Path | None:
+        """The file whose name begins so, if there is one that is whole and this user's.
+
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        for path in sorted(self._folder.glob(f"{named}*{SUFFIX}")):
+            try:
+                with private_file(path) as number:
+                    if _checksum(path) == path.name.removeprefix(named).removesuffix(SUFFIX):
+                        # The time of its last use, by which room is made.
+                        os.utime(number)
+                        return path
+                reason = "its checksum is wrong"
+            except (OSError, ConfigError) as error:
+                reason = str(error)
+            _log.warning("%s is not used, and made again (%s)", path, reason)
+            path.unlink(missing_ok=True)
+        return None
 
     def _make_room(self, place: str, *, newest: str) -> None:
         """Deletes what was packed for the same place before, the files unused for longest until the rest keep
@@ -90,3 +119,11 @@ class PackedFolder:
 
 def _digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import serving.executables
+import serving.user_cache
+from jaxllm.atomic import atomic_file
 from serving.executables import SUFFIX, ExecutableFolder
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
@@ -213,10 +215,10 @@ def test_a_folder_of_another_user_is_not_used(folder, entry, graph, notices, mon
 
 
 def test_a_file_of_another_user_is_not_used(folder, entry, monkeypatch):
-    ours_alone = serving.executables._ours_alone
+    ours_alone = serving.user_cache._ours_alone
     inode = entry.stat().st_ino
     monkeypatch.setattr(
-        serving.executables, "_ours_alone", lambda facts: facts.st_ino != inode and ours_alone(facts)
+        serving.user_cache, "_ours_alone", lambda facts: facts.st_ino != inode and ours_alone(facts)
     )
     assert folder.load(KEY) is None
 
@@ -285,15 +287,14 @@ def test_a_file_too_large_to_be_an_entry_is_not_read(folder, entry, monkeypatch)
 
 
 def test_leftovers_of_killed_processes_go_and_other_files_stay(folder, place, entry, graph):
-    old, new, foreign = (place / name for name in (".a.tmp", ".b.tmp", "notes.txt"))
-    for path in (old, new, foreign):
+    killed, foreign = place / f".{KEY}{SUFFIX}.jaxllm-0123456789ab.tmp", place / "notes.txt"
+    for path in (killed, foreign):
         path.write_text("")
-    for path in (old, foreign):
-        os.utime(path, (0, 0))
-    ExecutableFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
-    assert sorted(path.name for path in place.iterdir()) == sorted(
-        [f"{OTHER_KEY}{SUFFIX}", ".b.tmp", "notes.txt"]
-    )
+    with atomic_file(place / f"{KEY}{SUFFIX}"):
+        living = [path.name for path in place.iterdir() if path.suffix == ".tmp" and path != killed]
+        ExecutableFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
+        left = sorted(path.name for path in place.iterdir())
+    assert left == sorted([f"{OTHER_KEY}{SUFFIX}", *living, "notes.txt"])
 
 
 def test_many_may_store_and_load_at_once(place, graph):

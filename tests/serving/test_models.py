@@ -266,6 +266,80 @@ def test_a_cache_without_permission(tmp_path: Path, folder: Path, cache: Path) -
         open_model(folder)
 
 
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_bundle_that_others_could_have_planted_is_not_used(folder: Path, cache: Path, above: int) -> None:
+    open_model(folder)
+    path = only(cache)
+    write_tiny_bundle(path, name="planted")
+    place = path.parents[above]
+    place.chmod(0o777)
+    with pytest.raises(CheckpointError, match=r"others may write to it.*set JAXLLM_CACHE") as caught:
+        open_model(folder)
+    assert str(place) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda path: path.chmod(0o666),
+        lambda path: (path.rename(path.parents[3] / "planted"), path.symlink_to(path.parents[3] / "planted")),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+    ],
+    ids=["writable", "link", "pipe"],
+)
+def test_an_entry_that_others_could_have_written_is_made_again(
+    folder: Path, cache: Path, plant: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    open_model(folder)
+    path = only(cache)
+    write_tiny_bundle(path, name="planted")
+    plant(path)
+    with open_model(folder) as bundle:
+        assert (bundle.path, bundle.layout.name) == (path, "model")
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert "is not used, and made again" in caplog.text
+
+
+def test_what_is_kept_is_closed_to_others(folder: Path, cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        open_model(folder)
+    finally:
+        os.umask(before)
+    path = only(cache)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for each in (cache, *(place for place in path.parents if cache in place.parents)):
+        assert each.stat().st_mode & 0o777 == 0o700
+
+
+def test_weights_changed_behind_the_back_of_size_and_time_make_another_bundle(
+    folder: Path, cache: Path
+) -> None:
+    first = open_model(folder).fingerprint
+    path = folder / "model.safetensors"
+    times, size = path.stat(), path.stat().st_size
+    flip(path, size - 3)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (size, times.st_mtime_ns)
+    assert open_model(folder).fingerprint != first
+
+
+def test_large_files_are_told_apart_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.models, "_SAMPLES", 4)
+    monkeypatch.setattr(serving.models, "_SAMPLE_BYTES", 10)
+    path = tmp_path / "large"
+    for size in (1, 10, 39, 40, 41, 1000):
+        path.write_bytes(bytes(size))
+        before = serving.models._sampled_digest(path, size)
+        read = 0
+        for place in range(size):
+            flip(path, place)
+            read += serving.models._sampled_digest(path, size) != before
+            flip(path, place)
+        assert read == min(size, 40)
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_folder_that_is_no_model(folder: Path, cache: Path, missing: str) -> None:
     (folder / missing).unlink()

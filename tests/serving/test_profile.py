@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -75,10 +76,37 @@ def test_profiles_are_kept_and_damaged_ones_refused(tmp_path):
     assert load_profile(path) is None
     save_profile(PROFILE, path)
     assert load_profile(path) == PROFILE
-    for raw in (b"{", b"[]", b'{"levels": 3}', b" " * (1 << 21)):
+    whole = path.read_bytes()
+    other = whole.replace(b"0.5", b"0.6")
+    assert other != whole
+    for raw in (
+        b"{",
+        b"[]",
+        b'{"levels": 3}',
+        b" " * (1 << 21),
+        other,
+        json.dumps(PROFILE.to_json()).encode(),
+    ):
         path.write_bytes(raw)
-        with pytest.raises(ConfigError, match=r"some\.json"):
+        with pytest.raises(ConfigError, match=r"some\.json.*measure again"):
             load_profile(path)
+
+
+def test_a_profile_that_others_could_have_written_is_not_used(tmp_path):
+    path = tmp_path / "profiles" / "some.json"
+    save_profile(PROFILE, path)
+    assert (path.parent.stat().st_mode | path.stat().st_mode) & 0o077 == 0
+    for place, mode in ((path, 0o602), (path.parent, 0o777)):
+        before = place.stat().st_mode
+        place.chmod(mode)
+        with pytest.raises(ConfigError, match="others may write to it"):
+            load_profile(path)
+        place.chmod(before)
+    assert load_profile(path) == PROFILE
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="no regular file"):
+        load_profile(path)
 
 
 def test_a_profile_keeps_what_an_earlier_one_knows_besides():

@@ -76,3 +76,24 @@ def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path):
     store = PackedFolder(tmp_path / "file" / "packed", limit_bytes=10)
     with store.opened(tmp_path, "int8", "one") as file:
         assert file is None
+
+
+def test_what_was_damaged_or_could_be_anybodys_is_packed_again(tmp_path, caplog):
+    folder = tmp_path / "packed"
+    for spoil in (
+        lambda path: path.write_bytes(b"another's"),
+        lambda path: path.chmod(0o602),
+        lambda path: (path.rename(folder / "else"), path.symlink_to("else")),
+    ):
+        assert packed(folder, tmp_path / "a", "one", b"ours") == {b"ours"}
+        (file,) = folder.iterdir()
+        spoil(file)
+        assert b"ours" in packed(folder, tmp_path / "a", "one", b"ours")
+        assert "is not used, and made again" in caplog.text
+        caplog.clear()
+        for each in folder.iterdir():
+            each.unlink()
+    folder.chmod(0o777)
+    with PackedFolder(folder, limit_bytes=10).opened(tmp_path, "int8", "one") as file:
+        assert file is None
+    assert "others may write to it" in caplog.text
