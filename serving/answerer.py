@@ -71,6 +71,7 @@ class Answerer(abc.ABC):
         tpot_ms: float | None = None,
     ) -> Generation:
         """An answer that `table` makes (see `stream`)."""
+        table.require_usable()
         if isinstance(prompt, str):
             if not prompt:
                 raise ConfigError("the prompt is empty; give it at least one character")

@@ -28,6 +28,7 @@ from serving.buckets import BucketTable
 from serving.executables import ExecutableFolder
 from serving.experts.table import ExpertTable
 from serving.experts.weights import ExpertWeights
+from serving.forked import require_not_forked, watch_for_forks
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
 from serving.levels import Levels
@@ -78,6 +79,8 @@ class Engine(Answerer):
           reserved_bytes: of `EngineOptions.memory_bytes`, for others.
           drafting_level: a level that stays in memory whatever is read, to draft with; 0 for none.
         """
+        require_not_forked()
+        watch_for_forks()
         began = time.perf_counter()
         self.bundle = bundle
         self.cfg: ModelConfig = bundle.cfg
@@ -127,6 +130,8 @@ class Engine(Answerer):
             self.table = IntegerTable(bundle.cfg, params[WHOLE], self.options, found, store, self._processors)
         else:
             self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
+        if bundle.read_in_place or self._streamed is not None:
+            self.table.guard(bundle.held.require_unchanged)
         for level, cfg in self._levels.cfgs.items():
             self.table.add_level(level, cfg, params[level], same_graphs=self._levels.counted)
         self.load_ms = 1000 * (time.perf_counter() - began)

@@ -17,6 +17,7 @@ from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
+from serving.forked import require_not_forked
 from serving.sliding import Sliding, kept_tokens, slid
 from serving.text import MAX_STOP_IDS, TextStream
 
@@ -51,6 +52,11 @@ class Decoder(Protocol):
     @property
     def weights_version(self) -> tuple[int, int]:
         """Names the weights that caches belong to."""
+        ...
+
+    def require_usable(self) -> None:
+        """Raises a JaxllmError where tokens would not be the model's, or never come: its weights were changed
+        in place, or this process was forked from the one that opened it."""
         ...
 
     def start(self, tokens: int) -> KVCache:
@@ -200,10 +206,12 @@ class Generation(Iterator[str]):
         self._pieces = self._run()
 
     def __next__(self) -> str:
+        require_not_forked()
         return next(self._pieces)
 
     def close(self) -> None:
         """Stops; what was decoded so far stays in the session."""
+        require_not_forked()
         self._pieces.close()
 
     def result(self) -> "Generation":
@@ -296,6 +304,8 @@ class Generation(Iterator[str]):
 
     def _take(self, block: list[int]) -> str:
         """Adds a block to the answer, up to where it stops; returns the new text."""
+        # What weights were while the block was computed, nobody knows before.
+        self._table.require_usable()
         stops = set(self._stop_ids.tolist())
         visible = next((i for i, token in enumerate(block) if token in stops), len(block))
         piece = self._stream.push(block[:visible])

@@ -10,7 +10,7 @@ import abc
 import concurrent.futures
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 import jax
@@ -23,6 +23,7 @@ from jaxllm.kv.cache import KVCache, Places
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from serving.bucket_plan import BucketPlan
+from serving.forked import require_not_forked
 from serving.graph_store import GraphStore, params_signature
 from serving.lowering import layer_params, lower
 from serving.machine import usable_cores
@@ -71,6 +72,7 @@ class GraphTable(BucketPlan, abc.ABC):
         self._table: dict[Bucket, Any] = {}
         self._pending: dict[Bucket, concurrent.futures.Future] = {}
         self._store = store
+        self._guards: list[Callable[[], None]] = []
 
     def __contains__(self, bucket: Bucket) -> bool:
         return bucket in self._table or bucket in self._pending
@@ -276,6 +278,19 @@ class GraphTable(BucketPlan, abc.ABC):
         count = len(at.positions) // self.options.kv_chunk_tokens
         return self.restore_bucket(count, past[0].shape[2], layer)
 
+    # -- whether they may be used -----------------------------------------------------------------
+
+    def guard(self, require: Callable[[], None]) -> None:
+        """Has all levels ask `require`, which raises where graphs would compute something else than they
+        should, before each graph and behind each answer's tokens."""
+        self._guards.append(require)
+
+    def require_usable(self) -> None:
+        """Raises a JaxllmError in a forked process, and where a guard does."""
+        require_not_forked()
+        for require in self._guards:
+            require()
+
     # -- compiling them -------------------------------------------------------------------------
 
     def graph(self, bucket: Bucket) -> Any:
@@ -283,7 +298,9 @@ class GraphTable(BucketPlan, abc.ABC):
 
         Raises:
           BucketMissing: the table was not filled with it.
+          JaxllmError: see `require_usable`.
         """
+        self.require_usable()
         graph = self._table.get(bucket)
         if graph is None and bucket in self._pending:
             graph = self._finish(bucket)

@@ -289,6 +289,8 @@ class LLMService:
             raise ConfigError(f"the app {app!r:.80} has no objective; bind it first")
         bound = self._apps.get(app, Binding(ANYTHING))
         objective = Slo.parse(slo) if isinstance(slo, str) else slo or bound.objective
+        # A plan takes graphs, too.
+        self.engine.table.require_usable()
         began = time.perf_counter()
         read = self.read(prompt, instruction)
         reading_ms = 1000 * (time.perf_counter() - began)

@@ -11,9 +11,11 @@ import jax
 import numpy as np
 import xxhash
 
+from jaxllm.bundle.held_file import HeldFile
 from jaxllm.bundle.layout import HEADER, Extent, Layout, Part, Tensor, check_header, part_segment
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
+from jaxllm.input_files import open_regular
 from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
 from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, from_blocks
@@ -31,12 +33,14 @@ class Bundle:
       path: the file.
       layout: what the file holds and where.
       fingerprint: SHA-256 of the manifest (hence of config, tokenizer and all weights), in hex.
+      held: the open file, which tells whether it is still what was opened; also after `close`.
     """
 
-    def __init__(self, path: Path, layout: Layout, fingerprint: str, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, layout: Layout, fingerprint: str, data: mmap.mmap, held: HeldFile) -> None:
         self.path = path
         self.layout = layout
         self.fingerprint = fingerprint
+        self.held = held
         self._data: mmap.mmap | None = data
         self._verified: set[str] = set()
 
@@ -49,7 +53,9 @@ class Bundle:
         """
         path = Path(path)
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
+                # First: what changes from here on is seen.
+                held = HeldFile(path, file)
                 size = os.fstat(file.fileno()).st_size
                 offset, length, digest = check_header(path, file.read(HEADER.size), size)
                 file.seek(offset)
@@ -65,7 +71,7 @@ class Bundle:
             layout = Layout.parse(json.loads(raw), end=offset)
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{path}: {error!s:.300}; prepare it again with this version") from error
-        return cls(path, layout, digest.hex(), data)
+        return cls(path, layout, digest.hex(), data, held)
 
     def __enter__(self) -> "Bundle":
         return self
@@ -269,6 +275,7 @@ class Bundle:
     def _bytes(self, offset: int, size: int) -> memoryview:
         if self._data is None:
             raise BundleError(f"{self.path}: the bundle is closed; open it again")
+        self.held.require_unchanged()
         return memoryview(self._data)[offset : offset + size]
 
     def _view(self, extent: Extent) -> np.ndarray:

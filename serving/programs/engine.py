@@ -8,6 +8,7 @@ from jaxllm.config import WHOLE
 from jaxllm.programs.manifest import read_tokenizer
 from jaxllm.tokenizer import Tokenizer
 from serving.answerer import Answerer
+from serving.forked import require_not_forked, watch_for_forks
 from serving.generation import Generation, GenerationConfig, Session
 from serving.programs.drafts import ProgramRounds, drafted
 from serving.programs.executor import Executor, open_executor
@@ -30,6 +31,7 @@ class ProgramEngine(Answerer):
 
     def __init__(self, executor: Executor, tokenizer: Tokenizer, level: int = WHOLE) -> None:
         """See `open`."""
+        watch_for_forks()
         self.executor, self.tokenizer = executor, tokenizer
         self.table = ProgramTable(executor, level)
         self.speculative: ProgramRounds | None = None
@@ -56,6 +58,7 @@ class ProgramEngine(Answerer):
           ProgramError: it is no program, corrupt, or of other weights.
           ConfigError: what runs it is not installed, it has not this level, or verifies no drafts.
         """
+        require_not_forked()
         began = time.perf_counter()
         executor = open_executor(Path(folder), threads=threads)
         engine = cls(executor, Tokenizer(read_tokenizer(executor.manifest, Path(folder))), level)

@@ -15,6 +15,7 @@ from jaxllm.sampling import SamplerState, sample
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
+from serving.forked import require_not_forked
 from serving.programs.executor import Executor
 from serving.speculative.host_tree import accepted_path
 from serving.speculative.verdict import Verdict
@@ -95,6 +96,10 @@ class ProgramTable:
             self._program("decode", 1, cache),
             *(self._program("verify", each, cache) for each in trees if each <= cache),
         ]
+
+    def require_usable(self) -> None:
+        """See `Decoder`."""
+        require_not_forked()
 
     def start(self, tokens: int) -> ProgramCache:
         """See `Decoder`."""

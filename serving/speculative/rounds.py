@@ -122,6 +122,10 @@ class Rounds(Generic[AnyTarget]):
         """The target's."""
         return self.target.weights_version
 
+    def require_usable(self) -> None:
+        """The target's. What a drafter says wrongly, the target refuses."""
+        self.target.require_usable()
+
     # -- calls of a decoder ----------------------------------------------------------------------
 
     def start(self, tokens: int) -> Any:

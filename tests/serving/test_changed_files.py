@@ -1,0 +1,170 @@
+"""A model's file that is changed while it is served, and processes that are forked meanwhile."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxllm.bundle import Bundle
+from jaxllm.errors import BundleError
+from serving import Engine, EngineOptions, GenerationConfig
+from serving.streaming.footprint import fixed_bytes, whole_budget
+
+# As few graphs as an answer takes: every test opens a file of its own.
+OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
+PROMPT, CONFIG = "Once upon a time", GenerationConfig(max_tokens=12, ignore_eos=True)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def overwrite(path: Path) -> None:
+    """As `cp` does, which opens the file that is there."""
+    later = bytes(byte ^ 1 for byte in path.read_bytes())
+    with path.open("r+b") as file:
+        file.write(later)
+
+
+def flip(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        file.write(b"\xff")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {"truncate": truncate, "overwrite": overwrite, "flip": flip}
+every_change = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+
+
+@pytest.fixture
+def path(tiny_bundle: Path, tmp_path: Path) -> Path:
+    copy = Path(shutil.copy(tiny_bundle, tmp_path / "served.jaxllm"))
+    # Whatever the clock's resolution, a change gives it another time.
+    os.utime(copy, ns=(10**18, 10**18))
+    return copy
+
+
+@pytest.fixture(params=["resident", "streamed"])
+def served(request: pytest.FixtureRequest, path: Path) -> Iterator[Engine]:
+    options = OPTIONS
+    if request.param == "streamed":
+        with Bundle.open(path) as bundle:
+            fixed = fixed_bytes(bundle.cfg, OPTIONS.resolve(bundle.cfg, quantized=True))
+            options = dataclasses.replace(
+                OPTIONS, memory_bytes=whole_budget(fixed + bundle.weight_bytes * 9 // 10)
+            )
+    engine = Engine.open(path, options=options, warm_up=False)
+    engine.warm_up(prompt_tokens=engine.stream(PROMPT, CONFIG).prompt_tokens, max_tokens=12)
+    assert (engine.streamed is not None) == (request.param == "streamed")
+    yield engine
+    engine.close()
+
+
+@every_change
+def test_a_file_changed_between_answers_is_refused(served: Engine, path: Path, change) -> None:
+    served.generate(PROMPT, CONFIG)
+    change(path)
+    with pytest.raises(BundleError, match=r"served\.jaxllm was changed in place while it was open"):
+        served.generate(PROMPT, CONFIG)
+
+
+def test_a_file_changed_in_the_middle_of_an_answer_gives_no_more_of_it(served: Engine, path: Path) -> None:
+    whole = served.generate(PROMPT, CONFIG).text
+    answer = served.stream(PROMPT, CONFIG)
+    began = next(answer)
+    truncate(path)
+    with pytest.raises(BundleError, match="changed in place"):
+        answer.result()
+    assert answer.text == began
+    assert whole.startswith(began)
+
+
+def test_a_file_changed_while_tokens_are_computed_gives_none_of_them(served: Engine, path: Path) -> None:
+    answer, decode = served.stream(PROMPT, CONFIG), served.table.prefill
+
+    def changing(*args):
+        result = decode(*args)
+        flip(path)
+        return result
+
+    served.table.prefill = changing  # pyright: ignore
+    with pytest.raises(BundleError, match="changed in place"):
+        next(answer)
+    assert answer.text == ""
+
+
+def test_a_file_that_is_replaced_goes_on_as_it_was(served: Engine, path: Path, tmp_path: Path) -> None:
+    before = served.generate(PROMPT, CONFIG).tokens
+    other = tmp_path / "other"
+    other.write_bytes(b"of another model")
+    other.replace(path)
+    assert served.generate(PROMPT, CONFIG).tokens == before
+    path.unlink()
+    assert served.generate(PROMPT, CONFIG).tokens == before
+
+
+@every_change
+def test_what_is_read_later_of_a_bundle_is_refused_too(path: Path, change) -> None:
+    with Bundle.open(path) as bundle:
+        change(path)
+        for use in (bundle.tokenizer_files, bundle.load, bundle.verify, bundle.unchecked):
+            with pytest.raises(BundleError, match="changed in place"):
+                use()
+
+
+def test_open_bundles_hold_one_file_each_until_they_are_gone(path: Path) -> None:
+    files = Path("/proc/self/fd")
+    if not files.is_dir():
+        pytest.skip("the system does not tell which files are open")
+    before = len(list(files.iterdir()))
+    for _ in range(5):
+        with Bundle.open(path) as bundle:
+            bundle.tokenizer_files()
+    del bundle
+    assert len(list(files.iterdir())) == before
+
+
+FORKING = """
+import os, signal, sys
+from serving import Engine, EngineOptions, GenerationConfig
+from jaxllm.errors import ConfigError
+options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
+engine = Engine.open(sys.argv[1], options=options, warm_up=False)
+answer = engine.stream("Once", GenerationConfig(max_tokens=4))
+engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=4)
+begun = engine.stream("Once upon", GenerationConfig(max_tokens=4))
+answer.result()
+uses = [
+    lambda: engine.generate("Once", GenerationConfig(max_tokens=4)),
+    lambda: begun.result(),
+    lambda: engine.warm_up(),
+    lambda: Engine.open(sys.argv[1], options=options),
+    lambda: engine.table.start(16),
+]
+for use in uses:
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            use()
+        except ConfigError as error:
+            os._exit(7 if "was forked from one that had opened a model" in str(error) else 8)
+        os._exit(9)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+begun.result()
+engine.close()
+"""
+
+
+def test_a_forked_process_is_told_at_once(path: Path) -> None:
+    # Of a process of its own: JAX warns of forks, and the suite's threads are many.
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(path)],
+        capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert (done.stdout.split(), done.returncode) == (["7"] * 5, 0), done.stderr[-2000:]
