@@ -19,6 +19,7 @@ from serving.experts.store import ExpertStore, hot_bytes
 from serving.lowering import any_expert
 from serving.progress import Progress, loading
 from serving.streaming.pieces import HeadPiece, head_pieces
+from serving.streaming.runtime_share import least_budget
 from serving.streaming.weight_stream import Meanwhile
 
 # What the statistics of a text weigh beside what is visited online, in tokens.
@@ -55,7 +56,7 @@ class ExpertWeights:
         Args:
           bundle: an open one whose experts are stored apart.
           budget_bytes: for everything.
-          fixed_bytes: of it, for everything but weights.
+          fixed_bytes: of it, for everything but weights; what the runtime takes of such a budget among it.
           what: says what the fixed part is, for the message.
           storage: how the file is read.
           options: see `ExpertOptions`.
@@ -71,9 +72,10 @@ class ExpertWeights:
         self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
         least = self.store.least_bytes()
         if self.budget_bytes < least:
+            whole = least_budget(budget_bytes, least - self.budget_bytes)
             raise BudgetExceeded(
                 f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least "
-                f"{fixed_bytes + hot + least:,} ({fixed_bytes:,} for {what}, {hot:,} for what every token "
+                f"{whole:,} ({whole - hot - least:,} for {what}, {hot:,} for what every token "
                 f"needs, {least:,} for the {bundle.cfg.experts_per_token} experts that a token visits at one "
                 "layer); give more, or ask for a shorter context"
             )

@@ -10,11 +10,10 @@ from serving.models import open_model
 from serving.options import EngineOptions
 from serving.progress import Progress
 from serving.speculative.options import SpeculationOptions
+from serving.streaming.runtime_share import runtime_bytes, whole_budget
 from serving.streaming.weights import StreamedWeights
 
 _FLOAT_BYTES = 4
-# Of a model of a billion parameters graphs that are read from disk hold some 50 MB; compiled first, more.
-_MOST_RUNTIME_BYTES, _RUNTIME_SHARE = 64 << 20, 5
 
 
 def streamed_weights(
@@ -40,13 +39,13 @@ def streamed_weights(
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
-    fixed += _runtime_bytes(options.memory_bytes)
+    fixed += runtime_bytes(options.memory_bytes)
     if bundle.layout.experts_apart:
         fixed += outputs_bytes(bundle.cfg, options)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
-    what = f"a context of {options.context_tokens} tokens, activations"
-    what += " and the draft" if reserved_bytes else ""
+    what = f"a context of {options.context_tokens} tokens, activations, "
+    what += "the draft and the runtime" if reserved_bytes else "and the runtime"
     if bundle.layout.experts_apart:
         return ExpertWeights(
             bundle,
@@ -73,19 +72,6 @@ def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: in
     """The budget of a mixture that has so much left for its experts; `options` are resolved."""
     fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options)
     return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
-
-
-def whole_budget(needed_bytes: int) -> int:
-    """The budget that has room for so much besides what the runtime takes."""
-    budget = needed_bytes
-    while budget - _runtime_bytes(budget) < needed_bytes:
-        budget += needed_bytes - (budget - _runtime_bytes(budget))
-    return budget
-
-
-def _runtime_bytes(budget_bytes: int) -> int:
-    """What of a budget is left for graphs, their code and the allocator's gaps."""
-    return min(_MOST_RUNTIME_BYTES, budget_bytes // _RUNTIME_SHARE)
 
 
 def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:

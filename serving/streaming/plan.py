@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jaxllm.errors import BudgetExceeded
+from serving.streaming.runtime_share import least_budget
 
 # Pieces in memory beside those that stay: one is computed while the next one is read.
 SLOTS = 2
@@ -48,7 +49,7 @@ def plan_memory(
     Args:
       sizes: of all pieces, in bytes, in the order of a pass.
       budget_bytes: for everything.
-      fixed_bytes: of it, for everything but pieces.
+      fixed_bytes: of it, for everything but pieces; what the runtime takes of such a budget among it.
       what: says what the fixed part is, for the message.
       slot_bytes: that a piece takes while it is computed, where that is more than what it takes to stay.
 
@@ -68,11 +69,11 @@ def plan_memory(
         )
     room -= SLOTS * largest
     if room < 0:
-        least = fixed_bytes + SLOTS * largest
+        least = least_budget(budget_bytes, -room)
         raise BudgetExceeded(
             f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least {least:,} "
-            f"({fixed_bytes:,} for {what}, {SLOTS} times {largest:,} for its largest layers); give more, or "
-            "ask for a shorter context"
+            f"({least - SLOTS * largest:,} for {what}, {SLOTS} times {largest:,} for its largest layers); "
+            "give more, or ask for a shorter context"
         )
     resident: list[int] = []
     for each in _spread(len(sizes)):

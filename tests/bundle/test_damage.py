@@ -1,5 +1,6 @@
 """Bundles that were cut, flipped, mixed up with other files: caught, and named."""
 
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from tests.bundle.forging import every_format, manifest_at, open_only, refused, 
 
 def test_missing(tmp_path: Path) -> None:
     refused(tmp_path / "absent", "No such file", when=open_only)
-    refused(tmp_path, "directory", when=open_only)
+    refused(tmp_path, "a folder, not a regular file", when=open_only)
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "a pipe or device, not a regular file", when=open_only)
+    refused(Path("/dev/zero"), "a pipe or device, not a regular file", when=open_only)
 
 
 def test_every_length_that_is_not_the_whole_is_caught_at_opening(tmp_path: Path, tiny_file: Path) -> None:
@@ -79,13 +83,17 @@ def test_flips_in_a_segment_are_caught_when_it_is_read(tmp_path: Path, weights: 
 
 
 def test_verify_reads_again_what_was_loaded(tmp_path: Path, micro_file: Path) -> None:
-    """Load checks a segment once; verify always looks at the disk."""
+    """Load checks a segment once; verify always looks at the disk, also where the time is as it was."""
+    times = micro_file.stat()
     with Bundle.open(micro_file) as bundle:
         bundle.load()
         segment = bundle.layout.segments["final"]
         with micro_file.open("r+b") as file:
             file.seek(segment.offset)
             file.write(b"\xff")
+        with pytest.raises(BundleError, match="changed in place"):
+            bundle.verify()
+        os.utime(micro_file, ns=(times.st_atime_ns, times.st_mtime_ns))
         bundle.load()
         with pytest.raises(BundleError, match="'final' is corrupt"):
             bundle.verify()

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -191,6 +192,21 @@ def test_memory_for_all_keeps_all(bundle_of):
 def test_a_budget_below_the_experts_of_a_token_is_refused(bundle_of, resident_of):
     with pytest.raises(BudgetExceeded, match=r"at least [\d,]+ .* for the 2 experts that a token visits"):
         open_streamed(bundle_of("mixed"), resident_of("mixed"), room=0)
+
+
+def test_the_least_budget_is_the_same_at_every_try_and_enough(bundle_of):
+    def opened(memory_bytes):
+        options = dataclasses.replace(OPTIONS, memory_bytes=memory_bytes)
+        return Engine.open(bundle_of("mixed"), options=options, warm_up=False)
+
+    def least(memory_bytes):
+        with pytest.raises(BudgetExceeded) as caught:
+            opened(memory_bytes)
+        return int(re.search(r"needs at least ([\d,]+) ", str(caught.value))[1].replace(",", ""))
+
+    enough = least(1)
+    assert {least(enough // 2), least(enough - 1)} == {enough}
+    opened(enough).close()
 
 
 def test_a_corrupt_expert_is_named(bundle_of, resident_of, tmp_path):

@@ -31,5 +31,5 @@ def test_slots_fit_the_largest_and_small_pieces_fill_what_is_left():
 
 def test_below_two_pieces_there_is_no_way():
     assert plan([10] * 8, 25, 5).resident == ()
-    with pytest.raises(BudgetExceeded, match=r"24 bytes .*at least 25 \(5 for a context, 2 times 10"):
+    with pytest.raises(BudgetExceeded, match=r"24 bytes .*at least 26 \(6 for a context, 2 times 10"):
         plan([10] * 8, 24, 5)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 
 import numpy as np
 import pytest
@@ -131,6 +132,22 @@ def test_too_small_a_budget_says_how_much_it_takes(bundle_of, resident_of):
         open_streamed(bundle_of(), resident_of(), 0.05)
     with pytest.raises(ConfigError, match="memory_bytes must not be negative"):
         dataclasses.replace(OPTIONS, memory_bytes=-1)
+
+
+def test_the_least_budget_is_the_same_at_every_try_and_enough(bundle_of):
+    def least(memory_bytes):
+        with pytest.raises(BudgetExceeded) as caught:
+            Engine.open(
+                bundle_of(), options=dataclasses.replace(OPTIONS, memory_bytes=memory_bytes), warm_up=False
+            )
+        return int(re.search(r"needs at least ([\d,]+) ", str(caught.value))[1].replace(",", ""))
+
+    enough = least(1)
+    assert {least(enough // 3), least(enough // 2), least(enough - 1)} == {enough}
+    options = dataclasses.replace(OPTIONS, memory_bytes=enough)
+    engine = Engine.open(bundle_of(), options=options, warm_up=False)
+    assert engine.streamed is not None
+    engine.close()
 
 
 def test_a_damaged_file_is_refused(bundle_of, resident_of, tmp_path):
