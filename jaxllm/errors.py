@@ -41,6 +41,10 @@ class ContextOverflow(JaxllmError):
     """A prompt does not fit the model's window or the engine's cache."""
 
 
+class NotFinite(JaxllmError):
+    """A model's numbers overflowed or are no numbers, so that no token can be chosen by them."""
+
+
 class TemplateError(JaxllmError):
     """The model's chat template refuses the messages, or is broken."""
 

@@ -22,6 +22,10 @@ from jaxllm.kernels import native
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
+# What graphs give for a token where no logit is left that one can be chosen by.
+NO_TOKEN = -1
+# Processors take smaller floats for 0.
+_LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,11 @@ class Sampling:
         if not isinstance(self.top_k, int) or not 0 <= self.top_k < 1 << 31:
             raise ConfigError(f"top_k must be a whole number from 0 (off) up, got {self.top_k!r}")
         _check("top_p", self.top_p, 0, 1, "above 0 and at most 1 (off)")
-        if self.top_p == 0:
-            raise ConfigError("top_p must be above 0; for the most likely token use temperature 0")
+        if self.top_p < _LEAST_TOP_P:
+            raise ConfigError(
+                f"top_p must be at least {_LEAST_TOP_P:.2g}, got {self.top_p!r}; for the most likely token "
+                "use temperature 0"
+            )
         _check("min_p", self.min_p, 0, 1, "0 (off) to 1")
         _check("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1 is off)")
         _check("presence_penalty", self.presence_penalty, -100, 100, "-100 to 100 (0 is off)")
@@ -117,13 +124,15 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
     """The state at the start of an answer to `prompt` (batch 1), made on the host.
 
     Raises:
-      ConfigError: a bias names a token outside the vocabulary.
+      ConfigError: a bias names a token outside the vocabulary, or biases forbid every token.
     """
     bias = np.zeros(vocab_size, np.float32)
     for token, value in sampling.logit_bias:
         if token >= vocab_size:
             raise ConfigError(f"logit_bias names token {token}; the vocabulary has {vocab_size}")
         bias[token] += value
+    if sampling.logit_bias and np.isneginf(bias).all():
+        raise ConfigError("logit_bias forbids every token of the vocabulary; leave at least one")
     in_prompt = np.zeros((1, vocab_size), np.bool_)
     in_prompt[0, np.asarray(prompt, np.int64)] = True
     host = dict(
@@ -146,7 +155,10 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
 
 
 def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerState]:
-    """Chooses one token per row of `logits` `[B, V]` float32: ids `[B]` int32, and the new state."""
+    """Chooses one token per row of `logits` `[B, V]` float32: ids `[B]` int32, and the new state.
+
+    A row that holds NaN or a positive infinity, or of which everything is forbidden, gives `NO_TOKEN`.
+    """
     # Most requests have no penalties, which then would cost more than all else that a choice takes.
     logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
 
@@ -155,12 +167,24 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
         logits = logits - jnp.max(logits, axis=-1, keepdims=True)
         kept = filtered(logits / state.temperature, state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
-        return jax.random.categorical(key, kept, axis=-1).astype(jnp.int32)
+        return _if_finite(kept, jax.random.categorical(key, kept, axis=-1).astype(jnp.int32))
 
-    token = jax.lax.cond(state.temperature > 0, draw, largest, logits)
+    token = jax.lax.cond(state.temperature > 0, draw, likeliest, logits)
     rows = jnp.arange(logits.shape[0])
     counts = state.counts.at[rows, token].add(1)
     return token, dataclasses.replace(state, counts=counts, drawn=state.drawn + 1)
+
+
+def likeliest(logits: jax.Array) -> jax.Array:
+    """The first of each row's most likely tokens `[B]` int32, or `NO_TOKEN` (see `sample`)."""
+    return _if_finite(logits, largest(logits))
+
+
+def _if_finite(logits: jax.Array, token: jax.Array) -> jax.Array:
+    # Of a row with NaN or infinity, such a one is the largest, and the rest is NaN once it is subtracted: to
+    # look at the chosen one is enough.
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.isfinite(chosen), token, NO_TOKEN)
 
 
 def largest(logits: jax.Array) -> jax.Array:

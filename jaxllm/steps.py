@@ -17,7 +17,7 @@ from jaxllm.models.decoder import (
     logits,
 )
 from jaxllm.models.parameters import Params
-from jaxllm.sampling import SamplerState, sample
+from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 
 # Tokens whose logits `score_branches` has in memory together.
 SCORE_BLOCK = 128
@@ -104,7 +104,7 @@ def decode_tokens(
 
     Returns:
       Tokens `[B, block]` int32 (-1 beyond the count), their count `[]` int32 (it ends early once every
-      row has met a stop token), the cache with all but the last token, and the sampler.
+      row has met a stop token or `NO_TOKEN`), the cache with all but the last token, and the sampler.
     """
     batch = token.shape[0]
     rows = jnp.full((batch, block), -1, jnp.int32)
@@ -118,7 +118,8 @@ def decode_tokens(
         done, token, running, rows, cache, sampler = carry
         token, cache, sampler = decode_step(params, token, cache, sampler, cfg=cfg, dtype=dtype)
         rows = jax.lax.dynamic_update_slice_in_dim(rows, token[:, None], done, axis=1)
-        running = running & ~jnp.any(token[:, None] == stop_ids[None, :], axis=1)
+        stopped = (token == NO_TOKEN) | jnp.any(token[:, None] == stop_ids[None, :], axis=1)
+        running = running & ~stopped
         return done + 1, token, running, rows, cache, sampler
 
     start = (jnp.zeros((), jnp.int32), token, running, rows, cache, sampler)

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError, ContextGone, ContextOverflow
+from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, NotFinite
 from jaxllm.kv.cache import KVCache
-from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.sampling import NO_TOKEN, SamplerState, Sampling, sampler_state
 from jaxllm.tokenizer import MAX_TOKEN_ID, Tokenizer
 from serving.forked import require_not_forked
 from serving.sliding import Sliding, kept_tokens, slid
@@ -226,7 +226,7 @@ class Generation(Iterator[str]):
         began = time.perf_counter()
         token = self._prefill(list(self.sequence))
         # Reading the token waits for the device: this is the first moment that a user could see it.
-        blocks = [int(np.asarray(token)[0])]
+        blocks = self._checked([int(np.asarray(token)[0])])
         self.timings.ttft_ms = self._elapsed_ms(began)
         while True:
             piece = self._take(blocks)
@@ -243,6 +243,7 @@ class Generation(Iterator[str]):
                 break
             dispatched = time.perf_counter()
             token, blocks = self._decode(token, limit)
+            self._checked(blocks)
             self._pace = _pace(self._elapsed_ms(dispatched) / len(blocks))
         piece = self._stream.flush()
         self.stop_string = self._stream.matched
@@ -283,6 +284,21 @@ class Generation(Iterator[str]):
         held += [pending, *block[:-1]]
         session.cache, session.tokens = cache, held
         return np.array(block[-1:], np.int32), block
+
+    def _checked(self, block: list[int]) -> list[int]:
+        """A block without `NO_TOKEN`.
+
+        Raises:
+          NotFinite: there is one.
+        """
+        if NO_TOKEN in block:
+            # Keys and values may be no numbers, either.
+            self._session.take()
+            raise NotFinite(
+                "the model's logits are not finite numbers, or every token is forbidden: check logit_bias; "
+                "else the weights are damaged or overflow, so prepare the model again, or with wider weights"
+            )
+        return block
 
     def _slide(self, sliding: Sliding) -> None:
         """Forgets the middle of the sequence, and feeds its newest tokens where they come to stand."""

@@ -36,6 +36,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
 from jaxllm.quant import BlockedArray, quantize, to_blocks
+from jaxllm.quant.finite import all_finite
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -71,7 +72,8 @@ def write_bundle(
       on_tensor: called with (name, bytes written) after each parameter.
 
     Raises:
-      ConfigError: a parameter is missing, misshapen or out of order, or cannot be quantized.
+      ConfigError: a parameter is missing, misshapen or out of order, or cannot be quantized, or is not
+        finite at its width.
       BundleError: the file cannot be written.
     """
     if weights not in WEIGHT_FORMATS:
@@ -79,7 +81,10 @@ def write_bundle(
     with _written(path) as writer:
         writer.tokenizer(tokenizer)
         for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
-            stored = stored_form(value, spec, weights, width)
+            try:
+                stored = stored_form(value, spec, weights, width)
+            except ConfigError as error:
+                raise ConfigError(f"parameter {param}: {error}") from error
             writer.parameter(param, segment_of(param), stored)
             if on_tensor is not None:
                 on_tensor(param, _stored_bytes(stored))
@@ -125,13 +130,15 @@ def stored_form(
     value: np.ndarray, spec: ParamSpec, weights: WeightFormat, width: int = 0
 ) -> np.ndarray | BlockedArray:
     """A parameter at the width that `weights` asks of its role, or at `width` if that is not 0."""
-    if spec.role == "vector":
-        return np.asarray(value, np.float32)
-    bits = width or _width(spec, weights)
-    if bits == 32:
-        return np.asarray(value, np.float32)
-    if bits == 16:
-        return np.asarray(value).astype(ml_dtypes.bfloat16)
+    bits = 32 if spec.role == "vector" else width or _width(spec, weights)
+    if bits in (16, 32):
+        stored = np.asarray(value).astype(np.float32 if bits == 32 else ml_dtypes.bfloat16, copy=False)
+        if not all_finite(stored):
+            raise ConfigError(
+                "it holds NaN or infinite values, or larger ones than its width can store; take another copy "
+                "of the weights, or wider ones"
+            )
+        return stored
     levels = quantize(
         np.asarray(value, np.float32),
         bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError
 from jaxllm.input_files import read_json
+from jaxllm.quant.finite import all_finite
 
 # By stored name: the type (one of `FLOAT_TYPES`), the shape, and what makes the values.
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
@@ -83,12 +84,18 @@ class SafetensorsFolder:
         """What `take` makes of a tensor, which it indexes by slices.
 
         Raises:
-          CheckpointError: the file cannot be read.
+          CheckpointError: the file cannot be read, or what is taken is not made of finite numbers.
         """
         try:
-            return take(self._slices(name))
+            values = take(self._slices(name))
         except (SafetensorError, OSError) as error:
             raise self._corrupt(self._file_of[name], error) from error
+        if not all_finite(values):
+            raise CheckpointError(
+                f"tensor {name} of {self.folder} holds NaN or infinite values, so the model can only answer "
+                "nonsense; take another copy or an earlier checkpoint"
+            )
+        return values
 
     def _slices(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)

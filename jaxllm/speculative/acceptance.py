@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.sampling import SamplerState, largest, sample
+from jaxllm.sampling import SamplerState, likeliest, sample
 from jaxllm.speculative.tree import TokenTree
 
 
 def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:
-    """The token that the target says behind each node, `[N]` int32.
+    """The token that the target says behind each node, `[N]` int32, or `NO_TOKEN` (see `sample`).
 
     Args:
       tree: the tree; the root's token is already counted in `sampler`.
@@ -38,7 +38,7 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
         return jax.lax.map(at_node, (logits, counts, tree.depths))
 
     plain = (sampler.temperature <= 0) & ~sampler.penalized
-    return jax.lax.cond(plain, largest, by_sampler, logits)
+    return jax.lax.cond(plain, likeliest, by_sampler, logits)
 
 
 def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.programs.manifest import Manifest, Signature
-from jaxllm.sampling import SamplerState, sample
+from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
@@ -132,7 +132,7 @@ class ProgramTable:
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """The next token `[1]`, and the sampler. The likeliest is found without a dispatch."""
         if _likeliest(sampler):
-            return np.asarray(logits).argmax(axis=-1).astype(np.int32), sampler
+            return _most_likely(np.asarray(logits)), sampler
         token, sampler = _sampling()(logits, sampler)
         return np.asarray(token), sampler
 
@@ -185,7 +185,7 @@ class ProgramTable:
         row, seen = np.asarray(tree.tokens)[None], np.asarray(tree.ancestors)
         logits, caches = self.executor.run(signature, cache.caches, row, places.astype(np.int32), seen)
         if _likeliest(sampler):
-            chosen = np.asarray(logits)[0].argmax(axis=-1).astype(np.int32)
+            chosen = _most_likely(np.asarray(logits)[0])
         else:
             chosen = np.asarray(_choosing()(tree, logits[0], sampler))
         path = accepted_path(tree, chosen)[:limit]
@@ -250,6 +250,13 @@ class ProgramTable:
 
 def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) -> Signature:
     return manifest.signature(kind, tokens, level, room)
+
+
+def _most_likely(logits: np.ndarray) -> np.ndarray:
+    """`jaxllm.sampling.likeliest` without a dispatch."""
+    token = logits.argmax(axis=-1)
+    chosen = np.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return np.where(np.isfinite(chosen), token, NO_TOKEN).astype(np.int32)
 
 
 def _likeliest(sampler: SamplerState) -> bool:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.sampling import SamplerState
+from jaxllm.sampling import NO_TOKEN, SamplerState
 from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.tree import TokenTree
 from serving.generation import Decoder, Window
@@ -199,6 +199,9 @@ class Rounds(Generic[AnyTarget]):
         part = some_nodes(tree, chosen, nodes)
         verdict, cache, sampler = self.target.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
+        if verdict.tokens[-1] == NO_TOKEN:
+            # The answer ends here, and nobody learns of it.
+            return verdict.tokens[None], len(verdict.tokens), cache, sampler
         self._verify_cost.measured(nodes, verify_s)
         self._drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
         self._learn(part, len(verdict.tokens), draft_s, verify_s)

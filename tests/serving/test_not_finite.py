@@ -1,0 +1,123 @@
+"""Weights that overflow: every way to answer says so, and none says token 0 or nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError, NotFinite
+from jaxllm.sampling import NO_TOKEN, Sampling, sample, sampler_state
+from jaxllm.speculative.acceptance import choices
+from jaxllm.speculative.tree import new_tree
+from serving.engine import Engine
+from serving.generation import GenerationConfig, Session
+from serving.options import EngineOptions
+from serving.programs.table import _most_likely
+from serving.speculative.options import SpeculationOptions
+from serving.streaming.footprint import fixed_bytes, whole_budget
+from tests.serving.experts.conftest import CFG as MIXTURE
+from tests.serving.experts.conftest import OPTIONS, SPARSE, E, drawn_params
+from tests.serving.experts.conftest import budget as expert_budget
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "drawn": Sampling(temperature=1.0, top_p=0.9, top_k=5, seed=1),
+    "penalized": Sampling(repetition_penalty=1.3, logit_bias=((5, -np.inf),)),
+}
+WAYS = ("resident", "streamed", "drafted", "experts")
+
+
+def overflowing(params):
+    """The last norm's scale makes all logits infinite or NaN; each weight is finite."""
+    return {**params, "final_norm.scale": np.full_like(params["final_norm.scale"], 3e38)}
+
+
+def opened(way, path) -> Engine:
+    if way == "experts":
+        path = write_tiny_bundle(
+            path, cfg=MIXTURE, params=overflowing(drawn_params()), expert_bits=np.full((SPARSE, E), 8)
+        )
+        options = dataclasses.replace(
+            OPTIONS, memory_bytes=expert_budget(Engine.open(path, options=OPTIONS, warm_up=False), 4)
+        )
+        return Engine.open(path, options=options, warm_up=False)
+    path = write_tiny_bundle(path, params=overflowing(tiny_params(TINY)))
+    options = EngineOptions(
+        context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, executables_bytes=0
+    )
+    if way == "streamed":
+        resident = Engine.open(path, options=options, warm_up=False)
+        size = fixed_bytes(resident.cfg, resident.options) + int(0.7 * resident.bundle.weight_bytes)
+        options = dataclasses.replace(options, memory_bytes=whole_budget(size))
+    speculation = SpeculationOptions(drafter="ngram", thrifty=False) if way == "drafted" else None
+    return Engine.open(path, options=options, speculation=speculation, warm_up=False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_answer_of_no_numbers_is_an_error(way, tmp_path):
+    engine = opened(way, tmp_path / "overflowing.jaxllm")
+    engine.warm_up(prompt_tokens=20, max_tokens=4)
+    for sampling in SAMPLINGS.values():
+        session = Session()
+        with pytest.raises(NotFinite, match="logits are not finite numbers"):
+            engine.stream(
+                "Once upon a time", GenerationConfig(max_tokens=4, sampling=sampling), session=session
+            ).result()
+        assert session.tokens == []
+    engine.close()
+
+
+def test_logits_that_spoil_in_the_middle_of_an_answer(engine):
+    """The token that a graph gives then ends its block, and the answer."""
+    from serving.generation import Generation
+
+    class Spoiling:
+        def __getattr__(self, name):
+            return getattr(engine.table, name)
+
+        def decode(self, token, cache, sampler, stop_ids, limit, held=()):
+            rows, count, cache, sampler = engine.table.decode(token, cache, sampler, stop_ids, limit, held)
+            rows = np.array(rows)
+            rows[0, int(count) - 1] = NO_TOKEN
+            return rows, count, cache, sampler
+
+    prompt = engine.tokenizer.encode("hello")
+    config = GenerationConfig(max_tokens=20, ignore_eos=True)
+    generation = Generation(Spoiling(), engine.tokenizer, Session(), prompt, config, 0)  # pyright: ignore
+    with pytest.raises(NotFinite):
+        generation.result()
+    assert len(generation.tokens) >= 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_one_logit_that_is_no_number_gives_no_token(bad, sampling):
+    sampled, chosen = jax.jit(sample), jax.jit(choices)
+    logits = np.random.default_rng(0).normal(size=(1, 50)).astype(np.float32)
+    state = sampler_state(SAMPLINGS[sampling], [1], 50, 1)
+    assert sampled(jnp.asarray(logits), state)[0][0] >= 0
+    for place in (0, 17, 49):
+        spoilt = logits.copy()
+        spoilt[0, place] = bad
+        assert sampled(jnp.asarray(spoilt), state)[0][0] == NO_TOKEN
+        assert chosen(new_tree(jnp.int32(3), 1), jnp.asarray(spoilt), state)[0] == NO_TOKEN
+        assert _most_likely(spoilt)[0] == NO_TOKEN
+    assert sampled(jnp.full((1, 50), -jnp.inf), state)[0][0] == NO_TOKEN
+    forbidden = np.where(np.arange(50) == 7, logits, -np.inf).astype(np.float32)
+    assert sampled(jnp.asarray(forbidden), state)[0][0] == 7
+
+
+def test_a_bias_that_forbids_everything_is_refused():
+    bias = tuple((token, -np.inf) for token in range(20))
+    with pytest.raises(ConfigError, match="forbids every token"):
+        sampler_state(Sampling(logit_bias=bias), [1], 20, 0)
+    sampler_state(Sampling(logit_bias=bias[1:]), [1], 20, 0)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-40, 1.1e-38])
+def test_a_share_that_no_processor_can_hold_is_refused(top_p):
+    with pytest.raises(ConfigError, match=r"top_p must be at least 1.2e-38"):
+        Sampling(temperature=1.0, top_p=top_p)
