@@ -1,7 +1,7 @@
 """The tiny LM at work: one pass over a prompt scores its tokens and proposes how to answer it.
 
-Its graphs, like the large model's, are compiled or read from disk when it is opened, for a few lengths; a
-longer prompt takes several passes of the longest.
+Its graphs, like the large model's, are compiled or read from disk when it is opened, for a few lengths up to
+that of the rows that it was trained on; a longer prompt takes several passes, which decide together.
 """
 
 import statistics
@@ -14,20 +14,20 @@ import numpy as np
 
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.config import Bucket
-from jaxllm.elastic.compression import spread, word_count, word_scores, words_of
-from jaxllm.elastic.reading import MARKS, marked, read_scores, reading_rows
+from jaxllm.elastic.reading import MARKS, marked, pooled
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.quant import Weight, quantize, to_blocks
 from jaxllm.tasks.droppable import PromptTokens
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.tasks.tiny_reader import TinyReader
 from serving.graph_store import GraphStore
 from serving.lowering import lower_tiny_lm
 from serving.planner import Proposal
 
 Decision = Literal["safest", "lightest"]
-_ROW_TOKENS = (32, 64, 128, 256, 512)
+# Lengths of graphs below a whole row's, for shorter prompts.
+_GRAPH_TOKENS = (32, 64, 128, 256, 512)
 _TIMED_RUNS = 7
 # Tables that rows are taken of, not products.
 _LOOKED_UP = ("embed.tokens", "embed.positions", "embed.types")
@@ -75,11 +75,9 @@ class TinyPlanner:
         # Of each of its classes the level's place, and of levels that it does not know none.
         self._places = np.array([self._levels.index(level) for level in known])
         self._classes = np.array([tiny.levels.index(level) for level in known])
-        self._own = None if tiny.tokenizer is None else Tokenizer(tiny.tokenizer)
+        self._reader = TinyReader.of(tiny)
         self._params = _served(tiny)
-        window = tiny.cfg.encoder.window_tokens
-        self._lengths = [each for each in _ROW_TOKENS if each < window] + [min(window, _ROW_TOKENS[-1])]
-        self._lengths = sorted(set(self._lengths))
+        self._lengths = [each for each in _GRAPH_TOKENS if each < tiny.row_tokens] + [tiny.row_tokens]
         mine = None if store is None else store.of(tiny.cfg, self._params)
         self._graphs = {length: self._graph(length, mine) for length in self._lengths}
         self._pass_ms = {length: self._time(length) for length in self._lengths}
@@ -120,28 +118,21 @@ class TinyPlanner:
         return np.log(np.maximum(likely / likely.max(), np.finfo(np.float64).tiny))
 
     def _rows(self, tokens: int) -> tuple[int, int]:
-        """Passes, and the length of each."""
-        length = next((each for each in self._lengths if each >= tokens + MARKS), self._lengths[-1])
-        return max(1, -(-tokens // (length - MARKS))), length
+        """Passes, and the length of the graph that runs them (see `reading_rows`)."""
+        passes = max(1, -(-tokens // (self._lengths[-1] - MARKS)))
+        longest = -(-tokens // passes) + MARKS
+        return passes, next(each for each in self._lengths if each >= longest)
 
     def _read(self, prompt: PromptTokens, slo: Slo) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
         """Scores of the large model's tokens, and the decision's logits."""
-        ids, words = np.asarray(prompt.ids), prompt.words
-        if self._own is not None:
-            own, offsets = self._own.encode_with_offsets(prompt.marked, add_special_tokens=False)
-            ids, words = np.asarray(own, np.int32), words_of(offsets, prompt.text, prompt.boundaries)
-        _, length = self._rows(len(ids))
-        rows, mask = reading_rows(ids, length)
-        rows = marked(rows, slo, self._tiny.mark_ids)
+        rows, mask = self._reader.rows(prompt)
+        _, length = self._rows(int(mask[:, MARKS:].sum()))
+        rows, mask = marked(rows, slo, self._tiny.mark_ids)[:, :length], mask[:, :length]
         graph = self._graphs[length]
         outs = [graph(self._params, rows[i : i + 1], mask[i : i + 1]) for i in range(len(rows))]
-        logits = read_scores(np.concatenate([np.asarray(keep) for keep, _ in outs]), mask)
-        likely = 1 / (1 + np.exp(-logits.astype(np.float64)))
-        if self._own is not None:
-            count = word_count(prompt.text, prompt.boundaries)
-            likely = spread(word_scores(likely, words, count), prompt.words)
-        model, share = (np.asarray(each, np.float64)[0] for each in outs[0][1])
-        return likely, (model, share)
+        keep, (model, share) = jax.tree.map(lambda *parts: np.concatenate(parts), *outs)
+        likely = self._reader.keep_likely(prompt, keep, mask)
+        return likely, (pooled(model.astype(np.float64)), pooled(share.astype(np.float64)))
 
     def _graph(self, length: int, store: GraphStore | None) -> jax.stages.Compiled:
         bucket = Bucket(kind="plan", tokens=length)

@@ -30,6 +30,7 @@ def tiny_lm(levels: tuple[int, ...], prompt_ratios: tuple[float, ...], **changes
         "levels": levels,
         "prompt_ratios": prompt_ratios,
         "mark_ids": tuple(range(len(marks()))),
+        "row_tokens": ENCODER.window_tokens,
     }
     return TinyLm(**{**fields, **changes})
 

@@ -36,7 +36,7 @@ from training.encoders import ModelEncoder
 from training.fitting import fit
 from training.importance import Importance, calibration_batches, magnitudes, measure, random_order
 from training.loop import Trainer
-from training.lora import FittedAdapter, FrozenModel, fit_adapter, lora_job
+from training.lora import FittedAdapter, FrozenModel, fit_adapter, fitted_to_window, lora_job
 from training.packing import Splits
 from training.parallel import MeshShape, gathered, make_mesh
 from training.run_files import claimed, write_json
@@ -88,9 +88,11 @@ def elasticize(
     if not Path(model).is_dir():
         raise CheckpointError(f"{model} is no Hugging Face folder; units are ordered before a bundle is made")
     if tlm is not None and data is None:
-        raise ConfigError("a tiny LM learns from files: say with --data where they are, or do without it")
+        raise ConfigError(
+            "a tiny LM learns from tasks: say with --data where they are, or leave it out (--tlm none)"
+        )
     frozen = FrozenModel.read(model)
-    recipe.require_window(frozen.cfg.window_tokens)
+    recipe = fitted_to_window(recipe, frozen.cfg, console)
     # It is trained last: what it would then miss is said before the hours of work.
     tlm_sources = None
     if tlm is not None and data is not None:

@@ -15,6 +15,13 @@ from training.cli import device_options, set_devices
 @click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The bundle's path.")
 @click.option("--recipe", "recipe_name", default="family", show_default=True, help="A name, or a .toml file.")
 @click.option("--data", type=click.Path(path_type=Path), help="The folder that the recipe's sources are in.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A UTF-8 text file to learn from instead of the recipe's sources; may be repeated.",
+)
 @click.option("--run", "run_dir", required=True, type=click.Path(path_type=Path), help="The run's folder.")
 @click.option(
     "--weights",
@@ -50,6 +57,7 @@ def elasticize_command(
     out: Path,
     recipe_name: str,
     data: Path | None,
+    texts: tuple[Path, ...],
     run_dir: Path,
     weights: str | None,
     levels: str | None,
@@ -73,6 +81,7 @@ def elasticize_command(
     from training.elastic_recipe import load_elastic_recipe
     from training.elasticize import elasticize
     from training.parallel import MeshShape
+    from training.recipe import Source
     from training.tlm_recipe import load_tlm_recipe
 
     recipe = load_elastic_recipe(recipe_name)
@@ -82,6 +91,7 @@ def elasticize_command(
         "order": order,
         "anchor_share": anchor_share,
         "steps": steps,
+        "sources": tuple(Source(text=str(path.absolute())) for path in texts) or None,
     }
     recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
     set_devices(devices)

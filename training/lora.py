@@ -10,7 +10,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,7 @@ from training.run_files import claimed, write_json
 from training.settings import TrainSettings, require_float
 
 _RECIPES = PACKAGED / "lora"
+RecipeKind = TypeVar("RecipeKind", bound=TrainSettings)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,7 +195,7 @@ def train_lora(
     """
     console, run_dir = console or Console(stderr=True), Path(run_dir)
     frozen = FrozenModel.read(model, weights)
-    recipe.require_window(frozen.cfg.window_tokens)
+    recipe = fitted_to_window(recipe, frozen.cfg, console)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     job = lora_job(frozen.cfg, frozen.params, recipe)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
@@ -230,6 +231,18 @@ class FittedAdapter:
     best_step: int
     loss: float
     without: float
+
+
+def fitted_to_window(recipe: RecipeKind, cfg: ModelConfig, console: Console) -> RecipeKind:
+    """A recipe whose rows a model can read (see `TrainSettings.within`); what that changes is told."""
+    fitted = recipe.within(cfg.window_tokens)
+    if fitted is not recipe:
+        console.print(
+            f"the model's window is {fitted.row_tokens:,} tokens: a step has {fitted.batch} rows of as many, "
+            f"instead of {recipe.batch} of {recipe.row_tokens:,}",
+            soft_wrap=True,
+        )
+    return fitted
 
 
 def fit_adapter(

@@ -1,7 +1,7 @@
 """How a job is trained, whatever is trained: steps, batches, optimizer, precision, checkpoints."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from jaxllm.errors import ConfigError
 
@@ -80,6 +80,14 @@ class TrainSettings:
             raise ConfigError(
                 f"row_tokens ({self.row_tokens}) must be at most the model's window ({window_tokens})"
             )
+
+    def within(self, window_tokens: int) -> Self:
+        """These settings for a model of a shorter window than rows are long: rows of the whole window, and as
+        many more of them in a step as that makes room for."""
+        if self.row_tokens <= window_tokens:
+            return self
+        batch = self.batch * (self.row_tokens // window_tokens)
+        return dataclasses.replace(self, row_tokens=window_tokens, batch=batch)
 
 
 def require_int(name: str, value: Any, low: int) -> None:

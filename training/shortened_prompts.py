@@ -40,7 +40,7 @@ def with_fewer_words(example: TaskExample, share: float) -> TaskExample:
     Where nothing would be left of the user's text, one word is.
     """
     user = example.user
-    spans = free_spans(user, options=example.options, goes_on=example.form == "text")
+    spans = free_spans(user, goes_on=example.form == "text")
     words = [found.span() for first, last in spans for found in _WORD.finditer(user, first, last)]
     draws = [pseudo_random(f"{place}\0{user}") for place in range(len(words))]
     gone = [word for word, draw in zip(words, draws, strict=True) if draw >= share]

@@ -28,6 +28,7 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.models import tlm
 from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.tiny_reader import TinyReader
 from training.checkpoints import Params
 from training.fitting import fit
 from training.loop import Batch, Job, Trainer
@@ -41,14 +42,19 @@ from training.tlm_batches import (
     DecisionRows,
     ScoreBatch,
     ScoreRows,
-    TinyReader,
     joined,
-    question_rows,
     score_rows,
 )
 from training.tlm_questions import kept_answers, kept_support
 from training.tlm_recipe import TlmRecipe
-from training.tlm_scores import answer_metrics, decision_metrics, decisions, keep_metrics, keep_scores
+from training.tlm_scores import (
+    answer_metrics,
+    decided,
+    decision_metrics,
+    decisions,
+    keep_metrics,
+    keep_scores,
+)
 from training.tlm_sources import TlmSources
 from training.tlm_start import Start
 from training.word_labels import question_score_rows, token_support
@@ -71,7 +77,7 @@ def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings
     own = {name: value for name, value in start.params.items() if name.startswith("decide.")}
 
     def losses(params: Params, frozen: Params, batch: DecisionBatch) -> tuple[jax.Array, jax.Array]:
-        logits = tlm.decide({**frozen, **params}, batch.tokens, batch.mask, cfg=cfg, dtype=dtype)
+        logits = decided({**frozen, **params}, batch.tokens, batch.mask, cfg=cfg, dtype=dtype)
         entropy = optax.softmax_cross_entropy_with_integer_labels
         both = sum(entropy(each, batch.choices[:, place]) for place, each in enumerate(logits))
         return jnp.asarray(both)[:, None], jnp.zeros(())
@@ -111,15 +117,12 @@ def train_tlm(
     questions, sides = sources.questions.all, sources.questions.held_out
     if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
         raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
-    reader = start.reader(model.tokenizer, recipe.score.row_tokens)
+    reader = start.reader(recipe.score.row_tokens)
     with claimed(run_dir, recipe, model=name, **sources.identity):
+        told = recipe.instructions, recipe.score.seed
         # Of what is learnt from, and of what is held out: rows by the kind of their labels.
         labelled = [
-            [
-                score_rows(
-                    [each[side] for each in sources.texts], reader, recipe.instructions, recipe.score.seed
-                )
-            ]
+            [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *told)]
             for side in (False, True)
         ]
     run = _Run(run_dir, mesh_shape or MeshShape(), console, tensorboard)
@@ -159,16 +162,15 @@ def train_tlm(
     ask = functools.partial(answer, model, questions, scores, **choices, on_answered=run.answered)
     answers = kept_answers(run_dir / "answers.npz", questions, scores, ask)
 
-    reader = start.reader(model.tokenizer, recipe.decide.row_tokens)
     asked, held_out = (
         decision_rows(recipe, answers, questions, sides == side, reader, slos)
         for side, slos in ((False, TOLD_SLOS), (True, SLOS))
     )
     job = decide_job(start, trained, recipe.decide)
-    decided, decided_on = run.head(
+    best, decided_on = run.head(
         "decide", job, recipe.decide, asked.batch_at, held_out.held_out, list(map(str, SLOS))
     )
-    params = {**trained, **decided}
+    params = {**trained, **best}
     chosen, own = (
         decisions(start.cfg, params, held_out),
         Answers(answers.correct[sides], answers.shares[sides]),
@@ -190,7 +192,10 @@ def train_tlm(
     }
     write_json(run_dir / "summary.json", summary)
     console.print_json(data=summary)
-    return TinyLm(cfg=start.cfg, params=params, mark_ids=start.mark_ids, tokenizer=start.own, **choices)
+    return TinyLm(
+        cfg=start.cfg, params=params, mark_ids=start.mark_ids, row_tokens=reader.row_tokens,
+        tokenizer=start.own, **choices,
+    )  # fmt: skip
 
 
 def decision_rows(
@@ -205,10 +210,8 @@ def decision_rows(
     labels = lightest(
         answers.correct[chosen], slos, recipe.levels, recipe.prompt_ratios, answers.shares[chosen]
     )
-    tokens, mask = question_rows([questions[each].example for each in np.flatnonzero(chosen)], reader)
-    return DecisionRows(
-        tokens, mask, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed
-    )
+    rows = [reader.rows(questions[each].prompt) for each in np.flatnonzero(chosen)]
+    return DecisionRows(rows, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed)
 
 
 @dataclasses.dataclass(frozen=True)

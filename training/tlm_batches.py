@@ -1,11 +1,12 @@
 """What the tiny LM's heads are trained on: texts with labelled tokens, questions with labelled decisions.
 
-All rows are read as in service: an SLO's marks, then the prompt as the large model's template writes it, in
-the tiny LM's tokens. Batches follow from (rows, seed, step) alone; marks are drawn anew for every row, so
-that scores do not come to depend on them and decisions are learnt for every SLO.
+All rows are read as in service (`jaxllm.tasks.tiny_reader`): an SLO's marks, then the prompt as the large
+model's template writes it, in the tiny LM's tokens. Batches follow from (rows, seed, step) alone; marks are
+drawn anew for every row, so that scores do not come to depend on them and decisions are learnt for every SLO.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 import flax.struct
@@ -17,6 +18,7 @@ from jaxllm.elastic.slo import MARK_PERCENTS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.tokenizer import Tokenizer
 from training.keep_labels import KeptWords
 
@@ -47,11 +49,11 @@ class ScoreBatch:
 
 @flax.struct.dataclass
 class DecisionBatch:
-    """Rows each with a decision.
+    """Questions each with a decision, all of as many rows.
 
     Attributes:
-      tokens: `[B, T]` int32.
-      mask: `[B, T]` bool, True = a real token.
+      tokens: `[B, R, T]` int32.
+      mask: `[B, R, T]` bool, True = a real token.
       choices: `[B, 2]` int32, the classes of model and prompt.
       weights: `[B, 1]` float32.
       sources: `[B, 1]` int32, the number of each row's SLO.
@@ -62,28 +64,6 @@ class DecisionBatch:
     choices: np.ndarray
     weights: np.ndarray
     sources: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TinyReader:
-    """How prompts become the tiny LM's rows.
-
-    Attributes:
-      tokenizer: the large model's, whose template writes prompts.
-      own: the tiny LM's own; None where it reads the large model's tokens.
-      mark_ids: the token of each of `marks()`.
-      row_tokens: T.
-    """
-
-    tokenizer: Tokenizer
-    own: Tokenizer | None
-    mark_ids: tuple[int, ...]
-    row_tokens: int
-
-    @property
-    def tokens(self) -> Tokenizer:
-        """The tokenizer that it reads by."""
-        return self.own or self.tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,8 +101,7 @@ class DecisionRows:
     """Questions with their labels under every objective.
 
     Attributes:
-      tokens: `[N, T]` int32, with room for marks.
-      mask: `[N, T]` bool.
+      rows: of each of N questions `[R, T]` int32 tokens with room for marks, and `[R, T]` bool mask.
       labels: `[N, S, 2]` int32 (see `self_labels.lightest`).
       slos: S objectives.
       mark_ids: the token of each of `marks()`.
@@ -130,8 +109,7 @@ class DecisionRows:
       seed: of the draws.
     """
 
-    tokens: np.ndarray
-    mask: np.ndarray
+    rows: Sequence[tuple[np.ndarray, np.ndarray]]
     labels: np.ndarray
     slos: tuple[Slo, ...]
     mark_ids: tuple[int, ...]
@@ -139,24 +117,46 @@ class DecisionRows:
     seed: int
 
     def batch_at(self, step: int) -> DecisionBatch:
-        """The batch of a step (from 0): questions and objectives drawn at random."""
+        """The batch of a step (from 0): questions and objectives drawn at random.
+
+        All questions of a batch have as many rows, so that no step computes padding; how many is drawn first,
+        so that every question is as likely as any other.
+        """
         draw = np.random.default_rng([self.seed, 2, step])
-        questions = draw.integers(0, len(self.tokens), self.batch)
+        groups = self._groups
+        sizes = np.array([len(group) for group in groups])
+        group = groups[draw.choice(len(groups), p=sizes / sizes.sum())]
+        questions = group[draw.integers(0, len(group), self.batch)]
         return self._batch(questions, draw.integers(0, len(self.slos), self.batch))
 
     def held_out(self) -> Iterator[DecisionBatch]:
-        """Every question under every objective once; the last batch is filled up with weights of zero."""
-        count = len(self.tokens) * len(self.slos)
-        for first in range(0, count, self.batch):
-            places = np.arange(first, first + self.batch)
-            batch = self._batch(*np.divmod(places % count, len(self.slos)))
-            yield batch.replace(weights=(places < count).astype(np.float32)[:, None])
+        """Every question under every objective once, in the order of `order`; what fills a batch up has
+        weights of zero."""
+        for group in self._groups:
+            count = len(group) * len(self.slos)
+            for first in range(0, count, self.batch):
+                places = np.arange(first, first + self.batch)
+                questions, slos = np.divmod(places % count, len(self.slos))
+                batch = self._batch(group[questions], slos)
+                yield batch.replace(weights=(places < count).astype(np.float32)[:, None])
+
+    @property
+    def order(self) -> np.ndarray:
+        """`[N]` int, the questions in the order of `held_out`."""
+        return np.concatenate(self._groups)
+
+    @functools.cached_property
+    def _groups(self) -> list[np.ndarray]:
+        """The questions of each number of rows."""
+        counts = np.array([len(tokens) for tokens, _ in self.rows])
+        return [np.flatnonzero(counts == count) for count in np.unique(counts)]
 
     def _batch(self, questions: np.ndarray, slos: np.ndarray) -> DecisionBatch:
+        tokens, mask = zip(*(self.rows[each] for each in questions), strict=True)
         told = [self.slos[each] for each in slos]
         return DecisionBatch(
-            tokens=_marked_each(self.tokens[questions], told, self.mark_ids),
-            mask=self.mask[questions],
+            tokens=_marked_each(np.stack(tokens), told, self.mark_ids),
+            mask=np.stack(mask),
             choices=self.labels[questions, slos],
             weights=np.ones((self.batch, 1), np.float32),
             sources=slos.astype(np.int32)[:, None],
@@ -164,7 +164,11 @@ class DecisionRows:
 
 
 def score_rows(
-    sources: Sequence[Sequence[KeptWords]], reader: TinyReader, instructions: Sequence[str], seed: int
+    sources: Sequence[Sequence[KeptWords]],
+    tokenizer: Tokenizer,
+    reader: TinyReader,
+    instructions: Sequence[str],
+    seed: int,
 ) -> ScoreBatch:
     """Labelled texts as rows, each the user's turn of a chat.
 
@@ -173,6 +177,7 @@ def score_rows(
 
     Args:
       sources: the labelled texts of each source, in the order of its file.
+      tokenizer: the large model's, whose template writes prompts.
       reader: of rows.
       instructions: one of them, drawn at random, is the system's turn; an empty one is none.
       seed: of lengths and instructions.
@@ -183,9 +188,9 @@ def score_rows(
     draw = np.random.default_rng([seed, 3])
     parts: list[tuple[np.ndarray, ...]] = []
     for number, texts in enumerate(sources):
-        for group in _groups(texts, reader, draw):
+        for group in _groups(texts, reader.own or tokenizer, reader.row_tokens, draw):
             instruction = instructions[int(draw.integers(len(instructions)))] if instructions else ""
-            parts.append((*_labelled(group, reader, instruction), np.int32(number)))
+            parts.append((*_labelled(group, tokenizer, reader, instruction), np.int32(number)))
     if not parts:
         raise ConfigError("there are no labelled texts for the score head to learn from")
     tokens, mask, labels, weights = (np.concatenate([part[i] for part in parts]) for i in range(4))
@@ -199,21 +204,10 @@ def joined(*rows: ScoreBatch) -> ScoreBatch:
     return ScoreBatch(*(np.concatenate([getattr(each, name) for each in rows]) for name in fields))
 
 
-def question_rows(examples: Sequence[TaskExample], reader: TinyReader) -> tuple[np.ndarray, np.ndarray]:
-    """The rows that decide for questions, `[N, T]` tokens and mask."""
-    rows = []
-    for example in examples:
-        prompt = prompt_tokens(reader.tokenizer, example, reader=reader.own)
-        tokens, mask = reading_rows(prompt.ids, reader.row_tokens)
-        rows.append((tokens[0], mask[0]))
-    tokens, mask = zip(*rows, strict=True)
-    return np.stack(tokens), np.stack(mask)
-
-
 def _groups(
-    texts: Sequence[KeptWords], reader: TinyReader, draw: np.random.Generator
+    texts: Sequence[KeptWords], tokenizer: Tokenizer, row_tokens: int, draw: np.random.Generator
 ) -> Iterator[list[KeptWords]]:
-    """Runs of texts whose tokens add up to a length that is drawn anew for each."""
+    """Runs of texts whose tokens add up to a length that is drawn anew for each, a row's at most."""
     seen: dict[str, int] = {}
     versions = []
     for text in texts:
@@ -222,23 +216,25 @@ def _groups(
     group: list[KeptWords] = []
     size, wanted = 0, 0
     for place in np.argsort(versions, kind="stable"):
-        count = len(reader.tokens.encode(texts[place].text, add_special_tokens=False))
+        count = len(tokenizer.encode(texts[place].text, add_special_tokens=False))
         if group and (size + count > wanted or any(each.text == texts[place].text for each in group)):
             yield group
             group = []
         if not group:
-            size, wanted = 0, int(draw.integers(_LEAST_TOKENS, max(reader.row_tokens, _LEAST_TOKENS + 1)))
+            size, wanted = 0, int(draw.integers(_LEAST_TOKENS, max(row_tokens, _LEAST_TOKENS + 1)))
         group.append(texts[place])
         size += count
     if group:
         yield group
 
 
-def _labelled(group: Sequence[KeptWords], reader: TinyReader, instruction: str) -> tuple[np.ndarray, ...]:
+def _labelled(
+    group: Sequence[KeptWords], tokenizer: Tokenizer, reader: TinyReader, instruction: str
+) -> tuple[np.ndarray, ...]:
     """Rows `[R, T]` of tokens, mask, labels and weights of texts that are joined to one."""
     user = " ".join(" ".join(each.text.split()) for each in group)
     example = TaskExample(system=instruction, user=user, answer="")
-    prompt = prompt_tokens(reader.tokenizer, example, reader=reader.own)
+    prompt = reader.tokens(prompt_tokens(tokenizer, example))
     tokens, mask = reading_rows(prompt.ids, reader.row_tokens)
     # Where the template does not have the text as it is, nothing of it may go, and nothing is learnt. A short
     # text may stand in a marker, too: the right one reaches as far as what may go.

@@ -21,8 +21,10 @@ class TlmRecipe:
     """One run: a tiny LM's score head, then its decision head.
 
     Attributes:
-      score, decide: how each head is trained; `row_tokens` is how much of a prompt it sees at once.
-      encoder: what is trained from nothing; None where the run starts from a MobileBERT folder.
+      score, decide: how each head is trained; `row_tokens`, the same of both, is how much of a prompt they
+        see at once, in service, too.
+      encoder: what is trained from nothing, but for its vocabulary, which is that of the model's tokenizer;
+        None where the run starts from a MobileBERT folder.
       shared_layers: how many of its layers both heads share.
       levels: in percent, what the decision's classes of the model stand for.
       prompt_ratios: what its classes of the prompt stand for.
@@ -51,6 +53,11 @@ class TlmRecipe:
     held_out_share: float = 0.05
 
     def __post_init__(self) -> None:
+        if self.score.row_tokens != self.decide.row_tokens:
+            raise ConfigError(
+                f"both heads read the same rows: row_tokens of score ({self.score.row_tokens}) and of decide "
+                f"({self.decide.row_tokens}) must be equal"
+            )
         require_int("shared_layers", self.shared_layers, 0)
         require_int("questions", self.questions, 2)
         require_int("used_questions", self.used_questions, 0)

@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.elastic.compression import spread, word_count, word_scores
-from jaxllm.elastic.reading import marked, read_scores, reading_rows
+from jaxllm.elastic.reading import marked, pooled
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.models import tlm
 from jaxllm.models.tlm import TlmConfig
-from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.tiny_reader import TinyReader
+from training.checkpoints import Params
 from training.self_labels import Answers, allowed_choices, lightest
-from training.tlm_batches import DecisionRows, ScoreBatch, TinyReader
+from training.tlm_batches import DecisionRows, ScoreBatch
 
 # Rows that are scored in one dispatch.
 _SCORED_ROWS = 32
@@ -24,22 +25,16 @@ _SCORED_ROWS = 32
 def keep_scores(
     cfg: TlmConfig, params: Mapping[str, Any], reader: TinyReader, questions: Sequence[Question]
 ) -> list[np.ndarray]:
-    """How likely each token of each question's prompt should be kept: `[T]` float64 per question.
-
-    A word has the mean probability of its tokens as the tiny LM reads them, under the loosest SLO, and all of
-    the large model's tokens of the word have that.
-    """
-    prompts = [prompt_tokens(reader.tokenizer, each.example, reader=reader.own) for each in questions]
-    rows = [reading_rows(prompt.ids, reader.row_tokens) for prompt in prompts]
+    """How likely each token of each question's prompt should be kept, under the loosest SLO: `[T]` float64
+    per question (see `TinyReader.keep_likely`)."""
+    rows = [reader.rows(each.prompt) for each in questions]
     tokens, mask = (np.concatenate([row[i] for row in rows]) for i in range(2))
     tokens = marked(tokens, SLOS[0], reader.mark_ids)
     logits = np.concatenate(list(_in_batches(_scorer(cfg), params, tokens, mask)))
     found, at = [], 0
-    for question, prompt, (row, real) in zip(questions, prompts, rows, strict=True):
-        likely = 1 / (1 + np.exp(-read_scores(logits[at : at + len(row)], real).astype(np.float64)))
+    for question, (row, real) in zip(questions, rows, strict=True):
+        found.append(reader.keep_likely(question.prompt, logits[at : at + len(row)], real))
         at += len(row)
-        count = word_count(prompt.text, prompt.boundaries)
-        found.append(spread(word_scores(likely, prompt.words, count), question.prompt.words))
     return found
 
 
@@ -68,14 +63,37 @@ def keep_metrics(
     return {name: round(float(each), 4) for name, each in shares.items()}
 
 
+def decided(
+    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: jnp.dtype = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """The decision of questions of R rows each, in one piece as it is in service.
+
+    Args:
+      params: of the tiny LM.
+      tokens: `[B, R, T]` int32.
+      mask: `[B, R, T]` bool.
+      cfg: the tiny LM.
+      dtype: of the activations.
+
+    Returns:
+      Logits of the levels `[B, levels]` and of the prompt's ratios `[B, ratios]`, float32.
+    """
+    flat = tokens.shape[0] * tokens.shape[1], tokens.shape[2]
+    logits = tlm.decide(params, tokens.reshape(flat), mask.reshape(flat), cfg=cfg, dtype=dtype)
+    model, share = (pooled(each.reshape(*tokens.shape[:2], -1)) for each in logits)
+    return model, share
+
+
 def decisions(cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows) -> np.ndarray:
     """The tiny LM's choices `[N, S, 2]` for all questions under all objectives of some rows."""
-    decide = jax.jit(functools.partial(tlm.decide, cfg=cfg))
+    decide = jax.jit(functools.partial(decided, cfg=cfg))
     chosen = []
     for batch in rows.held_out():
         likely = [np.asarray(each).argmax(-1) for each in decide(params, batch.tokens, batch.mask)]
         chosen.append(np.stack(likely, axis=-1)[batch.weights[:, 0] > 0])
-    return np.concatenate(chosen).reshape(rows.labels.shape)
+    ordered = np.empty_like(rows.labels)
+    ordered[rows.order] = np.concatenate(chosen).reshape(rows.labels.shape)
+    return ordered
 
 
 def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from jaxllm.elastic.slo import marks
 from jaxllm.errors import ConfigError
 from jaxllm.models import tlm
 from jaxllm.models.tlm import TlmConfig
+from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.tokenizer import Tokenizer, TokenizerFiles
 from training.checkpoints import Params
-from training.tlm_batches import TinyReader
 from training.tlm_recipe import TlmRecipe
 
 
@@ -65,12 +65,14 @@ class Start:
             wide = {name: jnp.asarray(value, jnp.float32) for name, value in trained.items()}
             params: Any = tlm.tlm_from_encoder(wide, cfg, key)
         elif recipe.encoder is not None:
-            cfg = TlmConfig(encoder=recipe.encoder, **sizes)
+            # Whatever the model's vocabulary: it has nothing to keep of one of its own.
+            words = dataclasses.replace(recipe.encoder, vocab_size=tokenizer.vocab_size)
+            cfg = TlmConfig(encoder=words, **sizes)
             params = tlm.init_tlm(cfg, key)
         else:
             raise ConfigError("the recipe has no encoder: give it one, or the folder of a MobileBERT")
         reads = tokenizer if own is None else Tokenizer(own)
-        window, rows = cfg.encoder.window_tokens, max(recipe.score.row_tokens, recipe.decide.row_tokens)
+        window, rows = cfg.encoder.window_tokens, recipe.score.row_tokens
         if rows > window:
             raise ConfigError(f"row_tokens ({rows}) must be at most the encoder's window ({window})")
         vocab = cfg.encoder.vocab_size
@@ -84,10 +86,10 @@ class Start:
             ids = tuple(range(vocab, vocab + len(marks())))
         return cls(cfg, params, ids, own)
 
-    def reader(self, tokenizer: Tokenizer, row_tokens: int) -> TinyReader:
-        """How it reads prompts that the large model's template writes."""
+    def reader(self, row_tokens: int) -> TinyReader:
+        """How it reads prompts in rows of such a length."""
         own = None if self.own is None else Tokenizer(self.own)
-        return TinyReader(tokenizer, own, self.mark_ids, row_tokens)
+        return TinyReader(own, self.mark_ids, row_tokens)
 
 
 def _reserved(tokenizer: Tokenizer) -> tuple[int, ...]:

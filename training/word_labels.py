@@ -25,10 +25,10 @@ from jaxllm.linear import embed
 from jaxllm.models import decoder
 from jaxllm.models.parameters import Params
 from jaxllm.tasks.branching import branching
-from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.shortened import Question
+from jaxllm.tasks.tiny_reader import TinyReader
 from training.self_labels import ElasticModel
-from training.tlm_batches import ScoreBatch, TinyReader
+from training.tlm_batches import ScoreBatch
 
 _SHORTEST_ROW = 64
 _DISPATCH_TOKENS = 2048
@@ -103,7 +103,7 @@ def question_score_rows(
     """
     parts = []
     for question, each in zip(questions, support, strict=True):
-        prompt = prompt_tokens(reader.tokenizer, question.example, reader=reader.own)
+        prompt = reader.tokens(question.prompt)
         wanted, known = _shares(question, each, word_count(prompt.text, prompt.boundaries))
         counted = (prompt.words != NO_WORD) & ~prompt.forced
         counted[counted] = known[prompt.words[counted]]

@@ -11,6 +11,7 @@ from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import WHOLE
+from jaxllm.elastic.reading import MARKS
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.models.tlm import TlmConfig, tlm_shapes
@@ -19,6 +20,8 @@ from jaxllm.tokenizer import Tokenizer, TokenizerFiles
 _PART = "tiny-lm"
 # JSON in bytes, beside the weights: a large vocabulary would be parsed with every manifest.
 _TOKENIZER = "tokenizer"
+# The rows of every recipe of the version whose bundles do not say theirs.
+_UNTOLD_ROW_TOKENS = 256
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
@@ -32,6 +35,7 @@ class TinyLm:
       levels: what the classes of the model stand for, in percent, ascending.
       prompt_ratios: what the classes of the prompt stand for, in (0, 1], ascending.
       mark_ids: the token of each of `marks()`.
+      row_tokens: the length of the rows that it was trained on, and is to read.
       tokenizer: its own; None where it reads the model's tokens.
 
     Raises:
@@ -43,6 +47,7 @@ class TinyLm:
     levels: tuple[int, ...]
     prompt_ratios: tuple[float, ...]
     mark_ids: tuple[int, ...]
+    row_tokens: int
     tokenizer: TokenizerFiles | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +58,12 @@ class TinyLm:
         if not known or not len(ids) == len(set(ids)) == len(marks()):
             raise ConfigError(
                 f"a tiny LM needs {len(marks())} different tokens in [0, {vocab}) for its marks, got {ids}"
+            )
+        window = self.cfg.encoder.window_tokens
+        if type(self.row_tokens) is not int or not MARKS < self.row_tokens <= window:
+            raise ConfigError(
+                f"a tiny LM's rows must have {MARKS + 1} to {window} tokens, its encoder's window, got "
+                f"{self.row_tokens!r:.80}"
             )
         _check_params(self.cfg, self.params)
 
@@ -70,6 +81,7 @@ def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[
         "levels": list(tiny.levels),
         "prompt_ratios": list(tiny.prompt_ratios),
         "mark_ids": list(tiny.mark_ids),
+        "row_tokens": tiny.row_tokens,
         "own_tokenizer": tiny.tokenizer is not None,
     }
     arrays = {name: np.asarray(tiny.params[name]) for name in tlm_shapes(tiny.cfg)}
@@ -93,12 +105,14 @@ def read_tiny_lm(bundle: Bundle) -> TinyLm | None:
         raw = arrays.pop(_TOKENIZER, None)
         if facts["own_tokenizer"] is not (raw is not None):
             raise ConfigError("it says of its tokenizer what is not so")
+        cfg = TlmConfig.from_json(facts["config"])
         tiny = TinyLm(
-            cfg=TlmConfig.from_json(facts["config"]),
+            cfg=cfg,
             params=arrays,
             levels=tuple(facts["levels"]),
             prompt_ratios=tuple(facts["prompt_ratios"]),
             mark_ids=tuple(facts["mark_ids"]),
+            row_tokens=facts.get("row_tokens", min(_UNTOLD_ROW_TOKENS, cfg.encoder.window_tokens)),
             tokenizer=None if raw is None else _tokenizer(raw),
         )
         _check_fit(bundle, tiny)

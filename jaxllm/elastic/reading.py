@@ -1,8 +1,10 @@
 """What the tiny LM reads: an SLO's two marks, and a prompt behind them.
 
 A prompt that is longer than a row is read in several, of about the same length, each with the marks in front:
-all of them are scored, and the first decides.
+all of them are scored, and all decide together (`pooled`).
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -48,3 +50,8 @@ def marked(tokens: np.ndarray, slo: Slo, mark_ids: tuple[int, ...]) -> np.ndarra
 def read_scores(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The scores of a prompt's tokens `[T]`, from those of its rows `[R, W]`."""
     return scores[:, MARKS:][mask[:, MARKS:]]
+
+
+def pooled(logits: Any) -> Any:
+    """A prompt's decision `[..., C]` from those of its rows `[..., R, C]`, as logits: their mean."""
+    return logits.mean(-2)

@@ -1,13 +1,13 @@
 """What of a prompt may go when it is made shorter: nothing but the user's free text.
 
 The template and its markers, the task's instruction and everything else around the user's turn stay. Within
-the turn there is no parsing of tasks, so that a served message is read by the same rule as a question that
-the tiny LM was trained on. There stay:
+the turn there is no parsing of tasks, and a question's options are not looked at, so that a served message is
+read by the same rule as a question that the tiny LM was trained on. There stay:
 
 - labels at the beginning of a line (`Screen:`, `Answer:`, a speaker's name), markers of lists, and the whole
   of a line that a letter marks (`A) ...`): it is an option;
-- an option's own text where it begins a line or follows its marker (`- get_weather: ...`); what explains it
-  may go;
+- the name that an item of a list begins with, up to its colon (`- get_weather: ...`); what explains it may
+  go;
 - what asks: a line labelled as a goal, a request and the like; in the first and in the last line that say
   more than a label, the last sentence, if it ends with a question mark or if the text is to be gone on from.
 
@@ -21,7 +21,7 @@ import dataclasses
 import datetime
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,6 +36,8 @@ _LINE = re.compile(r"[^\n]*\S[^\n]*")
 _OPTION_LINE = re.compile(r"\s*\(?[A-Z][.):](?=\s|$)")
 _MARKER = re.compile(r"\s*(?:[-*+•]|\(?\d{1,3}[.)])(?=\s)")
 _LABEL = re.compile(r"\s*[^\W\d_]\w*:(?=\s|$)")
+# What an item of a list is called, which may be the name of a function: `- maps.find_route: ...`.
+_ITEM_NAME = re.compile(r"\s*[^\W\d_][\w.\-]*:(?=\s|$)")
 _ASKING = frozenset({"goal", "task", "request", "query", "instruction"})
 _ASKS = re.compile(r".*\?[\s\"'”’)\]]*", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?][\"'”’)\]]*\s+(?=\S)")
@@ -92,7 +94,6 @@ def prompt_tokens(
     tokenizer: Tokenizer,
     example: TaskExample,
     *,
-    reader: Tokenizer | None = None,
     now: datetime.datetime | None = None,
 ) -> PromptTokens:
     """Renders a question and encodes it.
@@ -100,8 +101,6 @@ def prompt_tokens(
     Args:
       tokenizer: the model's, whose template writes the text.
       example: the question.
-      reader: whose tokens are wanted, if not those that the model reads, and without special tokens around
-        the text: a tiny LM's.
       now: told to templates that ask for the time.
 
     Raises:
@@ -109,8 +108,7 @@ def prompt_tokens(
       TemplateError: the model's template is broken.
     """
     text, special = prompt_text(tokenizer, example, now=now)
-    encode = (reader or tokenizer).encode_with_offsets
-    ids, offsets = encode(text, add_special_tokens=special and reader is None)
+    ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=special)
     if not ids:
         raise ConfigError(f"a question without a token: {text.text!r:.200}")
     return PromptTokens(
@@ -146,15 +144,14 @@ def droppable_spans(
     inner = text[len(before) : len(text) - len(behind[0])] if whole and around <= len(text) else ""
     if inner.strip() != example.user.strip():
         return np.zeros((0, 2), np.int64)
-    return len(before) + free_spans(inner, options=example.options, goes_on=example.form == "text")
+    return len(before) + free_spans(inner, goes_on=example.form == "text")
 
 
-def free_spans(user: str, *, options: Sequence[str] = (), goes_on: bool = False) -> np.ndarray:
+def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
     """The characters of a user's text that may go (see the module's docstring).
 
     Args:
       user: the text.
-      options: the possible answers, where they are known.
       goes_on: whether the text is one to go on from, so that its last sentence asks.
 
     Returns:
@@ -168,7 +165,6 @@ def free_spans(user: str, *, options: Sequence[str] = (), goes_on: bool = False)
         free[first : last if found is None else found.end()] = False
 
     says: list[tuple[int, int]] = []
-    names = sorted((option.strip() for option in options if option.strip()), key=len, reverse=True)
     for line in _LINE.finditer(user):
         first, last = line.span()
         if _OPTION_LINE.match(line[0]):
@@ -177,8 +173,6 @@ def free_spans(user: str, *, options: Sequence[str] = (), goes_on: bool = False)
         head = _head(line[0])
         if head:
             keep(first, first + head)
-        if name := _option_at(line[0][head:], names):
-            keep(first + head, first + head + name)
         label = line[0][:head].strip().rstrip(":").lower()
         if label in _ASKING:
             keep(first, last)
@@ -193,19 +187,13 @@ def free_spans(user: str, *, options: Sequence[str] = (), goes_on: bool = False)
 
 
 def _head(line: str) -> int:
-    """How long the marker or label is that a line begins with."""
-    found = _MARKER.match(line) or _LABEL.match(line)
-    return found.end() if found else 0
-
-
-def _option_at(text: str, names: Sequence[str]) -> int:
-    """Where the option ends that a text begins with; 0 where there is none."""
-    indent = len(text) - len(text.lstrip())
-    for name in names:
-        end = indent + len(name)
-        if text.startswith(name, indent) and not text[end : end + 1].isalnum():
-            return end
-    return 0
+    """How long the marker or label is that a line begins with, an item's name behind its marker included."""
+    marker = _MARKER.match(line)
+    if marker is None:
+        label = _LABEL.match(line)
+        return label.end() if label else 0
+    name = _ITEM_NAME.match(line, marker.end())
+    return (name or marker).end()
 
 
 def _runs(free: np.ndarray, user: str) -> np.ndarray:

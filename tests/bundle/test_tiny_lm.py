@@ -24,16 +24,29 @@ def written(path, parts, *, ladder=LADDER):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_survives_the_file(tmp_path, own):
-    tiny = dataclasses.replace(TINY_LM, tokenizer=tiny_tokenizer() if own else None)
+    tiny = dataclasses.replace(TINY_LM, tokenizer=tiny_tokenizer() if own else None, row_tokens=48)
     bundle = written(tmp_path, tiny_lm_parts(tiny, {"made": "here"}))
     again = read_tiny_lm(bundle)
     assert again is not None
-    for field in ("cfg", "levels", "prompt_ratios", "mark_ids", "tokenizer"):
+    for field in ("cfg", "levels", "prompt_ratios", "mark_ids", "row_tokens", "tokenizer"):
         assert getattr(again, field) == getattr(tiny, field)
     assert again.params.keys() == tiny.params.keys()
     for name, value in tiny.params.items():
         np.testing.assert_array_equal(again.params[name], value)
     bundle.verify()
+
+
+@pytest.mark.parametrize(("window", "rows"), [(64, 64), (512, 256)])
+def test_a_bundle_that_does_not_say_its_rows_has_those_of_its_version(tmp_path, window, rows):
+    cfg = dataclasses.replace(
+        TINY_LM.cfg, encoder=dataclasses.replace(TINY_LM.cfg.encoder, window_tokens=window)
+    )
+    tiny = dataclasses.replace(TINY_LM, cfg=cfg, params=random_tlm(cfg))
+    part = tiny_lm_parts(tiny)["tiny-lm"]
+    told = {name: each for name, each in part.facts.items() if name != "row_tokens"}
+    again = read_tiny_lm(written(tmp_path, {"tiny-lm": Part(told, part.arrays)}))
+    assert again is not None
+    assert again.row_tokens == rows
 
 
 def test_none(tmp_path):
@@ -49,6 +62,9 @@ def test_none(tmp_path):
         ({"prompt_ratios": (0, 0.5, 1)}, r"prompt ratios must be ascending numbers in \(0, 1\]"),
         ({"mark_ids": (1,) * 18}, "18 different tokens"),
         ({"mark_ids": tuple(range(VOCAB_SIZE - 17, VOCAB_SIZE + 1))}, "18 different tokens"),
+        ({"row_tokens": 2}, "rows must have 3 to 64 tokens"),
+        ({"row_tokens": 65}, "rows must have 3 to 64 tokens"),
+        ({"row_tokens": 8.0}, "rows must have 3 to 64 tokens"),
         ({"params": {}}, "disagree on"),
         ({"params": {**TINY_LM.params, "embed.types": np.zeros((2, 9), np.float32)}}, "embed.types must be"),
         ({"params": {**TINY_LM.params, "score.keep": np.zeros((1, 16), np.int8)}}, "got int8"),
@@ -74,6 +90,7 @@ def forged(facts: dict[str, Any], arrays: dict[str, Any]) -> dict[str, Part]:
         ({"levels": [[50], 100]}, {}, "malformed"),
         ({"prompt_ratios": [None, 0.5, 1]}, {}, "prompt ratios"),
         ({"mark_ids": ["a"] * 18}, {}, "for its marks"),
+        ({"row_tokens": "8"}, {}, "rows must have"),
         ({"levels": [60, 100]}, {}, r"lacks \[60\]"),
         ({"own_tokenizer": True}, {}, "what is not so"),
         ({}, {"tokenizer": np.zeros(3, np.uint8)}, "what is not so"),

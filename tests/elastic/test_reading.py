@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxllm.elastic.reading import marked, read_scores, reading_rows
+from jaxllm.elastic.reading import marked, pooled, read_scores, reading_rows
 from jaxllm.elastic.slo import Slo, marks
 from jaxllm.errors import ConfigError
 
@@ -29,3 +29,8 @@ def test_scores_come_back_in_order(count, width):
     assert len(tokens) == max(1, -(-count // (width - 2)))
     sizes = mask.sum(1)
     assert sizes.max() - sizes.min() <= 1
+
+
+def test_rows_decide_together():
+    np.testing.assert_array_equal(pooled(np.array([[1.0, 4.0], [3.0, -2.0]])), [2, 1])
+    assert pooled(np.zeros((5, 2, 3))).shape == (5, 3)

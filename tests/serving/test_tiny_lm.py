@@ -92,6 +92,19 @@ def test_only_what_is_allowed_is_proposed(planner, prompt):
             assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
 
 
+@pytest.mark.parametrize("slo", [SLOS[1], SLOS[4]])
+def test_a_long_prompt_is_read_in_rows_as_it_was_trained_and_all_of_them_decide(prompt, slo):
+    row_tokens = 20
+    assert len(prompt.ids) > row_tokens
+    rows, mask = reading_rows(prompt.ids, row_tokens)
+    _, heads = forward_both(TINY_LM.params, marked(rows, slo, TINY_LM.mark_ids), mask, cfg=TINY_LM.cfg)
+    model, share = (np.asarray(each).mean(0) for each in heads)
+    trained = random_tiny_lm(LEVELS, RATIOS, row_tokens=row_tokens)
+    found = TinyPlanner(trained, LEVELS, decision="lightest").propose(prompt, slo, ALL)
+    assert found.level == LEVELS[int(np.argmax(model))]
+    assert found.prompt_ratio == RATIOS[int(np.argmax(share))]
+
+
 def test_levels_that_it_does_not_know_are_never_proposed(prompt):
     planner = TinyPlanner(TINY_LM, (20, 40, 100))
     found = {planner.propose(prompt, slo, ALL).level for slo in SLOS}

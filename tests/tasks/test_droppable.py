@@ -32,8 +32,9 @@ def test_the_rule_by_hand():
     listed = "Pick one.\nA) red and blue\n(B) green\nC: none"
     assert free(listed) == ["Pick one."]
     assert free("red is warm\nnot red") == ["red is warm\nnot red"]
-    assert free("red is warm\nnot red", options=("red", "blue")) == ["is warm\nnot red"]
-    assert free("redder is warm", options=("red",)) == ["redder is warm"]
+    assert free("- red: is warm\n2) maps.find_route: finds one\n- not so: cold") == [
+        "is warm", "finds one", "not so: cold"
+    ]  # fmt: skip
     assert free("Rain. And then he", goes_on=True) == ["Rain."]
     assert free("Question: Rain fell. Why is it wet?\nAnswer:", goes_on=True) == ["Rain fell."]
     assert free("") == free(" \n ") == []
@@ -49,15 +50,28 @@ def test_the_rule_on_tasks():
             "state": "<button id=0 text='Settings'></button>\n<button id=1>Shutter</button>",
         },
     )
-    assert free(step.user, options=step.options) == [
+    assert free(step.user) == [
         "camera", "Start the app.", "<button text='Settings'></button>\n<button>Shutter</button>"
     ]  # fmt: skip
     record = {"id": "0", "question": [[{"content": "Find the area."}]], "function": [{"name": "area"}]}
     offered = {"area": "- area: Computes it.", "max": "- max: Of two. Or more."}
     choice = api_choice.example(record, "area", offered, 0)
-    assert free(choice.user, options=choice.options) == ["Find the area.", *_descriptions(choice)]
+    assert free(choice.user) == ["Find the area.", *_descriptions(choice)]
     news = labels.NEWS.example({"text": "Sports fans met. Why?", "label": "World"})
-    assert free(news.user, options=news.options) == ["fans met."]
+    assert free(news.user) == ["Sports fans met."]
+
+
+def test_options_change_nothing_of_what_may_go():
+    """A service does not know a message's options, so nothing that others drop may depend on them."""
+    known = TaskExample(
+        system="Is it good?", user="yes men are dull .\n- no: way out", answer="yes", options=("yes", "no")
+    )
+    served = dataclasses.replace(known, answer="", options=())
+    for tokenizer in (TOKENIZER, PLAIN):
+        known_prompt, served_prompt = (prompt_tokens(tokenizer, each) for each in (known, served))
+        np.testing.assert_array_equal(known_prompt.spans, served_prompt.spans)
+        np.testing.assert_array_equal(known_prompt.words, served_prompt.words)
+        np.testing.assert_array_equal(known_prompt.forced, served_prompt.forced)
 
 
 def _descriptions(choice):

@@ -12,6 +12,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.elastic.ladder import layer_parameters, sub_config
+from jaxllm.elastic.slo import marks
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import LoraConfig
 from jaxllm.models.decoder import forward_documents
@@ -19,12 +20,13 @@ from jaxllm.models.tlm import forward_both
 from jaxllm.quant import dequantize
 from serving.cli import cli
 from tests.tiny import TINY, tiny_params, write_tiny_folder
-from tests.training.tiny_runs import ENCODER, ONE, QUIET, TLM_RECIPE
+from tests.training.tiny_runs import ONE, QUIET, TLM_RECIPE
 from training import elasticize as module
 from training import elasticize_cli, importance
 from training.elastic_recipe import ElasticRecipe, elastic_recipe_names, load_elastic_recipe
 from training.elasticize import elasticize
 from training.recipe import Source
+from training.tlm_recipe import load_tlm_recipe
 
 TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
@@ -168,11 +170,9 @@ def test_a_tiny_lm_goes_with_the_adapters_that_it_was_trained_beside(model, data
 
 
 def test_what_the_tiny_lm_lacks_is_said_before_the_work(model, data, tmp_path):
-    few = dataclasses.replace(ENCODER, vocab_size=100)
     for change, how, message in (
         ({"compressions": ("none.jsonl",)}, {}, r"cannot read .*none\.jsonl"),
         ({"tasks": ("news",)}, {}, "cannot read .*agnews"),
-        ({"encoder": few}, {}, "the encoder only 100"),
         ({"encoder": None}, {}, "no encoder"),
         ({}, {"encoder": tmp_path / "nowhere"}, "nowhere"),
     ):
@@ -188,7 +188,7 @@ def test_the_command(model, data, tmp_path, monkeypatch):
     monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
     recipe = tmp_path / "tiny.toml"
     recipe.write_text(
-        "steps = 9\nbatch = 2\nrow_tokens = 128\npeak_learning_rate = 1e-2\ncalibration_tokens = 512\n"
+        "steps = 9\nbatch = 1\nrow_tokens = 300\npeak_learning_rate = 1e-2\ncalibration_tokens = 512\n"
         "held_out_share = 0.1\n[[sources]]\ntask = 'sentiment'\n"
     )
     out = tmp_path / "out.jaxllm"
@@ -207,10 +207,50 @@ def test_the_command(model, data, tmp_path, monkeypatch):
         assert bundle.layout.parts["elastic"].facts["order"] == "magnitude"
     recipe_of_run = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
     assert (recipe_of_run["steps"], recipe_of_run["recovery"]) == (3, "none")
+    # The model's window, and as many more rows.
+    assert (recipe_of_run["row_tokens"], recipe_of_run["batch"]) == (128, 2)
     for levels, message in (("30,x", "no list of whole percentages"), ("30", "end with 100")):
         result = CliRunner().invoke(cli, ["elasticize", *plain, "--levels", levels])
         assert result.exit_code != 0
         assert message in result.output + str(result.exception)
+
+
+def test_the_command_takes_texts_instead_of_the_recipes_sources(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
+    text = tmp_path / "mine.txt"
+    text.write_text("\n\n".join(f"The {i} hills and the {i} tales of them." for i in range(60)))
+    out, folder = tmp_path / "out.jaxllm", tmp_path / "run"
+    plain = ["elasticize", str(model), "-o", str(out), "--run", str(folder), "--mesh", "data=1"]
+    plain += ["--text", str(text), "--levels", "50,100", "--steps", "1"]
+    result = CliRunner().invoke(cli, plain)
+    assert "leave it out (--tlm none)" in result.output + str(result.exception)
+    result = CliRunner().invoke(cli, [*plain, "--tlm", "none"])
+    assert result.exit_code == 0, result.output
+    assert json.loads((folder / "recipe.json").read_text())["recipe"]["sources"][0]["text"] == str(text)
+    with Bundle.open(out) as bundle:
+        assert read_ladder(bundle) is not None
+
+
+@pytest.mark.slow
+def test_a_model_of_another_family_becomes_elastic_by_the_packaged_recipes(data_dir, tmp_path):
+    """Of a window and a vocabulary that the packaged family does not have."""
+    recipe = dataclasses.replace(
+        load_elastic_recipe("family"), steps=1, levels=(50, 100), calibration_tokens=2048,
+        sources=(Source(task="ui-step"),),
+    )  # fmt: skip
+    tlm = load_tlm_recipe("small")
+    short = {"steps": 2, "checkpoint_steps": 2}
+    tlm = dataclasses.replace(
+        tlm, score=dataclasses.replace(tlm.score, **short), decide=dataclasses.replace(tlm.decide, **short),
+        tasks=("ui-step",), questions=8, held_out_share=0.3,
+    )  # fmt: skip
+    facts = run(recipe, data_dir / "models" / "stories260K", data_dir, tmp_path, weights="int8", tlm=tlm)
+    assert set(facts["levels"]) == {"50", "100"}
+    with Bundle.open(tmp_path / "out.jaxllm") as bundle:
+        tiny = read_tiny_lm(bundle)
+        assert tiny is not None
+        assert tiny.row_tokens == 256
+        assert tiny.cfg.encoder.vocab_size == 512 + len(marks())
 
 
 def test_a_folder_of_another_run_is_refused(model, data, tmp_path):

@@ -87,8 +87,14 @@ def test_a_bundle_is_trained_on_as_it_is(data, tmp_path):
         FrozenModel.read(bundle, "int4")
     with pytest.raises(CheckpointError):
         FrozenModel.read(tmp_path / "none.jaxllm")
-    with pytest.raises(ConfigError, match="at most the model's window"):
-        run(dataclasses.replace(RECIPE, row_tokens=129), bundle, data, tmp_path / "run")
+
+
+def test_rows_are_no_longer_than_the_models_window(model, data, tmp_path):
+    recipe = dataclasses.replace(RECIPE, steps=1, batch=1, row_tokens=300)
+    assert recipe.within(300) is recipe
+    run(recipe, model, data, tmp_path / "run")
+    fitted = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
+    assert (fitted["row_tokens"], fitted["batch"]) == (128, 2)
 
 
 @pytest.mark.parametrize("name", lora_recipe_names())

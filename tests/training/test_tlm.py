@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,19 @@ import pytest
 import training.tlm
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import elastic_parts
-from jaxllm.bundle.tiny_lm import read_tiny_lm, tiny_lm_parts
+from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm, tiny_lm_parts
 from jaxllm.checkpoints.mobilebert_folder import write_encoder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.elastic.ladder import Ladder
+from jaxllm.elastic.reading import marked
 from jaxllm.elastic.slo import SLOS, marks, marks_of
 from jaxllm.encoder.parameters import init_encoder
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models import tlm
+from jaxllm.tasks.droppable import prompt_tokens
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tokenizer import Tokenizer
+from serving.tiny_lm import TinyPlanner
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
 from tests.training.tiny_runs import ENCODER, HEAD, ONE, QUIET, TLM_RECIPE, syllables, write_data
 from training.keep_labels import Compression, align
@@ -45,10 +50,10 @@ def learn(job, settings, rows, folder):
 def test_the_score_head_learns_which_words_stay(tmp_path):
     settings = dataclasses.replace(HEAD, steps=120, batch=16, checkpoint_steps=120)
     start = Start.of(dataclasses.replace(TLM_RECIPE, score=settings), TOKENIZER)
-    reader = start.reader(TOKENIZER, settings.row_tokens)
+    reader = start.reader(settings.row_tokens)
     texts = syllables(120)
     rows, held_out = (
-        ScoreRows(score_rows([part], reader, ("",), 0), start.mark_ids, settings.batch, 0)
+        ScoreRows(score_rows([part], TOKENIZER, reader, ("",), 0), start.mark_ids, settings.batch, 0)
         for part in (texts[:100], texts[100:])
     )
     params = learn(score_job(start, settings), settings, rows, tmp_path)
@@ -62,23 +67,50 @@ def test_the_score_head_learns_which_words_stay(tmp_path):
 
 def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path):
     settings = dataclasses.replace(HEAD, steps=200, batch=32, row_tokens=8, checkpoint_steps=200)
-    recipe = dataclasses.replace(TLM_RECIPE, decide=settings)
+    recipe = dataclasses.replace(TLM_RECIPE, score=settings, decide=settings)
     start = Start.of(recipe, TOKENIZER)
     draw = np.random.default_rng(0)
-    tokens = draw.integers(0, 200, (40, 8)).astype(np.int32)
+    # Of one row and of several.
+    counts = draw.integers(1, 4, 40)
+    shapes = [(count, 8) for count in counts]
+    read = [(draw.integers(0, 200, each).astype(np.int32), np.ones(each, bool)) for each in shapes]
     ttft, tpot = np.array([marks_of(slo) for slo in TOLD_SLOS]).T
     rule = np.stack([tpot - 9 >= 4, np.clip(ttft // 3, 0, 2)], axis=-1).astype(np.int32)
     labels = np.broadcast_to(rule, (40, *rule.shape))
-    mask = np.ones((40, 8), bool)
-    rows = DecisionRows(tokens, mask, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
-    other = dataclasses.replace(rows, tokens=tokens[::-1], labels=labels[:2], mask=mask[:2])
-    other = dataclasses.replace(other, tokens=other.tokens[:2])
+    rows = DecisionRows(read, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
+    other = dataclasses.replace(rows, rows=read[::-1][:3], labels=labels[:3])
     trained = {name: value for name, value in start.params.items() if not name.startswith("decide.")}
     job = decide_job(start, trained, settings)
     params = learn(job, settings, rows, tmp_path)
     assert params.keys() == start.params.keys() - trained.keys()
     chosen = decisions(start.cfg, {**trained, **params}, other)
     assert (chosen == other.labels).all(-1).mean() > 0.95
+
+
+def test_every_row_of_a_prompt_decides_and_batches_hold_prompts_of_as_many():
+    draw = np.random.default_rng(0)
+    counts = (2, 1, 3, 1, 2)
+    read = [
+        (draw.integers(0, 200, (count, 8)).astype(np.int32), np.ones((count, 8), bool)) for count in counts
+    ]
+    short = dataclasses.replace(HEAD, row_tokens=8)
+    start = Start.of(dataclasses.replace(TLM_RECIPE, score=short, decide=short), TOKENIZER)
+    labels = draw.integers(0, 2, (5, len(SLOS), 2)).astype(np.int32)
+    rows = DecisionRows(read, labels, SLOS, start.mark_ids, 4, 0)
+    drawn = [rows.batch_at(step) for step in range(60)]
+    assert {batch.tokens.shape for batch in drawn} == {(4, count, 8) for count in set(counts)}
+    # One of five questions has three rows.
+    assert sum(batch.tokens.shape[1] == 3 for batch in drawn) / 60 == pytest.approx(1 / 5, abs=0.1)
+    held_out = [batch.choices[batch.weights[:, 0] > 0] for batch in rows.held_out()]
+    np.testing.assert_array_equal(np.concatenate(held_out), labels[rows.order].reshape(-1, 2))
+
+    wide = {name: 4 * value for name, value in start.params.items()}
+    chosen = decisions(start.cfg, wide, rows)
+    for question, (tokens, mask) in enumerate(read):
+        for number, slo in enumerate(SLOS):
+            each = tlm.decide(wide, marked(tokens, slo, start.mark_ids), mask, cfg=start.cfg)
+            by_hand = [int(np.asarray(logits).mean(0).argmax()) for logits in each]
+            assert chosen[question, number].tolist() == by_hand
 
 
 def test_metrics_of_decisions_by_hand():
@@ -110,9 +142,9 @@ def test_what_decisions_are_worth_by_hand():
 
 def test_rows_label_the_texts_words_and_nothing_else():
     start = Start.of(TLM_RECIPE, TOKENIZER)
-    reader = start.reader(TOKENIZER, 24)
+    reader = start.reader(24)
     (text,) = [align(Compression("ab kc d ke kf gh ki", "kc ke kf ki"))]
-    rows = score_rows([[], [text]], reader, ("Hm?",), 0)
+    rows = score_rows([[], [text]], TOKENIZER, reader, ("Hm?",), 0)
     # Longer than a row: in two, each with room for marks.
     assert rows.tokens.shape == (2, 24)
     counted = rows.weights > 0
@@ -130,7 +162,7 @@ def test_rows_label_the_texts_words_and_nothing_else():
 
 def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
     start = Start.of(TLM_RECIPE, TOKENIZER)
-    rows = score_rows([syllables(120)[:30]], start.reader(TOKENIZER, 48), ("",), 0)
+    rows = score_rows([syllables(120)[:30]], TOKENIZER, start.reader(48), ("",), 0)
     count = len(rows.tokens)
     batches = ScoreRows(rows, start.mark_ids, count, 0)
     for step in (0, 1):
@@ -146,8 +178,8 @@ def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
 
 def test_versions_of_a_text_never_share_a_row():
     texts = [align(Compression("ka ba ma", "ka")), align(Compression("ka ba ma", "ka ba"))] * 3
-    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 48)
-    rows = score_rows([texts], reader, (), 0)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(48)
+    rows = score_rows([texts], TOKENIZER, reader, (), 0)
     assert len(rows.tokens) == 6
 
 
@@ -199,6 +231,7 @@ def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, mon
     stored = read_tiny_lm(Bundle.open(path))
     assert stored is not None
     assert (stored.cfg, stored.levels, stored.mark_ids) == (whole.cfg, whole.levels, whole.mark_ids)
+    assert stored.row_tokens == TLM_RECIPE.score.row_tokens
     for name, value in whole.params.items():
         np.testing.assert_array_equal(stored.params[name], value)
 
@@ -252,7 +285,7 @@ def test_a_trained_encoder_is_under_both_heads(tmp_path):
         np.testing.assert_array_equal(start.params[f"{head}.layers.1.widen"], trained["layers.1.widen"])
 
     # It reads prompts by its own tokenizer, and scores the large model's tokens, of a word alike.
-    reader = start.reader(TOKENIZER, 16)
+    reader = start.reader(16)
     assert reader.own is not None
     example = TaskExample(system="Is it?", user="hello the hill of them", answer="yes", options=("yes", "no"))
     question = Question.read(TOKENIZER, example)
@@ -264,18 +297,60 @@ def test_a_trained_encoder_is_under_both_heads(tmp_path):
     assert len(set(scores[~question.prompt.forced].round(6))) == 5
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_training_reads_a_prompt_as_service_does(own):
+    start = Start.of(TLM_RECIPE, TOKENIZER)
+    start = dataclasses.replace(start, own=tiny_tokenizer(chat=False) if own else None)
+    wide = {name: 4 * value for name, value in start.params.items()}
+    example = TaskExample(
+        user="the hill of them and so on " * 6 + "- yes: it is", answer="yes", options=("yes", "no")
+    )
+    question = Question.read(TOKENIZER, example)
+    (scores,) = keep_scores(start.cfg, wide, start.reader(TLM_RECIPE.score.row_tokens), [question])
+    tiny = TinyLm(
+        cfg=start.cfg, params=jax.device_get(wide), levels=TLM_RECIPE.levels,
+        prompt_ratios=TLM_RECIPE.prompt_ratios, mark_ids=start.mark_ids,
+        row_tokens=TLM_RECIPE.score.row_tokens, tokenizer=start.own,
+    )  # fmt: skip
+    message = dataclasses.replace(example, answer="", options=())
+    served = TinyPlanner(tiny, TLM_RECIPE.levels).scores(prompt_tokens(TOKENIZER, message))
+    assert len(scores) > tiny.row_tokens
+    np.testing.assert_allclose(served, scores, atol=1e-4)
+
+
 def test_a_text_that_also_stands_in_a_marker():
-    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 48)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(48)
     for text in ("t", "a", "user"):
-        rows = score_rows([[align(Compression(text, text))]], reader, (f"{text} is", ""), 0)
+        rows = score_rows([[align(Compression(text, text))]], TOKENIZER, reader, (f"{text} is", ""), 0)
         assert TOKENIZER.decode(rows.tokens[rows.weights > 0].tolist()) == text
+
+
+@pytest.mark.parametrize("vocab_size", [5000, 151_936])
+def test_the_encoder_has_a_row_for_every_token_of_the_model(vocab_size):
+    """However many the recipe's own family has; behind them stand the marks that no tokenizer reserves."""
+    tokenizer = types.SimpleNamespace(vocab_size=vocab_size, encode=lambda text, **_: [0, 1])
+    start = Start.of(load_tlm_recipe("small"), tokenizer)  # pyright: ignore[reportArgumentType]
+    assert start.cfg.encoder.vocab_size == vocab_size + len(marks())
+    assert start.params["embed.tokens"].shape[0] == vocab_size + len(marks())
+    assert start.mark_ids[0] == vocab_size
+
+
+def test_a_trained_encoders_vocabulary_must_hold_its_tokenizers(tmp_path):
+    few = dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1, norm="no_norm")
+    few = dataclasses.replace(few, bottleneck_size=8, share_bottleneck=True)
+    write_encoder(tmp_path, few, init_encoder(few, jax.random.key(3)))
+    write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
+    with pytest.raises(ConfigError, match=f"the encoder only {VOCAB_SIZE - 1}"):
+        Start.of(TLM_RECIPE, TOKENIZER, tmp_path)
+
+
+LONG = dataclasses.replace(HEAD, row_tokens=49)
 
 
 def test_starts_that_are_refused():
     for change, message in (
         ({"encoder": None}, "no encoder"),
-        ({"encoder": dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1)}, "the encoder only"),
-        ({"score": dataclasses.replace(HEAD, row_tokens=49)}, r"row_tokens \(49\)"),
+        ({"score": LONG, "decide": LONG}, r"row_tokens \(49\)"),
     ):
         with pytest.raises(ConfigError, match=message):
             Start.of(dataclasses.replace(TLM_RECIPE, **change), TOKENIZER)
@@ -290,6 +365,9 @@ def test_packaged_recipes_load_and_read_back(name):
     assert TlmRecipe.from_json(recipe.to_json()) == recipe
 
 
+RECIPE = load_tlm_recipe("small").to_json()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -298,6 +376,7 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"compressions": []}, "compressions must be"),
         ({"score": 3}, "score must be a table"),
         ({"decide": {"steps": 3}}, "lacks batch"),
+        ({"decide": {**RECIPE["decide"], "row_tokens": 128}}, "both heads read the same rows"),
         ({"encoder": {"layers": 3}}, "malformed encoder"),
         ({"speed": 3}, "unknown recipe key speed"),
         ({"levels": 3}, r"levels must be ascending numbers in \(0, 100\], got 3"),
@@ -306,4 +385,4 @@ def test_packaged_recipes_load_and_read_back(name):
 )
 def test_a_malformed_recipe_names_the_key(change, message):
     with pytest.raises(ConfigError, match=message):
-        TlmRecipe.from_json({**load_tlm_recipe("small").to_json(), **change})
+        TlmRecipe.from_json({**RECIPE, **change})

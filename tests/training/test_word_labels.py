@@ -76,7 +76,7 @@ def test_words_are_labelled_by_what_they_say_beside_the_most():
     says = dict(zip(sorted(set(free.tolist())), (0.2, 0.8, -0.5, 0.4), strict=True))
     # What must stay says most, and is no word to choose.
     support = np.array([says.get(word, 5.0) for word in words.tolist()])
-    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 64)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(64)
     rows = question_score_rows([asked], [support], reader, source=3, weight=2.0)
     counted = rows.weights > 0
     assert (rows.sources == 3).all()
@@ -91,7 +91,7 @@ def test_words_are_labelled_by_what_they_say_beside_the_most():
 
 
 def test_questions_that_teach_nothing_are_refused():
-    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(TOKENIZER, 64)
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(64)
     alone = question("well")
     with pytest.raises(ConfigError, match="no question has words to choose from"):
         question_score_rows([alone], [np.ones(len(alone.prompt.ids))], reader, source=0)
