@@ -113,20 +113,29 @@ class _Care:
     energy: float
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class _Asked:
-    """One request: see `Planner.plan`.
+    """What is asked of an answer's time: see `Planner.plan`.
 
     Attributes:
       whole: what the whole model would take.
+    """
+
+    objective: Objective
+    answer_tokens: int
+    whole: Cost
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Request(_Asked):
+    """One request: see `Planner.plan`.
+
+    Attributes:
       began: when planning did.
     """
 
     prompt: PromptTokens
-    objective: Objective
-    answer_tokens: int
     reading_ms: float
-    whole: Cost
     began: float
 
     def spent_ms(self) -> float:
@@ -188,7 +197,7 @@ class Planner:
         began = time.perf_counter()
         answers = max(1, answer_tokens)
         whole = whole_cost(self._profile, len(prompt.ids), answers, reading_ms=reading_ms)
-        asked = _Asked(prompt, objective, answers, reading_ms, whole, began)
+        asked = _Request(objective, answers, whole, prompt, reading_ms, began)
         cares = self._cares()
         # A device that stalls now and then leaves no choice that is sure: better one that mostly is in time
         # than the nearest to that.
@@ -199,6 +208,34 @@ class Planner:
         assert plan is not None
         return plan if len(cares) == 1 else dataclasses.replace(plan, confident=False)
 
+    def lengths_missed(self, objective: Objective, *, answer_tokens: int) -> tuple[int, ...]:
+        """The prompt lengths that were profiled at which no choice is in time, even of a prompt all of whose
+        words may go, and without what a request takes besides: rendering, encoding and planning.
+
+        Args:
+          objective: what the answer's time must be.
+          answer_tokens: how long the answer may get.
+
+        Raises:
+          ConfigError: the objective is about energy and the profile has none.
+        """
+        return tuple(
+            tokens
+            for tokens in self._profile.tokens
+            if self._least_overrun(objective, tokens, answer_tokens) > 1
+        )
+
+    def _least_overrun(self, objective: Objective, tokens: int, answer_tokens: int) -> float:
+        """What share of its time the choice that comes nearest takes, of a prompt of so many tokens."""
+        answers = max(1, answer_tokens)
+        asked = _Asked(objective, answers, whole_cost(self._profile, tokens, answers))
+        care = self._cares()[-1]
+        tables = [self._table(asked, care, [tokens], 0.0)]
+        if self._proposer is not None:
+            planning_ms = self._proposer.planning_ms(tokens)
+            tables.append(self._table(asked, care, self._counts(tokens), planning_ms))
+        return float(min(table.min() for table in tables))
+
     def _cares(self) -> list[_Care]:
         """What to plan for, the most careful first."""
         base = 1 / self._margin
@@ -208,7 +245,7 @@ class Planner:
         learned = _Care(self.slack.ttft, self.slack.tpot, base)
         return [learned] if learned.ttft <= base and learned.tpot <= base else [learned, least]
 
-    def _plan(self, asked: _Asked, care: _Care, *, last: bool = True, strict: bool = False) -> Plan | None:
+    def _plan(self, asked: _Request, care: _Care, *, last: bool = True, strict: bool = False) -> Plan | None:
         """A plan; None where no choice is in time and this is not the last try."""
         prompt, whole, tokens = asked.prompt, asked.whole, len(asked.prompt.ids)
         table_of = functools.partial(self._table, asked, care)

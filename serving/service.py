@@ -10,6 +10,7 @@ The service plans, the engine answers. One call runs at a time.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -19,7 +20,7 @@ import numpy as np
 
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE
-from jaxllm.elastic.slo import Slo
+from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
@@ -43,11 +44,13 @@ from serving.profile import (
 )
 from serving.profiling import measure
 from serving.progress import Progress
+from serving.reach import described, unmet
 from serving.slack import CONFIDENCE, Slack
 from serving.speculative.options import SpeculationOptions
 from serving.tiny_lm import TinyPlanner
 
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +201,25 @@ class LLMService:
             profile = measure(engine, progress=progress).beside(profile)
             save_profile(profile, path)
         choose_prefill(engine, profile)
-        if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
-            proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
         kept = None if contexts is None else Contexts(engine, contexts)
-        planner = Planner(profile, engine.table.levels, proposer, slack=slack)
-        return cls(engine, profile, planner, kept)
+        service = cls(engine, profile, planner_of(engine, profile, proposer, slack=slack), kept)
+        if missed := described(service.unmet(), profile.tokens):
+            _log.info("objectives that no choice meets on this device: %s", missed)
+        return service
+
+    def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
+        """The objectives that this device cannot meet at some prompt lengths, whatever the service chose,
+        with those of the profile's lengths at which it cannot.
+
+        Args:
+          objectives: those to look at, or ratios as text; by default ELMS's six and those of bound apps.
+
+        Raises:
+          ConfigError: an objective is about energy and the profile has none.
+        """
+        asked = [Slo.parse(each) if isinstance(each, str) else each for each in objectives]
+        bound = [each.objective for each in self._apps.values()]
+        return unmet(self.planner, asked or dict.fromkeys([*SLOS, *bound]))
 
     def close(self) -> None:
         """Lets another process have the contexts, and ends the reading of weights."""
@@ -250,9 +267,18 @@ class LLMService:
         return self.contexts
 
     def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:
-        """Says what an app asks of the calls that it makes without an objective of their own."""
+        """Says what an app asks of the calls that it makes without an objective of their own.
+
+        Where this device cannot meet that at some prompt lengths (see `unmet`), a warning is logged.
+
+        Raises:
+          ConfigError: the app has no name, or the objective is about energy and the profile has none.
+        """
         if not isinstance(app, str) or not app:
             raise ConfigError(f"an app needs a name, got {app!r:.80}")
+        missed = described(unmet(self.planner, [objective]), self.profile.tokens)
+        if missed:
+            _log.warning("the app %s asks for what no choice meets on this device: %s", app, missed)
         self._apps[app] = Binding(objective, strict)
 
     def call(
@@ -336,3 +362,12 @@ class LLMService:
         plan = dataclasses.replace(plan, prefill=self.engine.prefill_mode(len(ids), plan.level))
         generation = self.engine.stream(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
         return Answer(plan, objective, generation, self.profile, reading_ms, self.planner.slack)
+
+
+def planner_of(
+    engine: Engine, profile: DeviceProfile, proposer: Proposer | None = None, *, slack: Slack | None = None
+) -> Planner:
+    """Plans for the levels that an engine serves, with its bundle's tiny LM if there is no other proposer."""
+    if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
+        proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
+    return Planner(profile, engine.table.levels, proposer, slack=slack)

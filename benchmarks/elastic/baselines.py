@@ -17,7 +17,7 @@ from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import layer_parameters
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, parameter_count
 from serving.buckets import BucketTable
 from serving.engine import Engine
 from serving.models import levels_of, open_model
@@ -26,6 +26,7 @@ from serving.progress import Progress
 
 _READ_BYTES = 1 << 22
 SWAP, PRUNED, LAYERS = "PFS-swap", "LLM-Pruner", "LE (no recovery)"
+SHORTENED = "LG2+CS (no sparsity)"
 # The same models as `SWAP`, all of them in memory.
 RESIDENT = "PFS"
 
@@ -85,6 +86,18 @@ def widths(engine: Engine, sizes: Sequence[Size]) -> str:
     theirs = sorted({each.engine.bundle.layout.weights for each in sizes})
     ours = engine.bundle.layout.weights
     return f"{', '.join(theirs)} weights" + ("" if theirs == [ours] else f", ours {ours}")
+
+
+def sizes_beside(engine: Engine, sizes: Sequence[Size]) -> str:
+    """How many models a baseline has, and their parameters and files beside ours, as notes have it."""
+    theirs = [each.engine for each in sizes]
+    parameters = sum(parameter_count(each.cfg) for each in theirs) / parameter_count(engine.cfg.whole)
+    files = sum(map(_file_bytes, theirs)) / _file_bytes(engine)
+    return f"{len(sizes)} models of {parameters:.2f} times our parameters, {files:.2f} times our file"
+
+
+def _file_bytes(engine: Engine) -> int:
+    return engine.bundle.path.stat().st_size
 
 
 def plain_models(paths: Sequence[Path], *, weights: WeightFormat, options: EngineOptions) -> list[Size]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from benchmarks.elastic.baselines import SHORTENED
 from benchmarks.elastic.systems import (
     OURS,
     Choices,
@@ -127,5 +128,5 @@ def ablations(
         f"{OURS}-oracle": asked.run(free, best(free.right[np.asarray(asked.places)])),
         f"{OURS}-model-only": asked.run(models),
         f"{OURS}-prompt-only": asked.run(prompts),
-        "LG2+CS": asked.run(scored, ignore_tpot=True),
+        SHORTENED: asked.run(scored, ignore_tpot=True),
     }

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.elastic.rows import ALL, METRICS
+from benchmarks.elastic.rows import ALL, LIMITED, METRICS
 from benchmarks.report import Row, check_plot
 
+_SHORT = {ALL: "all", LIMITED: "limited"}
 _LEVEL = re.compile(r"level (\d+)(?:, prompt (\d+))?$")
 
 
@@ -45,7 +46,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         for place, system in enumerate(systems):
             at = [x + (place + 0.5) * width - 0.45 for x in range(len(cases))]
             axes.bar(at, [trace[case, system] for case in cases], width, label=system)
-        axes.set_xticks(range(len(cases)), [case if case != ALL else "all" for case in cases])
+        axes.set_xticks(range(len(cases)), [_SHORT.get(case, case) for case in cases])
         axes.set_ylabel(label)
         axes.legend(fontsize="small", ncols=2)
         saved(f"trace_{metric}", figure)

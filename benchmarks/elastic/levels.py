@@ -1,13 +1,11 @@
-"""What levels cost: time to the first token and per token, memory, and changing from one to another."""
+"""What levels cost: time to the first token and per token, memory, and what a copy of one takes."""
 
-import functools
 import json
 import math
 import statistics
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,9 @@ from serving.engine import Engine
 from serving.generation import GenerationConfig
 from serving.options import EngineOptions
 from serving.profile import DeviceProfile
-from serving.progress import Progress
 
-# Prompt of the runs that change levels.
+# Prompt of the process whose memory is measured.
 _PROMPT_TOKENS = 64
-# Times that a level's table is taken, of which the median counts.
-_TAKEN = 100
 
 
 def time_rows(profile: DeviceProfile) -> list[Row]:
@@ -53,50 +48,6 @@ def time_rows(profile: DeviceProfile) -> list[Row]:
                         ratio=of_whole / value,
                     )
                 )
-    return rows
-
-
-def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None) -> list[Row]:
-    """What changing the level costs ours, and a system that moves the level's weights.
-
-    Of both it is the change itself: ours takes the level's table, the other copies. The note adds how much
-    longer ours takes to the first token of a request that changes the level than of the same one behind it
-    that stays, the median over rounds: caches and noise.
-    """
-    levels = engine.table.levels
-    config = GenerationConfig(max_tokens=1)
-    draw = np.random.default_rng(0)
-    stay: dict[int, list[float]] = {level: [] for level in levels}
-    change: dict[int, list[float]] = {level: [] for level in levels}
-    for done in range(rounds):
-        prompt = draw.integers(0, engine.cfg.vocab_size, _PROMPT_TOKENS).tolist()
-        # Twice each level in a row: the first run changes it, the second stays.
-        for level in draw.permutation(levels).tolist():
-            for times in (change, stay):
-                times[level].append(engine.stream(prompt, config, level=level).result().timings.ttft_ms)
-        if progress is not None:
-            progress("switch", done + 1, rounds)
-    rows = []
-    for level in levels:
-        moved_ms, moved_bytes = move(engine, level)
-        taken_s = timeit.repeat(functools.partial(engine.at, level), number=1, repeat=_TAKEN)
-        ours_ms, ttft_ms = 1000 * statistics.median(taken_s), statistics.median(stay[level])
-        longer_ms = statistics.median(np.subtract(change[level], stay[level]).tolist())
-        case = f"to level {level}"
-        note = (
-            f"{own_bytes(engine, level)} bytes of weights moved, {ours_ms / ttft_ms:.3%} of a TTFT; the "
-            f"first answer behind it takes {longer_ms / ttft_ms:+.1%}"
-        )
-        rows += [
-            Row(
-                case=case, system=OURS, metric="switch_ms", value=ours_ms, unit="ms", baseline="LLM-Pruner",
-                note=note,
-            ),
-            Row(
-                case=case, system="LLM-Pruner", metric="switch_ms", value=moved_ms, unit="ms",
-                note=f"{moved_bytes} bytes of weights moved",
-            ),
-        ]  # fmt: skip
     return rows
 
 

@@ -1,6 +1,6 @@
 """The rows of the trace: how right and how much in time every system is, and what the service really took."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -8,12 +8,22 @@ from benchmarks.elastic.decisions import Asked
 from benchmarks.elastic.resampling import lead, said
 from benchmarks.elastic.systems import OURS, Choices
 from benchmarks.report import Row, compared
+from jaxllm.elastic.slo import Slo
 from serving.slack import CONFIDENCE
 from serving.trace import Outcome, totals
 
 ALL = "all six"
+# Without <100,100>, which every answer meets.
+LIMITED = "the five with a limit"
 # Of right answers alone, and of those that were in time, too.
 METRICS = ("accuracy", "right_and_held")
+
+
+def cases(slos: Iterable[Slo]) -> list[str]:
+    """What requests of these objectives are told by: each objective, those with a limit, and all."""
+    known = list(dict.fromkeys(slos))
+    limited = [LIMITED] if any(slo.ttft < 1 or slo.tpot < 1 for slo in known) else []
+    return [*map(str, known), *limited, ALL]
 
 
 def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str, str]) -> list[Row]:
@@ -24,10 +34,10 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
       asked: the trace.
       remarks: by system, how it ran.
     """
-    names = [str(request.slo) for request in asked.trace]
+    slos = [request.slo for request in asked.trace]
     rows = []
-    for case in (*dict.fromkeys(names), ALL):
-        chosen = np.array([case in (name, ALL) for name in names])
+    for case in cases(slos):
+        chosen = np.array([case in cases([slo]) for slo in slos])
         questions = np.asarray(asked.places)[chosen]
         held = {
             system: f"in time by the tables {each.held[chosen].mean():.1%}" for system, each in found.items()
@@ -59,11 +69,10 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
       met: whether each one's objective was met, as the device was then.
       answers: whether the model that was asked knows any; else times alone are told.
     """
-    groups: dict[str, list[tuple[Outcome, bool]]] = {ALL: list(zip(outcomes, met, strict=True))}
-    for pair in groups[ALL]:
-        groups.setdefault(str(pair[0].request.slo), []).append(pair)
+    both = list(zip(outcomes, met, strict=True))
     rows = []
-    for slo, pairs in groups.items():
+    for slo in cases([outcome.request.slo for outcome in outcomes]):
+        pairs = [pair for pair in both if slo in cases([pair[0].request.slo])]
         each = totals([outcome for outcome, _ in pairs])
         held = np.array([kept for _, kept in pairs])
         # Where nothing is in time, what comes nearest was answered.

@@ -11,16 +11,19 @@ from benchmarks.elastic.baselines import (
     LAYERS,
     PRUNED,
     RESIDENT,
+    SHORTENED,
     SWAP,
     Size,
     open_baselines,
     open_elastic,
+    sizes_beside,
     widths,
 )
 from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
 from benchmarks.elastic.larger import as_large, check_same_levels
 from benchmarks.elastic.replaying import replay_beside_whole
 from benchmarks.elastic.rows import level_rows, planning_rows, replay_rows, trace_rows
+from benchmarks.elastic.switching import switch_rows
 from benchmarks.elastic.systems import OURS
 from benchmarks.elastic.tables import our_variants, right_answers, size_variants
 from benchmarks.report import Row
@@ -49,7 +52,7 @@ class Plan:
 
     Attributes:
       repeats: of each timing.
-      rounds: of changing levels.
+      rounds: pairs of requests that change to each level and that stay.
       requests: of the trace.
       questions: of each task, that the trace draws from.
       replayed: requests that are really answered, to see which objectives are met.
@@ -57,7 +60,7 @@ class Plan:
     """
 
     repeats: int = 5
-    rounds: int = 15
+    rounds: int = 25
     requests: int = 1200
     questions: int = 40
     replayed: int = 150
@@ -182,7 +185,7 @@ def _cost_rows(
     """What levels cost, and changing them."""
     return [
         *level_bench.time_rows(profile),
-        *level_bench.switch_rows(engine, rounds=plan.rounds, progress=progress),
+        *switch_rows(engine, rounds=plan.rounds, progress=progress),
         *level_bench.memory_rows(subject.times or subject.model, engine.options.levels),
     ]
 
@@ -191,12 +194,12 @@ def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
     """How baselines ran that differ from ours in more than their decisions."""
     remarks = {
         LAYERS: "the layers that remain as they are, no recovery training",
-        "LG2+CS": "times per token taken as met",
+        SHORTENED: "no contextual sparsity, times per token taken as met",
         PRUNED: widths(engine, others[PRUNED]),
     }
     if SWAP in others:
         changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in others[SWAP])
-        remarks[RESIDENT] = widths(engine, others[SWAP])
+        remarks[RESIDENT] = f"{sizes_beside(engine, others[SWAP])}, {widths(engine, others[SWAP])}"
         remarks[SWAP] = f"{remarks[RESIDENT]}; a change taken to be reading the file alone, ms: {changes}"
     return remarks
 

@@ -31,6 +31,8 @@ from serving.profile import (
     save_profile,
 )
 from serving.profiling import REPEATS, measure
+from serving.reach import described, unmet
+from serving.service import planner_of
 
 
 @click.command("profile")
@@ -75,10 +77,20 @@ def profile_command(
     path = profile_path(engine.bundle, engine.options)
     profile = dataclasses.replace(profile, energy=costs).beside(load_profile(path))
     save_profile(profile, path)
+    missed = unmet(planner_of(engine, profile)) if levels else {}
     if as_json:
-        print_json({"model": engine.bundle.layout.name, "profile": str(path), **profile.to_json()})
+        print_json(
+            {
+                "model": engine.bundle.layout.name,
+                "profile": str(path),
+                "unmet": {str(each): lengths for each, lengths in missed.items()},
+                **profile.to_json(),
+            }
+        )
         return
     _show(profile)
+    if missed:
+        click.echo(f"no choice meets here: {described(missed, profile.tokens)}")
     click.echo(f"kept in {path}")
 
 

@@ -6,13 +6,14 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks.elastic import tables
+from benchmarks.elastic import switching, tables
 from benchmarks.elastic.baselines import Size
 from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
 from benchmarks.elastic.larger import of_shares
 from benchmarks.elastic.replaying import replay_beside_whole
 from benchmarks.elastic.resampling import interval, lead
-from benchmarks.elastic.rows import planning_rows, replay_rows, trace_rows
+from benchmarks.elastic.rows import cases, planning_rows, replay_rows, trace_rows
+from benchmarks.elastic.switching import Added, added_by_level
 from benchmarks.elastic.systems import OURS, Choices, Variants, at_random, best, largest, run_trace
 from benchmarks.elastic.tables import size_variants, ways
 from benchmarks.report import Row
@@ -207,7 +208,7 @@ def test_a_proposer_that_knows_no_whole_prompts():
     assert others["jaxllm-model-only"].held.tolist() == [True, False]
     # The whole model is too slow per token with any prompt.
     assert others["jaxllm-prompt-only"].held.tolist() == [True, False]
-    assert others["LG2+CS"].held.all()
+    assert others["LG2+CS (no sparsity)"].held.all()
 
 
 def test_planning_is_the_pass_and_what_else_there_is_to_do():
@@ -333,6 +334,56 @@ def test_objectives_are_those_of_the_device_as_it_is():
     assert "96.7% had one that is so in 99% of cases" in rows["replay all six", "slo_met"].note
     assert {metric for _, metric in rows} == {"slo_met", "right_and_held"}
     assert {row.metric for row in replay_rows(outcomes, met, answers=False)} == {"slo_met"}
+
+
+def test_what_changing_a_level_adds_is_timed_in_pairs():
+    """Of an engine that takes 3 ms longer for a level that it did not use last."""
+
+    class Changing:
+        table, cfg = types.SimpleNamespace(levels=(20, 100)), types.SimpleNamespace(vocab_size=9)
+
+        def __init__(self):
+            self.last, self.asked = 0, 0
+
+        def stream(self, prompt, config, *, level):
+            ttft_ms = level + 3.0 * (level != self.last) + 0.01 * (self.asked % 3)
+            self.last, self.asked = level, self.asked + 1
+            timings = types.SimpleNamespace(ttft_ms=ttft_ms)
+            return types.SimpleNamespace(result=lambda: types.SimpleNamespace(timings=timings))
+
+    engine = Changing()
+    added = added_by_level(engine, rounds=9)
+    assert engine.asked == 9 * 2 * 4
+    for level, each in added.items():
+        assert each.median_ms == pytest.approx(3, abs=0.03)
+        assert each.low_ms <= each.median_ms <= each.high_ms
+        assert each.ttft_ms == pytest.approx(level, abs=0.03)
+
+
+def test_what_cannot_be_told_from_nothing_has_no_ratio(monkeypatch):
+    monkeypatch.setattr(switching, "move", lambda engine, level: (6.0, 10))
+    monkeypatch.setattr(switching, "own_bytes", lambda engine, level: 0)
+    draw = np.random.default_rng(0)
+    sure, unsure = Added.of(np.full(9, 3.0), np.zeros(9) + 1), Added.of(draw.normal(size=9), np.zeros(9) + 1)
+    monkeypatch.setattr(switching, "added_by_level", lambda *_, **__: {50: sure, 100: unsure})
+    rows = {(row.case, row.system): row for row in switching.switch_rows(None, rounds=9)}
+    assert (rows["to level 50", "jaxllm"].value, rows["to level 50", "jaxllm"].ratio) == (2.0, 3.0)
+    assert rows["to level 100", "jaxllm"].ratio is None
+    assert rows["to level 50", "LLM-Pruner"].value == 6.0
+
+
+def test_all_of_the_time_is_no_limit_and_told_apart():
+    slos = (Slo(ttft=1, tpot=1), Slo(ttft=0.5, tpot=0.5), Slo(ttft=1, tpot=0.6))
+    assert cases(slos) == ["<100,100>", "<50,50>", "<100,60>", "the five with a limit", "all six"]
+    assert cases(slos[:1]) == ["<100,100>", "all six"]
+    trace = [request_of(slo) for slo in slos]
+    asked = Asked(trace=trace, questions=[], places=[0, 1, 2], whole_ms=WHOLE)
+    ours = Choices(np.arange(3), np.array([True, False, True]), np.array([True, True, False]))
+    rows = {(row.case, row.metric): row for row in trace_rows({OURS: ours}, asked, {})}
+    assert rows["trace all six", "right_and_held"].value == pytest.approx(1 / 3)
+    assert rows["trace the five with a limit", "right_and_held"].value == 0
+    assert rows["trace the five with a limit", "accuracy"].value == 0.5
+    assert "in time by the tables 50.0%" in rows["trace the five with a limit", "accuracy"].note
 
 
 def test_figures(tmp_path):

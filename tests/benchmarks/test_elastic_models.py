@@ -17,7 +17,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import elastic_parts, read_ladder, read_recovery
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter
-from jaxllm.models.parameters import param_specs
+from jaxllm.models.parameters import param_specs, parameter_count
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.shortened import Question
@@ -144,7 +144,7 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     systems = {row["system"] for row in rows if row["metric"] == "accuracy"}
     assert systems == {
         "jaxllm", "jaxllm-lightest", "jaxllm-random", "jaxllm-oracle", "jaxllm-model-only",
-        "jaxllm-prompt-only", "LG2+CS", "PFS", "PFS-swap", "LLM-Pruner", "LE (no recovery)",
+        "jaxllm-prompt-only", "LG2+CS (no sparsity)", "PFS", "PFS-swap", "LLM-Pruner", "LE (no recovery)",
     }  # fmt: skip
     accuracy = {
         row["system"]: row["value"]
@@ -156,6 +156,9 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     assert both == systems
     notes = {row["system"]: row["note"] for row in rows if row["case"] == "trace all six"}
     assert "no recovery training" in notes["LE (no recovery)"]
+    # One model of less than ours, by its own parameters.
+    share = parameter_count(Bundle.open(plain).cfg) / parameter_count(TINY)
+    assert f"1 models of {share:.2f} times our parameters" in notes["PFS"]
     assert all("paired 95 %" in note for system, note in notes.items() if system != "jaxllm")
     replayed = [row["note"] for row in rows if row["metric"] == "slo_met"]
     assert not all("0 of them failed" in note for note in replayed)

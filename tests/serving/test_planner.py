@@ -211,3 +211,20 @@ def test_what_cannot_be_met_is_come_near_or_refused():
 def test_energy_without_a_meter():
     with pytest.raises(ConfigError, match="has no energy"):
         planner().plan(word_prompt(), EnergyBudget(joules=1.0), answer_tokens=8)
+
+
+def test_the_lengths_at_which_nothing_meets_an_objective():
+    # Of a prompt of one token a quarter of the model takes all that is in time of <25,25>.
+    assert planner().lengths_missed(Slo(ttft=0.25, tpot=0.25), answer_tokens=8) == ()
+    assert planner().lengths_missed(Slo(ttft=0.2, tpot=0.9), answer_tokens=8) == (1, 1000)
+    assert planner().lengths_missed(Slo(ttft=0.9, tpot=0.2), answer_tokens=8) == (1, 1000)
+    # An answer of one token has no further ones.
+    assert planner().lengths_missed(Slo(ttft=0.9, tpot=0.2), answer_tokens=1) == ()
+    # Shortening helps long prompts, but the tiny LM takes its time.
+    asked = Slo(ttft=0.2, tpot=0.9)
+    assert planner(Fixed(25, 0.25)).lengths_missed(asked, answer_tokens=8) == (1,)
+    assert planner(Fixed(25, 0.25, planning_ms=200.0)).lengths_missed(asked, answer_tokens=8) == (1, 1000)
+    assert planner().lengths_missed(Latency(ttft_ms=100, tpot_ms=9), answer_tokens=8) == (1000,)
+    assert planner(margin=0.9).lengths_missed(Slo(ttft=0.25, tpot=0.25), answer_tokens=8) == (1, 1000)
+    with pytest.raises(ConfigError, match="no energy"):
+        planner().lengths_missed(EnergyBudget(joules=1), answer_tokens=8)

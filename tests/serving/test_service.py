@@ -7,7 +7,7 @@ import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.elastic.slo import Slo
+from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMissed
 from jaxllm.tasks.example import TaskExample
 from serving import profile as profiles
@@ -223,3 +223,30 @@ def test_apps_own_contexts_that_outlive_the_service(path, service, tmp_path):
     assert [each.name for each in kept.contexts_of("mail")] == [pinned.name]
     assert kept.contexts_of("mail")[0].record.pinned
     kept.close()
+
+
+def test_a_service_says_which_objectives_its_device_cannot_meet(service, caplog):
+    mine = with_times(service)
+    # Half of the model takes half of the time, and half of the prompt half of that.
+    tight, loose = Slo(ttft=0.2, tpot=0.6), Slo(ttft=0.6, tpot=0.6)
+    assert mine.unmet("<20,60>", loose) == {tight: (16, 128)}
+    assert SLOS[5] in mine.unmet()
+    assert SLOS[0] not in mine.unmet()
+    mine.bind("game", loose)
+    assert caplog.text == ""
+    mine.bind("mail", tight)
+    assert (
+        "mail asks for what no choice meets on this device: <20,60> for prompts of any length" in caplog.text
+    )
+    # What apps ask for is looked at, too.
+    own = Slo(ttft=0.01, tpot=0.9)
+    mine.bind("shell", own)
+    assert own in mine.unmet()
+
+
+def test_opening_logs_what_cannot_be_met(service, path, caplog, monkeypatch):
+    told = {SLOS[4]: service.profile.tokens}
+    monkeypatch.setattr("serving.service.unmet", lambda planner, objectives: told)
+    with caplog.at_level("INFO", logger="serving.service"):
+        LLMService.open(path, options=OPTIONS)
+    assert "no choice meets on this device: <20,60> for prompts of any length" in caplog.text

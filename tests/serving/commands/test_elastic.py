@@ -52,10 +52,12 @@ def test_profile(run: Run, elastic: Path, tmp_path: Path) -> None:
     facts = answer(run("profile", elastic, "--repeats", 1, "--json"))
     assert facts["levels"] == [50, 100]
     assert Path(facts["profile"]).exists()
+    assert "<20,50>" in facts["unmet"]
     energy = tmp_path / "energy.json"
     energy.write_text(json.dumps({"prefill_joules": [1, 2], "decode_joules": [3, 4]}))
     shown = succeeded(run("profile", elastic, "--repeats", 1, "--energy", energy))
     assert "50 %" in shown
+    assert "no choice meets here: " in shown
     assert json.loads(Path(facts["profile"]).read_text())["energy"]["decode_joules"] == [3, 4]
     energy.write_text("[]")
     failed(run("profile", elastic, "--repeats", 1, "--energy", energy), "prefill_joules")
