@@ -203,9 +203,19 @@ class LLMService:
         choose_prefill(engine, profile)
         kept = None if contexts is None else Contexts(engine, contexts)
         service = cls(engine, profile, planner_of(engine, profile, proposer, slack=slack), kept)
+        service._rehearse()
         if missed := described(service.unmet(), profile.tokens):
             _log.info("objectives that no choice meets on this device: %s", missed)
         return service
+
+    def _rehearse(self) -> None:
+        """Goes once through what a call does, so that the first one does not wait for what the template, the
+        tokenizer and the graphs set up when they are first used; nothing is learned from it."""
+        prompt = self.read("Is this the first call, or was there one before it?", "Answer in a word.")
+        self.planner.plan(prompt, ANYTHING, answer_tokens=1)
+        config = GenerationConfig(max_tokens=2)
+        for level in {self.engine.table.levels[0], WHOLE}:
+            self.engine.stream(prompt.ids.tolist(), config, level=level).result()
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
         """The objectives that this device cannot meet at some prompt lengths, whatever the service chose,

@@ -235,14 +235,14 @@ def test_the_command_takes_texts_instead_of_the_recipes_sources(model, tmp_path,
 def test_a_model_of_another_family_becomes_elastic_by_the_packaged_recipes(data_dir, tmp_path):
     """Of a window and a vocabulary that the packaged family does not have."""
     recipe = dataclasses.replace(
-        load_elastic_recipe("family"), steps=1, levels=(50, 100), calibration_tokens=2048,
+        load_elastic_recipe("family"), recovery="none", levels=(50, 100), calibration_tokens=2048,
         sources=(Source(task="ui-step"),),
     )  # fmt: skip
     tlm = load_tlm_recipe("small")
     short = {"steps": 2, "checkpoint_steps": 2}
     tlm = dataclasses.replace(
         tlm, score=dataclasses.replace(tlm.score, **short), decide=dataclasses.replace(tlm.decide, **short),
-        tasks=("ui-step",), questions=8, held_out_share=0.3,
+        compressions=("tasks/compression/google.jsonl",), tasks=("ui-step",), questions=8, held_out_share=0.3,
     )  # fmt: skip
     facts = run(recipe, data_dir / "models" / "stories260K", data_dir, tmp_path, weights="int8", tlm=tlm)
     assert set(facts["levels"]) == {"50", "100"}
