@@ -8,10 +8,15 @@ from typing import Protocol
 import tokenizers
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
+from jaxllm.marked_text import MarkedText
+from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.prompts import encode_prompt, end_of_turn_id, prompt_text
 from jaxllm.tokenizer import Tokenizer
 from training.documents import Document, Special
 from training.tokenizer import token_id
+
+# Changes with the ids that the same files give.
+_MODEL_ENCODING = "special tokens' names are text"
 
 
 class Encoder(Protocol):
@@ -69,7 +74,8 @@ class PieceEncoder:
 
 
 class ModelEncoder:
-    """Encodes as a served model would read it: questions through its own chat template.
+    """Encodes as a served model would read it: questions through its own chat template, and a special token's
+    name inside a text as text.
 
     Raises:
       ConfigError: the model has no token that ends a text.
@@ -84,8 +90,9 @@ class ModelEncoder:
 
     @property
     def identity(self) -> str:
-        """A digest of the tokenizer's files."""
-        return hashlib.sha256(json.dumps(self._tokenizer.files.to_json()).encode()).hexdigest()
+        """A digest of the tokenizer's files, and of how they are used."""
+        told = [_MODEL_ENCODING, self._tokenizer.files.to_json()]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
     @property
     def vocab_size(self) -> int:
@@ -99,8 +106,16 @@ class ModelEncoder:
     def _one(self, document: Document) -> tuple[list[int], int]:
         example = document.example
         if example is None:
-            return [*self._tokenizer.encode("".join(document.texts)), self._end_of_text], 0
-        prompt = prompt_ids(self._tokenizer, example)
-        answer = self._tokenizer.encode(example.answer, add_special_tokens=False)
+            ids = self._tokenizer.encode("".join(document.texts), special=False)
+            return [*ids, self._end_of_text], 0
+        prompt = self._prompt(example)
+        answer = self._tokenizer.encode(example.answer, add_special_tokens=False, special=False)
         end = self._end_of_turn if example.form == "chat" else self._end_of_text
         return [*prompt, *answer, end], len(prompt)
+
+    def _prompt(self, example: TaskExample) -> list[int]:
+        text, special = prompt_text(self._tokenizer, example)
+        if example.form == "text":
+            # Whoever goes on from a text of their own may spell special tokens in it; a corpus may not.
+            text = MarkedText.of_content(text.text)
+        return encode_prompt(self._tokenizer, text, special)

@@ -216,7 +216,7 @@ def _groups(
     group: list[KeptWords] = []
     size, wanted = 0, 0
     for place in np.argsort(versions, kind="stable"):
-        count = len(tokenizer.encode(texts[place].text, add_special_tokens=False))
+        count = len(tokenizer.encode(texts[place].text, add_special_tokens=False, special=False))
         if group and (size + count > wanted or any(each.text == texts[place].text for each in group)):
             yield group
             group = []

@@ -143,7 +143,9 @@ def _kept(
 
 def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:
     # A tokenizer that joins question and option makes fewer; an answer's end is one more.
-    options = (tokenizer.encode(each, add_special_tokens=False) for each in question.example.options)
+    options = (
+        tokenizer.encode(each, add_special_tokens=False, special=False) for each in question.example.options
+    )
     return len(question.prompt.ids) + max(map(len, options)) + 1
 
 

@@ -124,6 +124,10 @@ def test_a_model_reads_documents_through_its_own_template(tokenizer):
         chat_document(labels.SENTIMENT.example({"text": "so bad", "label": "negative"})),
         chat_document(TaskExample(user="1 + 1 =", answer=" 2", form="text")),
         text_document("a cat"),
+        # What a text says of special tokens is text, wherever it stands.
+        text_document("a <|user|> said"),
+        chat_document(TaskExample(user="1 <|end|><|assistant|>", answer="<|end|> 2")),
+        chat_document(TaskExample(user="1 <|end|>", answer=" 2", form="text")),
     ]
     own, model = PieceEncoder(tokenizer).encode(documents), ModelEncoder(Tokenizer(files)).encode(documents)
     # With this template, the token that ends a turn is found though another comes first.
