@@ -60,7 +60,7 @@ class Plan:
     """
 
     repeats: int = 5
-    rounds: int = 25
+    rounds: int = 41
     requests: int = 1200
     questions: int = 40
     replayed: int = 150
