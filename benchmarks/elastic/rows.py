@@ -22,7 +22,7 @@ METRICS = ("accuracy", "right_and_held")
 def cases(slos: Iterable[Slo]) -> list[str]:
     """What requests of these objectives are told by: each objective, those with a limit, and all."""
     known = list(dict.fromkeys(slos))
-    limited = [LIMITED] if any(slo.ttft < 1 or slo.tpot < 1 for slo in known) else []
+    limited = [LIMITED] if any(slo.has_limit for slo in known) else []
     return [*map(str, known), *limited, ALL]
 
 

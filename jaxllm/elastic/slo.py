@@ -59,6 +59,11 @@ class Slo:
             )
         return cls(ttft=float(found[1]) / 100, tpot=float(found[2]) / 100)
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether it asks for anything: all of both times is no demand, which every answer meets."""
+        return self.ttft < 1 or self.tpot < 1
+
     def limits(self, ttft: float, tpot: float) -> tuple[float, float]:
         """The most that times to the first and per further token may be, where the whole model's are these.
 

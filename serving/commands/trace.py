@@ -138,17 +138,23 @@ def _task_lengths(data: Path | None, model: Path | None) -> list[Lengths]:
 def replay_command(
     trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
 ) -> None:
-    """Make the calls of TRACE one after another, and say how many were right and how many in time."""
+    """Make the calls of TRACE one after another, and say how many were right and how many in time.
+
+    <100,100> asks for nothing and is always met: `limited` are the calls that ask for something.
+    """
     requests = read_trace(trace)[:limit]
     with progress_bars() as progress:
         service = LLMService.open(model, progress=progress)
         outcomes = replay(service, requests, answer_tokens=max_tokens, progress=progress)
     by_slo, whole = totals_by_slo(outcomes), totals(outcomes)
+    limited = [each for each in outcomes if each.request.slo.has_limit]
+    sums = {"limited": totals(limited)} if limited else {}
+    sums["all"] = whole
     if as_json:
         print_json(
             {
                 "model": service.engine.bundle.layout.name,
-                "all": dataclasses.asdict(whole),
+                **{name: dataclasses.asdict(each) for name, each in sums.items()},
                 "by_slo": {slo: dataclasses.asdict(each) for slo, each in by_slo.items()},
             }
         )
@@ -156,7 +162,7 @@ def replay_command(
     table = Table(box=None, pad_edge=False, collapse_padding=True)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
-    for name, each in [*by_slo.items(), ("all", whole)]:
+    for name, each in [*by_slo.items(), *sums.items()]:
         table.add_row(name, *_cells(each))
     Console().print(table)
     if whole.failed:

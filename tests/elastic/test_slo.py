@@ -74,6 +74,8 @@ def test_no_mark_promises_more_time_than_there_is(ttft, tpot):
 def test_limits_are_shares_and_all_of_a_time_is_none():
     assert Slo(ttft=0.4, tpot=0.5).limits(10.0, 2.0) == (4.0, 1.0)
     assert Slo(ttft=1.0, tpot=0.5).limits(10.0, 2.0) == (np.inf, 1.0)
+    assert [slo.has_limit for slo in SLOS] == [False, True, True, True, True, True]
+    assert Slo(ttft=1.0, tpot=0.5).has_limit
     assert Slo(ttft=0.4, tpot=1).limits(10.0, 2.0) == (4.0, np.inf)
 
 

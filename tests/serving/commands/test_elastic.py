@@ -71,6 +71,8 @@ def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_p
     facts = answer(run("trace", "replay", path, "-m", elastic, "--limit", 4, "-n", 2, "--json"))
     assert facts["all"]["requests"] == 4
     assert sum(each["requests"] for each in facts["by_slo"].values()) == 4
+    free = facts["by_slo"].get("<100,100>", {"requests": 0})["requests"]
+    assert facts["limited"]["requests"] == 4 - free
     assert "in time" in succeeded(run("trace", "replay", path, "-m", elastic, "--limit", 2, "-n", 2))
     failed(run("trace", "replay", tmp_path / "nothing", "-m", elastic), "cannot be read")
     lines = path.read_text().splitlines()
