@@ -122,11 +122,6 @@ def read_subject(
 def require_portable(bundle: Bundle) -> None:
     """Raises ConfigError if a bundle has something that no portable program holds."""
     layout = bundle.layout
-    if layout.experts_apart:
-        raise ConfigError(
-            f"{bundle.path} streams its experts from storage (streamed experts), which no exported program "
-            "can; prepare the model without --expert-bits"
-        )
     if layout.weights not in PORTABLE_WEIGHTS:
         raise ConfigError(
             f"{bundle.path} has {layout.weights} weights, a width that the native kernels alone read "

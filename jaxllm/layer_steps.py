@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
-from jaxllm.experts.mixture import Tiles, no_rows, run_tile, tiles_and_weights, weighted_sum
-from jaxllm.experts.routing import route
+from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import Past, load_chunks
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.layers import normalize
 from jaxllm.linear import FeedForward
+from jaxllm.models.block import chosen_experts
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
@@ -99,17 +99,11 @@ def attend_layer(
     count = x.shape[1]
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
-    following = route(
-        normalize(x, LayerParams(next_router, "").norm("ffn_norm", cfg)),
-        next_router["router"],
-        experts_per_token=cfg.experts_per_token,
-        normalize=cfg.normalize_expert_weights,
-    ).probs[0]
+    following = chosen_experts(LayerParams(next_router, ""), x, cfg).probs[0]
     share = jnp.ones((count, 1), jnp.float32) if live is None else live[:, None].astype(jnp.float32)
     ahead = jnp.sum(following * share, axis=0) / jnp.sum(share)
-    rows = x.reshape(-1, x.shape[-1])
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
-    return tokens, no_rows(rows, tiles), past, mass
+    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
 
 
 def attend_restored(
@@ -132,7 +126,14 @@ def attend_restored(
 
 
 def expert_tile(
-    expert: Params, norm: Params, tokens: AtExperts, number: jax.Array, out: jax.Array, *, cfg: ModelConfig
+    expert: Params,
+    norm: Params,
+    tokens: AtExperts,
+    number: jax.Array,
+    out: jax.Array,
+    *,
+    cfg: ModelConfig,
+    rowwise: bool,
 ) -> jax.Array:
     """One tile of tokens through its expert.
 
@@ -143,16 +144,18 @@ def expert_tile(
       number: of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
       cfg: the model.
+      rowwise: see `linear.py`.
     """
     block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"])
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
-    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation)
+    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation, rowwise=rowwise)
 
 
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
     """What a layer makes of its experts' outputs: `[1, T, D]`."""
-    return tokens.x + weighted_sum(out, tokens.tiles, tokens.weights).reshape(tokens.x.shape)
+    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
+    return sum_visits(out, tokens.tiles, tokens.weights, rows).reshape(tokens.x.shape)
 
 
 def load_cache(

@@ -1,4 +1,4 @@
-"""From a Hugging Face folder to a bundle."""
+"""From a Hugging Face folder to a bundle, and from a mixture's bundle to one whose experts lie apart."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.bundle import Part, WeightFormat, write_bundle
+from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
@@ -31,7 +31,8 @@ def prepare(
     """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time.
 
     Args:
-      folder: config.json, safetensors and a tokenizer.
+      folder: config.json, safetensors and a tokenizer; or, with `expert_bits`, a mixture's bundle, whose
+        weights stay as they are but for experts that get narrower.
       out: the bundle's path; written whole or not at all.
       weights: width of the matrices; None keeps the checkpoint's own (float16 becomes f32).
       name: the model's name, for people; the folder's own by default.
@@ -52,6 +53,8 @@ def prepare(
         raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
     if out.resolve().parent == folder.resolve() and out.suffix in (".safetensors", ".json", ".jinja"):
         raise CheckpointError(f"{out} would replace a file of the model itself; name another file")
+    if folder.is_file():
+        return _experts_apart(folder, out, weights, name, ignore_keys, expert_bits, parts)
     cfg = read_config(folder, ignore_keys=ignore_keys)
     tokenizer = read_tokenizer(folder)
     weights = weights or weight_format_of(folder, cfg)
@@ -83,6 +86,31 @@ def prepare(
         )
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _experts_apart(
+    path: Path,
+    out: Path,
+    weights: WeightFormat | None,
+    name: str,
+    ignore_keys: Collection[str],
+    expert_bits: int | np.ndarray,
+    parts: Mapping[str, Part] | None,
+) -> None:
+    """`prepare` of a bundle."""
+    with Bundle.open(path) as bundle:
+        own, cfg = bundle.layout.weights, bundle.cfg
+        if not np.any(expert_bits):
+            raise CheckpointError(
+                f"{path} is a bundle; of a mixture, name --expert-bits to lay its experts apart"
+            )
+        if weights not in (None, own) or ignore_keys:
+            raise CheckpointError(
+                f"{path} is a bundle of {own} weights, which stay as they are; for others give the "
+                "Hugging Face folder that it was made of"
+            )
+        widths = np.broadcast_to(expert_bits, (sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts))
+        lay_experts_apart(out, bundle, widths, parts, name=name)
 
 
 def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = None) -> WeightFormat:

@@ -1,9 +1,11 @@
-"""From a mixture's Hugging Face folder to a bundle whose experts each have the width they deserve.
+"""From a mixture, a Hugging Face folder or a bundle, to a bundle whose experts have the widths they deserve.
 
 EdgeMoE (arXiv 2308.14352, section 3.2): experts are lowered one by one on a calibration text to see what each
 matters, then as many as the tolerable loss allows (`jaxllm.experts.bitwidth`). A loss is how much the
-perplexity grows, as a share of that of the float model. The same text gives the statistics of activation
-paths. All other weights stay as they are; what another width of theirs costs is not counted.
+perplexity grows, as a share of that of the float model, or of what a bundle's weights stand for. The same
+text gives the statistics of activation paths. All other weights stay as they are; what another width of
+theirs costs is not counted. Of a bundle experts get narrower, never wider, and who keeps its width is not
+changed.
 
 A run's folder holds `recipe.json`, `tokens/` and `losses.json`, every loss that was measured: the same
 command goes on where it was, and another tolerable loss measures little anew.
@@ -24,11 +26,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxllm.bundle import EXPERT_BITS, WeightFormat, write_bundle
+from jaxllm.bundle import EXPERT_BITS, Bundle, WeightFormat, expert_widths
 from jaxllm.bundle.experts import expert_parts
 from jaxllm.bundle.layout import contracted_axis
-from jaxllm.checkpoints.huggingface import read_params
-from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.activation_paths import PathCounts, count_paths
@@ -36,7 +36,7 @@ from jaxllm.experts.bitwidth import WidthPlan, search_widths
 from jaxllm.experts.token_experts import TokenExperts, count_tokens
 from jaxllm.models import decoder
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.prepare import weight_format_of
+from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize, quantize
 from training.corpus import TokenizedDocuments, write_tokens
 from training.documents import builtin_texts, documents_digest, read_texts, text_document
@@ -100,12 +100,12 @@ def calibrate(
 
     Args:
       recipe: what is measured.
-      model: a Hugging Face folder of a mixture of experts.
+      model: a mixture of experts: a Hugging Face folder, or a bundle.
       out: the bundle's path; written whole or not at all.
       run_dir: the run's folder, made if missing.
       most_loss: tolerable growth of the perplexity, as a share of it.
       texts: files to calibrate on; Python's language reference if there are none.
-      weights: width of all other matrices; None keeps the checkpoint's own.
+      weights: width of all other matrices; None keeps the checkpoint's own, as a bundle always does.
       uniform: one width for all experts, of `EXPERT_BITS`, instead of a search; 0 searches.
       name: the model's name, for people; the folder's own by default.
       console: where progress goes; the terminal's error stream by default.
@@ -121,14 +121,15 @@ def calibrate(
     console, run_dir, out, model = console or Console(stderr=True), Path(run_dir), Path(out), Path(model)
     if not out.parent.is_dir():
         raise CheckpointError(f"{out.parent}: no such folder; create it first")
-    if not model.is_dir():
-        raise CheckpointError(f"{model} is no Hugging Face folder; widths are chosen before a bundle is made")
+    if not model.exists():
+        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
     if uniform and uniform not in EXPERT_BITS:
         raise ConfigError(f"experts have a width among {EXPERT_BITS}, got {uniform}")
-    frozen = FrozenModel.read(model)
+    frozen = FrozenModel.read(model, None if model.is_dir() else weights)
     if not frozen.cfg.experts:
         raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
-    weights = weights or weight_format_of(model, frozen.cfg)
+    own = _own_widths(model, frozen.cfg, uniform)
+    floats = {name: dequantize(each, jnp.dtype(jnp.float32)) for name, each in frozen.params.items()}
     documents = [text_document(text) for path in texts for text in read_texts(path)]
     documents = documents or [text_document(text) for text in builtin_texts()]
     digest = documents_digest(each.digest() for each in documents)
@@ -138,21 +139,21 @@ def calibrate(
             write_tokens(run_dir / "tokens", ((0, each) for each in documents), encoder)
     batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
 
-    text = WidthLosses(frozen.cfg, frozen.params, batches, run_dir / _LOSSES_FILE)
+    text = WidthLosses(frozen.cfg, floats, batches, run_dir / _LOSSES_FILE)
     counts, of_tokens, shares = text.paths()
     if uniform:
         bits = np.full(shares.shape, uniform, np.int8)
         facts: dict[str, Any] = {"uniform": uniform}
     else:
         plan = _search(text, shares, most_loss, console)
-        bits = plan.bits
+        bits = np.minimum(plan.bits, own).astype(np.int8)
         facts = {
             "most_loss": most_loss,
             "lower": plan.lower,
             "upper": plan.upper,
             "lowered": plan.lowered,
         }
-    unseen = WidthLosses(frozen.cfg, frozen.params, held_out, run_dir / f"held_out_{_LOSSES_FILE}")
+    unseen = WidthLosses(frozen.cfg, floats, held_out, run_dir / f"held_out_{_LOSSES_FILE}")
     facts |= {
         "experts": int(bits.size),
         "loss": round(text.loss_of(bits), 5),
@@ -161,18 +162,24 @@ def calibrate(
         "held_out_perplexity": round(math.exp(unseen.whole), 4),
         "tokens": text.tokens,
     }
-    write_bundle(
-        out,
-        cfg=frozen.cfg,
-        params=read_params(model, frozen.cfg),
-        weights=weights,
-        tokenizer=read_tokenizer(model),
-        name=name or model.resolve().name,
-        parts=expert_parts(counts, facts, of_tokens),
-        expert_bits=bits,
-    )
+    parts = expert_parts(counts, facts, of_tokens)
+    prepare(model, out, weights=weights, name=name, expert_bits=bits, parts=parts)
     widths, number = np.unique(bits, return_counts=True)
     return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
+
+
+def _own_widths(model: Path, cfg: ModelConfig, uniform: int) -> np.ndarray:
+    """The widths `[L_sparse, E]` that experts have, 32 in a folder."""
+    if model.is_dir():
+        return np.full((sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts), 32, np.int8)
+    with Bundle.open(model) as bundle:
+        own = expert_widths(bundle)
+    if np.any(uniform > own):
+        raise ConfigError(
+            f"{model} has experts of {int(own.min())} bits, and {uniform} would be larger, not better; give "
+            "no more, or the Hugging Face folder"
+        )
+    return own
 
 
 class WidthLosses:
@@ -187,7 +194,7 @@ class WidthLosses:
 
         Args:
           cfg: a mixture.
-          params: as floats.
+          params: as floats of 32 bits.
           batches: the text.
           path: of the file with what was measured before.
         """

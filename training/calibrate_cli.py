@@ -65,9 +65,10 @@ def calibrate_command(
     weight_scales: str | None,
     name: str,
 ) -> None:
-    """Make a bundle of the mixture of experts in the folder MODEL, to run it in little memory.
+    """Make a bundle of the mixture of experts MODEL, to run it in little memory.
 
-    MODEL is in Hugging Face's layout. Measures what each expert matters on a text, gives each the width it
+    MODEL is a folder in Hugging Face's layout, or a bundle, whose experts get narrower, never wider, and
+    whose other weights stay as they are. Measures what each expert matters on a text, gives each the width it
     deserves, and counts which experts follow which, so that they can be foreseen. The same command on the
     same folder resumes. Prints a JSON object with what was found.
 

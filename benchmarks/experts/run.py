@@ -9,10 +9,10 @@ import numpy as np
 from benchmarks.devices import BOARDS, REAL, Device, named_devices
 from benchmarks.experts.replay import COMPARED, hit_ratio, watch
 from benchmarks.experts.systems import (
-    ABLATIONS,
     OURS,
     SYSTEMS,
     Setting,
+    ablations,
     make_bundles,
     opened,
     planned_bytes,
@@ -187,7 +187,9 @@ def _system_rows(setting: Setting, device: Device, plan: Plan, *, first: bool) -
 
 
 def _ablation_rows(setting: Setting, device: Device, plan: Plan) -> list[Row]:
-    return _timed((OURS, *ABLATIONS), setting, device, plan, f"ablation: {device.name}")
+    with Bundle.open(setting.bundles.mixed) as bundle:
+        names = (OURS, *ablations(bundle))
+    return _timed(names, setting, device, plan, f"ablation: {device.name}")
 
 
 def _budget_rows(setting: Setting, device: Device, plan: Plan, choices: int) -> list[Row]:
@@ -227,9 +229,11 @@ def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
     engine.close()
     rows = []
     names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
+    # Without statistics of a text who goes by them alone guesses.
+    told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
     for layer in range(len(watched.visits)):
         case = f"predictor: layer {layer}"
-        rows += [_hits(case, names[name], float(watched.hits[name][layer])) for name in COMPARED]
+        rows += [_hits(case, names[name], float(watched.hits[name][layer])) for name in told]
         rows.append(_hits(case, "oracle", 1.0))
     share = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
     for times in sorted({*plan.buffers}):

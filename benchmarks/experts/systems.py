@@ -132,9 +132,15 @@ def opened(name: str, setting: Setting) -> Engine:
 
 
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
-ABLATIONS = tuple(
-    f"{OURS}-{what}" for what in ("no-widths", "no-preloading", "no-buffer", "paths", "tokens", "lru")
-)
+_ABLATIONS = ("no-widths", "no-preloading", "no-buffer", "lru")
+# These foresee by the statistics of a text.
+_BY_STATISTICS = ("paths", "tokens")
+
+
+def ablations(bundle: Bundle) -> tuple[str, ...]:
+    """What is left out of ours in turn, of a bundle: without statistics nothing is foreseen by them."""
+    known = bool(read_path_counts(bundle).alone.any())
+    return tuple(f"{OURS}-{what}" for what in (*_ABLATIONS, *(_BY_STATISTICS if known else ())))
 
 
 def planned_bytes(engine: Engine) -> int:

@@ -14,6 +14,7 @@ bytes of a segment are checked when it is first read. Nothing in a file can make
 more than the file's own size, or run code.
 """
 
+from jaxllm.bundle.apart import expert_widths, lay_experts_apart
 from jaxllm.bundle.layout import SUFFIX, WEIGHT_FORMATS, Part, Segment, Tensor, WeightFormat, segment_of
 from jaxllm.bundle.reader import Bundle
 from jaxllm.bundle.writer import EXPERT_BITS, rewrite_bundle, write_bundle
@@ -27,6 +28,8 @@ __all__ = [
     "Segment",
     "Tensor",
     "WeightFormat",
+    "expert_widths",
+    "lay_experts_apart",
     "rewrite_bundle",
     "segment_of",
     "write_bundle",

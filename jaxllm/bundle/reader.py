@@ -18,7 +18,7 @@ from jaxllm.errors import BundleError, CheckpointError
 from jaxllm.input_files import open_regular
 from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
-from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, from_blocks
+from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, by_form, from_blocks
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -128,12 +128,11 @@ class Bundle:
 
     def unchecked(self) -> dict[str, Weight]:
         """`load` that reads nothing where weights are read in place: nobody has looked at their checksums."""
-        return self._together(
-            {
-                name: self.place(tensor, self.layout.specs[name].shape, self._view)
-                for name, tensor in self.layout.tensors.items()
-            }
-        )
+        found = {
+            name: _of_host(tensor, self.layout.specs[name].shape, self._view)
+            for name, tensor in self.layout.tensors.items()
+        }
+        return jax.tree.map(_put, self._together(found))
 
     def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
         """`load` of a model whose experts are stored apart, and are not read.
@@ -160,7 +159,10 @@ class Bundle:
         def whole(name: str) -> Weight:
             if ".experts." not in name:
                 return found[name]
-            return Apart(tuple(found[expert_parameter(name, each)] for each in range(self.cfg.experts)))
+            matrices = tuple(found[expert_parameter(name, each)] for each in range(self.cfg.experts))
+            in_blocks = all(isinstance(each, BlockedArray) for each in matrices)
+            # Kernels take each matrix where it lies; for all else there is code by form, of stacks.
+            return Apart(matrices) if in_blocks else by_form(matrices, np.stack)
 
         return {name: whole(name) for name in param_specs(self.cfg)}
 
@@ -190,17 +192,7 @@ class Bundle:
 
     def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
         """A weight of `shape` on the default device, stored as `tensor`, of arrays that `view` finds."""
-        device = jax.devices()[0]
-
-        def put(array: np.ndarray) -> jax.Array:
-            return jax.device_put(array, device, may_alias=True)
-
-        stored = _as_stored(tensor, shape, view)
-        if not isinstance(stored, BlockedArray):
-            as_bits = stored.dtype.name == "bfloat16" and device.platform == "cpu"
-            return Bfloat16Bits(put(stored.view(np.uint16))) if as_bits else put(stored)
-        in_blocks = device.platform == "cpu" and native.kernels().native
-        return jax.tree.map(put, stored if in_blocks else from_blocks(stored))
+        return jax.tree.map(_put, _of_host(tensor, shape, view))
 
     def stored(self, name: str) -> np.ndarray | BlockedArray:
         """A parameter as it is in the file, in views of it.
@@ -280,6 +272,19 @@ class Bundle:
 
     def _view(self, extent: Extent) -> np.ndarray:
         return extent.array(self._bytes(extent.offset, extent.size_bytes))
+
+
+def _of_host(tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
+    """A weight of `shape` as the default device takes it, in arrays of the host that `view` finds."""
+    stored, on_cpu = _as_stored(tensor, shape, view), jax.default_backend() == "cpu"
+    if isinstance(stored, BlockedArray):
+        return stored if on_cpu and native.kernels().native else from_blocks(stored)
+    as_bits = stored.dtype.name == "bfloat16" and on_cpu
+    return Bfloat16Bits(stored.view(np.uint16)) if as_bits else stored  # pyright: ignore
+
+
+def _put(array: np.ndarray) -> jax.Array:
+    return jax.device_put(array, jax.devices()[0], may_alias=True)
 
 
 def _as_stored(

@@ -40,6 +40,8 @@ from jaxllm.quant.finite import all_finite
 from jaxllm.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
+# A parameter as it is in the file.
+Stored = np.ndarray | BlockedArray
 # Widths that an expert may be stored at: those of levels, bfloat16 and float32.
 EXPERT_BITS = (2, 4, 8, 16, 32)
 
@@ -100,6 +102,7 @@ def rewrite_bundle(
     *,
     name: str = "",
     instead: Mapping[str, BlockedArray] | None = None,
+    weights: Iterable[tuple[str, Stored]] | None = None,
 ) -> None:
     """Writes a bundle again with more parts, its weights byte for byte as they are.
 
@@ -109,6 +112,8 @@ def rewrite_bundle(
       parts: what is added, or takes the place of parts of the same names.
       name: the model's name, for people; the source's by default.
       instead: weights that take the place of those of the same names, in the same format.
+      weights: all weights in the order of `specs_apart`, as they are to be stored, of a mixture whose experts
+        come apart (see `apart.py`); None for the source's own.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
@@ -117,13 +122,13 @@ def rewrite_bundle(
     kept = {each: source.load_part(each) for each in layout.parts if each not in parts}
     with _written(path) as writer:
         writer.tokenizer(source.tokenizer_files())
-        for param, tensor in layout.tensors.items():
-            own = (instead or {}).get(param)
-            writer.parameter(param, tensor.segment, source.stored(param) if own is None else own)
+        for param, stored in weights or ((each, source.stored(each)) for each in layout.tensors):
+            writer.parameter(param, segment_of(param), (instead or {}).get(param, stored))
         for each, part in {**kept, **parts}.items():
             if part is not None:
                 writer.part(each, part)
-        writer.finish(name or layout.name, layout.cfg, layout.weights, experts_apart=layout.experts_apart)
+        apart = layout.experts_apart or weights is not None
+        writer.finish(name or layout.name, layout.cfg, layout.weights, experts_apart=apart)
 
 
 def stored_form(
@@ -160,7 +165,7 @@ def _in_file_order(
     """Name, spec, value and width (0: as `weights` says) of parameters, experts apart if they have widths."""
     if expert_bits is not None and cfg.post_norms:
         raise ConfigError("experts of a model with norms behind its blocks cannot be stored apart")
-    widths = {} if expert_bits is None else _widths_by_layer(cfg, expert_bits)
+    widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
     stacks: dict[str, np.ndarray] = {}
     specs = param_specs(cfg)
     for (param, spec), (given, value) in _paired(specs, params):
@@ -182,7 +187,12 @@ def _in_file_order(
             stacks = {}
 
 
-def _widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[int, list[int]]:
+def widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[int, list[int]]:
+    """Of each sparse layer the widths of its experts, given as `[L_sparse, E]`.
+
+    Raises:
+      ConfigError: they are not this mixture's, or none that experts may have.
+    """
     sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
     if expert_bits.shape != (len(sparse), cfg.experts):
         raise ConfigError(

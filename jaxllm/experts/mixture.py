@@ -3,15 +3,15 @@
 Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles: up to `tile` pairs
 of one expert each, so that a tile is an ordinary feed-forward block over a few rows. There are at most
 `pairs/tile + E` tiles whatever the router chooses, which makes shapes static without a capacity that
-could overflow (MegaBlocks, arXiv 2211.15841, has the idea on block-sparse kernels). Two ways to run them:
+could overflow (MegaBlocks, arXiv 2211.15841, has the idea on block-sparse kernels). What a tile gives, its
+visits, goes to the places of its pairs, so that visits take no more memory than pairs. Two ways to run them:
 
 - all at once, as products with a batch axis over tiles: differentiable, for training;
 - one after the other, as many as there are: only chosen experts are read, however their weights are
-  stored, so a decode step reads k of E.
+  stored, so a decode step reads k of E. Native kernels do all of them in one call where experts lie apart.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -20,9 +20,21 @@ import numpy as np
 
 from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing
+from jaxllm.kernels import native_experts
+from jaxllm.kernels.platforms import natively
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.linear import FeedForward, feed_forward
-from jaxllm.quant import Adapted, Apart, Weight, dequantize, stack_entry, unit_at
+from jaxllm.quant import (
+    Adapted,
+    Apart,
+    BlockedArray,
+    ByForm,
+    Weight,
+    by_form,
+    dequantize,
+    entry_of_form,
+    unit_at,
+)
 
 # Rows of a tile. Larger ones make better products and read weights less often; on average half a tile of
 # each expert is padding.
@@ -37,13 +49,17 @@ class Tiles:
     Attributes:
       token: `[n, tile]` int32, the token of each row; rows without a pair repeat some token.
       expert: `[n]` int32, the expert of each tile.
-      row: `[M, k]` int32, the row (in `[0, n·tile)`) of each pair.
+      start: `[n]` int32, the place of a tile's first row among the pairs; P where the tile is not in use.
+      size: `[n]` int32, its rows that have a pair, the first ones.
+      place: `[M, k]` int32, the place (in `[0, P)`) of each pair; of one without an expert the last.
       count: int32 scalar.
     """
 
     token: jax.Array
     expert: jax.Array
-    row: jax.Array
+    start: jax.Array
+    size: jax.Array
+    place: jax.Array
     count: jax.Array
 
 
@@ -54,11 +70,12 @@ def mixture(
     experts: FeedForward,
     activation: Activation,
     *,
+    add_input: bool = False,
     live: jax.Array | None = None,
     differentiable: bool = False,
     rowwise: bool = False,
 ) -> jax.Array:
-    """The weighted sum of what each token's experts make of `norm(x)`.
+    """The weighted sum of what each token's experts make of `norm(x)`, plus x if `add_input`.
 
     Args:
       x: `[B, T, D]`.
@@ -66,7 +83,8 @@ def mixture(
       routing: of these tokens, made from `norm(x)`.
       experts: weights `[E, F, D]`, gated, without biases; all together, or all apart.
       activation: of the gate.
-      live: `[T]` bool, False for padding: it visits no expert, and its output is zero.
+      add_input: whether x is added.
+      live: `[T]` bool, False for padding: it visits no expert, and no expert adds anything to it.
       differentiable: whether gradients may be asked for; then all experts are converted to floats first.
       rowwise: see `linear.py`; for one by one alone.
 
@@ -76,10 +94,12 @@ def mixture(
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
     tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
     if differentiable:
-        out = _all_at_once(normalize(rows, norm), tiles, experts, activation)
+        visits = _all_at_once(normalize(rows, norm), tiles, experts, activation)
     else:
-        out = _one_by_one(rows, norm, tiles, experts, activation, rowwise)
-    return weighted_sum(out, tiles, weights).reshape(x.shape)
+        visits = _one_by_one(rows, norm, tiles, experts, activation, rowwise)
+    residual = rows if add_input else None
+    out = sum_visits(visits, tiles, weights, residual, differentiable=differentiable)
+    return out.reshape(x.shape)
 
 
 def tiles_and_weights(
@@ -98,89 +118,84 @@ def tiles_and_weights(
         alive = jnp.broadcast_to(live, routing.ids.shape[:-1]).reshape(-1, 1)
         ids = jnp.where(alive, ids, np.int32(experts))
         weights = jnp.where(alive, weights, np.float32(0))
-    # Differentiated: smaller tiles, because each has its own copy of an expert and the padding is computed
-    # too. Else twice an expert's mean share, so that most have one tile: each tile fetches its expert anew.
-    rows = _rows(count // (4 * experts) if differentiable else 2 * count // experts)
-    return tiles_of(ids, experts, rows=rows), weights
+    # Differentiated: smaller tiles, as each has its own copy of an expert and the padding is computed, too.
+    rows = _rows(count // (4 * experts)) if differentiable else _tile_rows(count, experts)
+    return tiles_of(ids, experts, rows=rows, padded=live is not None), weights
 
 
-def weighted_sum(out: jax.Array, tiles: Tiles, weights: jax.Array) -> jax.Array:
-    """Of each token the sum of its pairs' rows in `out` `[n, tile, D]`, by weights `[M, k]`: `[M, D]`."""
-    rows = out.reshape(-1, out.shape[-1])[tiles.row]
-    return jnp.einsum("mkd,mk->md", rows, weights.astype(out.dtype))
+def sum_visits(
+    visits: jax.Array,
+    tiles: Tiles,
+    weights: jax.Array,
+    residual: jax.Array | None = None,
+    *,
+    differentiable: bool = False,
+) -> jax.Array:
+    """Of each token the sum of its pairs' `visits` `[P, D]`, by weights `[M, k]`, and of `residual` `[M, D]`
+    if given: `[M, D]`. Native kernels add one after the other, so that a token gets to the bit what it gets
+    alone; they have no gradient."""
+
+    def by_xla(
+        visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None
+    ) -> jax.Array:
+        out = jnp.einsum("mkd,mk->md", visits[place], weights.astype(visits.dtype))
+        return out if residual is None else residual + out
+
+    def by_kernel(
+        visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None
+    ) -> jax.Array:
+        wide = None if residual is None else residual.astype(jnp.float32)
+        return native_experts.sum_visits(visits, place, weights.astype(jnp.float32), wide)
+
+    operands = (visits, tiles.place, weights, residual)
+    return by_xla(*operands) if differentiable else natively(by_kernel, by_xla, *operands)
 
 
-def tiles_of(ids: jax.Array, experts: int, *, rows: int) -> Tiles:
-    """Tiles of `rows` rows for choices `ids` `[M, k]` int32; ids of `experts` and above get no tile (their
-    pairs point to some row)."""
+def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) -> Tiles:
+    """Tiles of `rows` rows for choices `ids` `[M, k]` int32; ids of `experts` and above get no tile. Without
+    `padded` there are none such."""
     pairs, choices = ids.size, ids.shape[-1]
     chosen = ids.reshape(-1)
-    if rows == 1 and pairs <= experts:
+    if rows == 1 and pairs <= experts and not padded:
         # A decode step: each pair is a tile, in the order they are in.
-        row = jnp.arange(pairs, dtype=jnp.int32)
-        kept = jnp.minimum(chosen, np.int32(experts - 1))
-        return Tiles(row[:, None] // choices, kept, row.reshape(ids.shape), jnp.full((), pairs, jnp.int32))
+        place = jnp.arange(pairs, dtype=jnp.int32)
+        count = jnp.full((), pairs, jnp.int32)
+        token, size = place[:, None] // np.int32(choices), jnp.ones_like(place)
+        return Tiles(token, chosen, place, size, place.reshape(ids.shape), count)
     most = (pairs + (rows - 1) * min(experts, pairs)) // rows
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     sizes = jnp.bincount(chosen, length=experts).astype(jnp.int32)
     tiles = -(-sizes // np.int32(rows))
-    ends = jnp.cumsum(tiles)
-    expert = jnp.searchsorted(ends, jnp.arange(most, dtype=jnp.int32), side="right")
-    # Of each pair in sorted order, its row: where its expert's tiles start, and its place among them.
-    by_order = jnp.minimum(chosen[order], np.int32(experts - 1))
-    place = jnp.arange(pairs, dtype=jnp.int32) - (jnp.cumsum(sizes) - sizes)[by_order]
-    row_of = (ends - tiles)[by_order] * np.int32(rows) + place
-    # Pairs without an expert come last in that order: dropped here, and their weight is zero.
-    row_of = jnp.where(chosen[order] < experts, row_of, np.int32(most * rows))
-    pair = jnp.zeros(most * rows, jnp.int32).at[row_of].set(order, mode="drop")
-    row = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.minimum(row_of, np.int32(most * rows - 1)))
+    ends, before = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
+    number = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), experts - 1).astype(jnp.int32)
+    # Of each tile how many rows of its expert lie in tiles before it.
+    done = (number - (ends - tiles)[expert]) * np.int32(rows)
+    used = number < ends[-1]
+    start = jnp.where(used, before[expert] + done, np.int32(pairs))
+    size = jnp.where(used, jnp.minimum(sizes[expert] - done, np.int32(rows)), np.int32(0))
+    at = jnp.minimum(start[:, None] + jnp.arange(rows, dtype=jnp.int32), np.int32(pairs - 1))
+    place = jnp.zeros(pairs, jnp.int32).at[order].set(jnp.arange(pairs, dtype=jnp.int32))
     return Tiles(
-        token=(pair // np.int32(choices)).reshape(most, rows),
-        expert=jnp.minimum(expert, experts - 1).astype(jnp.int32),
-        row=row.reshape(ids.shape),
+        token=order[at] // np.int32(choices),
+        expert=expert,
+        start=start,
+        size=size,
+        # Pairs without an expert come last in that order: nobody visits their places, which stay zero.
+        place=place.reshape(ids.shape),
         count=ends[-1].astype(jnp.int32),
     )
 
 
-def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: Activation) -> jax.Array:
-    """Outputs of all rows `[n, tile, D]`, given normed tokens `x` `[M, D]`."""
-
-    def of_tiles(weight: Weight | None) -> jax.Array:
-        assert weight is not None
-        return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
-
-    rows = x[tiles.token]
-    gate = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.gate))
-    up = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
-    return jnp.einsum("ntf,nfd->ntd", activate(gate, activation) * up, of_tiles(experts.down))
+def visit_rows(pairs: int, experts: int) -> int:
+    """Rows of the visits of so many pairs, where tiles run one after the other (see `no_visits`)."""
+    return pairs + _tile_rows(pairs, experts) - 1
 
 
-def _one_by_one(
-    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation, rowwise: bool
-) -> jax.Array:
-    """Outputs of the rows in use `[n, tile, D]`, zeros elsewhere, given tokens `x` `[M, D]`."""
-
-    apart = isinstance(experts.up.base if isinstance(experts.up, Adapted) else experts.up, Apart)
-
-    def tile(i: jax.Array, out: jax.Array) -> jax.Array:
-        expert = tiles.expert[i]
-        if not apart:
-            block = _each_weight(experts, lambda stack: unit_at(stack, expert))
-            return run_tile(x, norm, tiles, i, out, block, activation, rowwise=rowwise)
-
-        def run(number: int, i: jax.Array, out: jax.Array) -> jax.Array:
-            block = _each_weight(experts, lambda stack: stack_entry(stack, number))
-            return run_tile(x, norm, tiles, i, out, block, activation, rowwise=rowwise)
-
-        branches = [functools.partial(run, number) for number in range(experts.up.shape[0])]
-        return jax.lax.switch(expert, branches, i, out)
-
-    return jax.lax.fori_loop(0, tiles.count, tile, no_rows(x, tiles))
-
-
-def no_rows(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """The outputs `[n, tile, D]` of tokens `[M, D]` before any tile has run: zeros."""
-    return jnp.zeros((*tiles.token.shape, x.shape[-1]), x.dtype)
+def no_visits(x: jax.Array, tiles: Tiles) -> jax.Array:
+    """The visits `[P + tile - 1, D]` of tokens `[M, D]` before any tile has run: zeros. A tile is written
+    whole, hence the room behind the last pair."""
+    return jnp.zeros((tiles.place.size + tiles.token.shape[1] - 1, x.shape[-1]), x.dtype)
 
 
 def run_tile(
@@ -194,7 +209,7 @@ def run_tile(
     *,
     rowwise: bool = False,
 ) -> jax.Array:
-    """The outputs of all tiles `[n, tile, D]` with those of one more in its place.
+    """The visits of all tiles (see `no_visits`) with those of one more.
 
     Args:
       x: tokens `[M, D]`.
@@ -206,15 +221,120 @@ def run_tile(
       activation: of the gate.
       rowwise: see `linear.py`.
     """
-    rows = x[tiles.token[number]]
+    rows, start = x[tiles.token[number]], tiles.start[number]
     made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=rowwise)
-    return jax.lax.dynamic_update_index_in_dim(out, made, number, axis=0)
+    # Behind its own rows are those of other tiles, which may have run.
+    there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
+    own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < tiles.size[number]
+    return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, made, there), start, axis=0)
+
+
+def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: Activation) -> jax.Array:
+    """The visits `[P, D]`, given normed tokens `x` `[M, D]`."""
+
+    def of_tiles(weight: Weight | None) -> jax.Array:
+        assert weight is not None
+        return jnp.asarray(dequantize(weight, x.dtype))[tiles.expert]
+
+    rows = x[tiles.token]
+    gate = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.gate))
+    up = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
+    out = jnp.einsum("ntf,nfd->ntd", activate(gate, activation) * up, of_tiles(experts.down))
+    places = jnp.arange(tiles.place.size, dtype=jnp.int32)
+    tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
+    row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))
+    return out[tile, jnp.maximum(row, 0)]
+
+
+def _one_by_one(
+    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation, rowwise: bool
+) -> jax.Array:
+    """The visits `[P, D]` or more, zeros where no tile writes, given tokens `x` `[M, D]`."""
+
+    def by_loop(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
+        choose = _chooser(experts)
+
+        def tile(i: jax.Array, out: jax.Array) -> jax.Array:
+            def run(block: FeedForward) -> jax.Array:
+                return run_tile(x, norm, tiles, i, out, block, activation, rowwise=rowwise)
+
+            return choose(tiles.expert[i], run)
+
+        out = jax.lax.fori_loop(0, tiles.count, tile, no_visits(x, tiles))
+        return out[: tiles.place.size]
+
+    def by_kernel(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
+        return native_experts.visits(
+            x,
+            (tiles.token, tiles.expert, tiles.size, tiles.count),
+            _blocks_apart(experts),
+            [(each.left, each.right) if isinstance(each, Adapted) else None for each in experts.weights],
+            tiles.place.size,
+            activation=activation,
+            norm_scale=norm.scale,
+            norm_eps=norm.eps,
+            rowwise=rowwise,
+        )
+
+    if norm.bias is None and _blocks_apart(experts):
+        return natively(by_kernel, by_loop, x, norm, tiles, experts)
+    return by_loop(x, norm, tiles, experts)
+
+
+def _blocks_apart(experts: FeedForward) -> list[native_experts.ExpertBlocks]:
+    """Gate, up and down of each expert, if they lie apart, and are all in blocks of one width; else none."""
+    stacks = [_base(each) for each in experts.weights]
+    apart = [each.matrices for each in stacks if isinstance(each, Apart)]
+    blocks = [tuple(each for each in of if isinstance(each, BlockedArray)) for of in zip(*apart, strict=True)]
+    alike = all(len({(each.bits, each.group) for each in of}) == 1 for of in blocks)
+    return blocks if alike and all(len(of) == 3 for of in blocks) else []  # pyright: ignore
+
+
+def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward], jax.Array]], jax.Array]:
+    """What calls a function with one expert `[F, D]`, by its number. Where experts have widths of their own
+    the function is traced once for each width that there is, not for each expert."""
+    stacks = [_base(each) for each in experts.weights]
+    if not any(isinstance(each, Apart | ByForm) for each in stacks):
+        return lambda expert, run: run(_each_weight(experts, lambda stack: unit_at(stack, expert)))
+    forms = [by_form(each.matrices) if isinstance(each, Apart) else each for each in stacks]
+    assert all(isinstance(each, ByForm) for each in forms)
+    kinds = list(zip(*(each.form for each in forms), strict=True))
+    branches = sorted(set(kinds))
+    at = [jnp.asarray(each.at, jnp.int32) for each in forms]
+    branch_of = jnp.asarray([branches.index(kind) for kind in kinds], jnp.int32)
+
+    def choose(expert: jax.Array, run: Callable[[FeedForward], jax.Array]) -> jax.Array:
+        def with_forms(kind: tuple[int, ...]) -> Callable[[], jax.Array]:
+            def branch() -> jax.Array:
+                parts = []
+                for stack, of, number, form in zip(experts.weights, forms, at, kind, strict=True):
+                    part = entry_of_form(of, form, number[expert])
+                    if isinstance(stack, Adapted):
+                        part = Adapted(part, stack.left[expert], stack.right[expert])
+                    parts.append(part)
+                return run(FeedForward(gate=parts[0], up=parts[1], down=parts[2]))
+
+            return branch
+
+        return jax.lax.switch(branch_of[expert], [with_forms(kind) for kind in branches])
+
+    return choose
+
+
+def _base(stack: Weight) -> Weight:
+    """A stack without its adapters."""
+    return stack.base if isinstance(stack, Adapted) else stack
 
 
 def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> FeedForward:
     """One expert `[F, D]` of a stack, taken out of each of its weights."""
     gate = None if experts.gate is None else take(experts.gate)
     return FeedForward(up=take(experts.up), down=take(experts.down), gate=gate)
+
+
+def _tile_rows(pairs: int, experts: int) -> int:
+    """Twice an expert's mean share, so that most have one tile: each tile fetches its expert anew."""
+    return _rows(2 * pairs // experts)
 
 
 def _rows(pairs: int) -> int:

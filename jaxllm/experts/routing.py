@@ -11,8 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.kernels import native_experts
+from jaxllm.kernels.platforms import natively
+from jaxllm.layers import Norm
+from jaxllm.layers import normalize as normalized
 from jaxllm.linear import to_units
-from jaxllm.quant import Weight
+from jaxllm.quant import Weight, dequantize
 
 
 @jax.tree_util.register_dataclass
@@ -36,24 +40,53 @@ class Routing:
         return jax.nn.softmax(self.logits, axis=-1)
 
 
-def route(x: jax.Array, router: Weight, *, experts_per_token: int, normalize: bool) -> Routing:
+def route(
+    x: jax.Array,
+    router: Weight,
+    *,
+    experts_per_token: int,
+    normalize: bool,
+    norm: Norm | None = None,
+    differentiable: bool = False,
+) -> Routing:
     """Chooses experts for tokens.
 
     Args:
-      x: `[..., D]`, what the experts will see (after the norm).
+      x: `[..., D]`.
       router: `[E, D]`.
       experts_per_token: k.
       normalize: whether the weights of a token sum to one.
+      norm: of what the experts see, where x has not passed it.
+      differentiable: whether gradients may be asked for; they reach the router through the weights.
 
     Returns:
-      The choice; equal probabilities go to the lower id. Gradients reach the router through the weights.
+      The choice; equal probabilities go to the lower id. Where native kernels compute it, that of a token is
+      to the bit what it is alone: among few experts a near tie changes the answer.
     """
+
+    def by_xla(x: jax.Array, router: Weight, norm: Norm | None) -> Routing:
+        logits = to_units(x if norm is None else normalized(x, norm), router)
+        weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
+        if normalize:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        return Routing(logits=logits, ids=ids, weights=weights)
+
+    def by_kernel(x: jax.Array, router: Weight, norm: Norm | None) -> Routing:
+        logits, weights, ids = native_experts.route(
+            x.reshape(-1, x.shape[-1]),
+            dequantize(router, jnp.dtype(jnp.float32)),
+            experts_per_token=experts_per_token,
+            normalize=normalize,
+            norm_scale=None if norm is None else norm.scale,
+            norm_eps=0.0 if norm is None else norm.eps,
+        )
+        return Routing(*(each.reshape(*x.shape[:-1], -1) for each in (logits, ids, weights)))
+
     # In float32 whatever the activations are: a near tie should not depend on their width.
-    logits = to_units(x.astype(jnp.float32), router)
-    weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
-    if normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return Routing(logits=logits, ids=ids, weights=weights)
+    x = x.astype(jnp.float32)
+    if differentiable or (norm is not None and norm.bias is not None):
+        return by_xla(x, router, norm)
+    return natively(by_kernel, by_xla, x, router, norm)
 
 
 def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:

@@ -189,19 +189,32 @@ def _experts(
     rowwise: bool,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
-    norm, routing = weights.norm("ffn_norm", cfg), chosen_experts(weights, x, cfg)
+    norm = weights.norm("ffn_norm", cfg)
+    routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
     block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
     out = mixture(
-        x, norm, routing, block, cfg.activation, live=live, differentiable=differentiable, rowwise=rowwise
+        x,
+        norm,
+        routing,
+        block,
+        cfg.activation,
+        add_input=not cfg.post_norms,
+        live=live,
+        differentiable=differentiable,
+        rowwise=rowwise,
     )
-    return out if cfg.post_norms else x + out, routing
+    return out, routing
 
 
-def chosen_experts(weights: LayerParams, x: jax.Array, cfg: ModelConfig) -> Routing:
-    """Which experts tokens `x` `[B, T, D]` visit."""
+def chosen_experts(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, differentiable: bool = False
+) -> Routing:
+    """Which experts tokens `x` `[B, T, D]` visit, by the norm and the router of `weights`."""
     return route(
-        normalize(x, weights.norm("ffn_norm", cfg)),
+        x,
         weights["router"],
         experts_per_token=cfg.experts_per_token,
         normalize=cfg.normalize_expert_weights,
+        norm=weights.norm("ffn_norm", cfg),
+        differentiable=differentiable,
     )

@@ -13,13 +13,14 @@ from jaxllm.quant.formats import (
     packed_columns,
     quantize,
 )
-from jaxllm.quant.parts import first_units, narrow, sliced, stack_entry, take_units, unit_at
+from jaxllm.quant.parts import by_form, entry_of_form, first_units, narrow, sliced, take_units, unit_at
 from jaxllm.quant.reading import contracted_rows, dequantize, embedding_rows, unpack_int2, unpack_int4
 from jaxllm.quant.weights import (
     Adapted,
     AdaptedFromBuffer,
     Apart,
     Bfloat16Bits,
+    ByForm,
     FirstUnits,
     Narrowed,
     OwnProduct,
@@ -37,15 +38,18 @@ __all__ = [
     "Bfloat16Bits",
     "Bits",
     "BlockedArray",
+    "ByForm",
     "FirstUnits",
     "Narrowed",
     "OwnProduct",
     "QArray",
     "Weight",
     "blocked_shapes",
+    "by_form",
     "contracted_rows",
     "dequantize",
     "embedding_rows",
+    "entry_of_form",
     "first_units",
     "from_blocks",
     "narrow",
@@ -54,7 +58,6 @@ __all__ = [
     "packed_columns",
     "quantize",
     "sliced",
-    "stack_entry",
     "take_units",
     "to_blocks",
     "unit_at",

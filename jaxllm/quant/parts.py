@@ -1,9 +1,12 @@
 """Parts of a weight, however it is stored: its first units, its rows, one of a stack."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.quant.blocks import (
@@ -14,7 +17,7 @@ from jaxllm.quant.blocks import (
 from jaxllm.quant.formats import QArray
 from jaxllm.quant.weights import (
     Adapted,
-    Apart,
+    ByForm,
     FirstUnits,
     Narrowed,
     Weight,
@@ -77,12 +80,24 @@ def narrow(weight: Weight, rows: int) -> Weight:
     return Narrowed(weight.stack if isinstance(weight, Narrowed) else weight, rows)
 
 
-def stack_entry(weight: Weight, index: int) -> Weight:
-    """One matrix `[R, C]` of a stack whose matrices lie apart, with its adapter if it has one."""
-    if isinstance(weight, Adapted):
-        return Adapted(stack_entry(weight.base, index), weight.left[index], weight.right[index])
-    assert isinstance(weight, Apart)
-    return weight.matrices[index]
+def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -> ByForm:
+    """Matrices `[R, C]` as one weight, those of a form together; `stack` puts arrays behind one another."""
+    forms: dict[Any, list[Weight]] = {}
+    form, at = [], []
+    for each in matrices:
+        leaves, kind = jax.tree.flatten(each)
+        key = kind, tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+        members = forms.setdefault(key, [])
+        form.append(list(forms).index(key))
+        at.append(len(members))
+        members.append(each)
+    stacks = tuple(jax.tree.map(lambda *parts: stack(parts), *members) for members in forms.values())
+    return ByForm(stacks, tuple(form), tuple(at), (len(matrices), *matrices[0].shape))
+
+
+def entry_of_form(weight: ByForm, form: int, index: jax.Array | int) -> Weight:
+    """One matrix `[R, C]` of a form, by its number among them."""
+    return jax.tree.map(lambda part: part[index], weight.stacks[form])
 
 
 def unit_at(weight: Weight, index: jax.Array) -> Weight:

@@ -12,12 +12,13 @@ from jaxllm.quant.blocks import (
     take_blocked_rows,
 )
 from jaxllm.quant.formats import QArray
-from jaxllm.quant.parts import sliced
+from jaxllm.quant.parts import entry_of_form, sliced
 from jaxllm.quant.weights import (
     Adapted,
     AdaptedFromBuffer,
     Apart,
     Bfloat16Bits,
+    ByForm,
     Changed,
     FirstUnits,
     Narrowed,
@@ -38,6 +39,9 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return dequantize(weight.stack, dtype)[:, : weight.rows]
     if isinstance(weight, Apart):
         return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
+    if isinstance(weight, ByForm):
+        each = [entry_of_form(weight, *place) for place in zip(weight.form, weight.at, strict=True)]
+        return jnp.stack([dequantize(matrix, dtype) for matrix in each])
     if isinstance(weight, FirstUnits):
         return dequantize(sliced(weight), dtype)
     if isinstance(weight, Bfloat16Bits):

@@ -193,6 +193,30 @@ class Apart:
         return 3
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ByForm:
+    """A stack of matrices `[E, R, C]`, each at a width of its own, of which those of a form lie together:
+    graphs have code for each form, however many matrices there are.
+
+    Attributes:
+      stacks: of each form a matrix `[R, C]` whose arrays have one more axis in front, its matrices.
+      form: of each of the E its form.
+      at: and which of its matrices it is.
+      shape: `(E, R, C)`.
+    """
+
+    stacks: tuple["Weight", ...]
+    form: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    at: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the weight."""
+        return 3
+
+
 Weight = (
     jax.Array
     | QArray
@@ -204,4 +228,5 @@ Weight = (
     | FirstUnits
     | OwnProduct
     | Apart
+    | ByForm
 )

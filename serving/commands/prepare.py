@@ -1,4 +1,4 @@
-"""`jaxllm prepare`: a Hugging Face folder becomes a bundle."""
+"""`jaxllm prepare`: a Hugging Face folder becomes a bundle, or a mixture's bundle one with experts apart."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ import click
 from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS, Bundle
 from jaxllm.prepare import prepare
 from serving.console import progress_bars
+from serving.models import find_model
 
 
 @click.command("prepare")
@@ -36,10 +37,14 @@ def prepare_command(
     name: str,
     ignore_keys: tuple[str, ...],
 ) -> None:
-    """Write the model in a Hugging Face FOLDER as one bundle file."""
+    """Write the model in a Hugging Face FOLDER as one bundle file.
+
+    With --expert-bits FOLDER may be a mixture's bundle, or the name of a packaged one: its weights stay
+    as they are, but for experts that get narrower.
+    """
     with progress_bars() as progress:
         prepare(
-            folder,
+            folder if folder.exists() else find_model(folder),
             output,
             weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
             expert_bits=int(expert_bits or 0),

@@ -167,8 +167,13 @@ class ExpertCache:
             with self._lock:
                 self._wanted = []
                 for expert in experts:
-                    if (slot := self._slots.get((layer, expert))) is not None:
-                        slot.pinned = False
+                    slot = self._slots.get((layer, expert))
+                    if slot is None:
+                        continue
+                    slot.pinned = False
+                    if slot.error is not None and not slot.reading:
+                        # Of several that could not be read one was raised: the next visit tries all again.
+                        self._drop((layer, expert))
                 self._wake()
 
     def expect(self, guesses: Sequence[Key]) -> None:

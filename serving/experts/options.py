@@ -16,9 +16,9 @@ class ExpertOptions:
       eviction: who leaves, a name of `jaxllm.experts.eviction.POLICIES`.
       predictor: who comes before the router has spoken: "router" by the next router on this layer's hidden
         states, "paths" by the experts of the layers before (EdgeMoE), "tokens" by what is read (a draft's
-        tokens among it), "frequency" the most frequent ones, "none" nobody. Of a pass's first layer, which
-        no router sees ahead, "router" says what "tokens" does.
-      layers_ahead: for how many layers experts are foreseen; routers see no further than one.
+        tokens among it), "frequency" the most frequent ones, "none" nobody. Of a pass's first layer, and
+        of those beyond the next, which no router sees, "router" says what "tokens" does.
+      layers_ahead: for how many layers experts are foreseen.
     """
 
     eviction: str = "frequency-nearness"

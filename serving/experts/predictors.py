@@ -10,7 +10,7 @@ from jaxllm.experts.token_experts import TokenExperts
 from serving.experts.options import PREDICTORS
 
 _UNKNOWN = np.zeros(0, np.int32)
-# Nobody is read who is foreseen little more than others: who leaves for them may be wanted as well.
+# By statistics nobody is read who is foreseen little more than others: who leaves may be wanted as well.
 _WORTH_READING = 1.5
 
 
@@ -34,10 +34,10 @@ class Predictor(abc.ABC):
           `[E]`, which sums to one; None where it foresees nothing.
         """
 
-    def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray) -> np.ndarray:
+    def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray, steps: int) -> np.ndarray:
         """Whom of a layer it is worth to read before they are asked for, `[E]` bool, by what `probabilities`
-        said behind `visited`."""
-        del visited
+        said so many `steps` behind `visited`."""
+        del visited, steps
         return chances > _WORTH_READING / len(chances)
 
     def learn(self, visited: list[np.ndarray]) -> None:
@@ -83,18 +83,20 @@ class TokenPredictor(Predictor):
 
 
 class RouterPredictor(TokenPredictor):
-    """By the next router, applied to this layer's hidden states; of the first layer, by the tokens."""
+    """By the next router, applied to this layer's hidden states; of the first layer, and of those that are
+    further off than a router sees, by the tokens."""
 
     def probabilities(  # noqa: D102
         self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
     ) -> np.ndarray | None:
-        if not visited:
-            return super().probabilities(visited, ahead, steps)
-        return ahead if steps == 1 else None
+        return ahead if visited and steps == 1 else super().probabilities(visited, ahead, steps)
 
-    def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray) -> np.ndarray:  # noqa: D102
+    def worthwhile(  # noqa: D102
+        self, visited: list[np.ndarray], chances: np.ndarray, steps: int
+    ) -> np.ndarray:
         # A router chooses its best, however little better they are.
-        return np.ones(len(chances), bool) if visited else super().worthwhile(visited, chances)
+        by_router = visited and steps == 1
+        return np.ones(len(chances), bool) if by_router else super().worthwhile(visited, chances, steps)
 
 
 class FrequencyPredictor(Predictor):

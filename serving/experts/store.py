@@ -54,7 +54,8 @@ class ExpertStore:
         """
         if not bundle.layout.experts_apart:
             raise ConfigError(
-                f"{bundle.path} stores its experts together; make a bundle by `jaxllm calibrate`"
+                f"{bundle.path} stores its experts together; lay them apart by `jaxllm prepare "
+                "--expert-bits` or `jaxllm calibrate`"
             )
         self.bundle, cfg = bundle, bundle.cfg
         self.sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]

@@ -160,7 +160,7 @@ class ExpertWeights:
             if chances is None:
                 break
             best = np.argsort(-chances, kind="stable")
-            worth = self.predictor.worthwhile(seen, chances)
+            worth = self.predictor.worthwhile(seen, chances, step)
             found += [(len(seen), int(expert)) for expert in best[:count] if worth[expert]]
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found

@@ -1,9 +1,12 @@
 """What a model needs in memory besides the pieces of its weights, and whether they must be read by pieces."""
 
+import logging
+
 import numpy as np
 
-from jaxllm.bundle import Bundle
+from jaxllm.bundle import Bundle, expert_widths
 from jaxllm.config import ModelConfig
+from jaxllm.experts.mixture import visit_rows
 from serving.experts.store import hot_bytes
 from serving.experts.weights import ExpertWeights
 from serving.models import open_model
@@ -13,6 +16,7 @@ from serving.speculative.options import SpeculationOptions
 from serving.streaming.runtime_share import runtime_bytes, whole_budget
 from serving.streaming.weights import StreamedWeights
 
+_log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
 
 
@@ -44,6 +48,14 @@ def streamed_weights(
         fixed += outputs_bytes(bundle.cfg, options)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
+    if bundle.cfg.experts and not bundle.layout.experts_apart:
+        _log.warning(
+            "%s is streamed by whole layers, because its experts are stored together; to read only those "
+            "that are visited, lay them apart: jaxllm prepare %s --expert-bits %d -o apart.jaxllm",
+            bundle.path,
+            bundle.path,
+            expert_widths(bundle).max(),
+        )
     what = f"a context of {options.context_tokens} tokens, activations, "
     what += "the draft and the runtime" if reserved_bytes else "and the runtime"
     if bundle.layout.experts_apart:
@@ -87,13 +99,14 @@ def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: 
     """
     if speculation.drafter == "level":
         options = draft_options(target, speculation, context_tokens).resolve(target, quantized=True)
-        return fixed_bytes(target, options)
+        return fixed_bytes(target, options, drafts=True)
     if speculation.model is None:
         return 0
     with open_model(speculation.model) as bundle:
         quantized = bundle.layout.weights not in ("f32", "bf16")
         asked = draft_options(bundle.cfg, speculation, context_tokens)
-        return bundle.weight_bytes + fixed_bytes(bundle.cfg, asked.resolve(bundle.cfg, quantized=quantized))
+        resolved = asked.resolve(bundle.cfg, quantized=quantized)
+        return bundle.weight_bytes + fixed_bytes(bundle.cfg, resolved, drafts=True)
 
 
 def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tokens: int) -> EngineOptions:
@@ -104,9 +117,9 @@ def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tok
     )
 
 
-def fixed_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
-    """Caches and activations of one request, at their most."""
-    return cache_bytes(cfg, options) + activation_bytes(cfg, options)
+def fixed_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
+    """Caches and activations of one request, at their most; of a model that `drafts` for another."""
+    return cache_bytes(cfg, options) + activation_bytes(cfg, options, drafts=drafts)
 
 
 def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
@@ -119,17 +132,26 @@ def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
 
 def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
     """Of a mixture, what its experts make of a prompt as long as the context, before it is summed."""
-    padded = 2 * options.context_tokens * cfg.experts_per_token
-    return padded * cfg.hidden_size * _FLOAT_BYTES
+    return -(-options.context_tokens // options.chunk_tokens[-1]) * _visits_bytes(cfg, options)
 
 
-def activation_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+def _visits_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """What the experts of a layer make of the longest chunk; nothing where there are none."""
+    pairs = options.chunk_tokens[-1] * cfg.experts_per_token
+    return visit_rows(pairs, cfg.experts) * cfg.hidden_size * _FLOAT_BYTES if cfg.experts else 0
+
+
+def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
     """Of a prompt as long as the context: what passes from layer to layer, what one layer computes of a
-    chunk, and logits."""
+    chunk, and logits, of a tree where there are trees."""
     width = _FLOAT_BYTES if options.activation_dtype == "float32" else 2
     passing = options.context_tokens * cfg.hidden_size * width
     neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
     rows = 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
     computed = options.chunk_tokens[-1] * rows * _FLOAT_BYTES
-    logits = 2 * cfg.vocab_size * _FLOAT_BYTES
-    return int(np.sum([2 * passing, computed, logits]))
+    trees, rows_of_logits = options.trees, 2
+    if trees is not None:
+        # Those of all nodes, their probabilities and the order of these.
+        rows_of_logits = 3 * (trees.tips if drafts else trees.nodes[-1])
+    logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
+    return int(np.sum([2 * passing, computed, _visits_bytes(cfg, options), logits]))

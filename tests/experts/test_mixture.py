@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
-from jaxllm.experts.mixture import mixture, tiles_of
+from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
 from jaxllm.experts.routing import Routing, route
 from jaxllm.layers import Norm, activate, normalize
 from jaxllm.linear import FeedForward
-from jaxllm.quant import Bfloat16Bits, dequantize, quantize, to_blocks, unit_at
+from jaxllm.quant import Apart, Bfloat16Bits, by_form, dequantize, quantize, to_blocks, unit_at
 from tests.kernels.switching import fall_back, needs_native
 
 B, E, F, D = 2, 4, 32, 64
@@ -186,7 +187,9 @@ def test_tiles_by_hand():
     np.testing.assert_array_equal(tiles.expert[:6], [1, 1, 1, 2, 3, 3])
     np.testing.assert_array_equal(tiles.token[:6, 0], [0, 2, 4, 0, 1, 3])
     np.testing.assert_array_equal(tiles.token[[0, 1, 4, 5], 1], [1, 3, 2, 4])
-    np.testing.assert_array_equal(tiles.row, [[0, 6], [1, 8], [2, 9], [3, 10], [4, 11]])
+    np.testing.assert_array_equal(tiles.start[:6], [0, 2, 4, 5, 6, 8])
+    np.testing.assert_array_equal(tiles.size[:6], [2, 2, 1, 1, 2, 2])
+    np.testing.assert_array_equal(tiles.place, [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]])
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 16])
@@ -197,11 +200,47 @@ def test_tiles_hold_every_pair_once(tokens, rows):
         ids = np.stack([draws.permutation(6)[:2] for _ in range(tokens)]).astype(np.int32)
         tiles = jax.jit(functools.partial(tiles_of, experts=6, rows=rows))(ids)
         assert int(tiles.count) <= len(tiles.expert)
-        places = np.asarray(tiles.row).reshape(-1)
-        assert len(set(places.tolist())) == ids.size
-        assert places.max() < int(tiles.count) * rows
-        np.testing.assert_array_equal(np.asarray(tiles.token).reshape(-1)[places], np.arange(ids.size) // 2)
-        np.testing.assert_array_equal(np.asarray(tiles.expert)[places // rows], ids.reshape(-1))
+        places = np.asarray(tiles.place).reshape(-1)
+        assert sorted(places.tolist()) == list(range(ids.size))
+        count, start = int(tiles.count), np.asarray(tiles.start)
+        ends = (start + np.asarray(tiles.size))[:count]
+        assert start[:count].tolist() == [0, *ends[:-1].tolist()]
+        assert ends[-1] == ids.size
+        tile = np.searchsorted(start[:count], places, side="right") - 1
+        token = np.asarray(tiles.token)[tile, places - start[tile]]
+        np.testing.assert_array_equal(token, np.arange(ids.size) // 2)
+        np.testing.assert_array_equal(np.asarray(tiles.expert)[tile], ids.reshape(-1))
+
+
+@pytest.mark.parametrize("valid", [0, 1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_padding_is_in_no_tile(rows, valid):
+    """Where tokens choose fewer experts than there are, too: with 64 experts seven tokens of 8 choices."""
+    ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
+    ids[valid:] = 64
+    tiles = tiles_of(jnp.asarray(ids), 64, rows=rows)
+    visited = np.asarray(tiles.expert)[: int(tiles.count)]
+    assert set(visited.tolist()) == set(ids[:valid].reshape(-1).tolist())
+    assert int(np.asarray(tiles.size).sum()) == 8 * valid
+
+
+def test_padding_is_read_by_no_expert():
+    """A prompt's last chunk of two tokens and padding."""
+    ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
+    routing = Routing(jnp.zeros((1, 7, 64)), jnp.asarray(ids[None]), jnp.ones((1, 7, 8)))
+    tiles, _ = tiles_and_weights(routing, 64, live=jnp.arange(7) < 2)
+    visited = np.asarray(tiles.expert)[: int(tiles.count)]
+    assert set(visited.tolist()) == set(ids[:2].reshape(-1).tolist())
+
+
+@pytest.mark.parametrize(("experts", "choices", "tokens"), [(8, 2, 64), (128, 8, 64), (64, 8, 64), (8, 1, 3)])
+def test_visits_take_a_row_for_each_pair(experts, choices, tokens):
+    """Whatever tiles leave free."""
+    ids = jnp.zeros((1, tokens, choices), jnp.int32)
+    routing = Routing(jnp.zeros((1, tokens, experts)), ids, jnp.zeros(ids.shape))
+    tiles, _ = tiles_and_weights(routing, experts, live=jnp.ones(tokens, bool))
+    visits = no_visits(jnp.zeros((tokens, D)), tiles)
+    assert len(visits) < tokens * choices + tiles.token.shape[1]
 
 
 def test_the_worst_routing_fits():
@@ -237,3 +276,81 @@ def test_native_kernels_compute_nearly_what_is_stored(bits, neurons):
         x = draw(B, tokens, D)
         got, expected = mix(x, routed(x), block), naive(x, routed(x), meant)
         assert np.abs(got - expected).max() < 0.03 * np.abs(expected).max()
+
+
+# Rows of a tree, and experts apart
+
+
+def apart(dense, widths, hold=Apart):
+    """Experts of widths of their own (32: floats), and what they stand for."""
+
+    def stored(stack, axis):
+        levels = [
+            each if width == 32 else to_blocks(quantize(each, bits=width, axis=axis))
+            for each, width in zip(stack, widths, strict=True)
+        ]
+        return hold([jax.tree.map(jnp.asarray, each) for each in levels])
+
+    block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
+    wide = [dequantize(each, jnp.dtype(jnp.float32)) for each in (block.up, block.down, block.gate)]
+    return block, FeedForward(*wide)
+
+
+@needs_native
+@pytest.mark.parametrize("lie", ["together", "apart"])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
+    """Where it is with others, and whatever else is compiled around it."""
+    dense = experts_of()
+    if lie == "apart":
+        block, _ = apart(dense, [bits] * E, hold=lambda each: Apart(tuple(each)))
+    else:
+        stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in zip(
+            (dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)]  # fmt: skip
+        block = FeedForward(*jax.tree.map(jnp.asarray, stored))
+
+    @jax.jit
+    def layer(x):
+        routing = route(x, ROUTER, experts_per_token=2, normalize=True, norm=NORM)
+        return mixture(x, NORM, routing, block, "silu", add_input=True, rowwise=True)
+
+    x = draw(1, 33, D)
+    alone = np.concatenate([layer(x[:, t : t + 1]) for t in range(33)], axis=1)
+    for tokens in (2, 16, 33):
+        np.testing.assert_array_equal(layer(x[:, :tokens]), alone[:, :tokens])
+
+
+@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
+@pytest.mark.parametrize("widths", [[8, 4, 2, 8], [32, 8, 32, 4]], ids=["levels", "with-floats"])
+def test_experts_apart_compute_what_they_stand_for(widths, native, monkeypatch):
+    if not native:
+        fall_back(monkeypatch)
+    block, meant = apart(
+        experts_of(), widths, hold=lambda each: Apart(tuple(each)) if native else by_form(each)
+    )
+    for tokens in (1, 20):
+        x = draw(B, tokens, D)
+        routing, live = routed(x), np.arange(tokens) < max(1, tokens - 3)
+        got, expected = mix(x, routing, block, live=live), naive(x, routing, meant) * live[:, None]
+        # Native kernels round activations, too.
+        np.testing.assert_allclose(got, expected, atol=0.03 * np.abs(expected).max() if native else 2e-5)
+
+
+@pytest.mark.parametrize("hold", [lambda each: Apart(tuple(each)), by_form], ids=["apart", "by-form"])
+def test_what_is_traced_does_not_grow_with_the_experts(hold):
+    """There is code for each width, not for each expert."""
+
+    def products(jaxpr):
+        inner = [each for eqn in jaxpr.eqns for each in jaxprs_in_params(eqn.params)]
+        own = sum(eqn.primitive.name in ("ffi_call", "dot_general") for eqn in jaxpr.eqns)
+        return own + sum(map(products, inner))
+
+    def traced(experts):
+        stacks = [
+            hold([to_blocks(quantize(draw(F, D), bits=[8, 4][e % 2], axis=axis)) for e in range(experts)])
+            for axis in (-1, -2, -1)
+        ]
+        routing = Routing(jnp.zeros((1, 5, experts)), jnp.zeros((1, 5, 2), jnp.int32), jnp.ones((1, 5, 2)))
+        return products(jax.make_jaxpr(lambda x: mix(x, routing, FeedForward(*stacks)))(draw(1, 5, D)).jaxpr)
+
+    assert 0 < traced(32) == traced(4)

@@ -1,11 +1,15 @@
 """Routing by hand, and its losses against the papers' formulas and transformers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.experts.routing import Routing, expert_shares, load_balancing_loss, route, router_z_loss
+from jaxllm.layers import Norm, rms_norm
+from tests.kernels.switching import needs_native
 
 # Logits of a token [1, 0] are this router's first column: probabilities 1/10, 4/10, 2/10, 3/10.
 ROUTER = np.stack([np.log([1.0, 4.0, 2.0, 3.0]), np.log([5.0, 1.0, 1.0, 1.0])], axis=1).astype(np.float32)
@@ -111,3 +115,30 @@ def test_routing_passes_through_graphs():
     routing = Routing(logits=jnp.ones((2, 4)), ids=jnp.zeros((2, 1), jnp.int32), weights=jnp.ones((2, 1)))
     same = jax.jit(lambda each: each)(routing)
     np.testing.assert_array_equal(same.ids, routing.ids)
+
+
+@needs_native
+def test_a_token_of_many_is_routed_as_it_is_alone():
+    """To the bit, by routers of any width: a near tie among experts is the same tie in a tree."""
+    draws = np.random.default_rng(0)
+    for experts, width in ((6, 40), (8, 64), (128, 256)):
+        x = draws.standard_normal((1, 33, width)).astype(np.float32)
+        router = draws.standard_normal((experts, width)).astype(np.float32)
+        scale = 1 + 0.3 * draws.standard_normal(width).astype(np.float32)
+        norm = Norm(scale=jnp.asarray(scale), bias=None, eps=1e-5)
+        run = jax.jit(functools.partial(route, experts_per_token=2, normalize=True, norm=norm))
+        together = run(x, router)
+        alone = [run(x[:, t : t + 1], router) for t in range(33)]
+        for name in ("logits", "ids", "weights"):
+            one = np.concatenate([getattr(each, name) for each in alone], axis=1)
+            np.testing.assert_array_equal(getattr(together, name), one)
+        plain = route(
+            rms_norm(x, norm.scale, norm.eps),
+            router,
+            experts_per_token=2,
+            normalize=True,
+            differentiable=True,
+        )
+        np.testing.assert_allclose(together.logits, plain.logits, atol=1e-4)
+        np.testing.assert_array_equal(together.ids, plain.ids)
+        np.testing.assert_allclose(together.weights, plain.weights, atol=1e-5)

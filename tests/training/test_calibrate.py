@@ -13,6 +13,8 @@ from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.parameters import expert_parameter, param_specs
+from jaxllm.prepare import prepare
+from jaxllm.quant import dequantize
 from tests.tiny import BEGIN_ID, TINY, tiny_params, write_tiny_folder
 from tests.training.tiny_runs import QUIET
 from training import calibrate as room
@@ -130,7 +132,7 @@ def test_uniform_widths(folder, text, run_dir, tmp_path):
         loaded, params = bundle.load(), {}
         for name in param_specs(CFG):
             each = loaded[name]
-            params[name] = each if ".experts." not in name else np.stack(list(map(np.asarray, each.matrices)))
+            params[name] = dequantize(each, np.dtype(np.float32))
         assert expert_parameter("layers.0.experts.up", 3) in bundle.layout.tensors
     np.testing.assert_array_equal(
         params["layers.1.experts.down"][2], 4 * tiny_params(CFG)["layers.1.experts.down"][2]
@@ -166,10 +168,32 @@ def test_impossible_wishes_are_refused(folder, text, run_dir, tmp_path, how, mes
         calibrated(folder, text, run_dir, tmp_path / "a.jaxllm", **how(tmp_path))
 
 
-def test_dense_models_and_bundles_are_refused(model, text, tmp_path):
+def test_a_bundle_is_calibrated_as_its_weights_are(folder, text, tmp_path):
+    """Experts get narrower, never wider; all else, and who keeps its width, stays byte for byte."""
+    source, out, run = tmp_path / "source.jaxllm", tmp_path / "out.jaxllm", tmp_path / "run"
+    prepare(folder, source, weights="int8")
+    facts = calibrated(source, text, run, out, uniform=8)
+    assert facts["loss"] < 0.005
+    with Bundle.open(source) as together, Bundle.open(out) as apart:
+        before, after = together.load(), apart.load()
+        for name in param_specs(CFG):
+            whole = [dequantize(each[name], np.dtype(np.float32)) for each in (before, after)]
+            np.testing.assert_array_equal(*whole)
+        assert read_path_counts(apart).alone.sum() == 2 * 2 * facts["tokens"]
+    lossy = calibrated(source, text, run, out, uniform=2)
+    assert lossy["loss"] > facts["loss"]
+    assert lossy["widths"] == {"2": 8}
+    # What is apart already may get narrower still, not wider.
+    again = calibrated(out, text, tmp_path / "again", tmp_path / "again.jaxllm", uniform=2)
+    assert again["widths"] == {"2": 8}
+    with pytest.raises(ConfigError, match="has experts of 2 bits, and 4 would be larger, not better"):
+        calibrated(out, text, tmp_path / "wider", tmp_path / "wider.jaxllm", uniform=4)
+
+
+def test_dense_models_and_missing_ones_are_refused(model, text, tmp_path):
     with pytest.raises(ConfigError, match="no mixture of experts; `jaxllm prepare`"):
         calibrated(model, text, tmp_path / "run", tmp_path / "a.jaxllm")
-    with pytest.raises(CheckpointError, match="no Hugging Face folder"):
+    with pytest.raises(CheckpointError, match="no such file or folder; give a Hugging Face"):
         calibrated(tmp_path / "a.jaxllm", text, tmp_path / "run", tmp_path / "b.jaxllm")
 
 

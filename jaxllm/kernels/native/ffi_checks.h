@@ -81,4 +81,19 @@ inline bool read_count(const AnyBuffer& counts, int64_t at, size_t least, size_t
 bool read_units(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group, size_t inputs,
                 size_t outputs, Units& out);
 
+// A weight [segments, blocks, panels, bytes] whose units are inputs; `segments` of `length` are used.
+bool read_reduction(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group,
+                    size_t segments, size_t length, size_t outputs, Reduction& out);
+
+// Of each adapter, where its left and its right side begin in their buffers, and its rank (0: there is none).
+using Places = ffi::Span<const int64_t>;
+
+// The adapter whose three `places` begin at `i`: left [ranks, units] and right [ranks, width], of which
+// counts[rank_at] are used, or all if there are fewer.
+bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, Places places, size_t i, size_t units,
+                  size_t width, const AnyBuffer& counts, int64_t rank_at, Adapter& out);
+// Its sides, `left_at` and `right_at` in their buffers.
+bool read_sides(const AnyBuffer& left, const AnyBuffer& right, int64_t left_at, int64_t right_at,
+                int64_t ranks, size_t units, size_t width, Adapter& out);
+
 }  // namespace jaxllm

@@ -4,70 +4,6 @@
 namespace jaxllm {
 namespace {
 
-// Of each adapter, where its left and its right side begin in their buffers, and its rank (0: there is none).
-using Places = ffi::Span<const int64_t>;
-
-bool good_format(int64_t bits, int64_t group, const AnyBuffer& data, const AnyBuffer& scale) {
-  if (bits != 2 && bits != 4 && bits != 8) return false;
-  if (group != 0 && group != 32 && group != 64) return false;
-  if (data.element_type() != (bits == 8 ? ffi::DataType::S8 : ffi::DataType::U8)) return false;
-  return scale.element_type() == (group ? ffi::DataType::F16 : ffi::DataType::F32);
-}
-
-// A weight [segments, blocks, panels, bytes] whose units are inputs; `segments` of `length` are used.
-bool read_reduction(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group,
-                    size_t segments, size_t length, size_t outputs, Reduction& out) {
-  if (!good_format(bits, group, data, scale) || rank(data) != 4) return false;
-  if (segments == 0 || length == 0 || outputs == 0) return false;
-  const size_t blocks = dim(data, 1), panels = dim(data, 2);
-  if (dim(data, 3) != static_cast<size_t>(bits) * 64 || segments > dim(data, 0)) return false;
-  if (divide_up(outputs, kPanel) > panels || divide_up(length, kBlock) > blocks) return false;
-  // Segments follow each other by what they use: only the only one may be cut short.
-  if (dim(data, 0) > 1 && divide_up(length, kBlock) != blocks) return false;
-  const size_t groups = group ? scale.element_count() / (dim(data, 0) * panels * kPanel) : 1;
-  if (scale.element_count() != dim(data, 0) * groups * panels * kPanel) return false;
-  if (group &&
-      (groups < divide_up(length, group) || (dim(data, 0) > 1 && groups != divide_up(length, group))))
-    return false;
-  out = {data.untyped_data(),
-         scale.untyped_data(),
-         static_cast<int>(bits),
-         static_cast<int>(group),
-         segments,
-         blocks,
-         panels,
-         false};
-  return true;
-}
-
-// Floats [ranks, width] from `at` on in a buffer.
-bool read_side(const AnyBuffer& buffer, int64_t at, size_t ranks, size_t width, const float*& out) {
-  if (buffer.element_type() != ffi::DataType::F32 || width == 0) return false;
-  const size_t all = buffer.element_count();
-  if (at < 0 || static_cast<size_t>(at) > all) return false;
-  // Divided, because a product could overflow.
-  if (ranks > (all - static_cast<size_t>(at)) / width) return false;
-  out = buffer.reinterpret_data<float>() + at;
-  return true;
-}
-
-// The adapter whose three `places` begin at `i`: left [ranks, units] and right [ranks, width], of which
-// counts[rank_at] are used, or all if there are fewer.
-bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, Places places, size_t i, size_t units,
-                  size_t width, const AnyBuffer& counts, int64_t rank_at, Adapter& out) {
-  out = {nullptr, nullptr, 0, units};
-  const int64_t left_at = places[i], right_at = places[i + 1], ranks = places[i + 2];
-  if (ranks == 0) return true;
-  if (ranks < 0) return false;
-  const size_t all = static_cast<size_t>(ranks);
-  if (!read_side(left, left_at, all, units, out.left)) return false;
-  if (!read_side(right, right_at, all, width, out.right)) return false;
-  size_t used;
-  if (!read_count(counts, rank_at, 0, SIZE_MAX, used)) return false;
-  out.rank = used < all ? used : all;
-  return true;
-}
-
 // Steps that activations are quantized by: `count` positive numbers, or none for scales of their own (zeros).
 bool read_steps(const AnyBuffer& buffer, size_t count, Step* out) {
   const float* steps;
@@ -311,24 +247,6 @@ Error integer_product_call(AnyBuffer x, AnyBuffer data, ffi::Result<AnyBuffer> y
 }
 
 }  // namespace
-
-bool read_units(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group, size_t inputs,
-                size_t outputs, Units& out) {
-  if (!good_format(bits, group, data, scale) || rank(data) != 3 || inputs == 0 || outputs == 0) return false;
-  const size_t panels = dim(data, 0), blocks = dim(data, 1);
-  if (blocks != divide_up(inputs, kBlock) || dim(data, 2) != static_cast<size_t>(bits) * 64) return false;
-  if (divide_up(outputs, kPanel) > panels) return false;
-  const size_t scales = panels * kPanel * (group ? divide_up(inputs, group) : 1);
-  if (scale.element_count() != scales) return false;
-  out = {data.untyped_data(),
-         scale.untyped_data(),
-         static_cast<int>(bits),
-         static_cast<int>(group),
-         panels,
-         inputs,
-         false};
-  return true;
-}
 
 XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                        ffi::Ffi::Bind()

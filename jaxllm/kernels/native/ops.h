@@ -92,6 +92,23 @@ struct Steps {
 // a gate down(activation(up(norm(x)))).
 Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Steps& steps,
                      const Block& block, size_t units, int activation, bool residual, float* y);
+// Whom each row of norm(x) [rows][width] visits, by a router [experts][width]: the `choices` most probable of a
+// softmax of the logits [rows][experts], with their probabilities as weights [rows][choices], which sum to one
+// if `normalized`.
+Failure route(const float* x, size_t rows, size_t width, Norm norm, const float* router, size_t experts,
+              size_t choices, bool normalized, float* logits, float* weights, int32_t* ids);
+// Some rows of x through one expert, to as many of y from `start` on.
+struct Tile {
+  const int32_t* tokens;  // [rows], of x
+  size_t rows, expert, start;
+};
+// y [...][width] = what each tile's expert makes of norm(x) [...][width] at its rows, as `feed_forward` does.
+Failure visit_experts(const float* x, size_t width, Norm norm, const Tile* tiles, size_t count,
+                      const Block* experts, size_t units, int activation, float* y);
+// y [rows][width] = residual (or zeros) and, one after the other, the visits at places [rows][choices] times
+// their weights.
+void sum_visits(const float* visits, size_t width, const int32_t* places, const float* weights, size_t rows,
+                size_t choices, const float* residual, float* y);
 // y [rows][outputs] int32 = x [rows][inputs] int8 times 8-bit rows, scales left aside. -128 counts as -127.
 Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_t outputs, int32_t* y);
 

@@ -29,7 +29,7 @@ void parallel(size_t count, Function&& function, const Upcoming& next = {}) {
 }
 
 // What a thread's memory is for: a caller's own activations and sums, and what each task works in.
-enum Slot { kActivations, kMarks, kExcess, kHidden, kMass, kTaskOut, kTaskWork, kSlots };
+enum Slot { kActivations, kMarks, kExcess, kHidden, kGathered, kMass, kTaskOut, kTaskWork, kSlots };
 
 // `bytes` of memory of this thread's own, aligned to 64, kept until it asks for more in the same slot.
 // Null when memory has run out.

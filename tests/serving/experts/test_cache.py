@@ -186,3 +186,29 @@ def test_a_read_that_fails_is_an_error(make, store):
     wait_until(cache, lambda: cache.counts.guesses == 1 and not cache._slots)
     reader.before = lambda offset: None
     assert visit(cache, 0, [1]) == [1]
+
+
+def test_a_second_error_does_not_outlast_its_visit(make, monkeypatch):
+    """Two experts cannot be read, and one error is raised: when storage is back, both are there."""
+    cache, reader = make(4)
+
+    def before(offset):
+        raise CheckpointError("gone")
+
+    def failed(expert):
+        slot = cache._slots.get((0, expert))
+        return slot is not None and slot.error is not None and not slot.reading
+
+    def late(*asked):
+        wait_until(cache, lambda: failed(1) and failed(2))
+        return awaited(*asked)
+
+    reader.before, awaited = before, cache._await
+    monkeypatch.setattr(cache, "_await", late)
+    with pytest.raises(CheckpointError, match="gone"):
+        visit(cache, 0, [1, 2])
+    assert not cache._slots
+    assert cache._taken_bytes == 0
+    reader.before = lambda offset: None
+    monkeypatch.setattr(cache, "_await", awaited)
+    assert sorted(visit(cache, 0, [1, 2])) == [1, 2]

@@ -1,0 +1,107 @@
+"""Laying the experts of a bundle apart, each at a width of its own, so that they can be read one by one.
+
+What has its width already stays as it is: of the same widths it is the same model, and answers alike.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.bundle.elastic import read_ladder
+from jaxllm.bundle.layout import Part
+from jaxllm.bundle.reader import Bundle
+from jaxllm.bundle.writer import Stored, rewrite_bundle, stored_form, widths_by_layer
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import ParamSpec, expert_parameter, specs_apart
+from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, to_blocks
+
+_FLOAT_BITS = {"float32": 32, "float16": 32, "bfloat16": 16}
+
+
+def expert_widths(bundle: Bundle) -> np.ndarray:
+    """The widths `[L_sparse, E]` of a mixture's experts, 16 and 32 for floats."""
+    cfg, apart = bundle.cfg, bundle.layout.experts_apart
+    found = []
+    for layer in filter(cfg.is_sparse, range(cfg.layers)):
+        up = f"layers.{layer}.experts.up"
+        names = [expert_parameter(up, each) for each in range(cfg.experts)] if apart else [up] * cfg.experts
+        tensors = [bundle.layout.tensors[name] for name in names]
+        found.append([each.bits or _FLOAT_BITS[each.data.dtype] for each in tensors])
+    return np.array(found, np.int8)
+
+
+def lay_experts_apart(
+    path: str | os.PathLike[str],
+    source: Bundle,
+    expert_bits: np.ndarray,
+    parts: Mapping[str, Part] | None = None,
+    *,
+    name: str = "",
+) -> None:
+    """Writes a bundle again with its experts apart, all other weights byte for byte as they are.
+
+    Args:
+      path: of the new file, which may be the old one's.
+      source: an open bundle of a mixture, its experts together or apart.
+      expert_bits: `[L_sparse, E]` int, none wider than it is.
+      parts: see `rewrite_bundle`.
+      name: the model's name, for people; the source's by default.
+
+    Raises:
+      BundleError: the source is corrupt, or the file cannot be written.
+      ConfigError: the model is no such mixture, or a width is wider than it is.
+    """
+    cfg = source.cfg
+    if not cfg.experts:
+        raise ConfigError(f"{source.path} is no mixture of experts: there are none to store apart")
+    if cfg.post_norms or read_ladder(source) is not None:
+        kind = "with norms behind its blocks" if cfg.post_norms else "with levels"
+        raise ConfigError(f"{source.path}: experts of a model {kind} cannot be stored apart")
+    widths, own = widths_by_layer(cfg, expert_bits), expert_widths(source)
+    if np.any(expert_bits > own):
+        raise ConfigError(
+            f"{source.path} has experts of {int(own.min())} bits: wider ones would be larger, not better; "
+            "give no larger width, or the Hugging Face folder"
+        )
+    own_of = dict(zip(widths, own.tolist(), strict=True))
+
+    def stored(name: str, spec: ParamSpec, stacks: "_Stacks") -> Stored:
+        if ".experts." not in name:
+            return source.stored(name)
+        _, layer, _, expert, part = name.split(".")
+        number, at = int(layer), int(expert)
+        stack = f"layers.{layer}.experts.{part}"
+        mine = source.stored(name) if source.layout.experts_apart else stacks.entry(stack, at)
+        if widths[number][at] == own_of[number][at]:
+            return mine
+        floats = jnp.asarray(mine) if isinstance(mine, np.ndarray) else from_blocks(mine)
+        value = np.asarray(dequantize(floats, jnp.dtype(jnp.float32)))
+        return stored_form(value, spec, source.layout.weights, widths[number][at])
+
+    def weights() -> Iterator[tuple[str, Stored]]:
+        stacks = _Stacks(source)
+        for each, spec in specs_apart(cfg).items():
+            yield each, stored(each, spec, stacks)
+
+    rewrite_bundle(path, source, parts or {}, name=name, weights=weights())
+
+
+class _Stacks:
+    """The matrices of stacks of experts, of which those of one layer are in memory."""
+
+    def __init__(self, source: Bundle) -> None:
+        self._source = source
+        self._columns: dict[str, np.ndarray | QArray] = {}
+
+    def entry(self, name: str, expert: int) -> Stored:
+        """One matrix `[R, C]` as the stack has it."""
+        if name not in self._columns:
+            layer = name.rsplit(".", 1)[0]
+            self._columns = {each: of for each, of in self._columns.items() if each.startswith(layer)}
+            stored = self._source.stored(name)
+            self._columns[name] = from_blocks(stored) if isinstance(stored, BlockedArray) else stored
+        one = jax.tree.map(lambda part: part[expert], self._columns[name])
+        return to_blocks(one) if isinstance(one, QArray) else one

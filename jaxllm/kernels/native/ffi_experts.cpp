@@ -1,0 +1,181 @@
+// Mixtures of experts as XLA calls them.
+#include <vector>
+
+#include "ffi_checks.h"
+
+namespace jaxllm {
+namespace {
+
+bool is_indices(const AnyBuffer& buffer, size_t count) {
+  return buffer.element_type() == ffi::DataType::S32 && buffer.element_count() == count;
+}
+
+// x [rows, width], norm scale or nothing, router [experts, width] -> logits [rows, experts], weights and ids
+// [rows, choices].
+Error route_call(AnyBuffer x, AnyBuffer norm, AnyBuffer router, ffi::Result<AnyBuffer> logits,
+                 ffi::Result<AnyBuffer> weights, ffi::Result<AnyBuffer> ids, float eps, bool normalized) {
+  const Timer timer;
+  size_t rows, width, experts, router_width, out_rows, choices;
+  if (!read_rows(x, ffi::DataType::F32, rows, width))
+    return wrong("activations must be float32 with at least one row");
+  if (!read_rows(router, ffi::DataType::F32, experts, router_width) || router_width != width)
+    return wrong("a router must be float32 of the activations' width");
+  Norm applied{nullptr, eps};
+  if (!read_floats(norm, width, applied.scale))
+    return wrong("a norm's scale must be float32 of the activations' width");
+  if (logits->element_type() != ffi::DataType::F32 || logits->element_count() / experts != rows ||
+      !read_rows(*weights, ffi::DataType::F32, out_rows, choices) || out_rows != rows || choices > experts ||
+      !is_indices(*ids, rows * choices)) {
+    return wrong("the choices have other shapes");
+  }
+  return result(route(x.reinterpret_data<float>(), rows, width, applied, router.reinterpret_data<float>(),
+                      experts, choices, normalized, logits->reinterpret_data<float>(),
+                      weights->reinterpret_data<float>(), ids->reinterpret_data<int32_t>()));
+}
+
+// The tiles of `pairs` rows of x [rows, width], of which each begins where the one before ends; false where
+// one would read or write elsewhere.
+bool read_tiles(const AnyBuffer& token, const AnyBuffer& expert, const AnyBuffer& size,
+                const AnyBuffer& count, size_t rows, size_t pairs, size_t experts, std::vector<Tile>& out) {
+  size_t most, most_rows;
+  if (!read_rows(token, ffi::DataType::S32, most, most_rows)) return false;
+  if (!is_indices(expert, most) || !is_indices(size, most) || !is_indices(count, 1)) return false;
+  const int32_t* tokens = token.reinterpret_data<int32_t>();
+  const int32_t used = count.reinterpret_data<int32_t>()[0];
+  if (used < 0 || static_cast<size_t>(used) > most) return false;
+  size_t start = 0;
+  for (size_t i = 0; i < static_cast<size_t>(used); i++) {
+    const int32_t number = expert.reinterpret_data<int32_t>()[i], own = size.reinterpret_data<int32_t>()[i];
+    if (number < 0 || static_cast<size_t>(number) >= experts) return false;
+    if (own <= 0 || static_cast<size_t>(own) > most_rows || static_cast<size_t>(own) > pairs - start)
+      return false;
+    const Tile tile{tokens + i * most_rows, static_cast<size_t>(own), static_cast<size_t>(number), start};
+    for (size_t row = 0; row < tile.rows; row++) {
+      if (tile.tokens[row] < 0 || static_cast<size_t>(tile.tokens[row]) >= rows) return false;
+    }
+    out.push_back(tile);
+    start += tile.rows;
+  }
+  return true;
+}
+
+// x [rows, width], norm scale or nothing, the tiles' tokens, experts, sizes and count, then both sides of the
+// adapters of gate, up and down, [experts, rank, units] and [experts, rank, width] (empty: none), then data
+// and scale of gate, up and down of each expert -> y [pairs, width], zeros behind the last tile.
+Error experts_call(AnyBuffer x, AnyBuffer norm, AnyBuffer token, AnyBuffer expert, AnyBuffer size,
+                   AnyBuffer count, ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, bool widen,
+                   int64_t units, int64_t activation, float eps, Places bits, Places groups, Places ranks) {
+  const Timer timer;
+  size_t rows, width, pairs, out_width;
+  if (!read_rows(x, ffi::DataType::F32, rows, width))
+    return wrong("activations must be float32 with at least one row");
+  if (!read_rows(*y, ffi::DataType::F32, pairs, out_width) || out_width != width)
+    return wrong("the result has another width");
+  Norm applied{nullptr, eps};
+  if (!read_floats(norm, width, applied.scale))
+    return wrong("a norm's scale must be float32 of the activations' width");
+  const size_t experts = bits.size();
+  if (units <= 0 || experts == 0 || groups.size() != experts || ranks.size() != 3 ||
+      weights.size() != 6 * experts + 6) {
+    return wrong("each expert needs data and scales of three weights");
+  }
+  std::vector<Tile> tiles;
+  if (!read_tiles(token, expert, size, count, rows, pairs, experts, tiles))
+    return wrong("a tile lies outside of its tokens, experts or results");
+  const size_t all = static_cast<size_t>(units);
+  std::vector<Block> blocks(experts);
+  for (size_t e = 0; e < experts; e++) {
+    Block& block = blocks[e];
+    Adapter* const adapters[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
+    for (size_t i = 0; i < 3; i++) {
+      auto data = weights.get<AnyBuffer>(6 + 6 * e + 2 * i), scale = weights.get<AnyBuffer>(7 + 6 * e + 2 * i);
+      auto left = weights.get<AnyBuffer>(2 * i), right = weights.get<AnyBuffer>(2 * i + 1);
+      if (!data || !scale || !left || !right) return wrong("a weight is missing");
+      Units& outwards = i == 0 ? block.gate : block.up;
+      if (i == 2 ? !read_reduction(*data, *scale, bits[e], groups[e], 1, all, width, block.down)
+                 : !read_units(*data, *scale, bits[e], groups[e], width, all, outwards)) {
+        return wrong("a weight's shape does not fit");
+      }
+      const int64_t at = static_cast<int64_t>(e) * ranks[i];
+      if (!read_sides(*left, *right, at * units, at * static_cast<int64_t>(width), ranks[i], all, width,
+                      *adapters[i])) {
+        return wrong("an adapter does not fit");
+      }
+    }
+    block.gate.widen = block.up.widen = block.down.widen = widen;
+  }
+  float* to = y->reinterpret_data<float>();
+  const size_t end = tiles.empty() ? 0 : tiles.back().start + tiles.back().rows;
+  memset(to + end * width, 0, (pairs - end) * width * sizeof(float));
+  return result(visit_experts(x.reinterpret_data<float>(), width, applied, tiles.data(), tiles.size(),
+                              blocks.data(), all, static_cast<int>(activation), to));
+}
+
+// visits [pairs, width], places and weights [rows, choices], residual or nothing -> y [rows, width].
+Error sum_visits_call(AnyBuffer visits, AnyBuffer places, AnyBuffer weights, AnyBuffer residual,
+                      ffi::Result<AnyBuffer> y) {
+  const Timer timer;
+  size_t pairs, width, rows, out_width, weight_rows, choices;
+  if (!read_rows(visits, ffi::DataType::F32, pairs, width)) return wrong("visits must be float32");
+  if (!read_rows(*y, ffi::DataType::F32, rows, out_width) || out_width != width)
+    return wrong("the result has another width");
+  if (!read_rows(weights, ffi::DataType::F32, weight_rows, choices) || weight_rows != rows ||
+      !is_indices(places, rows * choices)) {
+    return wrong("the places and weights of visits have other shapes");
+  }
+  const float* add;
+  if (!read_floats(residual, rows * width, add)) return wrong("the residual has another shape");
+  const int32_t* at = places.reinterpret_data<int32_t>();
+  for (size_t i = 0; i < rows * choices; i++) {
+    if (at[i] < 0 || static_cast<size_t>(at[i]) >= pairs) return wrong("a place lies outside of the visits");
+  }
+  sum_visits(visits.reinterpret_data<float>(), width, at, weights.reinterpret_data<float>(), rows, choices,
+             add, y->reinterpret_data<float>());
+  return Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER(Route, route_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Ret<AnyBuffer>()
+                           .Attr<float>("eps")
+                           .Attr<bool>("normalized"));
+XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<AnyBuffer>()
+                           .Attr<bool>("widen")
+                           .Attr<int64_t>("units")
+                           .Attr<int64_t>("activation")
+                           .Attr<float>("eps")
+                           .Attr<Places>("bits")
+                           .Attr<Places>("groups")
+                           .Attr<Places>("ranks"));
+XLA_FFI_DEFINE_HANDLER(SumVisits, sum_visits_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Ret<AnyBuffer>());
+
+const Target kExpertTargets[] = {
+    {"jaxllm_route", reinterpret_cast<void*>(+Route)},
+    {"jaxllm_experts", reinterpret_cast<void*>(+Experts)},
+    {"jaxllm_sum_visits", reinterpret_cast<void*>(+SumVisits)},
+    {nullptr, nullptr},
+};
+
+}  // namespace jaxllm

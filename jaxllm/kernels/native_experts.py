@@ -1,0 +1,95 @@
+"""The native kernels of mixtures of experts, as calls for graphs (see `native`).
+
+Each row of their results is to the bit what it is alone, where products are `rowwise` (see `linear.py`).
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Activation
+from jaxllm.kernels.native import ACTIVATIONS, optional, target
+from jaxllm.quant import BlockedArray
+
+# Gate, up and down of one expert.
+ExpertBlocks = tuple[BlockedArray, BlockedArray, BlockedArray]
+
+
+def route(
+    x: jax.Array,
+    router: jax.Array,
+    *,
+    experts_per_token: int,
+    normalize: bool,
+    norm_scale: jax.Array | None = None,
+    norm_eps: float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whom rows `x` `[M, D]` float32 visit, after an RMS norm if given, by a router `[E, D]` float32: logits
+    `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see `jaxllm.experts.routing.route`)."""
+    chosen = (x.shape[0], experts_per_token)
+    call = jax.ffi.ffi_call(
+        target("route"),
+        [
+            jax.ShapeDtypeStruct((x.shape[0], router.shape[0]), jnp.float32),
+            jax.ShapeDtypeStruct(chosen, jnp.float32),
+            jax.ShapeDtypeStruct(chosen, jnp.int32),
+        ],
+    )
+    eps = np.float32(norm_eps)
+    logits, weights, ids = call(x, optional(norm_scale), router, eps=eps, normalized=normalize)
+    return logits, weights, ids
+
+
+def visits(
+    x: jax.Array,
+    tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    experts: Sequence[ExpertBlocks],
+    adapters: Sequence[tuple[jax.Array, jax.Array] | None],
+    pairs: int,
+    *,
+    activation: Activation,
+    norm_scale: jax.Array | None,
+    norm_eps: float,
+    rowwise: bool,
+) -> jax.Array:
+    """What experts make of rows of `x` `[M, D]` float32, after an RMS norm if given: `[pairs, D]` float32,
+    zeros behind the last tile.
+
+    Args:
+      x: see above.
+      tiles: the tokens `[n, tile]`, expert `[n]` and size `[n]` of each, and their count, all int32 (see
+        `jaxllm.experts.mixture.Tiles`); each begins in the result where the one before ends.
+      experts: all of a layer, weights `[F, D]`, each of a width of its own.
+      adapters: of gate, up and down, left sides `[E, r, F]` and right sides `[E, r, D]`, or None.
+      pairs: rows of the result.
+      activation, norm_scale, norm_eps, rowwise: see `native.feed_forward`.
+    """
+    call = jax.ffi.ffi_call(target("experts"), jax.ShapeDtypeStruct((pairs, x.shape[-1]), jnp.float32))
+    nothing = jnp.zeros((0,), jnp.float32)
+    sides = [each or (nothing, nothing) for each in adapters]
+    return call(
+        x,
+        optional(norm_scale),
+        *tiles,
+        *(side.astype(jnp.float32) for both in sides for side in both),
+        *(part for expert in experts for weight in expert for part in (weight.data, weight.scale)),
+        bits=np.array([expert[0].bits for expert in experts], np.int64),
+        groups=np.array([expert[0].group for expert in experts], np.int64),
+        ranks=np.array([0 if each is None else each[0].shape[1] for each in adapters], np.int64),
+        units=np.int64(experts[0][1].shape[0]),
+        activation=np.int64(ACTIVATIONS.index(activation)),
+        eps=np.float32(norm_eps),
+        widen=not rowwise,
+    )
+
+
+def sum_visits(
+    visits: jax.Array, places: jax.Array, weights: jax.Array, residual: jax.Array | None
+) -> jax.Array:
+    """Of each of M tokens the sum of its rows in `visits` `[P, D]` float32, at `places` `[M, k]` int32, by
+    `weights` `[M, k]` float32, and of `residual` `[M, D]` float32 if given: `[M, D]` float32."""
+    shape = jax.ShapeDtypeStruct((places.shape[0], visits.shape[-1]), jnp.float32)
+    call = jax.ffi.ffi_call(target("sum_visits"), shape)
+    return call(visits, places, weights, optional(residual))
