@@ -324,7 +324,7 @@ class ModelConfig:
 Kind = Literal[
     "prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan", "load", "restore",
     "embed", "encode", "rows", "layer", "tree", "norm", "head", "draft", "follow", "settle", "keep", "verify",
-    "attend", "attend_tree", "expert", "expert_tree", "combine",
+    "attend", "attend_tree", "expert", "combine",
     "int_project", "int_attend", "int_finish", "int_project_shadow", "int_attend_shadow", "int_widen",
     "int_widen_shadow", "int_narrow", "int_narrow_shadow", "int_layer", "int_layer_shadow",
 ]  # fmt: skip

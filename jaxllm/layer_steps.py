@@ -133,7 +133,6 @@ def expert_tile(
     out: jax.Array,
     *,
     cfg: ModelConfig,
-    rowwise: bool,
 ) -> jax.Array:
     """One tile of tokens through its expert.
 
@@ -144,12 +143,11 @@ def expert_tile(
       number: of the tile, int32 scalar.
       out: the outputs of all tiles so far; donated.
       cfg: the model.
-      rowwise: see `linear.py`.
     """
     block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"])
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
-    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation, rowwise=rowwise)
+    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation)
 
 
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:

@@ -75,7 +75,7 @@ def lower(
         return _lower_context(bucket, cfg, params, options, jax.eval_shape(make_cache))
     if bucket.kind in ("rows", "layer", "tree", "norm", "head"):
         return _lower_piece(bucket, cfg, params, options, jax.eval_shape(make_cache))
-    if bucket.kind in ("attend", "attend_tree", "expert", "expert_tree", "combine"):
+    if bucket.kind in ("attend", "attend_tree", "expert", "combine"):
         return _lower_experts(bucket, cfg, params, options, jax.eval_shape(make_cache))
     if bucket.kind in ("draft", "follow", "verify", "settle", "keep"):
         return _lower_tree(bucket, cfg, params, options, jax.eval_shape(make_cache))
@@ -268,8 +268,9 @@ def _lower_experts(
     number = jax.ShapeDtypeStruct((), jnp.int32)
     expert = {name: shapes_of(whole[f"{any_expert(bucket.bits)}.{name}"]) for name in EXPERT_PARTS}
     norm = {name: each for name, each in router.items() if name != "router"}
-    run = functools.partial(expert_tile, cfg=cfg, rowwise=bucket.kind == "expert_tree")
-    return jax.jit(run, donate_argnums=(4,)).lower(expert, norm, before, number, out)
+    return jax.jit(functools.partial(expert_tile, cfg=cfg), donate_argnums=(4,)).lower(
+        expert, norm, before, number, out
+    )
 
 
 def _lower_tree(

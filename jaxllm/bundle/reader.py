@@ -132,7 +132,8 @@ class Bundle:
             name: _of_host(tensor, self.layout.specs[name].shape, self._view)
             for name, tensor in self.layout.tensors.items()
         }
-        return jax.tree.map(_put, self._together(found))
+        # One by one: a mapped dict would forget its order.
+        return {name: jax.tree.map(_put, each) for name, each in self._together(found).items()}
 
     def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
         """`load` of a model whose experts are stored apart, and are not read.

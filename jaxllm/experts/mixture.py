@@ -9,6 +9,8 @@ visits, goes to the places of its pairs, so that visits take no more memory than
 - all at once, as products with a batch axis over tiles: differentiable, for training;
 - one after the other, as many as there are: only chosen experts are read, however their weights are
   stored, so a decode step reads k of E. Native kernels do all of them in one call where experts lie apart.
+  What a token gets depends on no other's, nor on how many share its tile: products are `rowwise` always (see
+  `linear.py`), so that a chunk, a tree and a step give it the same to the bit.
 """
 
 import dataclasses
@@ -73,7 +75,6 @@ def mixture(
     add_input: bool = False,
     live: jax.Array | None = None,
     differentiable: bool = False,
-    rowwise: bool = False,
 ) -> jax.Array:
     """The weighted sum of what each token's experts make of `norm(x)`, plus x if `add_input`.
 
@@ -86,7 +87,6 @@ def mixture(
       add_input: whether x is added.
       live: `[T]` bool, False for padding: it visits no expert, and no expert adds anything to it.
       differentiable: whether gradients may be asked for; then all experts are converted to floats first.
-      rowwise: see `linear.py`; for one by one alone.
 
     Returns:
       `[B, T, D]` in the type of x.
@@ -96,7 +96,7 @@ def mixture(
     if differentiable:
         visits = _all_at_once(normalize(rows, norm), tiles, experts, activation)
     else:
-        visits = _one_by_one(rows, norm, tiles, experts, activation, rowwise)
+        visits = _one_by_one(rows, norm, tiles, experts, activation)
     residual = rows if add_input else None
     out = sum_visits(visits, tiles, weights, residual, differentiable=differentiable)
     return out.reshape(x.shape)
@@ -206,8 +206,6 @@ def run_tile(
     out: jax.Array,
     expert: FeedForward,
     activation: Activation,
-    *,
-    rowwise: bool = False,
 ) -> jax.Array:
     """The visits of all tiles (see `no_visits`) with those of one more.
 
@@ -219,10 +217,9 @@ def run_tile(
       out: so far.
       expert: the tile's, weights `[F, D]`.
       activation: of the gate.
-      rowwise: see `linear.py`.
     """
     rows, start = x[tiles.token[number]], tiles.start[number]
-    made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=rowwise)
+    made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=True)
     # Behind its own rows are those of other tiles, which may have run.
     there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
     own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < tiles.size[number]
@@ -247,7 +244,7 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: A
 
 
 def _one_by_one(
-    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation, rowwise: bool
+    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation
 ) -> jax.Array:
     """The visits `[P, D]` or more, zeros where no tile writes, given tokens `x` `[M, D]`."""
 
@@ -256,7 +253,7 @@ def _one_by_one(
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             def run(block: FeedForward) -> jax.Array:
-                return run_tile(x, norm, tiles, i, out, block, activation, rowwise=rowwise)
+                return run_tile(x, norm, tiles, i, out, block, activation)
 
             return choose(tiles.expert[i], run)
 
@@ -273,7 +270,6 @@ def _one_by_one(
             activation=activation,
             norm_scale=norm.scale,
             norm_eps=norm.eps,
-            rowwise=rowwise,
         )
 
     if norm.bias is None and _blocks_apart(experts):
@@ -297,7 +293,7 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
     if not any(isinstance(each, Apart | ByForm) for each in stacks):
         return lambda expert, run: run(_each_weight(experts, lambda stack: unit_at(stack, expert)))
     forms = [by_form(each.matrices) if isinstance(each, Apart) else each for each in stacks]
-    assert all(isinstance(each, ByForm) for each in forms)
+    forms = [each for each in forms if isinstance(each, ByForm)]
     kinds = list(zip(*(each.form for each in forms), strict=True))
     branches = sorted(set(kinds))
     at = [jnp.asarray(each.at, jnp.int32) for each in forms]

@@ -1,6 +1,6 @@
 """The native kernels of mixtures of experts, as calls for graphs (see `native`).
 
-Each row of their results is to the bit what it is alone, where products are `rowwise` (see `linear.py`).
+Each row of their results is to the bit what it is alone.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,6 @@ def visits(
     activation: Activation,
     norm_scale: jax.Array | None,
     norm_eps: float,
-    rowwise: bool,
 ) -> jax.Array:
     """What experts make of rows of `x` `[M, D]` float32, after an RMS norm if given: `[pairs, D]` float32,
     zeros behind the last tile.
@@ -64,7 +63,7 @@ def visits(
       experts: all of a layer, weights `[F, D]`, each of a width of its own.
       adapters: of gate, up and down, left sides `[E, r, F]` and right sides `[E, r, D]`, or None.
       pairs: rows of the result.
-      activation, norm_scale, norm_eps, rowwise: see `native.feed_forward`.
+      activation, norm_scale, norm_eps: see `native.feed_forward`.
     """
     call = jax.ffi.ffi_call(target("experts"), jax.ShapeDtypeStruct((pairs, x.shape[-1]), jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
@@ -81,7 +80,6 @@ def visits(
         units=np.int64(experts[0][1].shape[0]),
         activation=np.int64(ACTIVATIONS.index(activation)),
         eps=np.float32(norm_eps),
-        widen=not rowwise,
     )
 
 

@@ -46,7 +46,7 @@ def run_layer(
     x, kept = attended(weights, x, cfg, layer, attend, rowwise)
     routing = None
     if cfg.is_sparse(layer):
-        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable, rowwise=rowwise)
+        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
     else:
         mixed = _ffn(weights, x, cfg, used_in_layer(weights.counts, layer)[1], rowwise)
     x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
@@ -186,7 +186,6 @@ def _experts(
     *,
     live: jax.Array | None,
     differentiable: bool,
-    rowwise: bool,
 ) -> tuple[jax.Array, Routing]:
     """Mixture of experts of `x` `[B, T, D]`, with x added unless a norm comes first, and the routing."""
     norm = weights.norm("ffn_norm", cfg)
@@ -201,7 +200,6 @@ def _experts(
         add_input=not cfg.post_norms,
         live=live,
         differentiable=differentiable,
-        rowwise=rowwise,
     )
     return out, routing
 

@@ -60,15 +60,15 @@ class ExpertTable(LayeredTable):
                 found[self._layer_bucket(kind, tokens, cache, layer)] = None
                 continue
             found[self._layer_bucket(_ATTENDING[kind], tokens, cache, layer)] = None
-            for bits in self.experts.store.widths:
-                found[self._expert_bucket(_EXPERT[kind], tokens, bits)] = None
-            found[self._expert_bucket("combine", tokens)] = None
+            found |= dict.fromkeys(self._expert_bucket(tokens, bits) for bits in self.experts.store.widths)
+            found[self._expert_bucket(tokens, 0)] = None
         return list(found)
 
-    def _expert_bucket(self, kind: str, tokens: int, bits: int = 0) -> Bucket:
-        """Of one expert of a width, or of the experts' sum."""
+    def _expert_bucket(self, tokens: int, bits: int) -> Bucket:
+        """Of one expert of a width; of their sum where it is 0."""
         layer, cache = self.experts.store.sparse[0], self.options.cache_tokens[0]
-        return dataclasses.replace(self._layer_bucket(kind, tokens, cache, layer), bits=bits)
+        bucket = self._layer_bucket("expert" if bits else "combine", tokens, cache, layer)
+        return dataclasses.replace(bucket, bits=bits)
 
     def _rows_bucket(self, tokens: int) -> Bucket:
         # The table of tokens is in memory.
@@ -124,7 +124,7 @@ class ExpertTable(LayeredTable):
         if place == 0:
             self._restoring = []
         outs = [out]
-        self._experts_of(layer, [before], [at], outs, self._restoring)
+        self._experts_of(layer, [before], [int(at.valid)], outs, self._restoring)
         return self._combined(before, outs[0]), past
 
     def _sparse_layer(
@@ -146,18 +146,18 @@ class ExpertTable(LayeredTable):
             each, out, past, mass = graph(self._layers[layer], router, x, at, past, mass)
             before.append(each)
             outs.append(out)
-        self._experts_of(layer, before, [at for _, at in chunks], outs, visited)
+        self._experts_of(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
         return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
 
     def _experts_of(
         self,
         layer: int,
         before: list[AtExperts],
-        places: Sequence[Places],
+        valid: Sequence[int],
         outs: list[jax.Array],
         visited: list[np.ndarray],
     ) -> None:
-        """The experts of a layer for all chunks, which stand at some places.
+        """The experts of a layer for all chunks, of which so many tokens are real.
 
         Whom they visit is appended to `visited`, and `outs` is changed.
         """
@@ -166,22 +166,21 @@ class ExpertTable(LayeredTable):
         for number, each in enumerate(before):
             for tile, expert in enumerate(np.asarray(each.tiles.expert)[: int(each.tiles.count)].tolist()):
                 tiles.setdefault(expert, []).append((number, tile))
-        ids = [np.asarray(each.ids)[: int(at.valid)] for each, at in zip(before, places, strict=True)]
+        ids = [np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)]
         visited.append(np.concatenate(ids))
-        kind = _EXPERT["layer" if places[-1].tree is None else "tree"]
-        self._visit(layer, kind, visited, tiles, before, outs)
+        self._visit(layer, visited, np.asarray(before[-1].ahead), tiles, before, outs)
 
     def _visit(
         self,
         layer: int,
-        kind: str,
         visited: list[np.ndarray],
+        ahead: np.ndarray,
         tiles: dict[int, list[tuple[int, int]]],
         before: list[AtExperts],
         outs: list[jax.Array],
     ) -> None:
-        """Every tile through its expert by graphs of a kind, as experts come; `outs` is changed."""
-        place, norm, ahead = len(visited) - 1, self._norms[layer], np.asarray(before[-1].ahead)
+        """Every tile through its expert, as experts come; `outs` is changed."""
+        place, norm = len(visited) - 1, self._norms[layer]
         # What comes first behind the last layer are the first layers, of another token.
         seen = visited
         if len(visited) == len(self.experts.store.sparse):
@@ -191,13 +190,13 @@ class ExpertTable(LayeredTable):
         for expert, weights in self.experts.cache.visit(place, list(tiles), guesses):
             bits = self.experts.store[place, expert].bits
             for number, tile in tiles[expert]:
-                graph = self.graph(self._expert_bucket(kind, before[number].x.shape[1], bits))
+                graph = self.graph(self._expert_bucket(before[number].x.shape[1], bits))
                 outs[number] = graph(weights, norm, before[number], np.int32(tile), outs[number])
             # Another expert may take its memory.
             jax.block_until_ready(outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
-        return self.graph(self._expert_bucket("combine", before.x.shape[1]))(before, out)
+        return self.graph(self._expert_bucket(before.x.shape[1], 0))(before, out)
 
     # -- parameters ------------------------------------------------------------------------------
 
@@ -228,4 +227,3 @@ class ExpertTable(LayeredTable):
 
 
 _ATTENDING = {"layer": "attend", "tree": "attend_tree"}
-_EXPERT = {"layer": "expert", "tree": "expert_tree"}

@@ -312,7 +312,7 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
     @jax.jit
     def layer(x):
         routing = route(x, ROUTER, experts_per_token=2, normalize=True, norm=NORM)
-        return mixture(x, NORM, routing, block, "silu", add_input=True, rowwise=True)
+        return mixture(x, NORM, routing, block, "silu", add_input=True)
 
     x = draw(1, 33, D)
     alone = np.concatenate([layer(x[:, t : t + 1]) for t in range(33)], axis=1)

@@ -1,5 +1,5 @@
 // Mixtures of experts: who is visited, the visits, and their sum. Whatever the number of rows, each row is to
-// the bit what it is alone, as far as its products are (see Matrix::widen).
+// the bit what it is alone.
 #include <math.h>
 #include <string.h>
 

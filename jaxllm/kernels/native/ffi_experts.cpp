@@ -63,8 +63,8 @@ bool read_tiles(const AnyBuffer& token, const AnyBuffer& expert, const AnyBuffer
 // adapters of gate, up and down, [experts, rank, units] and [experts, rank, width] (empty: none), then data
 // and scale of gate, up and down of each expert -> y [pairs, width], zeros behind the last tile.
 Error experts_call(AnyBuffer x, AnyBuffer norm, AnyBuffer token, AnyBuffer expert, AnyBuffer size,
-                   AnyBuffer count, ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, bool widen,
-                   int64_t units, int64_t activation, float eps, Places bits, Places groups, Places ranks) {
+                   AnyBuffer count, ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, int64_t units,
+                   int64_t activation, float eps, Places bits, Places groups, Places ranks) {
   const Timer timer;
   size_t rows, width, pairs, out_width;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
@@ -102,7 +102,6 @@ Error experts_call(AnyBuffer x, AnyBuffer norm, AnyBuffer token, AnyBuffer exper
         return wrong("an adapter does not fit");
       }
     }
-    block.gate.widen = block.up.widen = block.down.widen = widen;
   }
   float* to = y->reinterpret_data<float>();
   const size_t end = tiles.empty() ? 0 : tiles.back().start + tiles.back().rows;
@@ -156,7 +155,6 @@ XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
                            .Arg<AnyBuffer>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
-                           .Attr<bool>("widen")
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("activation")
                            .Attr<float>("eps")
