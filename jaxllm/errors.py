@@ -17,6 +17,11 @@ class CheckpointError(JaxllmError):
     """A model folder or its files are missing, malformed or disagree with each other."""
 
 
+class Unreadable(CheckpointError):
+    """A file's content is unknown, because storage refused to give it or a newer version wrote it: it may be
+    whole, so that nothing of it is moved or removed."""
+
+
 class BundleError(CheckpointError):
     """A prepared bundle is truncated, corrupt, of another version, or not a bundle at all."""
 

@@ -202,7 +202,7 @@ def restore_layer(
       x: `[1, T, D]`, the layer's input; donated.
       at: where the T tokens stand.
       past: keys and values `[1, K, S, H]`; donated.
-      source: where the layer's blobs are: addresses `[N, 2]`, or the blobs themselves.
+      source: where the layer's blobs are: addresses and sizes `[N, 3]`, or the blobs themselves.
       bits: how wide they are (see `load_chunks`).
       cfg: the model.
       layer: its index.

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import mmap
 import os
+import stat
 import threading
 import time
 from pathlib import Path
@@ -16,10 +17,12 @@ from typing import Literal
 
 import numpy as np
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 
 PAGE = 4096
 Caching = Literal["direct", "buffered"]
+# What says of a file that it is not there, or no file; all else may pass.
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 
 
 class _Turn:
@@ -96,12 +99,24 @@ class PieceReader:
       bytes_read: from the file, pages that were only partly asked for included.
     """
 
-    def __init__(self, path: Path, storage: Storage | None = None) -> None:
+    def __init__(self, path: Path, storage: Storage | None = None, *, follow_links: bool = True) -> None:
+        """Opens a file.
+
+        Args:
+          path: of the file.
+          storage: how it is read.
+          follow_links: whether `path` may be a symbolic link.
+
+        Raises:
+          CheckpointError: it is missing, or no regular file.
+          Unreadable: storage refuses.
+        """
         self._path, self._storage = path, storage or Storage()
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.caching: Caching = "buffered"
-        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+        # A pipe must not be waited for.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
         self._file = -1
         try:
             if self._storage.caching == "direct" and hasattr(os, "O_DIRECT"):
@@ -110,15 +125,21 @@ class PieceReader:
                     self.caching = "direct"
             if self._file < 0:
                 self._file = os.open(path, flags)
-            self.size_bytes = os.fstat(self._file).st_size
+            facts = os.fstat(self._file)
         except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+            self.close()
+            raise _not_read(path, error) from error
+        if not stat.S_ISREG(facts.st_mode):
+            self.close()
+            raise CheckpointError(f"{path} is no regular file")
+        self.size_bytes = facts.st_size
 
     def read(self, offset: int, size: int) -> np.ndarray:
         """`size` bytes from `offset`, uint8, in memory of their own.
 
         Raises:
-          CheckpointError: the file ends before, or cannot be read.
+          CheckpointError: the file ends before.
+          Unreadable: storage refuses.
         """
         self._require(offset, size)
         before = offset % PAGE
@@ -135,7 +156,8 @@ class PieceReader:
           offset, size: of the file.
 
         Raises:
-          CheckpointError: the file ends before, or cannot be read.
+          CheckpointError: the file ends before.
+          Unreadable: storage refuses.
         """
         before = offset % PAGE
         assert place % PAGE == before
@@ -173,7 +195,7 @@ class PieceReader:
                     # Some file systems open for direct reads and then refuse them.
                     self._buffered()
                     continue
-                raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from error
+                raise _not_read(self._path, error) from error
             if count == 0:
                 raise CheckpointError(f"{self._path} has become shorter while it was read")
             done += count
@@ -187,10 +209,17 @@ class PieceReader:
     def _buffered(self) -> None:
         with self._lock:
             if self.caching == "direct":
-                file = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-                os.dup2(file, self._file)
-                os.close(file)
+                import fcntl
+
+                # Of the open file: another one may have its name by then.
+                flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+                fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 self.caching = "buffered"
+
+
+def _not_read(path: Path, error: OSError) -> CheckpointError:
+    kind = CheckpointError if error.errno in _ABSENT else Unreadable
+    return kind(f"{path}: cannot be read ({error.strerror})")
 
 
 def aligned(size: int) -> np.ndarray:

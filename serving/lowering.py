@@ -157,7 +157,7 @@ def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tok
     """Shape and dtype of what `load_chunks` reads a layer's chunks from, for all of a cache's."""
     chunks = -(-cache_tokens // options.kv_chunk_tokens)
     if reads_addresses(jnp.dtype(options.cache_dtype)):
-        return (chunks, 2), np.uint32
+        return (chunks, 3), np.uint32
     shape = chunk_shapes(cfg, tokens=options.kv_chunk_tokens, dtype=options.cache_dtype)[layer]
     return (chunks, max(options.chunk_format.sizes(shape).values())), np.uint8
 

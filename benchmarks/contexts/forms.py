@@ -18,7 +18,11 @@ RAW = "raw"
 EIGHT = "8 bit"
 _FLAT = {EIGHT: 8, "4 bit": 4, "2 bit": 2}
 _NOBODY = Record(
-    name="", app="", origin=Origin(model="", level=100, adapter="", codec="", chunk_tokens=1, dtype="")
+    name="",
+    app="",
+    origin=Origin(
+        model="", level=100, adapter="", codec="raw", chunk_tokens=1, dtype="", heads=(), head_width=4
+    ),
 )
 
 

@@ -69,7 +69,7 @@ def attention(
 
 def load_chunks(
     pasts: Sequence[tuple[jax.Array, jax.Array]],
-    addresses: jax.Array,
+    extents: jax.Array,
     bits: jax.Array,
     *,
     tokens: int,
@@ -80,9 +80,10 @@ def load_chunks(
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Decodes chunks of `tokens` tokens into the caches of some layers, in place.
 
-    Chunk i of layer l is read from this process's memory at `addresses[l, i]` (uint32 `[L, N, 2]`, the lower
-    half first), a blob of `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are,
-    negative for no chunk), and goes to `pasts[l]`, keys and values `[1, K, S, H]`; S and H are those of all
+    Chunk i of layer l is read from this process's memory at `extents[l, i]` (uint32 `[L, N, 3]`: the lower
+    half of its address, the upper, and its bytes, which must be those of its width), a blob of
+    `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are, negative for no chunk),
+    and goes to `pasts[l]`, keys and values `[1, K, S, H]`; S and H are those of all
     layers. Of the K heads a layer's blobs have those that are used, or all. Whoever calls the graph sees to
     it that the blobs are there, and whole, until it has run.
     """
@@ -92,7 +93,7 @@ def load_chunks(
     aliases = {3 + place: place for place in range(len(flat))}
     call = jax.ffi.ffi_call(target("load_chunks"), results, input_output_aliases=aliases)
     loaded = call(
-        addresses,
+        extents,
         bits,
         # The same of all layers: that of the model.
         counts[0],

@@ -66,7 +66,7 @@ def load_chunks(
 
     Args:
       pasts: of each layer keys and values; donate them where they are read natively.
-      sources: where the blobs of chunks 0, 1, ... are: addresses uint32 `[L, N, 2]` (see
+      sources: where the blobs of chunks 0, 1, ... are: addresses and sizes uint32 `[L, N, 3]` (see
         `native_attention.load_chunks`), or of each layer the blobs themselves, uint8 `[N, most]`, each
         padded to that of the widest.
       bits: int32 `[N]`, a width of `form`; negative for no chunk.

@@ -14,6 +14,8 @@ class Blobs(tuple[np.ndarray, ...]):
     decoding them."""
 
     @functools.cached_property
-    def addresses(self) -> np.ndarray:
-        """`[L]` uint64."""
-        return np.array([blob.__array_interface__["data"][0] for blob in self], np.uint64)
+    def extents(self) -> np.ndarray:
+        """`[L, 3]` uint32: the halves of each one's address, the lower first, and its bytes."""
+        places = np.array([blob.__array_interface__["data"][0] for blob in self], np.uint64)
+        sizes = np.array([blob.nbytes for blob in self], np.uint32)
+        return np.concatenate([places.view(np.uint32).reshape(-1, 2), sizes[:, None]], axis=1)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
+from jaxllm.errors import CheckpointError
 from jaxllm.kv.cache import KVCache, Places
 from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
@@ -25,6 +26,8 @@ class ContextGraphs:
     Attributes:
       table: of the level.
       chunk_tokens: of a chunk (C).
+      heads: of each layer, the kv heads that stored chunks hold.
+      head_width: of each.
       layer_bytes: of one chunk in each layer `[L]`, by width.
     """
 
@@ -43,7 +46,8 @@ class ContextGraphs:
         used = table.cfg if self._by_address else self._cfg
         self._shapes = chunk_shapes(self._cfg, tokens=self.chunk_tokens, dtype=dtype)
         stored = chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype)
-        self._heads = [shape.heads for shape in stored]
+        self.heads = tuple(shape.heads for shape in stored)
+        self.head_width = stored[0].width
         sizes = [self._form.sizes(shape) for shape in stored]
         self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
 
@@ -67,13 +71,16 @@ class ContextGraphs:
         Args:
           cache: donated.
           chunks: by number. Their blobs must stay as they are until the result is ready.
+
+        Raises:
+          CheckpointError: a blob has not the bytes of its width.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         if self._by_address:
-            sources = self._addresses(cache, {chunk: blobs for chunk, (_, blobs) in chunks.items()})
+            sources = self._addresses(cache, chunks)
         else:
             sources = tuple(
-                self._source(cache, layer, {chunk: blobs[layer] for chunk, (_, blobs) in chunks.items()})
+                self._source(cache, layer, {n: (width, blobs[layer]) for n, (width, blobs) in chunks.items()})
                 for layer in range(self.layers)
             )
         graph = self.table.graph(self.table.load_bucket(cache.capacity_tokens))
@@ -111,9 +118,12 @@ class ContextGraphs:
 
         Returns:
           The next layer's input, and this layer's keys and values.
+
+        Raises:
+          CheckpointError: a blob has not the bytes of its width.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
-        source = self._source(cache, layer, {chunk: blob for chunk, (_, blob) in chunks.items()})
+        source = self._source(cache, layer, chunks)
         past = cache.keys[layer], cache.values[layer]
         return self.table.restore_layer(layer, x, at, past, source, bits)
 
@@ -125,7 +135,7 @@ class ContextGraphs:
             for layer in range(self.layers):
                 graph = self.table.graph(self.table.encode_bucket(bits, cache.capacity_tokens, layer))
                 past = cache.keys[layer], cache.values[layer]
-                shape, heads = self._shapes[layer], self._heads[layer]
+                shape, heads = self._shapes[layer], self.heads[layer]
                 runs = [numbers[i : i + ENCODED_CHUNKS] for i in range(0, len(numbers), ENCODED_CHUNKS)]
                 coded = [
                     graph(past, np.array([*run, *run[:1] * (ENCODED_CHUNKS - len(run))], np.int32))
@@ -160,22 +170,38 @@ class ContextGraphs:
         bits[list(widths)] = list(widths.values())
         return bits
 
-    def _addresses(self, cache: KVCache, blobs: Mapping[int, Sequence[np.ndarray]]) -> np.ndarray:
-        """What `_source` gives for each layer, `[L, N, 2]`."""
-        (count, *rest), _ = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)
-        places = np.zeros((self.layers, count), np.uint64)
-        if blobs:
-            each = [each if isinstance(each, Blobs) else Blobs(each) for each in blobs.values()]
-            places[:, list(blobs)] = np.stack([blob.addresses for blob in each], axis=1)
-        return places.view(np.uint32).reshape(self.layers, count, *rest)
+    def _addresses(self, cache: KVCache, chunks: Mapping[int, Stored]) -> np.ndarray:
+        """What `_source` gives for each layer, `[L, N, 3]`."""
+        shape, dtype = source_shape(self._cfg, self.table.options, 0, cache.capacity_tokens)
+        extents = np.zeros((self.layers, *shape), dtype)
+        if chunks:
+            each = [blobs if isinstance(blobs, Blobs) else Blobs(blobs) for _, blobs in chunks.values()]
+            found = np.stack([blobs.extents for blobs in each])
+            wanted = np.array([self.layer_bytes[bits] for bits, _ in chunks.values()])
+            for layer in np.flatnonzero((found[..., 2] != wanted).any(0)):
+                _require_sizes(layer, list(chunks), found[:, layer, 2], wanted[:, layer])
+            extents[:, list(chunks)] = found.swapaxes(0, 1)
+        return extents
 
-    def _source(self, cache: KVCache, layer: int, blobs: Mapping[int, np.ndarray]) -> np.ndarray:
+    def _source(self, cache: KVCache, layer: int, chunks: Mapping[int, tuple[int, np.ndarray]]) -> np.ndarray:
         shape, dtype = source_shape(self._cfg, self.table.options, layer, cache.capacity_tokens)
-        if not self._by_address:
-            source = np.zeros(shape, dtype)
-            for chunk, blob in blobs.items():
-                source[chunk, : blob.size] = blob
+        source = np.zeros(shape, dtype)
+        blobs = Blobs(blob for _, blob in chunks.values())
+        wanted = [self.layer_bytes[bits][layer] for bits, _ in chunks.values()]
+        _require_sizes(layer, list(chunks), [blob.size for blob in blobs], wanted)
+        if self._by_address:
+            if chunks:
+                source[list(chunks)] = blobs.extents
             return source
-        places = np.zeros(shape[0], np.uint64)
-        places[list(blobs)] = [blob.__array_interface__["data"][0] for blob in blobs.values()]
-        return places.view(np.uint32).reshape(shape)
+        for chunk, blob in zip(chunks, blobs, strict=True):
+            source[chunk, : blob.size] = blob
+        return source
+
+
+def _require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
+    for chunk, size, right in zip(chunks, found, wanted, strict=True):
+        if size != right:
+            raise CheckpointError(
+                f"chunk {chunk} has {size} bytes in layer {layer}, and its width takes {right}: it is not of "
+                "this model and codec"
+            )

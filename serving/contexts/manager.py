@@ -462,7 +462,7 @@ class Contexts:
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self.store.open(name).read if wanted else _nothing,
+                    read=self.store.open(name, wanted).read if wanted else _nothing,
                     delays=self._delays[table.level] if self.options.recompute else None,
                     pool=self._pool,
                 )
@@ -496,6 +496,8 @@ class Contexts:
             codec=options.kv_codec,
             chunk_tokens=options.kv_chunk_tokens,
             dtype=options.cache_dtype,
+            heads=self._graphs[level].heads,
+            head_width=self._graphs[level].head_width,
         )
 
 

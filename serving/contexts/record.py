@@ -1,27 +1,22 @@
 """What is known of a stored context besides its chunks: whose it is, its tokens, and what made its cache."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Mapping, Set
-from pathlib import Path
-from typing import Any
+from types import MappingProxyType
 
+import numpy as np
 import xxhash
 
-from jaxllm.atomic import atomic_file
-from jaxllm.errors import CheckpointError, ContextGone
-from jaxllm.kv.codecs import RAW, WIDTHS
+from jaxllm.errors import ContextGone
+from jaxllm.kv.codecs import ChunkFormat, ChunkShape
 from jaxllm.kv.recompute import LOST
-from jaxllm.tokenizer import MAX_TOKEN_ID
-
-VERSION = 1
-_MOST_BYTES = 1 << 28
-_ROWS = ("tokens", "bits", "mass", "seen", "files")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What made a context's keys and values: they are of no use to anything else.
+    """What made a context's keys and values, and how they lie in chunks: they are of no use to anything else.
 
     Attributes:
       model: fingerprint of the bundle, its tokenizer included.
@@ -30,6 +25,9 @@ class Origin:
       codec: how chunks are stored.
       chunk_tokens: of each.
       dtype: of the cache.
+      heads: of each layer, the kv heads that chunks hold: those of the level where native kernels read them,
+        else those of the graphs' caches.
+      head_width: of each head.
     """
 
     model: str
@@ -38,6 +36,25 @@ class Origin:
     codec: str
     chunk_tokens: int
     dtype: str
+    heads: tuple[int, ...]
+    head_width: int
+
+    @functools.cached_property
+    def layer_bytes(self) -> Mapping[int, tuple[int, ...]]:
+        """Of one chunk in each layer `[L]`, by width."""
+        form = ChunkFormat.named(self.codec, self.chunk_tokens)
+        sizes = [
+            form.sizes(
+                ChunkShape(heads=heads, tokens=self.chunk_tokens, width=self.head_width, dtype=self.dtype)
+            )
+            for heads in self.heads
+        ]
+        return MappingProxyType({bits: tuple(each[bits] for each in sizes) for bits in form.widths})
+
+    def facts(self) -> dict[str, object]:
+        """Its fields, as JSON has them."""
+        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**facts, "heads": list(self.heads)}
 
     def require(self, other: "Origin", name: str) -> None:
         """Checks that `other` made it too.
@@ -45,7 +62,7 @@ class Origin:
         Raises:
           ContextGone: it did not; the message names what differs.
         """
-        ours, theirs = dataclasses.asdict(self), dataclasses.asdict(other)
+        ours, theirs = self.facts(), other.facts()
         differing = [each for each in ours if ours[each] != theirs[each]]
         if differing:
             facts = ", ".join(f"{each} {ours[each]!s:.40} (here {theirs[each]!s:.40})" for each in differing)
@@ -68,6 +85,7 @@ class Record:
       mass: of each chunk, the attention that its tokens got so far, and
       seen: how much they could have got (see `jaxllm.kv.tolerance`).
       files: of each chunk, the name of the segment that holds it; empty where it is lost.
+      tables: of each segment that holds some chunk, the checksum of its table.
       pinned: never evicted to make room for another app's.
       used: counts up with every use in the store.
     """
@@ -80,6 +98,7 @@ class Record:
     mass: tuple[float, ...] = ()
     seen: tuple[float, ...] = ()
     files: tuple[str, ...] = ()
+    tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pinned: bool = False
     used: int = 0
 
@@ -88,68 +107,27 @@ class Record:
         """The segments that hold some chunk."""
         return tuple(sorted(set(self.files) - {""}))
 
+    @functools.cached_property
+    def sources(self) -> tuple[str, ...]:
+        """Of each whole chunk a checksum of what its keys and values are computed from: the origin, and all
+        tokens up to the chunk's end."""
+        size = self.origin.chunk_tokens
+        rows = np.asarray(self.tokens[: len(self.tokens) // size * size], "<u4").reshape(-1, size)
+        digest = xxhash.xxh3_64(json.dumps(self.origin.facts(), sort_keys=True).encode())
+        found = []
+        for row in rows:
+            digest.update(row.tobytes())
+            found.append(digest.hexdigest())
+        return tuple(found)
+
     def lose(self, chunks: Set[int]) -> "Record":
         """This context with some chunks to be computed again."""
         bits = tuple(LOST if place in chunks else each for place, each in enumerate(self.bits))
         files = tuple("" if place in chunks else each for place, each in enumerate(self.files))
-        return dataclasses.replace(self, bits=bits, files=files)
+        tables = {name: each for name, each in self.tables.items() if name in files}
+        return dataclasses.replace(self, bits=bits, files=files, tables=tables)
 
     def beside(self, resident: Mapping[int, int]) -> "Record":
         """This context with the widths of those chunks that are in memory alone, by number."""
         bits = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(self.bits))
         return dataclasses.replace(self, bits=bits)
-
-    def write(self, path: Path) -> None:
-        """Replaces the record's file, whole or not at all."""
-        # Not `asdict`, which copies every token.
-        fields = {**vars(self), "origin": vars(self.origin)}
-        body = json.dumps(fields, separators=(",", ":"), sort_keys=True)
-        whole = {"version": VERSION, "xxh3_128": xxhash.xxh3_128_hexdigest(body.encode()), "record": body}
-        with atomic_file(path) as file:
-            file.write(json.dumps(whole).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> "Record":
-        """Reads what `write` wrote.
-
-        Raises:
-          CheckpointError: it is missing, corrupt or of another version.
-        """
-        try:
-            with path.open("rb") as file:
-                raw = file.read(_MOST_BYTES + 1)
-            if len(raw) > _MOST_BYTES:
-                raise CheckpointError(f"{path}: too large for the record of a context")
-            whole = json.loads(raw)
-            if whole["version"] != VERSION:
-                raise CheckpointError(
-                    f"{path} is of version {whole['version']!s:.20}, this jaxllm reads {VERSION}"
-                )
-            if xxhash.xxh3_128_hexdigest(whole["record"].encode()) != whole["xxh3_128"]:
-                raise CheckpointError(f"{path} is corrupt")
-            return cls._of(json.loads(whole["record"]))
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{path} is no record of a context ({error!r:.120})") from error
-
-    @classmethod
-    def _of(cls, body: Mapping[str, Any]) -> "Record":
-        rows = {name: tuple(body[name]) for name in _ROWS if name in body}
-        record = cls(**{**body, **rows, "origin": Origin(**body["origin"])})
-        chunk_tokens = record.origin.chunk_tokens
-        good = (
-            all(type(each) is int and 0 <= each <= MAX_TOKEN_ID for each in record.tokens)
-            and all(each in (LOST, RAW, *WIDTHS) for each in record.bits)
-            and len(record.bits) == len(record.mass) == len(record.seen) == len(record.files)
-            and all(type(each) is float and 0 <= each < float("inf") for each in record.mass + record.seen)
-            and len(record.bits) <= len(record.tokens) // max(1, chunk_tokens)
-            and all(isinstance(each, str) and (not each or Path(each).name == each) for each in record.files)
-            and all(
-                (bits == LOST) == (not file) for bits, file in zip(record.bits, record.files, strict=True)
-            )
-            and type(record.used) is int
-        )
-        if not good:
-            raise ValueError("its chunks, tokens and files do not fit each other")
-        return record

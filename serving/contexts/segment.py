@@ -1,11 +1,12 @@
 """A segment: some chunks of one context in one file, all of one layer together.
 
     header   magic, version, size and xxh3_128 of the table; the table as JSON: which chunks, at how many
-             bits, how large each layer's blobs are, and a checksum of each blob
+             bits, computed from what, how large each layer's blobs are, and a checksum of each blob
     layers   each at a whole page: the blobs of all its chunks, one behind the other
 
 A segment is written once, whole or not at all, and never changed: what is newer stands in a newer one. So a
-kill at any moment leaves older segments as they were.
+kill at any moment leaves older segments as they were. The record that names a segment has the checksum of its
+table.
 """
 
 import dataclasses
@@ -21,16 +22,19 @@ import numpy as np
 import xxhash
 
 from jaxllm.atomic import atomic_file
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError, Unreadable
+from jaxllm.kv.codecs import RAW, WIDTHS
 from serving.direct_io import PAGE, PieceReader, Storage
 
-_MAGIC = b"JXLKVSEG"
-VERSION = 1
+MAGIC = b"JXLKVSEG"
+VERSION = 2
 _HEAD = struct.Struct("<8sIQ16s")
 # Nobody's table is longer; a length from a file is not believed.
 _MOST_TABLE_BYTES = 1 << 26
 _MOST_CHUNKS = 1 << 20
 _DIGEST_DIGITS = 16
+_MOST_LAYERS = 1 << 12
+_MOST_BLOB_BYTES = 1 << 31
 # Reads that are closer than this are one read.
 _GAP_BYTES = 1 << 16
 
@@ -40,10 +44,12 @@ Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
 
 @dataclasses.dataclass(frozen=True)
 class StoredChunk:
-    """A chunk in a segment: its number in the context, and its width."""
+    """A chunk in a segment: its number in the context, its width, and what it was computed from (see
+    `Record.sources`)."""
 
     chunk: int
     bits: int
+    source: str
 
 
 class Segment:
@@ -53,6 +59,8 @@ class Segment:
       path: of the file.
       chunks: in it, ascending.
       layers: how many there are.
+      checksum: of its table.
+      blob_bytes: of each layer, by the width of a chunk.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
@@ -60,23 +68,21 @@ class Segment:
 
         Raises:
           CheckpointError: it is missing, truncated, corrupt or of another version.
+          Unreadable: storage refuses.
         """
         self.path = path
-        self._reader = PieceReader(path, storage)
+        self._reader = PieceReader(path, storage, follow_links=False)
         try:
-            table, end = _read_table(path, self._reader)
-            self.chunks = tuple(StoredChunk(int(chunk), int(bits)) for chunk, bits in table["chunks"])
-            self._sizes = {int(bits): [int(each) for each in of] for bits, of in table["blob_bytes"].items()}
-            self._checksums: list[list[str]] = table["checksums"]
-            self.layers = len(self._checksums)
-            self._check(path)
-            self._starts = [self._layer_starts(layer) for layer in range(self.layers)]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            self._reader.close()
-            raise CheckpointError(f"{path}: its table is malformed ({error!r:.120})") from error
-        except CheckpointError:
-            self._reader.close()
+            table, self.checksum, end = _read_table(path, self._reader)
+            self.chunks, self.blob_bytes, self._checksums = _checked(table)
+        except (ValueError, RecursionError) as error:
+            self.close()
+            raise CheckpointError(f"{path}: its table is malformed ({error!s:.120})") from error
+        except BaseException:
+            self.close()
             raise
+        self.layers = len(self._checksums)
+        self._starts = [self._layer_starts(layer) for layer in range(self.layers)]
         self._places = {stored.chunk: place for place, stored in enumerate(self.chunks)}
         offset = end
         self._offsets = []
@@ -109,6 +115,7 @@ class Segment:
 
         Raises:
           CheckpointError: a blob is not what was written.
+          Unreadable: storage refuses.
         """
         starts, offset = self._starts[layer], self._offsets[layer]
         if missing := set(chunks) - set(self._places):
@@ -131,6 +138,9 @@ class Segment:
 
         Returns:
           The chunks that are corrupt in some layer, ascending.
+
+        Raises:
+          Unreadable: storage refuses.
         """
         corrupt = set()
         for layer, stored in itertools.product(range(self.layers), self.chunks):
@@ -138,6 +148,8 @@ class Segment:
                 continue
             try:
                 self.read(layer, [stored.chunk])
+            except Unreadable:
+                raise
             except CheckpointError:
                 corrupt.add(stored.chunk)
         return sorted(corrupt)
@@ -152,35 +164,31 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, path: Path) -> None:
-        numbers = [stored.chunk for stored in self.chunks]
-        if not 0 < len(numbers) <= _MOST_CHUNKS or numbers != sorted(set(numbers)) or numbers[0] < 0:
-            raise CheckpointError(f"{path}: its chunks are not in order")
-        if any(len(of) != self.layers or min(of) < 1 for of in self._sizes.values()) or not self.layers:
-            raise CheckpointError(f"{path}: its layers are not all of one model")
-        if any(len(of) != len(numbers) or not all(isinstance(x, str) for x in of) for of in self._checksums):
-            raise CheckpointError(f"{path}: it lacks checksums")
-
     def _layer_starts(self, layer: int) -> list[int]:
         """Where each blob of a layer begins, and the last one ends."""
-        return [0, *itertools.accumulate(self._sizes[stored.bits][layer] for stored in self.chunks)]
+        return [0, *itertools.accumulate(self.blob_bytes[stored.bits][layer] for stored in self.chunks)]
 
 
 def write_segment(
     path: Path,
     chunks: Chunks,
+    sources: Sequence[str],
     storage: Storage | None = None,
     *,
     flush: bool = True,
-) -> None:
+) -> str:
     """Writes a segment, whole or not at all.
 
     Args:
       path: of the file.
       chunks: of each chunk its bits, and of each layer its blob, uint8 `[bytes]`; all blobs of one width and
         layer are of one size.
+      sources: of each chunk of the context, by number, what it is computed from (see `Record.sources`).
       storage: what it is written to, where that is emulated.
       flush: wait until the device has it (see `atomic_file`).
+
+    Returns:
+      The checksum of its table.
 
     Raises:
       ConfigError: there are no chunks, or their layers or sizes differ.
@@ -197,10 +205,10 @@ def write_segment(
             raise ConfigError(f"chunk {chunk} has blobs of other sizes than others at {bits} bits")
         if len(blobs) != layers:
             raise ConfigError(f"chunk {chunk} has {len(blobs)} layers, others {layers}")
-    text = _table(chunks, lambda blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
+    text = _table(chunks, sources.__getitem__, lambda blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
     began = time.perf_counter()
     with atomic_file(path, flush=flush) as file:
-        file.write(_HEAD.pack(_MAGIC, VERSION, len(text), xxhash.xxh3_128_digest(text)) + text)
+        file.write(_HEAD.pack(MAGIC, VERSION, len(text), xxhash.xxh3_128_digest(text)) + text)
         _pad(file)
         for layer in range(layers):
             for chunk in order:
@@ -209,6 +217,7 @@ def write_segment(
         size = file.tell()
     if storage is not None:
         storage.await_written(began, size)
+    return xxhash.xxh3_128_hexdigest(text)
 
 
 def file_bytes(chunks: Chunks) -> int:
@@ -218,39 +227,87 @@ def file_bytes(chunks: Chunks) -> int:
     digest = "0" * _DIGEST_DIGITS
     layers = zip(*(blobs for _, blobs in chunks.values()), strict=True)
     parts = [
-        _HEAD.size + len(_table(chunks, lambda _: digest)),
+        _HEAD.size + len(_table(chunks, lambda _: digest, lambda _: digest)),
         *(sum(b.nbytes for b in each) for each in layers),
     ]
     return sum(-(-part // PAGE) * PAGE for part in parts)
 
 
-def _table(chunks: Chunks, checksum: Callable[[np.ndarray], str]) -> bytes:
+def _table(chunks: Chunks, source: Callable[[int], str], checksum: Callable[[np.ndarray], str]) -> bytes:
     order = sorted(chunks)
     sizes = {str(bits): [blob.nbytes for blob in blobs] for bits, blobs in chunks.values()}
     layers = len(chunks[order[0]][1])
     table = {
-        "chunks": [[chunk, chunks[chunk][0]] for chunk in order],
+        "chunks": [[chunk, chunks[chunk][0], source(chunk)] for chunk in order],
         "blob_bytes": sizes,
         "checksums": [[checksum(chunks[chunk][1][layer]) for chunk in order] for layer in range(layers)],
     }
     return json.dumps(table, separators=(",", ":")).encode()
 
 
-def _read_table(path: Path, reader: PieceReader) -> tuple[dict[str, Any], int]:
-    """The table, and where the first layer begins."""
+def _read_table(path: Path, reader: PieceReader) -> tuple[Any, str, int]:
+    """The table, its checksum, and where the first layer begins."""
     if reader.size_bytes < PAGE:
         raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is no segment of a context")
     magic, version, size, digest = _HEAD.unpack(reader.read(0, _HEAD.size).tobytes())
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise CheckpointError(f"{path} is no segment of a context")
     if version != VERSION:
+        # No record of this version names another version's segments.
         raise CheckpointError(f"{path} is of version {version}, this jaxllm reads {VERSION}")
     if size > min(_MOST_TABLE_BYTES, reader.size_bytes - _HEAD.size):
         raise CheckpointError(f"{path}: its table of {size} bytes does not fit the file: it is truncated")
     text = reader.read(_HEAD.size, size).tobytes()
     if xxhash.xxh3_128_digest(text) != digest:
         raise CheckpointError(f"{path}: its table is corrupt")
-    return json.loads(text), -(-(_HEAD.size + size) // PAGE) * PAGE
+    return json.loads(text), digest.hex(), -(-(_HEAD.size + size) // PAGE) * PAGE
+
+
+def _checked(table: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]], list[list[str]]]:
+    """The chunks of a table, the sizes of their blobs and the checksums of these.
+
+    Raises:
+      ValueError: it is no table, or its parts do not fit each other.
+    """
+    _require("parts", type(table) is dict and table.keys() == {"chunks", "blob_bytes", "checksums"})
+    chunks, sizes, checksums = table["chunks"], table["blob_bytes"], table["checksums"]
+    _require(
+        "chunks", type(chunks) is list and 0 < len(chunks) <= _MOST_CHUNKS and all(map(_is_chunk, chunks))
+    )
+    numbers = [number for number, *_ in chunks]
+    _require("chunks", all(a < b for a, b in itertools.pairwise(numbers)))
+    widths = {bits for _, bits, _ in chunks}
+    _require("sizes", type(sizes) is dict and sizes.keys() == set(map(str, widths)))
+    _require("layers", type(checksums) is list and 0 < len(checksums) <= _MOST_LAYERS)
+    for of in sizes.values():
+        _require("sizes", type(of) is list and len(of) == len(checksums))
+        _require("sizes", all(type(size) is int and 0 < size <= _MOST_BLOB_BYTES for size in of))
+    for of in checksums:
+        _require("checksums", type(of) is list and len(of) == len(chunks))
+        _require("checksums", all(type(each) is str for each in of))
+    return (
+        tuple(StoredChunk(*each) for each in chunks),
+        {int(bits): of for bits, of in sizes.items()},
+        checksums,
+    )
+
+
+def _is_chunk(each: Any) -> bool:
+    if type(each) is not list or len(each) != 3:
+        return False
+    number, bits, source = each
+    return (
+        type(number) is int
+        and 0 <= number < _MOST_CHUNKS
+        and type(bits) is int
+        and bits in (RAW, *WIDTHS)
+        and type(source) is str
+    )
+
+
+def _require(name: str, good: bool) -> None:
+    if not good:
+        raise ValueError(f"its {name} cannot be")
 
 
 def _runs(places: Sequence[int], starts: Sequence[int]) -> list[list[int]]:

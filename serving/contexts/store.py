@@ -1,58 +1,50 @@
 """Contexts on storage: a folder per app, a folder per context in it, a record and segments in that.
 
-    ROOT/store.json            version
+    ROOT/store.json            marks the folder as a store (`root`)
     ROOT/lock                  held by the one process that uses the store
-    ROOT/APP/CONTEXT/record    whose, which tokens, which segments count (`record.Record`)
+    ROOT/APP/CONTEXT/record    whose, which tokens, which segments count (`record_file`)
     ROOT/APP/CONTEXT/N.kv      chunks (`segment.Segment`)
 
 A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill at
-any moment leaves the older record with all that it names; what no record names is removed when the store is
-opened. Folders are for their owner's eyes only (0700).
+any moment leaves the older record with all that it names; what no record names is removed by the context's
+next commit. Opening a store changes nothing in it: what cannot be read stays and is listed (`catalog`), until
+`verify` is told to set aside what is proved to be damaged. Folders are for their owner's eyes only (0700).
 """
 
 import contextlib
 import dataclasses
-import errno
-import json
-import secrets
-import shutil
-import urllib.parse
-from collections.abc import Iterator, Sequence, Set
+import os
+from collections.abc import Iterable, Set
 from pathlib import Path
 
-from jaxllm.atomic import atomic_file, sync
+from jaxllm.atomic import sync
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError
 from jaxllm.kv.recompute import LOST
+from serving.contexts.catalog import Catalog
+from serving.contexts.damage import Damage, chunk_damage
 from serving.contexts.lock import StoreLock
 from serving.contexts.record import Origin, Record
-from serving.contexts.segment import Chunks, Segment, file_bytes, write_segment
+from serving.contexts.record_file import RecordMissing, find_record
+from serving.contexts.root import (
+    LOCK,
+    PREVIOUS,
+    RECORD,
+    SEGMENT,
+    file_size,
+    folder_bytes,
+    folder_name,
+    mark,
+    new_name,
+    next_segment,
+    require_store,
+    written,
+)
+from serving.contexts.segment import Chunks, file_bytes, write_segment
 from serving.contexts.stored import OpenSegments, StoredContext
 from serving.direct_io import Storage
 
-VERSION = 1
-VERSION_FILE = "store.json"
-_RECORD = "record"
-_SUFFIX = ".kv"
-_APP = "app-"
-_LONGEST_APP = 200
 # A context in more files than this is written anew as one.
 _MOST_SEGMENTS = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Damage:
-    """What is wrong with a stored context.
-
-    Attributes:
-      app, name: whose and which.
-      chunks: that must be computed again.
-      reason: of a record that cannot be read: the context is lost.
-    """
-
-    app: str
-    name: str
-    chunks: tuple[int, ...] = ()
-    reason: str = ""
 
 
 class ContextStore:
@@ -65,7 +57,8 @@ class ContextStore:
       app_quota_bytes: of each app's.
 
     Raises:
-      ConfigError: another process uses the store, it is of a newer version, or cannot be made.
+      ConfigError: another process uses the store, it is of another version, cannot be made, or the folder is
+        not empty and no store.
     """
 
     def __init__(
@@ -83,16 +76,22 @@ class ContextStore:
         self._unsettled: dict[str, Path] = {}
         # Of contexts whose record on storage is older than the one here: the segments since then.
         self._unflushed: dict[str, set[str]] = {}
+        self._catalog = Catalog(self.root, self._segments)
         try:
+            # Before anything is made in a folder that may be somebody's.
+            require_store(self.root)
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._lock = StoreLock(self.root / "lock")
+            self._lock = StoreLock(self.root / LOCK)
         except OSError as error:
             raise ConfigError(f"{root}: cannot be a store of contexts ({error.strerror})") from error
         try:
-            self._check_version()
-            self._records = dict(self._read_all())
-        except BaseException:
+            if not require_store(self.root):
+                mark(self.root)
+            self._catalog.find_all()
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{root}: cannot be a store of contexts ({error.strerror})") from error
             raise
 
     def close(self) -> None:
@@ -119,20 +118,27 @@ class ContextStore:
           ConfigError: the store was closed (see `StoreLock.require`), here and wherever else it is asked.
         """
         self._require_settled()
-        found = [each for each in self._records.values() if app in (None, each.app)]
+        found = [each for each in self._catalog.records.values() if app in (None, each.app)]
         return sorted(found, key=lambda each: (each.app, each.name))
+
+    def damage(self) -> list[Damage]:
+        """What was found wrong when records were read, and was not mended since."""
+        return sorted(self._catalog.damage.values(), key=lambda each: (each.app, each.name))
 
     def record(self, name: str, app: str | None = None) -> Record:
         """A context by name, if it is the app's; of any app where none is given.
 
         Raises:
           ContextGone: there is none. What is said is the same where it is another app's.
-          CheckpointError: whether its last change ended cannot be read.
+          CheckpointError: it is damaged, or whether its last change ended cannot be read.
+          Unreadable: storage refuses, or a newer version wrote it.
         """
         folder = self._unsettled.get(name)
-        own = app is None or folder is None or folder.parent.name == _folder_name(app)
+        own = app is None or folder is None or folder.parent.name == folder_name(app)
         self._require_settled(name if own else "")
-        record = self._records.get(name)
+        if name not in self._catalog.records:
+            self._catalog.find_again(name, app)
+        record = self._catalog.records.get(name)
         if record is None or app not in (None, record.app):
             raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
         return record
@@ -145,26 +151,26 @@ class ContextStore:
           BudgetExceeded: there is no room.
           CheckpointError: it cannot be written.
         """
-        if not app or len(_folder_name(app)) > _LONGEST_APP:
-            raise ConfigError(f"an app needs a name of at most {_LONGEST_APP} bytes, got {app!r:.80}")
+        folder_name(app)
         self._require_settled()
-        name = secrets.token_hex(8)
-        record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._next_use())
-        folder = self._folder(record)
+        self._catalog.sweep()
+        name = new_name()
+        record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use())
+        folder = self._catalog.folder(record)
         self._unsettled[name] = folder
         try:
-            with self._written(folder):
+            with written(folder):
                 folder.parent.mkdir(mode=0o700, exist_ok=True)
                 folder.mkdir(mode=0o700)
-                record.write(folder / _RECORD)
+                self._catalog.replace(folder, record)
                 sync(folder.parent)
                 sync(self.root)
         except JaxllmError:
             # Nobody was told its name.
             with contextlib.suppress(OSError):
-                self._remove(folder)
+                self._catalog.remove(folder)
             raise
-        self._records[name] = record
+        self._catalog.records[name] = record
         del self._unsettled[name]
         return record
 
@@ -188,34 +194,39 @@ class ContextStore:
         """
         before = self.record(record.name)
         chunks = dict(chunks or {})
-        folder, name = self._folder(record), record.name
-        fresh = f"{self._next_segment(folder, before.segments)}{_SUFFIX}"
+        folder, name = self._catalog.folder(record), record.name
+        with written(folder):
+            names = os.listdir(folder)
+        fresh = next_segment([*names, *before.segments])
         files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
-        record = dataclasses.replace(record, files=tuple(files), used=self._next_use())
+        record = dataclasses.replace(
+            record, files=tuple(files), tables=before.tables, used=self._catalog.next_use()
+        )
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
-        there = {*before.segments, fresh, *self._unflushed.get(name, ())}
+        there = {*filter(SEGMENT.fullmatch, names), *before.segments, fresh}
         self._require_room(record, chunks, there - set(record.segments))
         self._unsettled[name] = folder
         try:
-            with self._written(folder):
+            with written(folder):
                 if chunks:
-                    write_segment(folder / fresh, chunks, self._storage, flush=flush)
+                    table = write_segment(folder / fresh, chunks, record.sources, self._storage, flush=flush)
+                    record = dataclasses.replace(record, tables={**record.tables, fresh: table})
                 if flush:
                     for each in self._unflushed.get(name, set()) & set(record.segments):
                         sync(folder / each)
                     # Writing chunks takes long enough for the folder to be taken away.
                     self._lock.require()
-                    record.write(folder / _RECORD)
+                    self._catalog.replace(folder, record)
         except JaxllmError:
             # What cannot be settled now is when the context is next asked for.
             with contextlib.suppress(JaxllmError):
                 self._settle(name)
             raise
-        self._records[name] = record
+        self._catalog.records[name] = record
         if flush:
             self._unflushed.pop(name, None)
             for each in there - set(record.segments):
-                self._discard(folder / each)
+                self._catalog.discard(folder / each)
         else:
             self._unflushed[name] = there
         del self._unsettled[name]
@@ -240,15 +251,22 @@ class ContextStore:
         }
         return self.commit(record, chunks)
 
-    def open(self, name: str) -> StoredContext:
+    def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
         """A context's segments, to read from until something else is asked of the store.
+
+        Args:
+          name: of the context.
+          chunks: those that will be read; None for all.
 
         Raises:
           ContextGone: there is no such context.
-          CheckpointError: a segment cannot be opened.
+          CheckpointError: a segment is not what was written.
+          Unreadable: storage refuses one.
         """
         record = self.record(name)
-        folder, names = self._folder(record), record.segments
+        folder, names = self._catalog.folder(record), record.segments
+        if chunks is not None:
+            names = sorted({record.files[chunk] for chunk in chunks} - {""})
         segments = self._segments.open([folder / each for each in names])
         return StoredContext(record, dict(zip(names, segments, strict=True)))
 
@@ -259,75 +277,81 @@ class ContextStore:
           ContextGone: there is none.
           CheckpointError: the device failed: `record` tells whether it is still there.
         """
-        folder = self._folder(self.record(name))
+        folder = self._catalog.folder(self.record(name))
         self._unsettled[name] = folder
-        with self._written(folder):
-            # Without its record it is no context any more, whatever happens next.
-            (folder / _RECORD).unlink(missing_ok=True)
+        with written(folder):
+            # Without its records it is no context any more, whatever happens next.
+            for each in (PREVIOUS, RECORD):
+                (folder / each).unlink(missing_ok=True)
             sync(folder)
         self._segments.forget(folder)
         self._settle(name)
 
     def used_bytes(self, app: str | None = None) -> int:
         """Of all files, or of an app's."""
-        folders = {self._folder(each) for each in self.records(app)}
-        return sum(file.stat().st_size for folder in folders for file in folder.iterdir())
+        return sum(
+            folder_bytes(folder) for folder in {self._catalog.folder(each) for each in self.records(app)}
+        )
 
     def verify(self, *, repair: bool = False) -> list[Damage]:
         """Reads all that is stored.
 
         Args:
-          repair: have what is damaged computed again from the tokens when it is next used; contexts whose
-            records cannot be read are removed.
+          repair: what is proved to be damaged is set aside (see `root`): a context with no whole record, a
+            record of which there is another. Damaged chunks are computed again from the tokens when they are
+            next needed. What storage refuses now, and what a newer version wrote, stays as it is.
+
+        Returns:
+          What was found, and where it was moved.
+
+        Raises:
+          CheckpointError: what is to be repaired cannot be moved or written.
         """
+        self._require_settled()
         found = []
-        for folder in self._context_folders():
-            try:
-                record = Record.read(folder / _RECORD)
-            except CheckpointError as error:
-                app = urllib.parse.unquote(folder.parent.name.removeprefix(_APP))
-                found.append(Damage(app=app, name=folder.name, reason=str(error)))
-                if repair:
-                    shutil.rmtree(folder, ignore_errors=True)
+        with written(self.root):
+            folders = self._catalog.find_all()
+        for each in folders:
+            if (damage := self._catalog.damage.get(each.path)) is not None:
+                if repair and damage.proved:
+                    with written(each.path):
+                        damage = self._catalog.mend(each.path)
+                found.append(damage)
+            record = self._catalog.records.get(each.name)
+            if record is None or each.path != self._catalog.folder(record):
                 continue
-            lost = self._corrupt_chunks(folder, record)
-            if lost:
-                found.append(Damage(app=record.app, name=record.name, chunks=tuple(sorted(lost))))
-            if lost and repair:
-                self._records[record.name] = record
-                self.repair(record.name)
+            chunks = chunk_damage(each.path, record, self._storage)
+            if chunks.corrupt:
+                lost = tuple(sorted(chunks.corrupt))
+                found.append(Damage(app=record.app, name=record.name, chunks=lost))
+                if repair:
+                    self.commit(record.lose(chunks.corrupt))
+            if chunks.unread:
+                found.append(Damage(app=record.app, name=record.name, reason=chunks.reason, proved=False))
+        if repair:
+            self._catalog.sweep()
         return found
 
     def repair(self, name: str) -> Record:
         """Reads all of a context, and has what is damaged computed again when it is next used.
 
+        Returns:
+          The record for a call that follows: what storage refuses now is lost to it, and stays on storage.
+
         Raises:
           ContextGone: there is no such context.
         """
         record = self.record(name)
-        lost = self._corrupt_chunks(self._folder(record), record)
-        if not lost:
-            return record
-        self._records[name] = record.lose(lost)
-        return self.commit(self._records[name])
-
-    def _corrupt_chunks(self, folder: Path, record: Record) -> set[int]:
-        corrupt: set[int] = set()
-        for name in record.segments:
-            own = {chunk for chunk, file in enumerate(record.files) if file == name}
-            try:
-                with Segment(folder / name, self._storage) as segment:
-                    kept = {stored.chunk for stored in segment.chunks} - set(segment.verify())
-                corrupt |= own - kept
-            except CheckpointError:
-                corrupt |= own
-        return corrupt
+        chunks = chunk_damage(self._catalog.folder(record), record, self._storage)
+        if chunks.corrupt:
+            record = self.commit(record.lose(chunks.corrupt))
+        return record.lose(chunks.unread)
 
     def _require_room(self, record: Record, chunks: Chunks, freed: Set[str]) -> None:
         """Checks the quotas for a commit after which the files `freed` are gone: what does not grow may be
         kept whatever there is already."""
-        folder = self._folder(record)
-        size = file_bytes(chunks) - sum(_size_bytes(folder / each) for each in freed)
+        folder = self._catalog.folder(record)
+        size = file_bytes(chunks) - sum(file_size(folder / each) for each in freed)
         for quota, used, whose in (
             (self._app_quota_bytes, lambda: self.used_bytes(record.app), f"the contexts of {record.app}"),
             (self._quota_bytes, self.used_bytes, "all contexts"),
@@ -361,109 +385,23 @@ class ContextStore:
         """
         self._lock.require()
         folder = self._unsettled[name]
-        with self._written(folder):
-            if (folder / _RECORD).exists():
-                self._records[name] = record = Record.read(folder / _RECORD)
-                for each in folder.glob(f"*{_SUFFIX}"):
-                    if each.name not in record.segments:
-                        self._discard(each)
-            else:
-                self._records.pop(name, None)
-                self._remove(folder)
+        try:
+            found = find_record(folder)
+        except RecordMissing:
+            self._catalog.records.pop(name, None)
+            self._catalog.remove(folder)
+        else:
+            self._catalog.records[name] = found.record
+            with written(folder):
+                names = os.listdir(folder)
+            for each in {*filter(SEGMENT.fullmatch, names)} - set(found.record.segments):
+                self._catalog.discard(folder / each)
+        self._catalog.damage.pop(folder, None)
         self._unflushed.pop(name, None)
         self._unsettled.pop(name, None)
-
-    def _discard(self, path: Path) -> None:
-        """Removes a segment that no record names; one that stays does no harm."""
-        self._segments.forget(path)
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
-
-    def _remove(self, folder: Path) -> None:
-        """Removes the folder of a context that has no record any more, and its app's if it was the last."""
-        self._segments.forget(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()
-            sync(self.root)
-        if folder.parent.exists():
-            sync(folder.parent)
-
-    @contextlib.contextmanager
-    def _written(self, folder: Path) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            kind = BudgetExceeded if full else CheckpointError
-            raise kind(f"{folder}: the context cannot be written ({error.strerror})") from error
-
-    def _check_version(self) -> None:
-        path = self.root / VERSION_FILE
-        try:
-            version = json.loads(path.read_bytes())["version"]
-        except FileNotFoundError:
-            with atomic_file(path) as file:
-                file.write(json.dumps({"version": VERSION}).encode())
-            return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is no store of contexts ({error!r:.80})") from error
-        if version != VERSION:
-            raise ConfigError(
-                f"{self.root} is a store of version {version!s:.20}, this jaxllm uses {VERSION}; use the "
-                "jaxllm that made it, or another folder"
-            )
-
-    def _read_all(self) -> Iterator[tuple[str, Record]]:
-        """All records, with what no record names removed."""
-        for folder in self._context_folders():
-            if not (folder / _RECORD).exists():
-                # Half made or half deleted.
-                shutil.rmtree(folder, ignore_errors=True)
-                continue
-            try:
-                record = Record.read(folder / _RECORD)
-            except CheckpointError:
-                # `verify` says why; nothing of it is touched before.
-                continue
-            for file in folder.iterdir():
-                if file.name not in (_RECORD, *record.segments):
-                    file.unlink(missing_ok=True)
-            yield record.name, record
-
-    def _context_folders(self) -> list[Path]:
-        apps = [each for each in sorted(self.root.iterdir()) if each.is_dir()]
-        return [each for app in apps for each in sorted(app.iterdir()) if each.is_dir()]
-
-    def _folder(self, record: Record) -> Path:
-        return self.root / _folder_name(record.app) / record.name
-
-    def _next_use(self) -> int:
-        return 1 + max((each.used for each in self._records.values()), default=0)
-
-    @staticmethod
-    def _next_segment(folder: Path, segments: Sequence[str]) -> int:
-        """A number that no segment has had of which something is left: readers may have one open."""
-        names = {*segments, *(each.name for each in folder.glob(f"*{_SUFFIX}"))}
-        numbers = [
-            int(each.removesuffix(_SUFFIX)) for each in names if each.removesuffix(_SUFFIX).isdecimal()
-        ]
-        return 1 + max(numbers, default=-1)
 
 
 def _kept_files(before: Record, after: Record) -> list[str]:
     """Where each chunk of a context is now; nowhere those that are new or that nobody wants any more."""
     there = [*before.files, *[""] * len(after.bits)]
     return ["" if bits == LOST else file for bits, file in zip(after.bits, there, strict=False)]
-
-
-def _folder_name(app: str) -> str:
-    """A file name for an app's, whatever is in it; never one of the store's own, nor `.` or `..`."""
-    return _APP + urllib.parse.quote(app, safe="")
-
-
-def _size_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.errors import CheckpointError
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
 from serving.direct_io import Storage
@@ -28,7 +29,8 @@ class OpenSegments:
         """Segments, for as long as no other ones are opened or any is removed.
 
         Raises:
-          CheckpointError: one cannot be read.
+          CheckpointError: one is missing or damaged.
+          Unreadable: storage refuses.
         """
         for path in paths:
             if path not in self._open:
@@ -58,6 +60,16 @@ class StoredContext:
     """
 
     def __init__(self, record: Record, segments: Mapping[str, Segment]) -> None:
+        """Takes a context's open segments.
+
+        Raises:
+          CheckpointError: one is not what the record says.
+        """
+        for name, segment in segments.items():
+            if strange := strange_chunks(record, name, segment):
+                raise CheckpointError(
+                    f"{segment.path}: chunk {min(strange)} is not the one that the context's record means"
+                )
         self.record, self._segments = record, segments
         self.layers = next((each.layers for each in segments.values()), 0)
 
@@ -75,9 +87,23 @@ class StoredContext:
 
         Raises:
           CheckpointError: one is corrupt.
+          Unreadable: storage refuses.
         """
         found: dict[int, np.ndarray] = {}
         for name in {self.record.files[chunk] for chunk in chunks}:
             own = [chunk for chunk in chunks if self.record.files[chunk] == name]
             found |= zip(own, self._segments[name].read(layer, own), strict=True)
         return [found[chunk] for chunk in chunks]
+
+
+def strange_chunks(record: Record, name: str, segment: Segment) -> set[int]:
+    """The chunks that a record has in a segment, and that are not there as it means them: of its width, of
+    the bytes that its origin gives this width in each layer, and computed from its origin and tokens."""
+    own = {chunk for chunk, file in enumerate(record.files) if file == name}
+    if segment.checksum != record.tables.get(name):
+        return own
+    wanted = {chunk: (record.bits[chunk], record.sources[chunk]) for chunk in own}
+    sizes = {bits: tuple(of) for bits, of in segment.blob_bytes.items()}
+    right = {bits for bits, of in sizes.items() if record.origin.layer_bytes.get(bits) == of}
+    there = {each.chunk for each in segment.chunks if wanted.get(each.chunk) == (each.bits, each.source)}
+    return {chunk for chunk in own if chunk not in there or record.bits[chunk] not in right}

@@ -9,6 +9,7 @@ from jaxllm.kernels import native_attention
 from jaxllm.kv.chunks import load_chunks, place_chunks
 from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.used_units import UsedUnits
+from serving.contexts.blobs import Blobs
 from tests.kernels.drawing import answers
 from tests.kernels.switching import needs_native
 
@@ -16,10 +17,9 @@ pytestmark = needs_native
 C = 16
 
 
-def addresses_of(blobs):
+def extents_of(blobs):
     """Where blobs are, as the kernel takes it; None for those that are not there."""
-    places = np.array([0 if blob is None else blob.ctypes.data for blob in blobs], np.uint64)
-    return places.view(np.uint32).reshape(-1, 2)
+    return Blobs(np.zeros(0, np.uint8) if blob is None else blob for blob in blobs).extents
 
 
 def door(name):
@@ -32,11 +32,11 @@ def door(name):
     )
 
     def load(*args):
-        """Into any number of layers: keys, values, keys, values, ..., addresses and bits."""
-        *rows, addresses, bits = args
+        """Into any number of layers: keys, values, keys, values, ..., extents and bits."""
+        *rows, extents, bits = args
         pasts = tuple(zip(rows[::2], rows[1::2], strict=True))
         return [
-            each for past in native_attention.load_chunks(pasts, addresses, bits, **options) for each in past
+            each for past in native_attention.load_chunks(pasts, extents, bits, **options) for each in past
         ]
 
     return load
@@ -67,8 +67,8 @@ def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
         blobs += own
         rows += list(past)
         wanted += after
-    addresses = addresses_of(blobs).reshape(2, len(bits), 2)
-    for kernels, found in answers(door(name), *rows, addresses, bits).items():
+    extents = extents_of(blobs).reshape(2, len(bits), 3)
+    for kernels, found in answers(door(name), *rows, extents, bits).items():
         for got, expected in zip(found, wanted, strict=True):
             assert got.dtype == expected.dtype
             room = 2e-3 if dtype == "float16" else 1e-5
@@ -101,7 +101,7 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
         return load_chunks([(keys, values)], source, widths, form=form, used=[used])[0]
 
     counts = np.array([[9, 9, 9], [2, 9, 9]], np.int32)
-    given = keys, values, addresses_of([cut[0]])[None], np.array([bits], np.int32), counts
+    given = keys, values, extents_of([cut[0]])[None], np.array([bits], np.int32), counts
     for kernels, found in answers(door, *given).items():
         for got, was, expected in zip(found, (keys, values), wanted, strict=True):
             np.testing.assert_allclose(got[:, :2], expected[:, :2], atol=1e-5, err_msg=kernels)
@@ -111,7 +111,7 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
 @pytest.mark.parametrize("heads", [0, 4, -1])
 def test_heads_that_a_cache_has_not_are_refused(heads):
     past = (jnp.zeros((1, 3, C, 8)), jnp.zeros((1, 3, C, 8)))
-    form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 1, 2), np.uint32)
+    form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 1, 3), np.uint32)
 
     def door(counts):
         used = UsedUnits(counts, 0, 0)
@@ -139,14 +139,33 @@ def test_blobs_by_value_are_what_blobs_by_address_are():
     def door(keys, values, source, bits):
         return load_chunks([(keys, values)], source, bits, form=form)[0]
 
-    for found in answers(door, *past, addresses_of(blobs)[None], bits).values():
+    for found in answers(door, *past, extents_of(blobs)[None], bits).values():
         for got, expected in zip(found, plain, strict=True):
             np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [RAW, *WIDTHS])
+@pytest.mark.parametrize("change", [-1, 1, 1 << 20])
+def test_a_blob_that_has_not_the_bytes_of_its_width_is_refused(bits, change):
+    """Before a byte of it is read, in any layer."""
+    past = (jnp.zeros((1, 3, C, 8)), jnp.zeros((1, 3, C, 8)))
+    form = ChunkFormat.named("raw" if bits == RAW else "kivi", C)
+    size = form.codec.blob_bytes(ChunkShape(heads=3, tokens=C, width=8), bits)
+    blobs = [np.zeros(size, np.uint8) for _ in range(2)]
+    extents = extents_of(blobs).reshape(2, 1, 3)
+
+    def door(extents):
+        return load_chunks([past, past], extents, jnp.asarray([bits], jnp.int32), form=form)
+
+    jax.block_until_ready(jax.jit(door)(jnp.asarray(extents)))
+    extents[1, 0, 2] = max(0, size + change)
+    with pytest.raises(Exception, match="has not the bytes of its width"):
+        jax.block_until_ready(jax.jit(door)(jnp.asarray(extents)))
+
+
 def test_layers_of_different_caches_are_refused():
     short, long = (jnp.zeros((1, 3, tokens, 8)) for tokens in (C, 2 * C))
-    form, nowhere = ChunkFormat.named("raw", C), jnp.zeros((2, 1, 2), jnp.uint32)
+    form, nowhere = ChunkFormat.named("raw", C), jnp.zeros((2, 1, 3), jnp.uint32)
 
     def door(bits):
         return load_chunks([(short, short), (long, long)], nowhere, bits, form=form)

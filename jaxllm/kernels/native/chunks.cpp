@@ -14,6 +14,13 @@ namespace {
 // Chunks that a thread takes at a time.
 constexpr size_t kRun = 8;
 
+// Of one layer's keys or values.
+size_t part_bytes(const ChunksShape& s, size_t heads, int bits, bool by_token) {
+  const size_t values = heads * s.tokens * s.width;
+  if (!bits) return values * (s.half ? 2 : 4);
+  return values * static_cast<size_t>(bits) / 8 + 2 * 2 * heads * (by_token ? s.tokens : s.width);
+}
+
 // Where a chunk's levels and scales stand in its blob, and where its rows go, one layer's keys or values.
 struct Part {
   const uint8_t* data;
@@ -23,9 +30,9 @@ struct Part {
 
   Part(const ChunksShape& s, const ChunksLayer& layer, size_t chunk, int bits, bool values)
       : data(layer.blobs[chunk]), heads(layer.kv_heads), from(chunk * s.tokens) {
-    const size_t of_keys = part_bytes(s, bits, s.keys_by_token);
+    const size_t of_keys = part_bytes(s, heads, bits, s.keys_by_token);
     if (values) data += of_keys;
-    bytes = values ? part_bytes(s, bits, s.values_by_token) : of_keys;
+    bytes = values ? part_bytes(s, heads, bits, s.values_by_token) : of_keys;
     by_token = values ? s.values_by_token : s.keys_by_token;
     cache = values ? layer.values : layer.keys;
   }
@@ -44,13 +51,6 @@ struct Part {
     c.out = static_cast<char*>(cache) + (at * s.capacity + from) * s.width * element;
     return c;
   }
-
- private:
-  size_t part_bytes(const ChunksShape& s, int bits, bool token) const {
-    const size_t values = heads * s.tokens * s.width;
-    if (!bits) return values * (s.half ? 2 : 4);
-    return values * static_cast<size_t>(bits) / 8 + 2 * 2 * heads * (token ? s.tokens : s.width);
-  }
 };
 
 // Asks memory for a head's share of what is decoded next: blobs lie anywhere, and short ones are over before
@@ -61,6 +61,10 @@ void ask_ahead(const Part& next, size_t head) {
 }
 
 }  // namespace
+
+size_t blob_bytes(const ChunksShape& s, size_t heads, int bits) {
+  return part_bytes(s, heads, bits, s.keys_by_token) + part_bytes(s, heads, bits, s.values_by_token);
+}
 
 Failure load_chunks(const ChunksLayer* layers, size_t layer_count, const int32_t* bits, size_t count,
                     const ChunksShape& s) {

@@ -8,25 +8,28 @@ namespace {
 
 using Places = ffi::Span<const int64_t>;
 
-// addresses uint32 [L, N, 2] (the lower half first) and bits int32 [N] of each layer's N blobs in this
-// process's memory, counts, then keys and values [1, K, S, H] of each layer -> keys and values with their
-// rows, in place. Blobs of layer l are of the first counts[heads_at[l]] of its K heads.
-Error load_chunks_call(AnyBuffer addresses, AnyBuffer bits, AnyBuffer counts, ffi::RemainingArgs caches,
+// Of a chunk: nobody's has more, and none that has is multiplied out.
+constexpr int64_t kMostTokens = 1 << 20;
+
+// extents uint32 [L, N, 3] (an address, its lower half first, and the bytes there) and bits int32 [N] of each
+// layer's N blobs in this process's memory, counts, then keys and values [1, K, S, H] of each layer -> keys
+// and values with their rows, in place. Blobs of layer l are of the first counts[heads_at[l]] of its K heads.
+Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer counts, ffi::RemainingArgs caches,
                        ffi::RemainingRets results, int64_t tokens, bool keys_by_token, bool values_by_token,
                        bool rotated, Places heads_at) {
   const Timer timer;
   const size_t layers = caches.size() / 2, count = bits.element_count();
   if (layers == 0 || caches.size() != 2 * layers || results.size() != 2 * layers || heads_at.size() != layers)
     return wrong("each layer needs keys and values, and as many results");
-  if (bits.element_type() != ffi::DataType::S32 || addresses.element_type() != ffi::DataType::U32 ||
-      addresses.element_count() != 2 * count * layers || tokens < 1) {
-    return wrong("chunks must have an address uint32 [L, N, 2] and bits int32 [N] each");
+  if (bits.element_type() != ffi::DataType::S32 || extents.element_type() != ffi::DataType::U32 ||
+      extents.element_count() != 3 * count * layers || tokens < 1 || tokens > kMostTokens) {
+    return wrong("chunks must have an address and a size uint32 [L, N, 3] and bits int32 [N] each");
   }
   const int32_t* widths = bits.reinterpret_data<int32_t>();
-  const uint32_t* halves = addresses.reinterpret_data<uint32_t>();
+  const uint32_t* places = extents.reinterpret_data<uint32_t>();
   std::vector<const uint8_t*> blobs(count * layers);
   for (size_t i = 0; i < blobs.size(); i++) {
-    const uint64_t address = static_cast<uint64_t>(halves[2 * i + 1]) << 32 | halves[2 * i];
+    const uint64_t address = static_cast<uint64_t>(places[3 * i + 1]) << 32 | places[3 * i];
     blobs[i] = reinterpret_cast<const uint8_t*>(static_cast<uintptr_t>(address));
     const int32_t width = widths[i % count];
     if (width > 8 || width == 1 || width == 3 || width == 5 || width == 6 || width == 7)
@@ -55,6 +58,10 @@ Error load_chunks_call(AnyBuffer addresses, AnyBuffer bits, AnyBuffer counts, ff
     all[l].blobs = blobs.data() + l * count;
     if (!read_count(counts, heads_at[l], 1, dim(*keys, 1), all[l].kv_heads))
       return wrong("a count is out of range");
+    for (size_t i = 0; i < count; i++) {
+      if (widths[i] >= 0 && places[3 * (l * count + i) + 2] != blob_bytes(shape, all[l].kv_heads, widths[i]))
+        return wrong("a chunk has not the bytes of its width");
+    }
     all[l].keys = in_place(*keys, *new_keys), all[l].values = in_place(*values, *new_values);
   }
   return result(load_chunks(all.data(), layers, widths, count, shape));

@@ -151,6 +151,8 @@ struct ChunksLayer {
   size_t kv_heads;  // in the blobs: the first ones of the cache's
   void *keys, *values;
 };
+// Of one layer of a chunk: keys and values of so many heads, with levels of `bits`.
+size_t blob_bytes(const ChunksShape& shape, size_t heads, int bits);
 // Chunk i of `count` goes to positions [i * tokens, (i + 1) * tokens) of each layer, cut at the capacity,
 // from the blob at its blobs[i] with levels of bits[i]: 8, 4, 2, or 0 for rows as the cache holds them. A
 // negative width leaves its place alone.

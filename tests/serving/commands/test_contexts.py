@@ -11,7 +11,9 @@ from serving.contexts.record import Origin, Record
 from serving.contexts.store import ContextStore
 from tests.serving.commands.outcome import Run, answer, failed, succeeded
 
-ORIGIN = Origin(model="m", level=70, adapter="", codec="kivi", chunk_tokens=2, dtype="float16")
+ORIGIN = Origin(
+    model="m", level=70, adapter="", codec="kivi", chunk_tokens=2, dtype="float16", heads=(1,), head_width=8
+)
 
 
 @pytest.fixture
@@ -26,7 +28,8 @@ def kept(tmp_path: Path) -> tuple[Path, Record]:
             mass=(0.5, 0.5),
             seen=(1.0, 1.0),
         )
-        blobs = {0: (8, [np.arange(64, dtype=np.uint8)]), 1: (4, [np.arange(32, dtype=np.uint8)])}
+        sizes = {bits: of[0] for bits, of in ORIGIN.layer_bytes.items()}
+        blobs = {0: (8, [np.arange(sizes[8], dtype=np.uint8)]), 1: (4, [np.arange(sizes[4], dtype=np.uint8)])}
         record = store.commit(record, blobs)
     return tmp_path / "store", record
 
@@ -44,22 +47,80 @@ def test_list(run: Run, kept: tuple[Path, Record]) -> None:
     assert lines[1].startswith("1 contexts, ")
 
 
+def damage_chunk(folder: Path, record: Record) -> None:
+    """Flips a bit of the first chunk."""
+    path = folder / "app-mail" / record.name / record.files[0]
+    raw = bytearray(path.read_bytes())
+    raw[raw.find(bytes(range(32)))] ^= 1
+    path.write_bytes(raw)
+
+
+def damage_record(folder: Path, record: Record, *names: str) -> None:
+    """Cuts a context's records."""
+    for name in names:
+        path = folder / "app-mail" / record.name / name
+        path.write_bytes(path.read_bytes()[:40])
+
+
 def test_verify(run: Run, kept: tuple[Path, Record]) -> None:
     folder, record = kept
     assert succeeded(run("contexts", "verify", folder)) == "0 damaged contexts\n"
-    path = folder / "app-mail" / record.name / record.files[0]
-    raw = bytearray(path.read_bytes())
-    raw[raw.find(bytes(range(64)))] ^= 1
-    path.write_bytes(raw)
+    damage_chunk(folder, record)
     outcome = run("contexts", "verify", folder, "--json")
     assert outcome.code == 1
-    assert "run this with --repair" in outcome.err
-    damaged = [{"app": "mail", "name": record.name, "chunks": [0], "reason": ""}]
-    assert json.loads(outcome.out) == {"damaged": damaged, "repaired": False}
+    assert "--repair` sets aside" in outcome.err
+    damaged = {
+        "app": "mail", "name": record.name, "chunks": [0], "reason": "", "lost": False, "proved": True,
+        "aside": "",
+    }  # fmt: skip
+    assert json.loads(outcome.out) == {"damaged": [damaged], "repaired": False, "set_aside": []}
     shown = succeeded(run("contexts", "verify", folder, "--repair"))
-    assert shown == f"{record.name}  mail  chunks 0 are corrupt\n1 damaged contexts, repaired\n"
-    assert answer(run("contexts", "verify", folder, "--json")) == {"damaged": [], "repaired": False}
+    assert shown == (
+        f"{record.name}  mail  chunks 0 are damaged, and computed again\n1 damaged contexts, 1 repaired\n"
+    )
+    assert answer(run("contexts", "verify", folder, "--json"))["damaged"] == []
     assert answer(run("contexts", "list", folder, "--json"))["contexts"][1]["lost"] == 1
+
+
+def test_what_cannot_be_read_is_listed_and_set_aside_before_it_is_deleted(
+    run: Run, kept: tuple[Path, Record]
+) -> None:
+    folder, record = kept
+    damage_record(folder, record, "record", "record.previous")
+    for options in ((), ("--json",)):
+        outcome = run("contexts", "list", folder, *options)
+        assert outcome.code == 1
+        assert record.name in outcome.out
+        assert "is damaged" in outcome.out
+        assert "1 contexts in" in outcome.err
+    assert run("contexts", "list", folder, "--app", "calendar").code == 0
+    held = folder / "app-mail" / record.name / record.files[0]
+    chunks = held.read_bytes()
+    shown = succeeded(run("contexts", "verify", folder, "--repair"))
+    assert "; set aside as quarantine/app-mail/" in shown
+    assert "1 set aside in" in shown
+    (moved,) = (folder / "quarantine" / "app-mail").glob(f"{record.name}-*")
+    assert (moved / record.files[0]).read_bytes() == chunks
+    assert not held.exists()
+    assert answer(run("contexts", "list", folder, "--json"))["damaged"] == []
+    facts = answer(run("contexts", "verify", folder, "--delete", "--json"))
+    assert facts["set_aside"] == []
+    assert not (folder / "quarantine").exists()
+    assert [each["app"] for each in answer(run("contexts", "list", folder, "--json"))["contexts"]] == [
+        "calendar"
+    ]
+
+
+def test_the_record_before_stands_for_a_damaged_one(run: Run, kept: tuple[Path, Record]) -> None:
+    folder, record = kept
+    damage_record(folder, record, "record")
+    outcome = run("contexts", "list", folder)
+    assert outcome.code == 1
+    assert "it is as it was before its last call" in outcome.out
+    assert f"{record.name}  mail  0 tokens" in outcome.out
+    succeeded(run("contexts", "verify", folder, "--repair"))
+    succeeded(run("contexts", "list", folder))
+    assert len(list((folder / "quarantine" / "app-mail").glob(f"{record.name}-*/record"))) == 1
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])

@@ -10,7 +10,7 @@ from serving.contexts import segment
 from serving.contexts.segment import Segment, StoredChunk, write_segment
 from serving.direct_io import PAGE, PieceReader, Storage
 
-LAYERS = 3
+LAYERS, SOURCES = 3, [f"{chunk:x}" for chunk in range(64)]
 SIZES = {8: (5000, 3000, 100), 2: (700, 20, 30)}
 
 
@@ -27,7 +27,7 @@ def drawn(chunks):
 def written(tmp_path):
     chunks = drawn({7: 8, 2: 2, 3: 8, 40: 2})
     path = tmp_path / "0.kv"
-    write_segment(path, chunks)
+    write_segment(path, chunks, SOURCES)
     return path, chunks
 
 
@@ -35,7 +35,12 @@ def written(tmp_path):
 def test_what_was_written_is_read(written, caching):
     path, chunks = written
     with Segment(path, Storage(caching=caching)) as opened:
-        assert opened.chunks == (StoredChunk(2, 2), StoredChunk(3, 8), StoredChunk(7, 8), StoredChunk(40, 2))
+        assert opened.chunks == (
+            StoredChunk(2, 2, "2"),
+            StoredChunk(3, 8, "3"),
+            StoredChunk(7, 8, "7"),
+            StoredChunk(40, 2, "28"),
+        )
         assert opened.layers == LAYERS
         assert opened.verify() == []
         for layer in range(LAYERS):
@@ -50,7 +55,7 @@ def test_one_layer_of_many_chunks_is_one_read(tmp_path, monkeypatch):
     """Also over small gaps; a large one is left out."""
     monkeypatch.setattr(segment, "_GAP_BYTES", 6000)
     path = tmp_path / "0.kv"
-    write_segment(path, drawn(dict.fromkeys(range(20), 8)))
+    write_segment(path, drawn(dict.fromkeys(range(20), 8)), SOURCES)
     asked = []
     real = PieceReader.read
     with Segment(path) as opened:
@@ -107,9 +112,9 @@ def test_a_corrupt_chunk_is_named_and_others_are_read(written):
     ("head", "part"),
     [
         ((b"SOMEELSE", 1, 10), "is no segment"),
-        ((b"JXLKVSEG", 2, 10), "of version 2, this jaxllm reads 1"),
-        ((b"JXLKVSEG", 1, 1 << 60), "does not fit the file"),
-        ((b"JXLKVSEG", 1, 10), "table is corrupt"),
+        ((b"JXLKVSEG", 1, 10), "of version 1, this jaxllm reads 2"),
+        ((b"JXLKVSEG", 2, 1 << 60), "does not fit the file"),
+        ((b"JXLKVSEG", 2, 10), "table is corrupt"),
     ],
 )
 def test_a_header_is_not_believed(tmp_path, head, part):
@@ -122,9 +127,9 @@ def test_a_header_is_not_believed(tmp_path, head, part):
 def test_blobs_must_agree(tmp_path):
     blobs = [np.zeros(4, np.uint8)] * 2
     with pytest.raises(ConfigError, match="at least one chunk"):
-        write_segment(tmp_path / "0.kv", {})
+        write_segment(tmp_path / "0.kv", {}, SOURCES)
     with pytest.raises(ConfigError, match="other sizes"):
-        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (8, [blobs[0], blobs[0][:3]])})
+        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (8, [blobs[0], blobs[0][:3]])}, SOURCES)
     with pytest.raises(ConfigError, match="has 1 layers, others 2"):
-        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (4, blobs[:1])})
+        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (4, blobs[:1])}, SOURCES)
     assert list(tmp_path.iterdir()) == []

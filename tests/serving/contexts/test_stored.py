@@ -13,7 +13,7 @@ from tests.serving.contexts.talking import READ, TURNS, found, new, say
 
 
 def write(path, value):
-    write_segment(path, {0: (8, [np.full(64, value, np.uint8)] * 2)})
+    write_segment(path, {0: (8, [np.full(64, value, np.uint8)] * 2)}, ["s"])
     return path
 
 
@@ -54,7 +54,9 @@ def test_no_more_segments_stay_open_than_may(tmp_path, monkeypatch):
 
 def test_blobs_know_where_they_are():
     blobs = Blobs(np.zeros(8, np.uint8) for _ in range(3))
-    assert blobs.addresses.tolist() == [blob.ctypes.data for blob in blobs]
+    places = blobs.extents.astype(np.uint64)
+    assert (places[:, 0] + (places[:, 1] << np.uint64(32))).tolist() == [blob.ctypes.data for blob in blobs]
+    assert places[:, 2].tolist() == [8, 8, 8]
 
 
 def test_what_was_read_in_one_piece_is_not_kept_for_one_chunk(kept):

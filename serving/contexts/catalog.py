@@ -1,0 +1,168 @@
+"""The records of a store as they are found on storage, and what is wrong with them.
+
+Finding changes nothing on storage. What is damaged is set aside when it is mended, or when another record
+takes its place; a folder without a record is a leftover of a context that was being made or deleted.
+"""
+
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+from jaxllm.atomic import sync
+from jaxllm.errors import CheckpointError, Unreadable
+from serving.contexts.damage import Damage
+from serving.contexts.record import Record
+from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, write_record
+from serving.contexts.root import (
+    RECORD,
+    ContextFolder,
+    context_folders,
+    folder_name,
+    is_own,
+    remove_own,
+    set_aside,
+)
+from serving.contexts.stored import OpenSegments
+
+
+class Catalog:
+    """The contexts in a store's folder.
+
+    Attributes:
+      root: the store's folder.
+      records: by name.
+      damage: what was found wrong and is not mended, by the context's folder.
+      leftovers: folders without a record.
+    """
+
+    def __init__(self, root: Path, segments: OpenSegments) -> None:
+        """Takes the store's folder, and what of it is open."""
+        self.root, self._segments = root, segments
+        self.records: dict[str, Record] = {}
+        self.damage: dict[Path, Damage] = {}
+        self.leftovers: set[Path] = set()
+
+    def folder(self, record: Record) -> Path:
+        """Where a context lies."""
+        return self.root / folder_name(record.app) / record.name
+
+    def next_use(self) -> int:
+        """What counts the store's next use."""
+        return min(MOST_USED, 1 + max((each.used for each in self.records.values()), default=0))
+
+    def find_all(self) -> list[ContextFolder]:
+        """Reads all records.
+
+        Raises:
+          OSError: storage refuses to say which there are.
+        """
+        folders = list(context_folders(self.root))
+        for each in folders:
+            self.find(each)
+        return folders
+
+    def find(self, folder: ContextFolder) -> None:
+        """Reads a context's record, and notes what is wrong with it. A record that is known already stays."""
+        known = self.records.get(folder.name)
+        own = known is not None and self.folder(known) == folder.path
+        whose = {"app": folder.app, "name": folder.name}
+        self.damage.pop(folder.path, None)
+        try:
+            if folder.problem is not None:
+                raise folder.problem
+            if known is not None and not own:
+                raise CheckpointError(f"{folder.path}: a context of another app has its name")
+            found = find_record(folder.path)
+        except RecordMissing as error:
+            if own or error.foreign:
+                damage = Damage(**whose, reason=str(error), lost=not own, proved=own)
+                self.damage[folder.path] = damage
+            else:
+                self.leftovers.add(folder.path)
+        except CheckpointError as error:
+            proved = not isinstance(error, Unreadable)
+            self.damage[folder.path] = Damage(**whose, reason=str(error), lost=not own, proved=proved)
+        else:
+            if not own:
+                self.records[folder.name] = found.record
+            if found.damage:
+                self.damage[folder.path] = Damage(**whose, reason=found.damage)
+
+    def find_again(self, name: str, app: str | None) -> None:
+        """Reads a context that could not be read: that may have passed.
+
+        Raises:
+          CheckpointError: it has not, and the context is the app's, or of any app where that is None.
+        """
+        for path, before in list(self.damage.items()):
+            if before.name == name and before.lost and app in (None, before.app):
+                self.find(ContextFolder(path, before.app, name))
+                if (damage := self.damage.get(path)) is not None and damage.lost:
+                    kind = CheckpointError if damage.proved else Unreadable
+                    raise kind(f"the context {name} cannot be used: {damage.reason}")
+
+    def replace(self, folder: Path, record: Record) -> Path | None:
+        """Writes a context's record; one that is damaged is set aside before.
+
+        Returns:
+          Where a damaged one is now.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        damage, aside = self.damage.get(folder), None
+        if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
+            aside = set_aside(self.root, folder / RECORD)
+        write_record(folder, record)
+        self.damage.pop(folder, None)
+        return aside
+
+    def mend(self, folder: Path) -> Damage:
+        """Sets aside what is damaged of a context: its record, of which there is another, or all of it.
+
+        Returns:
+          What was wrong, and where it was moved.
+
+        Raises:
+          OSError: it cannot be moved.
+        """
+        damage = self.damage[folder]
+        self._segments.forget(folder)
+        if damage.lost:
+            aside = set_aside(self.root, folder)
+            del self.damage[folder]
+        else:
+            aside = self.replace(folder, self.records[damage.name])
+        return dataclasses.replace(damage, aside="" if aside is None else str(aside.relative_to(self.root)))
+
+    def discard(self, path: Path) -> None:
+        """Removes a segment that no record names; one that stays, or is none of the store's, does no harm."""
+        self._segments.forget(path)
+        with contextlib.suppress(OSError):
+            if is_own(path):
+                path.unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """Removes folders of contexts that were being made or deleted when a process ended.
+
+        Raises:
+          OSError: that cannot be flushed.
+        """
+        while self.leftovers:
+            self.remove(self.leftovers.pop())
+
+    def remove(self, folder: Path) -> None:
+        """Removes the store's files in the folder of a context that has no record any more, and the folder
+        and its app's where nothing is left in them.
+
+        Raises:
+          OSError: that cannot be flushed.
+        """
+        self._segments.forget(folder)
+        with contextlib.suppress(OSError):
+            remove_own(folder)
+            folder.parent.rmdir()
+            sync(self.root)
+        if folder.parent.exists():
+            sync(folder.parent)

@@ -1,0 +1,283 @@
+"""A context's record as a file: typed, bounded and checked against the folder that it lies in.
+
+    record             two lines that are the same: each a JSON object of a version, a checksum, and the text
+                       of the record as JSON; one of them is enough
+    record.previous    the record before; it stands for one that is lost
+
+What storage refuses to give, and what a newer version wrote, is `Unreadable`: nothing is known of it, and it
+stays where it is. All else that is no record of this folder's context is damaged.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from jaxllm.atomic import atomic_file
+from jaxllm.errors import CheckpointError, ConfigError, Unreadable
+from jaxllm.kv.codecs import CODECS, ChunkFormat
+from jaxllm.kv.recompute import LOST
+from jaxllm.tokenizer import MAX_TOKEN_ID
+from serving.contexts.record import Origin, Record
+from serving.contexts.root import (
+    PREVIOUS,
+    RECORD,
+    SEGMENT,
+    folder_name,
+    is_name,
+    is_own,
+    is_unfinished,
+    not_read,
+    read_bytes,
+)
+
+VERSION = 2
+MOST_USED = 1 << 53
+_COPIES = 2
+_MOST_BYTES = 1 << 26
+_MOST_TEXT = 1 << 10
+_MOST_ATTENTION = 1e18
+_DTYPES = ("float32", "float16", "bfloat16")
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Record))
+_ORIGIN_FIELDS = frozenset(field.name for field in dataclasses.fields(Origin))
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundRecord:
+    """A record that was read.
+
+    Attributes:
+      record: of the context.
+      damage: what of its files is damaged although it is there; empty for nothing.
+    """
+
+    record: Record
+    damage: str = ""
+
+
+class RecordMissing(CheckpointError):
+    """A folder has no record: a context was being made or deleted there when a process ended.
+
+    Attributes:
+      foreign: a file in it that no store makes; empty for none.
+    """
+
+    def __init__(self, folder: Path, foreign: str) -> None:
+        other = f", but {foreign!a:.80}, which no store makes" if foreign else ""
+        super().__init__(f"{folder} has no record{other}")
+        self.foreign = foreign
+
+
+def write_record(folder: Path, record: Record) -> None:
+    """Replaces a context's record, whole or not at all, and keeps the one before.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path = folder / RECORD
+    with atomic_file(path) as file:
+        file.write(encoded(record))
+        file.flush()
+        os.fsync(file.fileno())
+        # Who is killed before the new one gets the name leaves the one before, as if this had not begun.
+        if path.is_file():
+            os.replace(path, folder / PREVIOUS)
+
+
+def encoded(record: Record) -> bytes:
+    """A record's file.
+
+    Raises:
+      CheckpointError: it holds numbers that are not finite, and could not be read again.
+    """
+    # Not `asdict`, which copies every token.
+    facts = {name: getattr(record, name) for name in _FIELDS}
+    facts |= {"origin": record.origin.facts(), "tables": dict(record.tables)}
+    try:
+        return signed(json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False))
+    except ValueError as error:
+        raise CheckpointError(
+            f"the context {record.name} cannot be kept: its attention is not finite"
+        ) from error
+
+
+def signed(body: str) -> bytes:
+    """The file of a record whose JSON is `body`."""
+    checksum = xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass"))
+    line = json.dumps({"version": VERSION, "xxh3_128": checksum, "record": body}, separators=(",", ":"))
+    return (line + "\n").encode() * _COPIES
+
+
+def find_record(folder: Path) -> FoundRecord:
+    """Reads the record in a context's folder; where it is damaged, the one before.
+
+    Raises:
+      CheckpointError: both are damaged, or one is and the other is missing: the context is lost.
+      RecordMissing: both are missing.
+      Unreadable: storage refuses, or a newer version wrote it.
+    """
+    try:
+        return _read(folder / RECORD)
+    except FileNotFoundError:
+        broken = "is missing"
+    except Unreadable:
+        raise
+    except CheckpointError as error:
+        broken = f"is damaged ({error})"
+    try:
+        record = _read(folder / PREVIOUS).record
+    except FileNotFoundError:
+        if broken == "is missing":
+            raise _without_record(folder) from None
+        raise CheckpointError(f"its record {broken}, and there is none before") from None
+    except Unreadable:
+        raise
+    except CheckpointError as error:
+        raise CheckpointError(f"its record {broken}, and so is the one before ({error})") from error
+    if broken == "is missing" and _was_killed(folder):
+        # While it was replaced.
+        return FoundRecord(record)
+    return FoundRecord(record, f"its record {broken}; it is as it was before its last call")
+
+
+def _without_record(folder: Path) -> CheckpointError:
+    try:
+        others = [name for name in os.listdir(folder) if not is_own(folder / name)]
+    except FileNotFoundError:
+        others = []
+    except OSError as error:
+        return not_read(folder, error)
+    return RecordMissing(folder, others[0] if others else "")
+
+
+def _was_killed(folder: Path) -> bool:
+    """Whether a writer of the folder's record was."""
+    try:
+        return any(is_unfinished(each, RECORD) for each in os.listdir(folder))
+    except OSError as error:
+        raise not_read(folder, error) from error
+
+
+def _read(path: Path) -> FoundRecord:
+    """One of a folder's two records.
+
+    Raises:
+      FileNotFoundError: it is missing.
+      CheckpointError: it is damaged.
+      Unreadable: see `find_record`.
+    """
+    found: list[Record] = []
+    errors: list[CheckpointError] = []
+    for line in read_bytes(path, _MOST_BYTES).split(b"\n", _COPIES)[:_COPIES]:
+        try:
+            found.append(_of_line(line, path))
+        except CheckpointError as error:
+            errors.append(error)
+    if not found:
+        raise next((each for each in errors if isinstance(each, Unreadable)), errors[0])
+    if found[0] != found[-1]:
+        raise CheckpointError(f"{path}: its copies differ")
+    return FoundRecord(found[0], f"one copy of its record is damaged ({errors[0]})" if errors else "")
+
+
+def _of_line(line: bytes, path: Path) -> Record:
+    try:
+        whole = json.loads(line)
+        version = whole["version"]
+        if type(version) is int and version != VERSION:
+            raise Unreadable(f"{path} is of version {version!s:.20}, this jaxllm reads {VERSION}")
+        body = whole["record"]
+        if xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass")) != whole["xxh3_128"]:
+            raise CheckpointError(f"{path} is corrupt")
+        return record_of(json.loads(body), app_folder=path.parent.parent.name, name=path.parent.name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no record of a context ({error!s:.120})") from error
+
+
+def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
+    """A record from its JSON.
+
+    Args:
+      facts: of any kind.
+      app_folder: the name of the folder of its app.
+      name: of its own folder.
+
+    Raises:
+      ValueError: it is no record of the context there.
+    """
+    _require("fields", type(facts) is dict and facts.keys() == _FIELDS)
+    _require("name", facts["name"] == name and is_name(name))
+    _require("app", _is_app(facts["app"], app_folder))
+    origin = _origin_of(facts["origin"])
+    form = ChunkFormat.named(origin.codec, origin.chunk_tokens)
+    tokens = _row(facts, "tokens", lambda each: type(each) is int and 0 <= each <= MAX_TOKEN_ID)
+    bits = _row(facts, "bits", lambda each: type(each) is int and each in (LOST, *form.widths))
+    count = len(bits)
+    _require("bits", count <= len(tokens) // origin.chunk_tokens)
+    mass = _row(facts, "mass", _is_attention, count)
+    seen = _row(facts, "seen", _is_attention, count)
+    files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
+    _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
+    tables = facts["tables"]
+    _require("tables", type(tables) is dict and tables.keys() == set(files) - {""})
+    _require("tables", all(_is_text(each) for each in tables.values()))
+    _require("pinned", type(facts["pinned"]) is bool)
+    _require("used", type(facts["used"]) is int and 0 <= facts["used"] <= MOST_USED)
+    return Record(
+        name=name, app=facts["app"], origin=origin, tokens=tokens, bits=bits, mass=mass, seen=seen,
+        files=files, tables=tables, pinned=facts["pinned"], used=facts["used"],
+    )  # fmt: skip
+
+
+def _origin_of(facts: Any) -> Origin:
+    _require("origin", type(facts) is dict and facts.keys() == _ORIGIN_FIELDS)
+    _require("model", _is_text(facts["model"]))
+    _require("adapter", _is_text(facts["adapter"]))
+    _require("level", _is_count(facts["level"], 100))
+    _require("codec", type(facts["codec"]) is str and facts["codec"] in ("raw", *CODECS))
+    _require("chunk_tokens", _is_count(facts["chunk_tokens"], 1 << 16))
+    _require("dtype", type(facts["dtype"]) is str and facts["dtype"] in _DTYPES)
+    heads = _row(facts, "heads", lambda each: _is_count(each, 1 << 16))
+    _require("heads", 0 < len(heads) <= 1 << 12)
+    _require("head_width", _is_count(facts["head_width"], 1 << 16) and facts["head_width"] % 4 == 0)
+    return Origin(**{**facts, "heads": heads})
+
+
+def _row(
+    facts: Mapping[str, Any], name: str, good: Callable[[Any], bool], count: int | None = None
+) -> tuple[Any, ...]:
+    row = facts[name]
+    _require(name, type(row) is list and count in (None, len(row)) and all(map(good, row)))
+    return tuple(row)
+
+
+def _require(name: str, good: bool) -> None:
+    if not good:
+        raise ValueError(f"its {name} cannot be")
+
+
+def _is_app(app: Any, folder: str) -> bool:
+    try:
+        return type(app) is str and folder_name(app) == folder
+    except ConfigError:
+        return False
+
+
+def _is_segment(name: Any) -> bool:
+    return type(name) is str and bool(SEGMENT.fullmatch(name))
+
+
+def _is_text(text: Any) -> bool:
+    return type(text) is str and len(text) <= _MOST_TEXT and text.isascii() and text.isprintable()
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _is_attention(value: Any) -> bool:
+    return type(value) is float and 0 <= value <= _MOST_ATTENTION

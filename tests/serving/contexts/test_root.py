@@ -1,0 +1,172 @@
+"""A store's folder: what is not the store's own is not read, followed or removed, whatever is done."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from serving.contexts import root as root_module
+from serving.contexts.store import ContextStore
+from tests.serving.contexts.test_store import ORIGIN, grown, holds
+
+
+def contents(folder):
+    """All files and links in a folder, by name."""
+    found = sorted(folder.rglob("*"))
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in found
+        if path.is_symlink() or path.is_file()
+    } | {str(path.relative_to(folder)): None for path in found if path.is_dir() and not path.is_symlink()}
+
+
+def written(path, content=b"mine"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def test_a_folder_of_other_things_is_no_store_and_stays_as_it_is(tmp_path):
+    home = tmp_path / "home"
+    written(home / "Documents" / "thesis" / "ch1.tex")
+    written(home / "Pictures" / "2024" / "may" / "a.jpg")
+    before = contents(home)
+    with pytest.raises(ConfigError, match=r"no store of contexts, and not empty.*use an empty folder"):
+        ContextStore(home)
+    assert contents(home) == before
+
+
+def test_what_others_keep_in_a_store_stays_as_it_is(tmp_path):
+    """Beside its contexts, and in their folders."""
+    with ContextStore(tmp_path) as store:
+        record = store.commit(*grown(store.create("mail", ORIGIN), [8]))
+        own = tmp_path / "app-mail" / record.name
+        gone = store.create("gone", ORIGIN)
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    written(outside / "0.kv")
+    (tmp_path / "app-mail" / ("a" * 16)).symlink_to(outside)
+    (tmp_path / "app-linked").symlink_to(outside)
+    others = [
+        "notes/today/list.txt", "app-mail/notes/list.txt", "app-mail/0123456789ABCDEF/record.txt",
+        f"app-mail/{record.name}/notes.txt", f"app-mail/{record.name}/7.kv",
+        f"app-gone/{gone.name}/notes.txt",
+        "app-%61/0123456789abcdef/x", "quarantine/app-x/y/mine.txt",
+    ]  # fmt: skip
+    for name in others:
+        written(tmp_path / name)
+    with ContextStore(tmp_path) as store:
+        store.commit(*grown(holds(store, record.name), [8, 4]))
+        store.verify(repair=True)
+        holds(store, record.name)
+        store.delete(gone.name)
+        store.delete(record.name)
+        store.verify(repair=True)
+        assert store.records() == []
+        root_module.delete_quarantined(tmp_path)
+    assert (outside / "0.kv").read_bytes() == b"mine"
+    for name in others:
+        assert (tmp_path / name).read_bytes() == b"mine"
+    # Of a context whose folder somebody uses, the store's own files are gone.
+    assert {each.name for each in own.iterdir()} == {"notes.txt", "7.kv"}
+
+
+def test_links_are_listed_and_never_followed(tmp_path):
+    """Where a folder of an app or of a context should be, and where files should."""
+    store_folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    with ContextStore(store_folder) as store:
+        moved = store.commit(*grown(store.create("moved", ORIGIN), [8]))
+        linked = store.commit(*grown(store.create("linked", ORIGIN), [8]))
+    elsewhere.mkdir()
+    (store_folder / "app-moved").rename(elsewhere / "app")
+    (store_folder / "app-moved").symlink_to(elsewhere / "app")
+    segment = store_folder / "app-linked" / linked.name / "0.kv"
+    segment.rename(elsewhere / "0.kv")
+    segment.symlink_to(elsewhere / "0.kv")
+    before = contents(elsewhere)
+    with ContextStore(store_folder) as store:
+        (damage,) = store.damage()
+        assert (damage.app, damage.proved) == ("moved", False)
+        assert "is a link" in damage.reason
+        assert [each.name for each in store.records()] == [linked.name]
+        found = store.verify(repair=True)
+        assert [(each.app, each.chunks) for each in found] == [("linked", (0,)), ("moved", ())]
+        assert segment.is_symlink()
+        # The next segment takes another name.
+        assert holds(store, store.commit(*grown(store.record(linked.name), [8])).name).files == ("1.kv",)
+        store.delete(linked.name)
+    assert contents(elsewhere) == before
+    assert f"app/{moved.name}/record" in before
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[1]", b'{"version": "2"}', b'{"version": true}', b"\xff" * 20]
+)
+def test_a_mark_that_is_damaged_is_told(tmp_path, content):
+    with ContextStore(tmp_path) as store:
+        record = store.create("a", ORIGIN)
+    (tmp_path / "store.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="does not mark a store of contexts"):
+        ContextStore(tmp_path)
+    # As the message says.
+    (tmp_path / "store.json").write_text('{"format": "jaxllm contexts", "version": 2}')
+    with ContextStore(tmp_path) as store:
+        assert store.record(record.name) == record
+
+
+def test_a_mark_that_is_lost_is_told(tmp_path):
+    with ContextStore(tmp_path) as store:
+        store.create("a", ORIGIN)
+    (tmp_path / "store.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r'write \{"format": "jaxllm contexts", "version": 2\} into store.json'
+    ):
+        ContextStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mark", "version"), [('{"version": 1}', 1), ('{"format": "jaxllm contexts", "version": 3}', 3)]
+)
+def test_a_store_of_another_version_is_refused_by_name(tmp_path, mark, version):
+    (tmp_path / "store.json").write_text(mark)
+    with pytest.raises(ConfigError, match=f"a store of version {version}, this jaxllm uses 2"):
+        ContextStore(tmp_path)
+
+
+def test_marks_are_no_pipes_and_not_followed(tmp_path):
+    (tmp_path / "real").write_text('{"format": "jaxllm contexts", "version": 2}')
+    for make in (os.mkfifo, lambda path: Path(path).symlink_to(tmp_path / "real")):
+        folder = tmp_path / "store"
+        folder.mkdir(exist_ok=True)
+        make(folder / "store.json")
+        with pytest.raises(ConfigError, match="no regular file"):
+            ContextStore(folder)
+        (folder / "store.json").unlink()
+
+
+def test_what_a_killed_first_opening_leaves_is_no_content(tmp_path):
+    written(tmp_path / "lock", b"")
+    written(tmp_path / ".store.json.0123456789ab.tmp", b"{")
+    with ContextStore(tmp_path) as store:
+        assert store.records() == []
+    assert (tmp_path / ".store.json.0123456789ab.tmp").exists()
+
+
+def test_opening_writes_and_removes_nothing(tmp_path):
+    """A store that is there: whatever a kill left in it, and whatever is damaged."""
+    with ContextStore(tmp_path) as store:
+        record = store.commit(*grown(store.create("a", ORIGIN), [8]))
+        other = store.commit(*grown(store.create("a", ORIGIN), [8]))
+    folder = tmp_path / "app-a" / record.name
+    written(folder / "9.kv", (folder / "0.kv").read_bytes())
+    written(folder / ".record.0123456789ab.tmp", b'{"ver')
+    for name in ("record", "record.previous"):
+        (tmp_path / "app-a" / other.name / name).write_bytes(b"")
+    (tmp_path / "app-a" / "0123456789abcdef").mkdir()
+    before = contents(tmp_path)
+    with ContextStore(tmp_path) as store:
+        assert [each.name for each in store.records()] == [record.name]
+        assert contents(tmp_path) == before
+        store.create("a", ORIGIN)
+        # What was being made when a process ended goes with the next one that is made.
+        assert not (tmp_path / "app-a" / "0123456789abcdef").exists()
+    assert (folder / "9.kv").exists()
