@@ -63,8 +63,8 @@ def list_command(folder: Path, app: str | None, as_json: bool) -> None:
 @click.option(
     "--repair",
     is_flag=True,
-    help="Set aside what is proved to be damaged; have damaged chunks computed again. What storage refuses to "
-    "give stays as it is.",
+    help="Set aside what is proved to be damaged; have damaged chunks computed again. What storage refuses "
+    "to give stays as it is.",
 )
 @click.option("--delete", is_flag=True, help="Delete what was set aside, now and before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -21,14 +21,13 @@ from pathlib import Path
 
 from jaxllm.atomic import atomic_file, sync
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, Unreadable
-from serving.contexts.segment import MAGIC
+from serving.contexts.segment import MAGIC, SUFFIX
 
 VERSION = 2
 MARK = "store.json"
 LOCK = "lock"
 QUARANTINE = "quarantine"
 RECORD, PREVIOUS = "record", "record.previous"
-SUFFIX = ".kv"
 # How the content of both kinds of records begins.
 RECORD_HEAD = b'{"version":'
 LONGEST_APP = 200

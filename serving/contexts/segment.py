@@ -26,7 +26,7 @@ from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.kv.codecs import RAW, WIDTHS
 from serving.direct_io import PAGE, PieceReader, Storage
 
-MAGIC = b"JXLKVSEG"
+MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION = 2
 _HEAD = struct.Struct("<8sIQ16s")
 # Nobody's table is longer; a length from a file is not believed.
