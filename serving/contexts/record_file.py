@@ -209,7 +209,7 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     Raises:
       ValueError: it is no record of the context there.
     """
-    _require("fields", type(facts) is dict and facts.keys() == _FIELDS)
+    _require("fields", isinstance(facts, dict) and facts.keys() == _FIELDS)
     _require("name", facts["name"] == name and is_name(name))
     _require("app", _is_app(facts["app"], app_folder))
     origin = _origin_of(facts["origin"])
@@ -223,7 +223,7 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
     _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
     tables = facts["tables"]
-    _require("tables", type(tables) is dict and tables.keys() == set(files) - {""})
+    _require("tables", isinstance(tables, dict) and tables.keys() == set(files) - {""})
     _require("tables", all(_is_text(each) for each in tables.values()))
     _require("pinned", type(facts["pinned"]) is bool)
     _require("used", type(facts["used"]) is int and 0 <= facts["used"] <= MOST_USED)
@@ -234,7 +234,7 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
 
 
 def _origin_of(facts: Any) -> Origin:
-    _require("origin", type(facts) is dict and facts.keys() == _ORIGIN_FIELDS)
+    _require("origin", isinstance(facts, dict) and facts.keys() == _ORIGIN_FIELDS)
     _require("model", _is_text(facts["model"]))
     _require("adapter", _is_text(facts["adapter"]))
     _require("level", _is_count(facts["level"], 100))
@@ -251,7 +251,7 @@ def _row(
     facts: Mapping[str, Any], name: str, good: Callable[[Any], bool], count: int | None = None
 ) -> tuple[Any, ...]:
     row = facts[name]
-    _require(name, type(row) is list and count in (None, len(row)) and all(map(good, row)))
+    _require(name, isinstance(row, list) and count in (None, len(row)) and all(map(good, row)))
     return tuple(row)
 
 

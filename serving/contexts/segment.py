@@ -269,21 +269,21 @@ def _checked(table: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     Raises:
       ValueError: it is no table, or its parts do not fit each other.
     """
-    _require("parts", type(table) is dict and table.keys() == {"chunks", "blob_bytes", "checksums"})
+    _require("parts", isinstance(table, dict) and table.keys() == {"chunks", "blob_bytes", "checksums"})
     chunks, sizes, checksums = table["chunks"], table["blob_bytes"], table["checksums"]
     _require(
-        "chunks", type(chunks) is list and 0 < len(chunks) <= _MOST_CHUNKS and all(map(_is_chunk, chunks))
+        "chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MOST_CHUNKS and all(map(_is_chunk, chunks))
     )
     numbers = [number for number, *_ in chunks]
     _require("chunks", all(a < b for a, b in itertools.pairwise(numbers)))
     widths = {bits for _, bits, _ in chunks}
-    _require("sizes", type(sizes) is dict and sizes.keys() == set(map(str, widths)))
-    _require("layers", type(checksums) is list and 0 < len(checksums) <= _MOST_LAYERS)
+    _require("sizes", isinstance(sizes, dict) and sizes.keys() == set(map(str, widths)))
+    _require("layers", isinstance(checksums, list) and 0 < len(checksums) <= _MOST_LAYERS)
     for of in sizes.values():
-        _require("sizes", type(of) is list and len(of) == len(checksums))
+        _require("sizes", isinstance(of, list) and len(of) == len(checksums))
         _require("sizes", all(type(size) is int and 0 < size <= _MOST_BLOB_BYTES for size in of))
     for of in checksums:
-        _require("checksums", type(of) is list and len(of) == len(chunks))
+        _require("checksums", isinstance(of, list) and len(of) == len(chunks))
         _require("checksums", all(type(each) is str for each in of))
     return (
         tuple(StoredChunk(*each) for each in chunks),

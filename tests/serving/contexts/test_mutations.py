@@ -1,6 +1,7 @@
 """Records and segments that were changed, checksums and all: nothing crashes, hangs, escapes or is lost, and
 what `verify` calls good is what was written. `JAXLLM_TEST_MUTATIONS` says how many."""
 
+import dataclasses
 import os
 import random
 import shutil
@@ -24,8 +25,8 @@ def written(root):
             record, chunks = grown(store.create(app, ORIGIN), [8, 4])
             record = store.commit(record, chunks)
             longer, chunks = grown(record, [8, 4, 8, 4])
-            tokens = (*longer.tokens, 7)
-            store.commit(type(longer)(**{**vars(longer), "tokens": tokens}), {n: chunks[n] for n in (2, 3)})
+            longer = dataclasses.replace(longer, tokens=(*longer.tokens, 7))
+            store.commit(longer, {n: chunks[n] for n in (2, 3)})
         return {record.name: record for record in store.records()}
 
 
