@@ -66,7 +66,7 @@ class Catalog:
         """Reads a context's record, and notes what is wrong with it. A record that is known already stays."""
         known = self.records.get(folder.name)
         own = known is not None and self.folder(known) == folder.path
-        whose = {"app": folder.app, "name": folder.name}
+        whose = Damage(app=folder.app, name=folder.name)
         self.damage.pop(folder.path, None)
         try:
             if folder.problem is not None:
@@ -76,18 +76,21 @@ class Catalog:
             found = find_record(folder.path)
         except RecordMissing as error:
             if own or error.foreign:
-                damage = Damage(**whose, reason=str(error), lost=not own, proved=own)
-                self.damage[folder.path] = damage
+                self.damage[folder.path] = dataclasses.replace(
+                    whose, reason=str(error), lost=not own, proved=own
+                )
             else:
                 self.leftovers.add(folder.path)
         except CheckpointError as error:
             proved = not isinstance(error, Unreadable)
-            self.damage[folder.path] = Damage(**whose, reason=str(error), lost=not own, proved=proved)
+            self.damage[folder.path] = dataclasses.replace(
+                whose, reason=str(error), lost=not own, proved=proved
+            )
         else:
             if not own:
                 self.records[folder.name] = found.record
             if found.damage:
-                self.damage[folder.path] = Damage(**whose, reason=found.damage)
+                self.damage[folder.path] = dataclasses.replace(whose, reason=found.damage)
 
     def find_again(self, name: str, app: str | None) -> None:
         """Reads a context that could not be read: that may have passed.

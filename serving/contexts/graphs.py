@@ -178,8 +178,8 @@ class ContextGraphs:
             each = [blobs if isinstance(blobs, Blobs) else Blobs(blobs) for _, blobs in chunks.values()]
             found = np.stack([blobs.extents for blobs in each])
             wanted = np.array([self.layer_bytes[bits] for bits, _ in chunks.values()])
-            for layer in np.flatnonzero((found[..., 2] != wanted).any(0)):
-                _require_sizes(layer, list(chunks), found[:, layer, 2], wanted[:, layer])
+            for layer in np.flatnonzero((found[..., 2] != wanted).any(0)).tolist():
+                _require_sizes(layer, list(chunks), found[:, layer, 2].tolist(), wanted[:, layer].tolist())
             extents[:, list(chunks)] = found.swapaxes(0, 1)
         return extents
 

@@ -351,7 +351,8 @@ def _require_mark(path: Path) -> None:
         raise ConfigError(f"{error}; it has to say that {path.parent} is a store of contexts") from error
     except (ValueError, RecursionError):
         facts = None
-    version = facts.get("version") if isinstance(facts, dict) else None
+    facts = facts if isinstance(facts, dict) else {}
+    version = facts.get("version")
     if type(version) is not int or facts.get("format", _FORMAT) != _FORMAT:
         raise ConfigError(
             f"{path} does not mark a store of contexts; use another folder, or, if this one is a store whose "
