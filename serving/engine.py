@@ -13,6 +13,7 @@ import jax
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_order, require_level
+from jaxllm.bundle.prefill import release_prefill
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.elastic.units import reorder_adapter
@@ -20,7 +21,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.lora import Adapter, LoraConfig, adapter_digest, padded
 from jaxllm.models.parameters import Params
-from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.quant import Weight
 from jaxllm.tokenizer import Tokenizer
 from serving.answerer import Answerer
@@ -34,8 +34,9 @@ from serving.graph_store import GraphStore
 from serving.levels import Levels
 from serving.models import open_model
 from serving.options import EngineOptions
-from serving.prefill.choice import chosen_calibration
+from serving.prefill.choice import chosen_prefill
 from serving.prefill.processors import TwoProcessors
+from serving.prefill.subgraph_times import SubgraphTimes, times_path
 from serving.prefill.table import IntegerTable
 from serving.progress import Progress, loading
 from serving.sliding import Sliding
@@ -119,15 +120,21 @@ class Engine(Answerer):
                 kernels=repr(kernels()),
             )
         self.table: BucketTable | StreamedTable | ExpertTable
-        found = self._calibration()
+        levels = (*self._levels.cfgs, WHOLE)
+        found = chosen_prefill(bundle, self.options, levels, streamed=self._streamed is not None)
         if isinstance(self._streamed, ExpertWeights):
             self.table = ExpertTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         elif self._streamed is not None:
             self.table = StreamedTable(bundle.cfg, params[WHOLE], self.options, self._streamed, store)
         elif found is not None:
-            how = self.options.prefill
-            self._processors = TwoProcessors(how.integer_device) if how.processors > 1 else None
-            self.table = IntegerTable(bundle.cfg, params[WHOLE], self.options, found, store, self._processors)
+            measured = None
+            if self.options.prefill.processors > 1:
+                self._processors = TwoProcessors(self.options.prefill.integer_device)
+                measured = SubgraphTimes(times_path(bundle, self.options))
+            self.table = IntegerTable(
+                bundle.cfg, params[WHOLE], self.options, found, store, self._processors, measured
+            )
+            release_prefill(bundle)
         else:
             self.table = BucketTable(bundle.cfg, params[WHOLE], self.options, store)
         if bundle.read_in_place or self._streamed is not None:
@@ -189,6 +196,8 @@ class Engine(Answerer):
         if lora is not None:
             engine._put(arrays, lora.scaling)
         engine = engine.at(level)
+        if level != WHOLE and isinstance(engine.table, IntegerTable):
+            engine.table.ways.require(level)
         if speculation is not None:
             # Here, because drafters open engines.
             from serving.speculative.drafters import make_drafter
@@ -239,12 +248,6 @@ class Engine(Answerer):
         if self._processors is not None:
             self._processors.close()
 
-    def _calibration(self) -> PrefillCalibration | None:
-        """What prompts are read in integers by, if they are."""
-        levels = (*self._levels.cfgs, WHOLE)
-        streamed = self._streamed is not None
-        return chosen_calibration(self.bundle, self.options, levels, streamed=streamed)
-
     def prefill_mode(self, tokens: int, level: int | None = None) -> Literal["int8", "float"]:
         """How a prompt of so many tokens is read, at a level or at this engine's own."""
         table = self.table if level is None else self.table.at(level)
@@ -276,9 +279,13 @@ class Engine(Answerer):
         self._put(adapter, lora.scaling)
 
     def _put(self, adapter: Adapter, scaling: float) -> None:
+        if adapter and isinstance(self.table, IntegerTable):
+            self.table.ways.require_adaptable()
         # All are made before the first is changed: an adapter that does not fit changes nothing.
         for level, params in self._adapted(adapter, scaling).items():
             self.table.at(level).swap(params)
+        if isinstance(self.table, IntegerTable):
+            self.table.ways.adapt(bool(adapter))
         self._adapter_digest[0] = adapter_digest(adapter, scaling) if adapter else ""
 
     def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
@@ -320,6 +327,7 @@ class Engine(Answerer):
             needed = table.request_buckets(prompt_tokens, max_tokens)
             first = [bucket for bucket in needed if bucket.kind != "decode"]
             self.table.fill(first, progress, later=needed)
+            self.table.time_request(prompt_tokens, max_tokens)
             if self._speculative is not None:
                 tokens = prompt_tokens + max_tokens if max_tokens else None
                 self._speculative.fill(progress, tokens=tokens)

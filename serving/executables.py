@@ -51,8 +51,9 @@ class ExecutableFolder:
         self._told = False
         self._lock = threading.Lock()
 
-    def load(self, key: str) -> jax.stages.Compiled | None:
-        """The executable of a graph, or None when there is none that can be used."""
+    def load(self, key: str, device: jax.Device | None = None) -> jax.stages.Compiled | None:
+        """The executable of a graph for a device (the first one by default), or None when there is none that
+        can be used."""
         try:
             payload = self._read(key)
         except FileNotFoundError:
@@ -63,7 +64,7 @@ class ExecutableFolder:
         try:
             executable, arguments, results = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(
-                executable, arguments, results, execution_devices=jax.devices()[:1]
+                executable, arguments, results, execution_devices=[device or jax.devices()[0]]
             )
         except Exception as error:  # Whatever JAX and XLA raise for what they cannot use.
             _log.debug("%s: cannot be loaded (%s)", self._path(key), error)

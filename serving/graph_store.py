@@ -77,17 +77,45 @@ class GraphStore:
         other._key = functools.partial(self._key, cfg=cfg, params=params_signature(params))
         return other
 
-    def load(self, bucket: Bucket) -> jax.stages.Compiled | None:
+    def load(self, bucket: Bucket, where: "Placement | None" = None) -> jax.stages.Compiled | None:
         """The executable of a bucket's graph, or None where none is kept."""
-        return self._folder.load(self._key(bucket))
+        device = None if where is None else where.device
+        return self._folder.load(self._key(bucket, where=where), device)
 
-    def store(self, bucket: Bucket, compiled: jax.stages.Compiled) -> None:
+    def store(self, bucket: Bucket, compiled: jax.stages.Compiled, where: "Placement | None" = None) -> None:
         """Keeps the executable of a bucket's graph."""
-        self._folder.store(self._key(bucket), compiled)
+        self._folder.store(self._key(bucket, where=where), compiled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a graph is compiled that is not for the first device, or not as graphs are by default.
+
+    Attributes:
+      device: that it is for.
+      blocks: whether its weights are in blocks, as native kernels take them.
+      compiler_options: for XLA.
+    """
+
+    device: jax.Device
+    blocks: bool = True
+    compiler_options: tuple[tuple[str, str | bool], ...] = ()
+
+    def facts(self) -> list[Any]:
+        """What tells it from others, as plain data."""
+        device = self.device
+        known = [device.platform, device.device_kind, device.id, device.client.platform_version]
+        return [known, self.blocks, self.compiler_options]
 
 
 def graph_key(
-    bucket: Bucket, *, cfg: "ModelConfig | TlmConfig", options: "EngineOptions", params: str, environment: str
+    bucket: Bucket,
+    *,
+    cfg: "ModelConfig | TlmConfig",
+    options: "EngineOptions",
+    params: str,
+    environment: str,
+    where: Placement | None = None,
 ) -> str:
     """The key of one graph, 64 hexadecimal digits.
 
@@ -97,12 +125,14 @@ def graph_key(
       options: resolved options of the engine.
       params: see `params_signature`.
       environment: digest of the kernels' name and of `environment_facts`.
+      where: see `Placement`; None for a graph of the first device.
     """
     shapes = graph_options(options)
     if bucket.kind != "draft":
         # All else of trees is in the bucket.
         del shapes["trees"]
-    return digest_of([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket)])
+    placed = None if where is None else where.facts()
+    return digest_of([environment, cfg.to_json(), shapes, params, dataclasses.asdict(bucket), placed])
 
 
 def graph_options(options: "EngineOptions") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from serving.bucket_plan import BucketPlan
 from serving.forked import require_not_forked
-from serving.graph_store import GraphStore, params_signature
+from serving.graph_store import GraphStore, Placement, params_signature
 from serving.lowering import layer_params, lower
 from serving.machine import usable_cores
 from serving.options import EngineOptions
@@ -220,6 +220,11 @@ class GraphTable(BucketPlan, abc.ABC):
             cache = self.graph(self._grow_bucket(here, longer))(cache)
         return cache
 
+    def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Times what the order of one request's work depends on, if it depends on anything; its graphs are
+        there."""
+        del prompt_tokens, max_tokens
+
     def expect(self, tokens: np.ndarray) -> None:
         """Says what will be read next, `[M]` ids, before it is known where: what must come from storage for
         them may be on its way then."""
@@ -329,18 +334,21 @@ class GraphTable(BucketPlan, abc.ABC):
     def _build(self, bucket: Bucket) -> tuple[Any, float]:
         began = time.perf_counter()
         at = self._levels[bucket.level]
-        graph = None if at._store is None else at._store.load(bucket)
+        where = at._placement(bucket)
+        graph = None if at._store is None else at._store.load(bucket, where)
         if graph is not None:
             self.loaded.add(bucket)
         else:
-            graph = at._compiled(bucket)
+            options = None if where is None else dict(where.compiler_options)
+            graph = at._lowered(bucket).compile(compiler_options=options or None)
             if at._store is not None:
-                at._store.store(bucket, graph)
+                at._store.store(bucket, graph, where)
         return graph, 1000 * (time.perf_counter() - began)
 
-    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
-        """The compiled graph of a bucket of this level."""
-        return self._lowered(bucket).compile()
+    def _placement(self, bucket: Bucket) -> Placement | None:
+        """Where the graph of a bucket runs; None for the first device."""
+        del bucket
+        return None
 
     def _lowered(self, bucket: Bucket) -> jax.stages.Lowered:
         """The traced graph of a bucket of this level."""

@@ -225,7 +225,7 @@ def check_energy(energy: Energy, levels: int) -> None:
 def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
     """Lets an engine that reads prompts in integers or in floats take what the profile says is faster."""
     if isinstance(engine.table, IntegerTable):
-        engine.table.choose_by(profile.integers_are_faster)
+        engine.table.ways.choose_by(profile.integers_are_faster)
 
 
 def profile_path(bundle: Bundle, options: EngineOptions) -> Path:

@@ -1,14 +1,16 @@
 """From a model to a bundle that reads prompts in integers (mllm-NPU, arXiv 2407.05858, section 3.3).
 
-The model is observed in floats on a text: steps of activations, channels with outliers, layers whose outliers
-matter. The bundle's weights are those of 8 bits that it would have anyway; what is added is steps and the
-float rows of the channels with outliers, and what the perplexity was measured to lose, on the text and on as
-much that was held out.
+The model is observed in floats on a text: steps of activations, channels with outliers. Which layers have a
+shadow is chosen so that the perplexity grows by no more than is allowed, on that text and on as much that was
+held out. The bundle's weights are those of 8 bits that it would have anyway; what is added is steps and the
+float rows of the channels with outliers, and both losses.
 
 From a Hugging Face folder float rows are the checkpoint's; from a bundle they are as exact as its weights.
 """
 
 import dataclasses
+import itertools
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress as ProgressBar
 
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.elastic import read_ladder, read_recovery
@@ -29,8 +30,8 @@ from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.lora import adapt
 from jaxllm.models.parameters import Params
-from jaxllm.prefill.calibration import PrefillCalibration, ShadowRecipe
-from jaxllm.prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.prefill.calibration import MOST_LOSS, ShadowRecipe
+from jaxllm.prefill.fitting import LEAST_TOKENS, Fitted, fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.prefill.subgraphs import require_integer_prefill
 from jaxllm.prepare import prepare
 from jaxllm.quant import BlockedArray, dequantize
@@ -76,7 +77,7 @@ def calibrate_prefill(
     model: Path,
     out: Path,
     *,
-    most_loss: float = 0.01,
+    most_loss: float = MOST_LOSS,
     texts: Sequence[Path] = (),
     name: str = "",
     console: Console | None = None,
@@ -87,7 +88,8 @@ def calibrate_prefill(
       recipe: what is measured.
       model: a Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
       out: the new bundle's path; written whole or not at all.
-      most_loss: tolerable growth of the perplexity, as a share: as many layers get a shadow as it takes.
+      most_loss: tolerable growth of the perplexity, as a share, on the text and on what is held out: as many
+        layers get a shadow as it takes, and then as many channels.
       texts: files to calibrate on; Python's language reference if there are none.
       name: the model's name, for people; its own by default.
       console: where progress goes; the terminal's error stream by default.
@@ -96,7 +98,7 @@ def calibrate_prefill(
       What was found: layers with shadow, channels, bytes, and losses by level.
 
     Raises:
-      ConfigError: the model has experts or other weights, or there is too little text.
+      ConfigError: the model has experts or other weights, there is too little text, or too much is lost.
       CheckpointError: the model cannot be read.
     """
     console, model, out = console or Console(stderr=True), Path(model), Path(out)
@@ -112,16 +114,33 @@ def calibrate_prefill(
             path, floats = Path(scratch) / "model.jaxllm", frozen.params
             prepare(model, path, weights="int8", name=name)
         with Bundle.open(path) as bundle:
-            calibration, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
+            fitted, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
+            calibration = fitted.calibration
+            if WHOLE in fitted.lossy:
+                raise ConfigError(
+                    f"integer prefill makes the perplexity grow by {calibration.loss(WHOLE):.2%} whatever is "
+                    f"left to shadows, and {most_loss:.2%} were allowed; allow more (--loss PERCENT), or "
+                    "calibrate on more text of the kind that the model reads (--tokens, --text)"
+                )
             rewrite_bundle(out, bundle, prefill_parts(calibration, facts), name=name, instead=weights)
+    most = max(calibration.loss(level) for level in calibration.levels if level not in fitted.lossy)
+    if most > MOST_LOSS:
+        console.print(
+            f"{out} loses {most:.2%}: engines read its prompts in integers where that is allowed by name "
+            f"(--most-loss {math.ceil(1000 * most) / 1000})"
+        )
+    if fitted.lossy:
+        console.print(
+            f"level {', '.join(map(str, fitted.lossy))} loses more than {most_loss:.2%} whatever is left to "
+            "shadows: engines read its prompts in floats"
+        )
     channels = sum(int((each >= 0).sum()) for each in calibration.channels.values())
     return {
         **facts,
         "layers_with_shadow": sum(calibration.shadowed),
         "layers": len(calibration.shadowed),
         "channels": channels,
-        "hot_channels": sum(calibration.hot.values()),
-        "resident_bytes": calibration.resident_bytes,
+        "row_bytes": calibration.row_bytes,
         "losses": {level: [round(each, 5) for each in pair] for level, pair in calibration.losses.items()},
     }
 
@@ -133,7 +152,7 @@ def _calibrated(
     most_loss: float,
     texts: Sequence[Path],
     console: Console,
-) -> tuple[PrefillCalibration, dict[str, Any], dict[str, BlockedArray]]:
+) -> tuple[Fitted, dict[str, Any], dict[str, BlockedArray]]:
     """The calibration, what is to be said of it, and the weights that it is of, where they are not those of
     the bundle."""
     cfg = bundle.cfg
@@ -149,9 +168,8 @@ def _calibrated(
         floats = {each: dequantize(weight, jnp.dtype(jnp.float32)) for each, weight in stored.items()}
     weights = per_tensor_weights(cfg, floats) if recipe.weight_scales == "tensor" else {}
     stored = {**stored, **{name: jax.tree.map(jnp.asarray, each) for name, each in weights.items()}}
-    with ProgressBar(console=console, transient=True) as bar:
-        task = bar.add_task("calibrating", total=None)
-        calibration = fit_calibration(
+    with console.status("calibrating"):
+        fitted = fit_calibration(
             cfg,
             floats,
             stored,
@@ -160,16 +178,15 @@ def _calibrated(
             recipe=recipe.shadow,
             most_loss=most_loss,
             sub_models=_sub_models(bundle, stored),
-            report=lambda passes: bar.update(task, completed=passes),
         )
     facts = {
-        **dataclasses.asdict(recipe.shadow),
+        **dataclasses.asdict(fitted.recipe),
         "weight_scales": recipe.weight_scales,
         "most_loss": most_loss,
         "tokens": sum(map(len, rows)),
         "held_out_tokens": sum(map(len, held_out)),
     }
-    return calibration, facts, weights
+    return fitted, facts, weights
 
 
 def _sub_models(bundle: Bundle, stored: Params) -> dict[int, tuple[ModelConfig, Params]]:
@@ -193,7 +210,9 @@ def _texts(
     bundle: Bundle, recipe: PrefillRecipe, paths: Sequence[Path]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Rows to calibrate on, and rows that are held out."""
-    documents = [text_document(text) for path in paths for text in read_texts(path)]
+    # Of several files by turns, so that none is left out however long the first is.
+    texts = itertools.chain.from_iterable(itertools.zip_longest(*map(read_texts, paths)))
+    documents = [text_document(text) for text in texts if text]
     documents = documents or [text_document(text) for text in builtin_texts()]
     encoder = ModelEncoder(Tokenizer(bundle.tokenizer_files()))
     tokens: list[int] = []

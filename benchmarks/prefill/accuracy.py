@@ -134,7 +134,7 @@ def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: Accuracy
     judged = rows[2 * calibrating :][: plan.rows]
     weights = {OURS: subject.stored, PER_TENSOR: subject.per_tensor}
     fitted = {
-        name: fit_calibration(cfg, subject.floats, stored, known, held_out)
+        name: fit_calibration(cfg, subject.floats, stored, known, held_out).calibration
         for name, stored in weights.items()
     }
     look = jax.jit(lambda params, row: channel_tops(params, row, cfg=cfg))

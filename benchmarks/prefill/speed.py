@@ -64,9 +64,7 @@ def bundles_of(integer: Path, floats: Path) -> Paths:
         with Bundle.open(integer) as bundle:
             known = read_prefill(bundle)
             assert known is not None
-            none = dataclasses.replace(
-                known, shadowed=(False,) * len(known.shadowed), channels={}, hot={}, rows={}
-            )
+            none = dataclasses.replace(known, shadowed=(False,) * len(known.shadowed), channels={}, rows={})
             rewrite_bundle(bare, bundle, prefill_parts(none))
     return {"int8": str(integer), "naive": str(bare), "float": str(floats)}
 
@@ -114,7 +112,7 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         "ms": times,
         "build_ms": {name: engine.table.build_ms for name, engine in engines.items()},
         "graphs": {name: len(engine.table.bucket_ms) for name, engine in engines.items()},
-        "resident_bytes": table.calibration.resident_bytes,
+        "row_bytes": table.calibration.row_bytes,
         "weight_bytes": engines[OURS].bundle.weight_bytes,
         "outliers": dataclasses.asdict(table.outliers),
     }
@@ -141,7 +139,7 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         table.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
         passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * length, 0)
         subgraphs, known = table.subgraphs(passing), table.times(passing)
-        shared, handover_ms = table.times(passing, shared=True), table.handover_ms
+        shared, handover_ms = table.times(passing, shared=True), table.measured.handover_ms
         simulated = simulate(subgraphs, known, order, overhead_ms=handover_ms, shared=shared).makespan_ms
         bound = lower_bound_ms(subgraphs, known)
         spans[name].setdefault(length, []).append({"simulated_ms": simulated, "bound_ms": bound})

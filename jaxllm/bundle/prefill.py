@@ -18,10 +18,8 @@ _LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30
 
 def prefill_parts(calibration: PrefillCalibration, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
     """The part of a bundle that holds a calibration, for `write_bundle`; `facts` are for people."""
-    hot = np.zeros((len(calibration.shadowed), len(PRODUCTS)), np.int32)
-    arrays: dict[str, np.ndarray] = {"steps": calibration.steps, "hot": hot}
+    arrays: dict[str, np.ndarray] = {"steps": calibration.steps}
     for (layer, product), channels in calibration.channels.items():
-        hot[layer, product] = calibration.hot[layer, product]
         arrays[f"channels.{layer}.{product}"] = channels
         for number, rows in enumerate(calibration.rows[layer, product]):
             arrays[_rows(layer, product, number)] = rows
@@ -38,6 +36,11 @@ def prefill_facts(bundle: Bundle) -> dict[str, Any]:
     """What is said of a bundle's integer prefill; empty where it has none."""
     part = bundle.layout.parts.get(_PART)
     return {} if part is None else dict(part.facts)
+
+
+def release_prefill(bundle: Bundle) -> None:
+    """Gives back the memory that checking a calibration took (see `Bundle.release_part`)."""
+    bundle.release_part(_PART)
 
 
 def read_prefill(bundle: Bundle) -> PrefillCalibration | None:
@@ -72,8 +75,9 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
     # False for NaN, too.
     if not ((steps >= _LEAST_STEP) & (steps <= _LARGEST_STEP)).all():
         raise ConfigError(f"its steps are not all in [{_LEAST_STEP:g}, {_LARGEST_STEP:g}]")
-    hot = _array(arrays, "hot", (cfg.layers, len(PRODUCTS)), np.int32)
-    channels, rows, counts = {}, {}, {}
+    # How many rows were to stay in memory, in bundles of older versions.
+    arrays.pop("hot", None)
+    channels, rows = {}, {}
     for layer in (layer for layer, with_shadow in enumerate(shadowed) if with_shadow):
         for product in range(len(PRODUCTS)):
             inputs, outputs = product_sizes(cfg, layer, product)
@@ -83,9 +87,7 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
             real = own[own >= 0]
             if (own < -1).any() or (real >= inputs).any() or len(np.unique(real)) != len(real):
                 raise ConfigError(f"the channels of layer {layer} are not different ones of {inputs}")
-            if not 0 <= hot[layer, product] <= len(own):
-                raise ConfigError(f"{hot[layer, product]} of {len(own)} channels of layer {layer} are hot")
-            channels[layer, product], counts[layer, product] = own, int(hot[layer, product])
+            channels[layer, product] = own
             rows[layer, product] = tuple(
                 _finite(arrays, _rows(layer, product, number), (len(own), each))
                 for number, each in enumerate(outputs)
@@ -99,7 +101,6 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
         steps=steps,
         shadowed=shadowed,
         channels=channels,
-        hot=counts,
         rows=rows,
         losses=losses,  # pyright: ignore[reportArgumentType]: pairs
     )

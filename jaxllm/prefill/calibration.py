@@ -4,15 +4,16 @@
 - Steps. Of the inputs of a product the largest magnitude that each channel ever had is looked at. With a
   shadow the step is one of these over 127, so that few channels ever pass it: each that does must make the
   step so much finer. Without shadow it is the largest of them over 127, and nothing that was seen is clipped.
-- Hot channels. Few channels make most outliers: those that make `hot_share` of them come first among the
-  float rows, and stay in memory.
+- Channels. Those with outliers get rows in floats, which stay in the mapped file: the system reads their
+  pages when a prompt needs them. (The paper holds only rows of "hot" channels in memory, section 3.3.)
 - Layers. Outliers of most layers hardly matter: by how far the largest one passes its step, all but the most
-  important layers do without a shadow, as many as the tolerable loss allows.
+  important layers do without a shadow, as many as the tolerable loss allows. Where shadows in all layers are
+  not enough, more channels may pass finer steps.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,11 @@ from jaxllm.quant import contracted_rows
 ByProduct = list[list[np.ndarray]]
 # What native kernels take for a step; activations that are all zero get the least.
 _LEAST_STEP = 1e-20
+# By which share integer prefill may make the perplexity grow, unless somebody says otherwise: what
+# calibrating keeps to, and what an engine asks of a bundle.
+MOST_LOSS = 0.01
+# How often steps are made finer: by then one channel in four may pass.
+_FINER = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +47,11 @@ class ShadowRecipe:
     Attributes:
       most_channels: the share of a product's channels that may pass the step in a layer with shadow.
       least_gain: by which share each of them must make the step finer; few are worth a shadow.
-      hot_share: of the outliers of a product, those whose channels' rows stay in memory.
       pruned_share: of the layers, the least important, do without a shadow if the loss allows it.
     """
 
     most_channels: float = 0.03
     least_gain: float = 0.05
-    hot_share: float = 0.8
     pruned_share: float = 0.85
 
     def __post_init__(self) -> None:
@@ -55,6 +59,15 @@ class ShadowRecipe:
             value = getattr(self, field.name)
             if not 0 <= value <= 1:
                 raise ConfigError(f"{field.name} must be in [0, 1], got {value}")
+
+    def finer(self) -> "Iterator[ShadowRecipe]":
+        """This recipe, and ever finer ones: each lets twice as many channels pass, for a lesser gain."""
+        for power in range(_FINER + 1):
+            yield dataclasses.replace(
+                self,
+                most_channels=min(1.0, self.most_channels * 2**power),
+                least_gain=self.least_gain * 0.4**power,
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,9 +78,8 @@ class PrefillCalibration:
       levels: sub-models that steps are known of, in percent, ascending.
       steps: `[levels, L, 4]` float32, of `PRODUCTS`.
       shadowed: of each layer, whether it has a shadow.
-      channels: by (layer, product) of layers with shadow the channels `[R]` int32 of float rows, hot ones
-        first, -1 for rows that pad them; R is the same for all.
-      hot: by (layer, product), how many are hot.
+      channels: by (layer, product) of layers with shadow the channels `[R]` int32 of float rows, those with
+        most outliers first, -1 for rows that pad them; R is the same for all.
       rows: by (layer, product) for each weight of the product `[R, outputs]` floats.
       losses: by level, by which share the perplexity grew on the text and on one that was held out.
     """
@@ -76,7 +88,6 @@ class PrefillCalibration:
     steps: np.ndarray
     shadowed: tuple[bool, ...]
     channels: Mapping[tuple[int, int], np.ndarray]
-    hot: Mapping[tuple[int, int], int]
     rows: Mapping[tuple[int, int], tuple[np.ndarray, ...]]
     losses: Mapping[int, tuple[float, float]]
 
@@ -122,12 +133,9 @@ class PrefillCalibration:
         return max(map(len, self.channels.values()), default=0)
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of the rows of hot channels."""
-        return sum(
-            self.hot[key] * sum(each.nbytes // max(1, len(each)) for each in rows)
-            for key, rows in self.rows.items()
-        )
+    def row_bytes(self) -> int:
+        """Bytes of all float rows."""
+        return sum(each.nbytes for rows in self.rows.values() for each in rows)
 
 
 def channel_tops(
@@ -222,37 +230,9 @@ def shadow_counts(layers: int, pruned_share: float) -> list[int]:
     return [*found, layers]
 
 
-def search_shadow(
-    importance: np.ndarray,
-    loss_of: Callable[[tuple[bool, ...]], float],
-    *,
-    most_loss: float,
-    pruned_share: float,
-) -> tuple[tuple[bool, ...], float]:
-    """The fewest layers with shadow that lose little enough, and what they lose; all of them if none do.
-
-    Args:
-      importance: `[L]`.
-      loss_of: measures a choice.
-      most_loss: that may be lost.
-      pruned_share: of layers without shadow, to begin with.
-    """
-    shadowed, loss = (), math.inf
-    for count in shadow_counts(len(importance), pruned_share):
-        shadowed = most_important(importance, count)
-        loss = loss_of(shadowed)
-        if loss <= most_loss:
-            break
-    return shadowed, loss
-
-
-def hot_first(counts: np.ndarray, hot_share: float) -> tuple[np.ndarray, int]:
-    """Channels with outliers, those with most first, and how many of them make this share of all outliers."""
-    channels = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].astype(np.int32)
-    if not len(channels):
-        return channels, 0
-    reached = np.cumsum(counts[channels]) / counts.sum()
-    return channels, min(len(channels), int(np.searchsorted(reached, hot_share - 1e-12)) + 1)
+def outlying_channels(counts: np.ndarray) -> np.ndarray:
+    """Channels with outliers, those with most first."""
+    return np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].astype(np.int32)
 
 
 def assembled(
@@ -262,7 +242,6 @@ def assembled(
     *,
     levels: Mapping[int, tuple[np.ndarray, np.ndarray]],
     shadowed: tuple[bool, ...],
-    recipe: ShadowRecipe,
     losses: Mapping[int, tuple[float, float]] | None = None,
 ) -> PrefillCalibration:
     """A calibration from what was observed.
@@ -273,21 +252,20 @@ def assembled(
       counts: outliers of each channel, with the steps of shadows.
       levels: by level the steps `[L, 4]` with shadow and without.
       shadowed: which layers have one.
-      recipe: how hot channels are told.
       losses: see `PrefillCalibration`.
     """
     mask = np.array(shadowed)[:, None]
     steps = [np.where(mask, *levels[level]) for level in sorted(levels)]
     found = {
-        (layer, product): hot_first(counts[layer][product], recipe.hot_share)
+        (layer, product): outlying_channels(counts[layer][product])
         for layer, with_shadow in enumerate(shadowed)
         for product in range(len(PRODUCTS))
         if with_shadow
     }
     # One shape for all, so that layers share graphs.
-    most = max((len(own) for own, _ in found.values()), default=0)
+    most = max(map(len, found.values()), default=0)
     channels, rows = {}, {}
-    for (layer, product), (own, _) in found.items():
+    for (layer, product), own in found.items():
         padded = np.full(most, -1, np.int32)
         padded[: len(own)] = own
         channels[layer, product] = padded
@@ -300,7 +278,6 @@ def assembled(
         steps=np.stack(steps).astype(np.float32),
         shadowed=shadowed,
         channels=channels,
-        hot={key: hot for key, (_, hot) in found.items()},
         rows=rows,
         losses=losses or {},
     )

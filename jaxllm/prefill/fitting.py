@@ -4,9 +4,10 @@ Losses are how much the perplexity grows, as a share of that of the model as it 
 `reference.py`, whose products are those of integer prefill; all other weights are as they are.
 """
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params
 from jaxllm.prefill.calibration import (
+    MOST_LOSS,
     ByProduct,
     PrefillCalibration,
     ShadowRecipe,
@@ -26,12 +28,12 @@ from jaxllm.prefill.calibration import (
     largest_of,
     most_important,
     outlier_counts,
-    search_shadow,
+    shadow_counts,
     whole_steps,
 )
 from jaxllm.prefill.products import PRODUCTS, contracted_axes
 from jaxllm.prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
-from jaxllm.prefill.subgraphs import require_integer_prefill
+from jaxllm.prefill.subgraphs import LayerCalibration, require_integer_prefill
 from jaxllm.quant import BlockedArray, quantize, to_blocks
 
 # Of less text than this, chance decides which channels have outliers.
@@ -52,6 +54,26 @@ def per_tensor_weights(cfg: ModelConfig, floats: Params) -> dict[str, BlockedArr
     }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Fitted:
+    """What was found.
+
+    Attributes:
+      calibration: with its losses on both texts.
+      recipe: by which, where the one that was asked for lost too much.
+      lossy: levels that lose more than was allowed, or were not looked at because the whole model does.
+    """
+
+    calibration: PrefillCalibration
+    recipe: ShadowRecipe
+    lossy: tuple[int, ...]
+
+    @property
+    def worse_by(self) -> tuple[int, float]:
+        """What is missing of what was asked for: so many levels, and of the whole model how much it loses."""
+        return len(self.lossy), self.calibration.loss(WHOLE) if WHOLE in self.lossy else 0.0
+
+
 def fit_calibration(
     cfg: ModelConfig,
     floats: Params,
@@ -60,11 +82,15 @@ def fit_calibration(
     held_out: Sequence[np.ndarray],
     *,
     recipe: ShadowRecipe | None = None,
-    most_loss: float = 0.01,
+    most_loss: float = MOST_LOSS,
     sub_models: Mapping[int, tuple[ModelConfig, Params]] | None = None,
-    report: Callable[[int], None] | None = None,
-) -> PrefillCalibration:
+) -> Fitted:
     """Calibrates integer prefill.
+
+    Steps and channels are found on one text; the first choice of layers is taken, from few shadows to all and
+    then by ever finer recipes, by which no level loses too much on that text or on the one held out. If some
+    level always does, the choice with fewest such levels is taken, and if the whole model does that by which
+    it loses least.
 
     Args:
       cfg: a dense model.
@@ -73,64 +99,98 @@ def fit_calibration(
       texts: rows `[T]` int32 of one length, to calibrate on.
       held_out: rows of the same length, to say what it loses elsewhere.
       recipe: how outliers are told.
-      most_loss: the growth of the perplexity that may be lost on the text: as many layers get a shadow as it
-        takes.
+      most_loss: the growth of the perplexity that may be lost on either text.
       sub_models: config and parameters as they are served of levels besides the whole model.
-      report: called with the number of passes over a text so far.
 
     Raises:
       ConfigError: the model has experts, there is too little text, or its activations are not finite.
     """
     require_integer_prefill(cfg)
-    recipe = recipe or ShadowRecipe()
     for rows in (texts, held_out):
         if (tokens := sum(map(len, rows))) < LEAST_TOKENS:
             raise ConfigError(
                 f"calibrating and holding out take {LEAST_TOKENS} tokens each, and there are {tokens}: "
                 "give more text"
             )
-    passes = 0
+    both = texts, held_out
+    levels = {WHOLE: _Level(cfg, floats, stored, both)}
+    levels |= {
+        level: _Level(own, params, params, both) for level, (own, params) in (sub_models or {}).items()
+    }
+    best: Fitted | None = None
+    for tried, choice in _choices(cfg, floats, texts, levels, recipe or ShadowRecipe()):
+        losses = {WHOLE: levels[WHOLE].losses(choice.layers(WHOLE, cfg))}
+        if max(losses[WHOLE]) <= most_loss:
+            losses |= {
+                level: each.losses(choice.layers(level, each.cfg))
+                for level, each in levels.items()
+                if level != WHOLE
+            }
+        lossy = tuple(
+            level for level in sorted(levels) if not max(losses.get(level, (math.inf,))) <= most_loss
+        )
+        found = Fitted(calibration=dataclasses.replace(choice, losses=losses), recipe=tried, lossy=lossy)
+        if best is None or found.worse_by < best.worse_by:
+            best = found
+        if not lossy:
+            break
+    assert best is not None
+    return best
 
-    def told() -> None:
-        nonlocal passes
-        passes += 1
-        if report is not None:
-            report(passes)
 
-    tops = _largest(cfg, floats, texts)
-    told()
-    clipping, whole = clipping_steps(tops, recipe), whole_steps(tops)
-    counts = _counts(cfg, floats, texts, clipping)
-    told()
-    importance = importances(tops, clipping)
-    levels = {WHOLE: (clipping, whole)}
-    plain = _nats(cfg, lambda params, known: plain_rule(params, cfg))
-    exact = {WHOLE: [plain(floats, (), rows) for rows in (texts, held_out)]}
-    told()
+def _choices(
+    cfg: ModelConfig,
+    floats: Params,
+    texts: Sequence[np.ndarray],
+    levels: Mapping[int, "_Level"],
+    recipe: ShadowRecipe,
+) -> Iterator[tuple[ShadowRecipe, PrefillCalibration]]:
+    """Calibrations without losses, the cheapest to serve first; and by which recipe."""
+    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
+    tops = levels[WHOLE].tops
+    seen: set[tuple[bytes, tuple[bool, ...]]] = set()
+    for each in recipe.finer():
+        steps = {
+            level: (clipping_steps(one.tops, each), whole_steps(one.tops)) for level, one in levels.items()
+        }
+        clipping = steps[WHOLE][0]
+        counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
+        importance = importances(tops, clipping)
+        for shadows in shadow_counts(cfg.layers, each.pruned_share):
+            shadowed = most_important(importance, shadows)
+            # A finer recipe may find the same steps.
+            own = b"".join(pair[0][np.array(shadowed)].tobytes() for pair in steps.values()), shadowed
+            if own in seen:
+                continue
+            seen.add(own)
+            yield each, assembled(cfg, floats, counts, levels=steps, shadowed=shadowed)
 
-    def at(shadowed: tuple[bool, ...]) -> PrefillCalibration:
-        return assembled(cfg, floats, counts, levels=levels, shadowed=shadowed, recipe=recipe)
 
-    integer = _nats(cfg, lambda params, known: integer_rule(params, known, cfg))
+class _Level:
+    """What is known of a level: how large the inputs of its products are, and what it loses when read in
+    integers.
 
-    @functools.cache
-    def loss_of(shadowed: tuple[bool, ...]) -> float:
-        told()
-        return growth(integer(stored, at(shadowed).layers(WHOLE, cfg), texts), exact[WHOLE][0])
+    Attributes:
+      cfg: its config.
+      tops: see `channel_tops`.
+    """
 
-    shadowed, loss = search_shadow(importance, loss_of, most_loss=most_loss, pruned_share=recipe.pruned_share)
-    unseen = growth(integer(stored, at(shadowed).layers(WHOLE, cfg), held_out), exact[WHOLE][1])
-    losses = {WHOLE: (loss, unseen)}
-    for level, (own, params) in (sub_models or {}).items():
-        own_tops = _largest(own, params, texts)
-        levels[level] = clipping_steps(own_tops, recipe), whole_steps(own_tops)
-        rule = _nats(own, lambda params, known, own=own: integer_rule(params, known, own))
-        as_served = _nats(own, lambda params, known, own=own: plain_rule(params, own))
-        known = at(shadowed).layers(level, own)
-        found = [growth(rule(params, known, rows), as_served(params, (), rows)) for rows in (texts, held_out)]
-        losses[level] = found[0], found[1]
-        told()
-    return assembled(cfg, floats, counts, levels=levels, shadowed=shadowed, recipe=recipe, losses=losses)
+    def __init__(
+        self, cfg: ModelConfig, floats: Params, stored: Params, texts: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        self.cfg, self._stored, self._texts = cfg, stored, texts
+        self.tops = _largest(cfg, floats, texts[0])
+        plain = _nats(cfg, lambda params, known: plain_rule(params, cfg))
+        self._exact = [plain(floats, (), rows) for rows in texts]
+        self._integer = _nats(cfg, lambda params, known: integer_rule(params, known, cfg))
+
+    def losses(self, known: Sequence[LayerCalibration]) -> tuple[float, float]:
+        """By which share the perplexity of both texts grows."""
+        here, elsewhere = (
+            growth(self._integer(self._stored, known, rows), exact)
+            for rows, exact in zip(self._texts, self._exact, strict=True)
+        )
+        return here, elsewhere
 
 
 def random_calibration(
@@ -146,7 +206,8 @@ def random_calibration(
     recipe = recipe or ShadowRecipe()
     tops = _largest(cfg, floats, texts)
     clipping = clipping_steps(tops, recipe)
-    counts = _counts(cfg, floats, texts, clipping)
+    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
+    counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
     shadowed = most_important(importances(tops, clipping), shadows)
     return assembled(
         cfg,
@@ -154,7 +215,6 @@ def random_calibration(
         counts,
         levels={WHOLE: (clipping, whole_steps(tops))},
         shadowed=shadowed,
-        recipe=recipe,
         losses={WHOLE: (0.0, 0.0)},
     )
 
@@ -169,10 +229,8 @@ def _largest(cfg: ModelConfig, params: Params, texts: Sequence[np.ndarray]) -> B
     return largest_of([jax.device_get(look(params, row)) for row in texts])
 
 
-def _counts(cfg: ModelConfig, params: Params, texts: Sequence[np.ndarray], steps: np.ndarray) -> ByProduct:
-    """Outliers of each channel of each product over all texts."""
-    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
-    each = [jax.device_get(count(params, row, steps)) for row in texts]
+def _summed(cfg: ModelConfig, each: Sequence[ByProduct]) -> ByProduct:
+    """Outliers of each channel of each product over several texts."""
     return [
         [np.sum([one[layer][product] for one in each], axis=0) for product in range(len(PRODUCTS))]
         for layer in range(cfg.layers)

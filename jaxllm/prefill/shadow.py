@@ -38,8 +38,7 @@ class FloatRows:
 
     Attributes:
       place: `[D]` int32, the row of each channel, or -1.
-      rows: for each weight `[R, outputs]` floats. Hot channels come first: theirs stay in memory, the others
-        may be mapped from storage and read when they are needed.
+      rows: for each weight `[R, outputs]` floats, perhaps mapped from storage.
     """
 
     place: jax.Array

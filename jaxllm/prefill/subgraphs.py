@@ -98,8 +98,7 @@ def require_integer_prefill(cfg: ModelConfig) -> None:
     """Raises ConfigError unless the model's layers can be cut so."""
     if cfg.experts:
         raise ConfigError(
-            "a mixture of experts has no integer prefill: which products a token needs depends on the token; "
-            "choose --prefill float"
+            "a mixture of experts has no integer prefill: which products a token needs depends on the token"
         )
 
 

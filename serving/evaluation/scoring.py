@@ -57,6 +57,8 @@ def _behind_prompts(
     """`score_options` with trunks read as prompts are."""
     context = table.options.context_tokens
     table.fill([*table.all_buckets(), *table.ends_buckets(table.cache_for(context))], progress)
+    for question in questions:
+        table.time_request(len(question.trunk), context - len(question.trunk))
     found, done, total = [], 0, sum(question.fed_tokens for question in questions)
     for question in questions:
         logits, cache = table.prefill(table.start(context), question.trunk, 0)

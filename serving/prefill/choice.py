@@ -1,6 +1,7 @@
 """Whether a bundle's prompts are read in integers: what was asked for, what was calibrated, what it costs."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.prefill import prefill_facts, read_prefill
@@ -8,12 +9,18 @@ from jaxllm.errors import ConfigError
 from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.prefill.subgraphs import require_integer_prefill
 from serving.options import EngineOptions
+from serving.prefill.ways import PrefillWays
+
+_log = logging.getLogger("jaxllm")
 
 
-def chosen_calibration(
+def chosen_prefill(
     bundle: Bundle, options: EngineOptions, levels: Sequence[int], *, streamed: bool
-) -> PrefillCalibration | None:
-    """The calibration that prompts are read by; None to read them in floats.
+) -> PrefillWays | None:
+    """Which way prompts are read; None to read all of them in floats.
+
+    What was asked for by name and cannot be is refused; what was left to the bundle ("auto" on one processor)
+    and cannot be is said in the log. So are levels that lose too much where others do not.
 
     Args:
       bundle: an open one.
@@ -22,44 +29,61 @@ def chosen_calibration(
       streamed: whether weights are read while it runs.
 
     Raises:
-      ConfigError: int8 was asked for, and the bundle was not calibrated for it or loses too much.
+      ConfigError: int8 or two processors were asked for, and the bundle was not calibrated for it or loses
+        too much at every level.
       BundleError: the calibration is malformed.
     """
     asked = options.prefill
-    if asked.mode == "float":
+    if asked.way == "float":
         return None
-    # What was not asked for by name is not refused either.
-    required = asked.mode == "int8"
-    possible = prefill_facts(bundle) and not streamed and not bundle.cfg.experts
-    if not required and (not possible or bundle.layout.weights != "int8"):
+    problem = _problem(bundle, streamed=streamed)
+    calibration = None if problem else read_prefill(bundle)
+    lossy = {} if calibration is None else _lossy(calibration, levels, asked.most_loss)
+    if len(lossy) == len(levels):
+        worst = max(lossy, key=lambda level: lossy[level])
+        problem = (
+            f"integer prefill was measured to lose {lossy[worst]:.2%} of level {worst}'s perplexity, more "
+            f"than {asked.most_loss:.2%}; calibrate again for less (`jaxllm calibrate --prefill --loss "
+            "PERCENT`), or allow more (--most-loss, PrefillOptions.most_loss)"
+        )
+    if calibration is None or len(lossy) == len(levels):
+        if asked.way == "int8" or asked.processors > 1:
+            instead = "leave --processors 2 out" if asked.processors > 1 else "choose --prefill float"
+            raise ConfigError(f"{problem}; or {instead}")
+        _log.warning("all prompts are read in floats: %s", problem)
         return None
-    # Where one processor does all the work, native kernels that look at the activations may be as fast.
-    if not asked.mode and asked.processors == 1:
-        return None
-    require_integer_prefill(bundle.cfg)
+    if lossy:
+        _log.warning(
+            "prompts of level %s are read in floats: integer prefill was measured to lose more than %s there",
+            ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
+            f"{asked.most_loss:.2%}",
+        )
+    return PrefillWays(asked, calibration, frozenset(levels) - lossy.keys())
+
+
+def _problem(bundle: Bundle, *, streamed: bool) -> str:
+    """Why a bundle's prompts cannot be read in integers, and what to do; empty where they can."""
+    try:
+        require_integer_prefill(bundle.cfg)
+    except ConfigError as error:
+        return str(error)
     if streamed:
-        raise ConfigError(
-            "integer prefill takes all weights in memory; give more --memory, or choose --prefill float"
-        )
+        return "integer prefill takes all weights in memory; give more --memory"
     if bundle.layout.weights != "int8":
-        raise ConfigError(
+        return (
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; "
-            "prepare it with --weights int8, or choose --prefill float"
+            "prepare it with --weights int8"
         )
-    calibration = read_prefill(bundle)
-    if calibration is None:
-        raise ConfigError(
-            f"{bundle.path} was not calibrated for integer prefill; make a bundle with `jaxllm calibrate "
-            "--prefill`, or choose --prefill float"
+    if not prefill_facts(bundle):
+        return (
+            f"{bundle.path} was not calibrated for integer prefill; make a bundle that is with `jaxllm "
+            f"calibrate {bundle.path} --prefill -o OUT --text FILE`"
         )
+    return ""
+
+
+def _lossy(calibration: PrefillCalibration, levels: Sequence[int], most_loss: float) -> Mapping[int, float]:
+    """The levels that lose more than is allowed, with what they lose; infinity where nobody measured it."""
     losses = {level: calibration.loss(level) for level in levels}
-    worst = max(losses, key=lambda level: losses[level])
-    if losses[worst] > asked.most_loss:
-        if not required:
-            return None
-        raise ConfigError(
-            f"integer prefill was measured to lose {losses[worst]:.2%} of level {worst}'s perplexity, more "
-            f"than {asked.most_loss:.2%}; calibrate for less loss, allow more (PrefillOptions.most_loss), or "
-            "choose --prefill float"
-        )
-    return calibration
+    unknown = set(levels) - set(calibration.levels)
+    return {level: loss for level, loss in losses.items() if level in unknown or not loss <= most_loss}

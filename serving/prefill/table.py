@@ -5,12 +5,9 @@ subgraphs on two processors; all else is a `BucketTable`'s. The cache is the one
 """
 
 import dataclasses
-import functools
 import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,11 +16,8 @@ from jaxllm.config import Bucket, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
-from jaxllm.prefill.calibration import PrefillCalibration
 from jaxllm.prefill.schedule import (
-    PROCESSORS,
     Dispatcher,
-    Processor,
     Subgraph,
     Times,
     natural_place,
@@ -35,7 +29,7 @@ from jaxllm.prefill.simulator import stage_operations
 from jaxllm.prefill.subgraphs import LayerCalibration, Stage, stages_of
 from serving.buckets import BucketTable
 from serving.chunks import placed_chunks, plan_chunks
-from serving.graph_store import GraphStore
+from serving.graph_store import GraphStore, Placement
 from serving.lowering import norm_params
 from serving.options import EngineOptions
 from serving.prefill.graphs import (
@@ -50,11 +44,11 @@ from serving.prefill.graphs import (
 )
 from serving.prefill.passing import Passing
 from serving.prefill.processors import TwoProcessors
+from serving.prefill.subgraph_times import SubgraphTimes, measured_times
+from serving.prefill.ways import PrefillWays, Way
 
-_TIMED_RUNS = 5
+_TIMED_RUNS = 3
 _Case = tuple[int, Stage, int, int]
-# Of a level and a number of tokens, whether integers read them faster.
-Chooser = Callable[[int, int], bool]
 
 
 @dataclasses.dataclass
@@ -77,11 +71,10 @@ class IntegerTable(BucketTable):
 
     Attributes:
       calibration: that prompts are read by.
+      ways: which prompts are read in integers, at all levels.
       outliers: what shadows had to do so far, at all levels.
-      both: whether prompts are read in integers or in floats, as is faster (see `choose_by`).
       processors: that run subgraphs; None for this process's device alone.
-      handover_ms: that a subgraph takes besides its work, on two processors; measured when the table is
-        rehearsed.
+      measured: what subgraphs take on two processors.
     """
 
     def __init__(
@@ -89,9 +82,10 @@ class IntegerTable(BucketTable):
         cfg: ModelConfig,
         params: Params | CountedSubModel,
         options: EngineOptions,
-        calibration: PrefillCalibration,
+        ways: PrefillWays,
         store: GraphStore | None = None,
         processors: TwoProcessors | None = None,
+        measured: SubgraphTimes | None = None,
     ) -> None:
         """Makes an empty table of the whole model.
 
@@ -99,44 +93,51 @@ class IntegerTable(BucketTable):
           cfg: the model.
           params: its parameters, at 8 bits.
           options: resolved options.
-          calibration: of this model.
           store: keeps graphs for later processes.
-          processors: see the class.
+          ways, processors, measured: see the class.
 
         Raises:
           ConfigError: the integer processor's memory holds no subgraph.
         """
         super().__init__(cfg, params, options, store)
-        self.calibration, self.processors = calibration, processors
+        self.calibration, self.ways, self.processors = ways.calibration, ways, processors
+        self.measured = SubgraphTimes() if measured is None else measured
         self.outliers = OutlierCounts()
-        # Both ways are there; one for all levels says which is taken, and floats until it is known.
-        self.both = options.prefill.mode == "auto"
-        self._chooser: list[Chooser] = [lambda level, tokens: False]
         self._placed = natural_place
         if processors is not None and options.prefill.integer_bytes:
             tokens = options.chunk_tokens[-1]
             self._placed = placed_by_memory(
-                calibration.shadowed,
+                ways.calibration.shadowed,
                 lambda layer, stage: stage_bytes(params, layer, stage),
                 lambda layer, stage: stage_operations(cfg, stage, tokens),
                 options.prefill.integer_bytes,
             )
-        # Milliseconds in an empty cache and in a full one, measured when the table is rehearsed.
-        # The second ones are those while the other processor is busy.
-        self._times: dict[_Case, tuple[float, float]] = {}
-        self._shared_times: dict[_Case, tuple[float, float]] = {}
-        self.handover_ms = 0.0
+        self._buckets: dict[tuple[int, *_Case], Bucket] = {}
         self._ready_for: tuple[int, int] | None = None
 
     # -- which graphs ----------------------------------------------------------------------------
 
+    @property
+    def integers(self) -> bool:
+        """Whether prompts of this level may be read in integers."""
+        return self.level in self.ways.integer_levels
+
+    def mode_for(self, tokens: int) -> Way:
+        """How so many tokens are read."""
+        return self.ways.of(self.level, tokens)
+
     def all_buckets(self) -> list[Bucket]:
         """Every bucket that answering any request at this level can need."""
-        buckets = [each for each in super().all_buckets() if self.both or each.kind != "prefill"]
-        for cache in self.options.cache_tokens:
-            for chunk in self.options.chunk_tokens:
+        floats = self.ways.both(self.level) or not self.integers
+        buckets = [each for each in super().all_buckets() if floats or each.kind != "prefill"]
+        if self.integers:
+            for chunk, cache in self._chunk_cases():
                 buckets += self.chunk_buckets(chunk, cache)
         return list(dict.fromkeys(buckets))
+
+    def _chunk_cases(self) -> Iterator[tuple[int, int]]:
+        """Lengths of chunks, and of caches that they are read into."""
+        return itertools.product(self.options.chunk_tokens, self.options.cache_tokens)
 
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
         """The fewest buckets that answer one request (see `BucketPlan.request_buckets`)."""
@@ -162,6 +163,12 @@ class IntegerTable(BucketTable):
 
     def subgraph_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> Bucket:
         """The bucket of a stage, which all layers share that are alike; static ones whatever the cache."""
+        case = self.graphs_level, layer, stage, tokens, cache
+        if case not in self._buckets:
+            self._buckets[case] = self._subgraph_bucket(layer, stage, tokens, cache)
+        return self._buckets[case]
+
+    def _subgraph_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> Bucket:
         shadowed = self.calibration.shadowed
         kinds = list(zip(self.alike, shadowed, strict=True))
         kind, attends = kind_of(stage, shadowed=shadowed[layer]), stage in ("attend", "layer")
@@ -187,20 +194,12 @@ class IntegerTable(BucketTable):
                 bucket, self.cfg, self._params, self.options, blocks=self._in_blocks(bucket)
             )
 
-    def _compiled(self, bucket: Bucket) -> jax.stages.Compiled:
-        lowered = self._lowered(bucket)
-        if self.processors is None or bucket.kind not in SUBGRAPH_KINDS or not self.processors.both_are_cpus:
-            return lowered.compile()
+    def _placement(self, bucket: Bucket) -> Placement | None:
+        if self.processors is None or bucket.kind not in SUBGRAPH_KINDS:
+            return None
         # XLA's own threads would take the other processor's cores.
-        return lowered.compile(compiler_options={"xla_cpu_multi_thread_eigen": False})
-
-    def _build(self, bucket: Bucket) -> tuple[Any, float]:
-        if self._device_of(bucket) == jax.devices()[0]:
-            return super()._build(bucket)
-        # Executables on disk are of the first device.
-        began = time.perf_counter()
-        graph = self.at(bucket.level)._compiled(bucket)
-        return graph, 1000 * (time.perf_counter() - began)
+        options = (("xla_cpu_multi_thread_eigen", False),) if self.processors.both_are_cpus else ()
+        return Placement(self._device_of(bucket), self._in_blocks(bucket), options)
 
     def _device_of(self, bucket: Bucket) -> jax.Device:
         if self.processors is None or bucket.kind not in SUBGRAPH_KINDS or not bucket.bits:
@@ -216,28 +215,49 @@ class IntegerTable(BucketTable):
     def rehearse(self) -> None:
         """Runs every graph of this level once; where two processors share them, times the subgraphs."""
         super().rehearse()
-        for capacity in self.options.cache_tokens:
-            for tokens in self.options.chunk_tokens:
-                fed = min(tokens, capacity)
-                jax.block_until_ready(self.read_in("int8", self.start(capacity), [0] * fed, 0)[0])
-                if self.processors is not None:
-                    self.measure(fed, capacity)
+        # Of the levels that run the same graphs.
+        for table in (each for each in self._levels.values() if each.graphs_level == self.graphs_level):
+            if table.integers:
+                table.rehearse_integers()
+                break
+
+    def rehearse_integers(self) -> None:
+        """`rehearse` of the graphs that read prompts in integers alone."""
+        for chunk, capacity in self._chunk_cases():
+            fed = min(chunk, capacity)
+            jax.block_until_ready(self.read_in("int8", self.start(capacity), [0] * fed, 0)[0])
+        if self.processors is not None:
+            self._time(self._chunk_cases())
+
+    def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
+        """See `GraphTable`: subgraphs on two processors."""
+        if self.processors is None or self.mode_for(prompt_tokens) == "float":
+            return
+        capacity = self.cache_for(prompt_tokens + max_tokens)
+        chunks = sorted(set(plan_chunks(prompt_tokens, self.options.chunk_tokens)))
+        self._time((chunk, capacity) for chunk in chunks)
+
+    def _time(self, cases: Iterable[tuple[int, int]]) -> None:
+        """Measures what is not known of chunks and caches of these lengths, and keeps it."""
+        missing = [
+            (chunk, capacity)
+            for chunk, capacity in cases
+            if any(
+                bucket not in self.measured
+                for bucket in self.chunk_buckets(chunk, capacity)
+                if bucket.kind in SUBGRAPH_KINDS
+            )
+        ]
+        for chunk, capacity in missing:
+            self.measure(chunk, capacity)
+        if missing:
+            self.measured.keep()
 
     def prefill(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """Feeds `tokens` at position `at`, chunk by chunk: logits `[1, V]` after the last, cache."""
         return self.read_in(self.mode_for(len(tokens)), cache, tokens, at)
 
-    def choose_by(self, chooser: Chooser) -> None:
-        """Says which of both ways reads prompts, at all levels."""
-        self._chooser[0] = chooser
-
-    def mode_for(self, tokens: int) -> Literal["int8", "float"]:
-        """How so many tokens are read."""
-        return "int8" if not self.both or self._chooser[0](self.level, tokens) else "float"
-
-    def read_in(
-        self, mode: Literal["int8", "float"], cache: KVCache, tokens: Sequence[int], at: int
-    ) -> tuple[jax.Array, KVCache]:
+    def read_in(self, mode: Way, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[jax.Array, KVCache]:
         """`prefill`, in integers or in floats."""
         if mode == "float":
             return super().prefill(cache, tokens, at)
@@ -258,13 +278,15 @@ class IntegerTable(BucketTable):
 
     def times(self, passing: Passing, *, shared: bool = False) -> Times:
         """How long the subgraphs of a prompt took when they were timed, alone or while the other processor
-        was busy; 1 for all where they were not."""
-        times = self._shared_times if shared else self._times
+        was busy; 1 for those that were not."""
 
         def time_of(each: Subgraph) -> float:
             at = passing.chunks[each.chunk].positions
-            case = each.layer, each.stage, len(at), passing.capacity
-            empty, full = times.get(case, (1.0, 1.0))
+            bucket = self.subgraph_bucket(each.layer, each.stage, len(at), passing.capacity)
+            if bucket not in self.measured:
+                return 1.0
+            known = self.measured[bucket]
+            empty, full = known.shared if shared else known.alone
             # Attention takes longer the more tokens are before it.
             room = max(1, passing.capacity - len(at))
             return empty + (full - empty) * min(1.0, int(at[0]) / room)
@@ -314,43 +336,18 @@ class IntegerTable(BucketTable):
     def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
         """Times each kind of subgraph of a chunk at the beginning and the end of a cache of a length, on two
         processors, in so many runs of all layers each: alone, and while the other processor is busy."""
+        assert self.processors is not None
         # All kinds of tokens, so that there are as many outliers as there will be.
-        fed = np.linspace(0, self.cfg.vocab_size - 1, tokens).astype(int).tolist()
-        taken: dict[tuple[Bucket, bool, bool], list[float]] = {}
-        handovers: list[float] = []
-        cases: dict[_Case, Bucket] = {}
-        # At both ends of the cache, and both ways.
-        for _, full, busy in itertools.product(range(runs), (False, True), (False, True)):
-            at = (capacity - tokens) * full
-            passing = self.begin_passing(self.start(capacity), fed, at)
-            besides = self._work_of_each(self.begin_passing(self.start(capacity), fed, at)) if busy else {}
-            for each in self.subgraphs(passing):
-                case = each.layer, each.stage, passing.x[each.chunk].shape[1], capacity
-                cases[case] = bucket = self.subgraph_bucket(*case)
-                assert self.processors is not None
-                work = functools.partial(passing.run, each)
-                beside = besides.get("float" if each.processor == "integer" else "integer")
-                spent_ms, handover_ms = self.processors.timed(each.processor, work, beside)
-                taken.setdefault((bucket, full, busy), []).append(spent_ms)
-                if not busy:
-                    handovers.append(handover_ms)
-        medians = {key: statistics.median(times) for key, times in taken.items()}
-        self.handover_ms = statistics.median(handovers)
-        for busy, times in ((False, self._times), (True, self._shared_times)):
-            for case, bucket in cases.items():
-                times[case] = medians[bucket, False, busy], medians[bucket, True, busy]
+        fed = np.linspace(0, self.cfg.vocab_size - 1, min(tokens, capacity)).astype(int).tolist()
 
-    def _work_of_each(self, passing: Passing) -> dict[Processor, Callable[[], None]]:
-        """What keeps each processor busy: its first subgraph of most work, again and again."""
-        found: dict[Processor, Callable[[], None]] = {}
-        for each in self.subgraphs(passing):
-            if each.processor not in found and (each.processor == "integer" or each.stage == "attend"):
-                found[each.processor] = passing.repeated(each)
-            if len(found) == len(PROCESSORS):
-                break
-            assert self.processors is not None
-            self.processors.timed(each.processor, functools.partial(passing.run, each))
-        return found
+        def begin(full: bool) -> Passing:
+            return self.begin_passing(self.start(capacity), fed, (capacity - len(fed)) * full)
+
+        def bucket_of(each: Subgraph) -> Bucket:
+            return self.subgraph_bucket(each.layer, each.stage, tokens, capacity)
+
+        times, handover_ms = measured_times(self.processors, begin, self.subgraphs, bucket_of, runs)
+        self.measured.put(times, handover_ms)
 
     # -- parameters ------------------------------------------------------------------------------
 

@@ -5,17 +5,18 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from serving.prefill.table import IntegerTable
+from serving.prefill.ways import Way
 from serving.progress import Progress
 
 if TYPE_CHECKING:
     from serving.engine import Engine
 
-_WAYS: tuple[Literal["int8", "float"], ...] = ("int8", "float")
+_WAYS: tuple[Way, ...] = ("int8", "float")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class PrefillTimes:
     """Milliseconds of each level and prompt length of a device's profile.
 
     Attributes:
-      integer_ms: by integer prefill.
+      integer_ms: by integer prefill; of levels that lose too much by it, as in floats.
       float_ms: by prefill as it is otherwise.
     """
 
@@ -37,8 +38,9 @@ class PrefillTimes:
 
 
 def reads_both_ways(engine: "Engine") -> bool:
-    """Whether an engine reads prompts in integers or in floats, as is faster."""
-    return isinstance(engine.table, IntegerTable) and engine.table.both
+    """Whether an engine reads prompts in integers or in floats, as is faster, at some level."""
+    table = engine.table
+    return isinstance(table, IntegerTable) and any(map(table.ways.both, table.levels))
 
 
 def measure_prefill(
@@ -60,13 +62,15 @@ def measure_prefill(
     """
     draw = random.Random(seed)
     cases = [(way, level, length) for way in _WAYS for level in engine.table.levels for length in lengths]
-    times: dict[tuple[str, int, int], list[float]] = {case: [] for case in cases}
+    times: dict[tuple[Way, int, int], list[float]] = {case: [] for case in cases}
     # The first round warms caches and is not counted.
     for number in range(-1, repeats):
         draw.shuffle(cases)
         for done, (way, level, length) in enumerate(cases):
             table = engine.table.at(level)
             assert isinstance(table, IntegerTable)
+            if way == "int8" and not table.integers:
+                continue
             prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
             cache = jax.block_until_ready(table.start(length))
             began = time.perf_counter()
@@ -76,9 +80,12 @@ def measure_prefill(
             if progress is not None:
                 progress("profile", (number + 1) * len(cases) + done + 1, (repeats + 1) * len(cases))
 
-    def medians(way: str) -> tuple[tuple[float, ...], ...]:
+    def medians(way: Way) -> tuple[tuple[float, ...], ...]:
         return tuple(
-            tuple(statistics.median(times[way, level, length]) for length in lengths)
+            tuple(
+                statistics.median(times[way, level, length] or times["float", level, length])
+                for length in lengths
+            )
             for level in engine.table.levels
         )
 

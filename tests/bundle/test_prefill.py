@@ -36,7 +36,7 @@ def test_it_comes_back(plain, tmp_path):
     found = read_prefill(bundle)
     assert found is not None
     assert (found.levels, found.shadowed) == (known.levels, known.shadowed)
-    assert (found.hot, found.losses) == (known.hot, known.losses)
+    assert found.losses == known.losses
     np.testing.assert_array_equal(found.steps, known.steps)
     for key, channels in known.channels.items():
         np.testing.assert_array_equal(found.channels[key], channels)
@@ -76,10 +76,19 @@ def test_no_calibration(plain):
 
 
 def test_no_shadow_at_all(plain, tmp_path):
-    known = dataclasses.replace(calibrated(), shadowed=(False, False), channels={}, hot={}, rows={})
+    known = dataclasses.replace(calibrated(), shadowed=(False, False), channels={}, rows={})
     found = read_prefill(rewritten(plain, tmp_path, prefill_parts(known)))
     assert found is not None
     assert found.shadowed == (False, False)
+
+
+def test_what_older_versions_wrote_is_read(plain, tmp_path):
+    """They said besides how many rows should stay in memory."""
+    part = prefill_parts(calibrated())["prefill"]
+    older = Part(part.facts, {**part.arrays, "hot": np.ones((2, 4), np.int32)})
+    found = read_prefill(rewritten(plain, tmp_path, {"prefill": older}))
+    assert found is not None
+    assert found.row_bytes == calibrated().row_bytes
 
 
 LAYER = calibrated().shadowed.index(True)
@@ -104,7 +113,6 @@ ROWS = calibrated().rows[LAYER, 0][0]
         ({}, {"steps": np.zeros((1, 2, 4), np.float32)}, "steps are not all in"),
         ({}, {"steps": np.full((1, 2, 4), np.nan, np.float32)}, "steps are not all in"),
         ({}, {"steps": np.ones((1, 2, 4), np.float16)}, "steps must be"),
-        ({}, {"hot": np.full((2, 4), 99, np.int32)}, "are hot"),
         ({}, {f"channels.{LAYER}.0": CHANNELS + 64}, "not different ones of 64"),
         ({}, {f"channels.{LAYER}.0": np.zeros_like(CHANNELS)}, "not different ones"),
         ({}, {f"channels.{LAYER}.0": CHANNELS - 99}, "not different ones"),

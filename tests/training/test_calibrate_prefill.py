@@ -17,10 +17,11 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.prefill.calibration import ShadowRecipe
 from jaxllm.prefill.products import contracted_axes
 from jaxllm.quant import dequantize
+from jaxllm.tokenizer import Tokenizer
 from serving.cli import cli
 from tests.prefill.calibrated import OUTLIERS, outlying
 from tests.tiny import write_tiny_bundle, write_tiny_folder
-from training.calibrate_prefill import PrefillRecipe, calibrate_prefill
+from training.calibrate_prefill import PrefillRecipe, _texts, calibrate_prefill
 
 RECIPE = PrefillRecipe(tokens=2048, row_tokens=64, shadow=ShadowRecipe(most_channels=0.06, pruned_share=0.5))
 QUIET = Console(quiet=True)
@@ -48,7 +49,7 @@ def test_a_folder(text, tmp_path):
         scaled = np.flatnonzero(outlying()["layers.0.attn_norm.scale"] != 1)
         assert len(scaled) == OUTLIERS.channels
         assert set(scaled) <= set(found.channels[layer, 0])
-    assert facts["channels"] >= facts["hot_channels"] > 0
+    assert facts["channels"] > 0 < facts["row_bytes"]
 
 
 def test_an_elastic_bundle(text, tmp_path):
@@ -94,6 +95,28 @@ def test_the_command(text, tmp_path):
     )
     assert CliRunner().invoke(cli, ["calibrate", *args, "--run", "x"]).exit_code == 2
     assert CliRunner().invoke(cli, ["calibrate", str(path), "-o", "x"]).exit_code == 2
+
+
+def test_a_model_that_loses_too_much_makes_no_bundle(text, tmp_path):
+    """What is written is what an engine takes without being told to allow more."""
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8", params=outlying())
+    out = tmp_path / "out.jaxllm"
+    with pytest.raises(ConfigError, match=r"grow by .* and 0\.00% were allowed.*--loss"):
+        calibrate_prefill(RECIPE, path, out, texts=[text], console=QUIET, most_loss=1e-9)
+    assert not out.exists()
+
+
+def test_every_text_is_looked_at(text, tmp_path):
+    """However much there is of the first one."""
+    paragraphs, other = tmp_path / "paragraphs.txt", tmp_path / "other.txt"
+    paragraphs.write_text(text.read_text().replace(" ", "\n\n"))
+    other.write_text("ABC\n\n" * 20)
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8")
+    with Bundle.open(path) as bundle:
+        rows, held_out = _texts(bundle, RECIPE, [paragraphs, other])
+        read = Tokenizer(bundle.tokenizer_files()).decode(np.concatenate([*rows, *held_out]).tolist())
+    assert "ABC" in read
+    assert any(word in read for word in text.read_text().split()[:20])
 
 
 def test_refusals(text, tmp_path):

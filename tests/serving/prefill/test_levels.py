@@ -10,6 +10,7 @@ from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.bundle.prefill import prefill_parts
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import sub_model
+from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import logits
 from jaxllm.prefill.reference import forward_by_rule, integer_rule
 from serving.engine import Engine
@@ -60,3 +61,23 @@ def test_each_level_is_read_as_calibrated(engine, known, level):
     wanted = np.asarray(reference(params, layers, np.array(PROMPT, np.int32)))
     np.testing.assert_allclose(np.asarray(found)[0], wanted, atol=2e-2 * np.abs(wanted).max())
     assert engine.table.at(50).outliers is engine.table.outliers
+
+
+def test_a_lossy_level_is_read_in_floats_beside_the_others(known, tmp_path, caplog):
+    """Its graphs are there, too; and who asks for that level and integers by name is refused."""
+    lossy = dataclasses.replace(known, losses={50: (0.001, 0.02), 100: (0.001, 0.001)})
+    path = write_tiny_bundle(
+        tmp_path / "e.jaxllm", "int8", params=outlying(), parts=elastic_parts(LADDER) | prefill_parts(lossy)
+    )
+    options = EngineOptions(
+        chunk_tokens=(32,), levels=(50,), executables_bytes=0, prefill=PrefillOptions(mode="int8")
+    )
+    engine = Engine.open(path, options=options, warm_up=False)
+    assert (engine.prefill_mode(32, 50), engine.prefill_mode(32, 100)) == ("float", "int8")
+    assert "prompts of level 50 (2.00%) are read in floats" in caplog.text
+    for level, own, other in ((50, "prefill", "int_layer"), (100, "int_layer", "prefill")):
+        kinds = {each.kind for each in engine.table.at(level).all_buckets()}
+        assert own in kinds
+        assert other not in kinds
+    with pytest.raises(ConfigError, match=r"lose 2\.00% of level 50's perplexity"):
+        Engine.open(path, options=options, level=50, warm_up=False)

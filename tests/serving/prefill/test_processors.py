@@ -61,6 +61,29 @@ def test_two_are_as_one(calibrated_bundle, order, integer_bytes):
     assert 0 < found["integer"] <= 4 * 5
     assert (found["integer"] < 4 * 5) == bool(integer_bytes)
     assert found["in_time"]
+    # One request was warmed up for, and its subgraphs were timed.
+    assert len(found["weights"]) > 1
+    assert 1.0 not in found["weights"]
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores"
+)
+def test_times_and_graphs_of_one_start_are_there_for_the_next(calibrated_bundle, tmp_path, monkeypatch):
+    """Those of the integer processor's device, too; and the weights of the schedule are measured ones."""
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
+    # What comes from JAX's own cache cannot be kept in ours.
+    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "0")
+    run = run_module("tests.serving.prefill.starts", str(calibrated_bundle))
+    assert run.returncode == 0, run.stderr[-2000:]
+    first, second = json.loads(run.stdout.splitlines()[-1])
+    assert (first["measured"], second["measured"]) == (1, 0)
+    assert len(set(first["times"])) > 1
+    assert second["times"] == first["times"]
+    assert (first["loaded"], second["loaded"]) == (0, first["integer"])
+    assert second["integer"] == first["integer"] > 0
+    assert second["logits"] == first["logits"]
+    assert len(list((tmp_path / "profiles").glob("*.subgraphs.json"))) == 1
 
 
 def test_a_process_that_was_not_prepared():

@@ -76,6 +76,7 @@ def main(path: str, order: str, integer_bytes: str) -> None:
             )
             found["subgraphs"] = len(subgraphs)
             found["integer"] = sum(each.processor == "integer" for each in subgraphs)
+            found["weights"] = sorted({round(table.times(passing)(each), 9) for each in subgraphs})
         if system == 3:
             found["in_rows"] = in_rows(table)
         engine.close()
