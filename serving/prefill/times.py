@@ -61,7 +61,9 @@ def measure_prefill(
       progress: called with ("profile", runs done, runs in all).
     """
     draw = random.Random(seed)
-    cases = [(way, level, length) for way in _WAYS for level in engine.table.levels for length in lengths]
+    cases: list[tuple[Way, int, int]] = [
+        (way, level, length) for way in _WAYS for level in engine.table.levels for length in lengths
+    ]
     times: dict[tuple[Way, int, int], list[float]] = {case: [] for case in cases}
     # The first round warms caches and is not counted.
     for number in range(-1, repeats):

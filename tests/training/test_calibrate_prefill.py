@@ -133,7 +133,7 @@ def test_refusals(text, tmp_path):
     refused(integer, ConfigError, "2048 tokens each, and there are 0: give more text", texts=[short])
     refused(integer, ConfigError, "missing", texts=[tmp_path / "missing.txt"])
     broken = dict(outlying())
-    broken["layers.1.ffn_norm.scale"] = np.full_like(broken["layers.1.ffn_norm.scale"], np.nan)
+    broken["layers.1.ffn_norm.scale"] = np.full_like(broken["layers.1.ffn_norm.scale"], 3e38)
     refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "NaN or infinite")
     with pytest.raises(ConfigError, match="at least 2048 tokens"):
         PrefillRecipe(tokens=5)
