@@ -4,10 +4,14 @@ What the template makes of a conversation says of each character whether a messa
 (`MarkedText`), so that no message can spell a special token and speak as another. The template runs twice:
 on the messages, and on the same ones with every character replaced by a private one, which finds them again
 wherever the template put them.
+
+A chat template is a program written by whoever published the model. One whose work is bounded by what it
+reads runs here, in Jinja's sandbox; any other runs in a child process with bounds of time and memory.
 """
 
 import dataclasses
 import datetime
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +21,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.marked_text import MarkedText, Marks
-from jaxllm.template_program import TemplateProgram
+from jaxllm.template_bounds import is_bounded
+from jaxllm.template_program import TemplateProgram, names_in, parse
+from jaxllm.text_process import ChildFailed, TextProcess
 
 # Who may speak in any template; others must be named in it. A template may write a role between the letters
 # of a special token, so it may not be just any word.
@@ -26,6 +32,11 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 # What a template asks for by name, or tells things apart by; it is not what a user says.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _NAMING_KEYS = ("role", "type")
+
+
+# What a template of unknown make may take. Ordinary ones take milliseconds.
+RENDER_S = 5.0
+RENDER_BYTES = 1 << 29
 
 
 class ChatTemplate:
@@ -45,7 +56,10 @@ class ChatTemplate:
         """
         self._source, self._special = source, dict(special)
         self._words = _SpecialWords(spelled)
-        self._program = TemplateProgram(source)
+        tree = parse(source)
+        self._roles = ROLES | names_in(tree)
+        bounded = is_bounded(tree, special)
+        self._program = TemplateProgram(source) if bounded else ConfinedTemplate(source)
 
     def render(
         self,
@@ -91,12 +105,44 @@ class ChatTemplate:
     def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
         for index, message in enumerate(messages):
             role = message["role"]
-            if role not in ROLES and not (_NAME.fullmatch(role) and role in self._program.words):
+            if role not in ROLES and not (_NAME.fullmatch(role) and role in self._roles):
                 known = ", ".join(sorted(ROLES))
                 raise ConfigError(
                     f"message {index} has the role {role!r:.40}, which the model's chat template does not "
                     f"know; roles are {known}, and those that a template names"
                 )
+
+
+class ConfinedTemplate:
+    """A template that runs in the child process which all such templates share."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def run(self, variables: Mapping[str, Any], now: datetime.datetime | None) -> str:
+        """See `TemplateProgram.run`.
+
+        Raises:
+          ConfigError, TemplateError: as there, and for a template that takes too long or too much memory.
+        """
+        request = {
+            "operation": "render",
+            "source": self._source,
+            "variables": dict(variables),
+            "now": None if now is None else now.isoformat(),
+        }
+        try:
+            return _templates_process().ask(request, limit_s=RENDER_S)
+        except ChildFailed as error:
+            raise TemplateError(
+                f"the model's chat template cannot render these messages: {error}; send fewer or shorter "
+                "messages, or a plain prompt"
+            ) from error
+
+
+@functools.cache
+def _templates_process() -> TextProcess:
+    return TextProcess(memory_bytes=RENDER_BYTES)
 
 
 @dataclasses.dataclass(frozen=True)

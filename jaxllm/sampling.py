@@ -61,8 +61,8 @@ class Sampling:
         _check("top_p", self.top_p, 0, 1, "above 0 and at most 1 (off)")
         if self.top_p < _LEAST_TOP_P:
             raise ConfigError(
-                f"top_p must be at least {_LEAST_TOP_P:.2g}, got {self.top_p!r}; for the most likely token "
-                "use temperature 0"
+                f"top_p must be above 0, at least {_LEAST_TOP_P:.2g}, got {self.top_p!r}; for the most "
+                "likely token use temperature 0"
             )
         _check("min_p", self.min_p, 0, 1, "0 (off) to 1")
         _check("repetition_penalty", self.repetition_penalty, 0.01, 100, "0.01 to 100 (1 is off)")

@@ -18,31 +18,44 @@ import jinja2.sandbox
 
 from jaxllm.errors import ConfigError, JaxllmError, TemplateError, one_line
 
+# Published templates have some ten thousand.
+MAX_SOURCE_CHARACTERS = 1 << 18
+
+
+def parse(source: str) -> jinja2.nodes.Template:
+    """A template's syntax tree: nothing of it is run or worked out.
+
+    Raises:
+      TemplateError: `source` is too long, or no template.
+    """
+    if len(source) > MAX_SOURCE_CHARACTERS:
+        raise TemplateError(
+            f"the model's chat template has {len(source)} characters; at most "
+            f"{MAX_SOURCE_CHARACTERS} are read"
+        )
+    try:
+        return _environment().parse(source)
+    except Exception as error:  # Also RecursionError.
+        raise _broken(error) from error
+
+
+def names_in(tree: jinja2.nodes.Template) -> frozenset[str]:
+    """The texts that a template's own code names: the roles that it tells apart are among them."""
+    return frozenset(each.value for each in tree.find_all(jinja2.nodes.Const) if isinstance(each.value, str))
+
 
 class TemplateProgram:
     """A compiled chat template.
-
-    Attributes:
-      words: the texts that the template's own code names: roles among them.
 
     Raises:
       TemplateError: `source` is no template.
     """
 
     def __init__(self, source: str) -> None:
-        environment = _environment()
         try:
-            tree = environment.parse(source)
-            self.words = frozenset(
-                each.value for each in tree.find_all(jinja2.nodes.Const) if isinstance(each.value, str)
-            )
-            code = environment.compile(tree)
-            self._template = jinja2.Template.from_code(environment, code, environment.make_globals(None))
+            self._template = _environment().from_string(source)
         except Exception as error:  # Also RecursionError and what Python's compiler may raise.
-            raise TemplateError(
-                f"the model's chat template is broken: {one_line(error)}; prepare the model again "
-                "with a corrected template"
-            ) from error
+            raise _broken(error) from error
 
     def run(self, variables: Mapping[str, Any], now: datetime.datetime | None) -> str:
         """The text that the template makes.
@@ -89,6 +102,13 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment
+
+
+def _broken(error: Exception) -> TemplateError:
+    return TemplateError(
+        f"the model's chat template is broken: {one_line(error)}; prepare the model again with a corrected "
+        "template"
+    )
 
 
 def _to_json(

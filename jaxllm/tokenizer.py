@@ -12,17 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tokenizers
 
-from jaxllm.control_tokens import ControlTokens, Encoded
+from jaxllm.confined_tokenizer import ConfinedTokenizer
+from jaxllm.control_tokens import Encoded
 from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.library_tokenizer import MAX_TOKEN_ID, LibraryTokenizer
 from jaxllm.marked_text import MarkedText
+from jaxllm.ordinary_tokenizers import is_ordinary
 
 if TYPE_CHECKING:
     from jaxllm.chat_template import ChatTemplate
 
-# Token ids travel as int32 through the compiled graphs.
-MAX_TOKEN_ID = (1 << 31) - 1
+AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,12 +99,7 @@ class Tokenizer:
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
-        self._tokenizer = parse_tokenizer_json(files.tokenizer_json)
-        self._control = ControlTokens(self._tokenizer, files.tokenizer_json, files.eos_ids, files.special)
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._vocab_size = max(
-            self._tokenizer.get_vocab_size(with_added_tokens=False), 1 + max(added, default=-1)
-        )
+        self._tokenizer = open_tokenizer(files.tokenizer_json, files.eos_ids, files.special)
 
     @property
     def files(self) -> TokenizerFiles:
@@ -113,11 +109,11 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """One more than the highest token id. A model may have more rows than this, never fewer."""
-        return self._vocab_size
+        return self._tokenizer.vocab_size
 
     def same_tokens(self, other: "Tokenizer") -> bool:
         """Whether both have the same tokens with the same ids, so that one reads what the other writes."""
-        return self._tokenizer.get_vocab() == other._tokenizer.get_vocab()
+        return self._tokenizer.vocabulary() == other._tokenizer.vocabulary()
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -178,7 +174,7 @@ class Tokenizer:
             ) from error
         if not isinstance(text, MarkedText):
             text = MarkedText.of_template(text) if special else MarkedText.of_content(text)
-        return self._control.encode_marked(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode_marked(text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
@@ -189,11 +185,10 @@ class Tokenizer:
           ConfigError: an id is negative or exceeds 32 bits.
         """
         plain = [int(token) for token in ids]
-        try:
-            return self._tokenizer.decode(plain, skip_special_tokens=skip_special_tokens)
-        except OverflowError as error:
-            bad = next(token for token in plain if not _is_token_id(token))
-            raise ConfigError(f"token ids must be in [0, {MAX_TOKEN_ID}], got {bad}") from error
+        bad = next((token for token in plain if not 0 <= token <= MAX_TOKEN_ID), None)
+        if bad is not None:
+            raise ConfigError(f"token ids must be in [0, {MAX_TOKEN_ID}], got {bad}")
+        return self._tokenizer.decode(plain, skip_special_tokens=skip_special_tokens)
 
     def chat_text(
         self,
@@ -255,25 +250,19 @@ class Tokenizer:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
         from jaxllm.chat_template import ChatTemplate
 
-        return ChatTemplate(self._files.chat_template, self._files.special, self._control.spelled)
+        return ChatTemplate(self._files.chat_template, self._files.special, self._tokenizer.spelled)
 
 
-def parse_tokenizer_json(text: str) -> tokenizers.Tokenizer:
-    """A tokenizer of the `tokenizers` library that neither truncates nor pads.
+def open_tokenizer(
+    tokenizer_json: str, eos_ids: Sequence[int] = (), special: Mapping[str, str] | None = None
+) -> AnyTokenizer:
+    """A tokenizer: of known make in this process, of any other in a bounded one.
 
     Raises:
-      CheckpointError: `text` is not a `tokenizer.json`.
+      CheckpointError: `tokenizer_json` is not a tokenizer.
     """
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The library raises bare Exception.
-        raise CheckpointError(
-            f"malformed tokenizer.json: {one_line(error)}; save it again with the tokenizers library"
-        ) from error
-    # Training settings that a tokenizer.json may carry; they would silently shorten prompts.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    make = LibraryTokenizer if is_ordinary(tokenizer_json) else ConfinedTokenizer
+    return make(tokenizer_json, eos_ids, special or {})
 
 
 def _is_token_id(value: Any) -> bool:

@@ -22,8 +22,9 @@ from tokenizers import Tokenizer
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.library_tokenizer import parse_tokenizer_json
 from jaxllm.models import parameters
-from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
+from jaxllm.tokenizer import TokenizerFiles
 from training.checkpoints import Params, read_best
 from training.corpus import Corpus, TokenizedDocuments, write_tokens
 from training.documents import read_texts, text_document

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.input_files import read_bytes
-from jaxllm.tokenizer import TokenizerFiles, parse_tokenizer_json
+from jaxllm.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
 
 # The largest published tokenizer.json files take about 40 MiB.
 MAX_FILE_BYTES = 256 << 20
@@ -43,7 +41,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     if text is None:
         text, special = _convert(folder)
     try:
-        tokenizer = parse_tokenizer_json(text)
+        tokenizer = open_tokenizer(text)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 
@@ -174,8 +172,8 @@ def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
             yield id_
 
 
-def _named_id(tokenizer: tokenizers.Tokenizer, token: str | None) -> list[int]:
-    id_ = None if token is None else tokenizer.token_to_id(token)
+def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:
+    id_ = None if token is None else tokenizer.token_id(token)
     return [] if id_ is None else [id_]
 
 

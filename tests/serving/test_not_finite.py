@@ -119,5 +119,5 @@ def test_a_bias_that_forbids_everything_is_refused():
 
 @pytest.mark.parametrize("top_p", [0.0, 1e-46, 1e-40, 1.1e-38])
 def test_a_share_that_no_processor_can_hold_is_refused(top_p):
-    with pytest.raises(ConfigError, match=r"top_p must be at least 1.2e-38"):
+    with pytest.raises(ConfigError, match=r"top_p must be above 0, at least 1.2e-38"):
         Sampling(temperature=1.0, top_p=top_p)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -168,8 +169,8 @@ def test_an_option_that_joins_the_question_is_scored_from_before_the_join():
 
 def test_all_in_one_token():
     files = tiny_tokenizer()
-    tokenizer = Tokenizer(files)
-    tokenizer._tokenizer.post_processor = None
+    plain = json.dumps({**json.loads(files.tokenizer_json), "post_processor": None})
+    tokenizer = Tokenizer(dataclasses.replace(files, tokenizer_json=plain))
     example = TaskExample(user="h", options=("e", "ell"), answer="e", form="text")
     question = branching(tokenizer, example)
     assert tokenizer.decode(question.trunk) == "h"

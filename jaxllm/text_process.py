@@ -1,0 +1,173 @@
+"""Runs chat templates and tokenizers of unknown make in a child process with bounds of time and memory.
+
+Both are programs: a template can loop without end, a tokenizer's expressions can take years, and the library
+that runs them ends its process when its memory is short. A child is started with the first request and stays
+for the next ones; it answers one at a time (`jaxllm/text_worker`). It dies of its bounds or with whoever
+started it: waiting it sees its input end, computing it runs out of processor time.
+
+Where a system cannot bound a process's memory (Windows; macOS ignores it), time alone is bounded, and a
+warning says so once.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm import errors
+
+_BOOT = (
+    "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
+    "from jaxllm.text_worker import serve; serve(json.loads(sys.argv[2]))"
+)
+_LENGTH = struct.Struct(">Q")
+# Far above any answer; the worker holds its own to much less.
+_MOST_REPLY_BYTES = 1 << 30
+
+
+class ChildFailed(Exception):
+    """A request that took its child's life, in words for a user."""
+
+
+class TextProcess:
+    """A child process that answers requests. It may be shared by threads, which then wait for each other."""
+
+    def __init__(self, *, memory_bytes: int, setup: Mapping[str, Any] | None = None, setup_s: float = 0.0):
+        """Starts nothing yet.
+
+        Args:
+          memory_bytes: of address space that the child may have.
+          setup: a request that every child is sent before all others; its answer is dropped.
+          setup_s: what that may take.
+        """
+        self._memory_bytes, self._setup, self._setup_s = memory_bytes, setup, setup_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Any:
+        """The answer to a request.
+
+        Args:
+          request: plain JSON values, see `jaxllm.text_worker`.
+          limit_s: seconds that it may take.
+
+        Raises:
+          JaxllmError: the worker's own, by name.
+          ChildFailed: it took too long or too much memory, or ended the process.
+        """
+        with self._lock:
+            child = self._running()
+            try:
+                return self._exchange(child, request, limit_s)
+            except errors.JaxllmError:
+                raise
+            except BaseException:
+                # Its next words would be those of an answer that nobody waits for.
+                self._child = None
+                _end(child)
+                raise
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        child = self._child
+        # A forked process has its parent's child, but shares the pipes to it.
+        if child is not None and self._owner == os.getpid() and child.poll() is None:
+            return child
+        child = _start(self._memory_bytes)
+        if self._setup is not None:
+            try:
+                self._exchange(child, self._setup, self._setup_s)
+            except BaseException:
+                _end(child)
+                raise
+        self._child, self._owner = child, os.getpid()
+        # At the interpreter's end, too, and when nobody has this object any more.
+        weakref.finalize(self, _end_own, child, self._owner)
+        return child
+
+    def _exchange(self, child: "subprocess.Popen[bytes]", request: Mapping[str, Any], limit_s: float) -> Any:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(limit_s, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            raw = json.dumps({**request, "limit_s": limit_s}).encode()
+            try:
+                child.stdin.write(_LENGTH.pack(len(raw)) + raw)
+                child.stdin.flush()
+                head = child.stdout.read(_LENGTH.size)
+                size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _MOST_REPLY_BYTES + 1
+                body = child.stdout.read(size) if size <= _MOST_REPLY_BYTES else b""
+            except OSError:
+                body = b""
+        finally:
+            timer.cancel()
+        if not body:
+            if late.is_set():
+                raise ChildFailed(f"it takes longer than {limit_s:g} seconds")
+            child.kill()
+            code = child.wait()
+            raise ChildFailed(
+                f"it ended its process (exit {code}), for which it may take {self._memory_bytes >> 20} MiB"
+            )
+        reply = json.loads(body)
+        if "failed" in reply:
+            raise ChildFailed(reply["failed"])
+        if "error" in reply:
+            raise getattr(errors, reply["error"])(reply["message"])
+        return reply["answer"]
+
+
+def _start(memory_bytes: int) -> "subprocess.Popen[bytes]":
+    if sys.platform in ("win32", "darwin"):
+        _say_once("this system does not bound a child process's memory; templates are bounded in time alone")
+    if not sys.executable:
+        raise errors.ConfigError(
+            "chat templates and tokenizers of unknown make run in a child process, and this program has no "
+            "Python to start one with; use a packaged model, or token ids as prompts"
+        )
+    package = str(Path(__file__).resolve().parents[1])
+    path = [package, *(os.path.abspath(each) for each in sys.path if each and os.path.exists(each))]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _BOOT, json.dumps(path), json.dumps(memory_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # Not in the terminal's group: an interrupt is for the parent, which then ends it.
+        start_new_session=True,
+    )
+
+
+def _end_own(child: "subprocess.Popen[bytes]", owner: int) -> None:
+    if owner == os.getpid():
+        _end(child)
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # What was not flushed has nowhere to go.
+                pipe.close()
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("jaxllm").warning(message)
