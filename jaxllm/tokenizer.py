@@ -5,9 +5,11 @@
 conversations are `jaxllm/chat_template`, text that arrives token by token is `serving/text`.
 """
 
+import copy
 import dataclasses
 import datetime
 import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +17,21 @@ import numpy as np
 
 from jaxllm.confined_tokenizer import ConfinedTokenizer
 from jaxllm.control_tokens import Encoded
-from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, one_line
 from jaxllm.library_tokenizer import MAX_TOKEN_ID, LibraryTokenizer
 from jaxllm.marked_text import MarkedText
 from jaxllm.ordinary_tokenizers import is_ordinary
 
 if TYPE_CHECKING:
     from jaxllm.chat_template import ChatTemplate
+
+# What a limited tokenizer reads at most. Text has some four characters per token; the longest tokens of
+# published vocabularies are runs of 128 spaces.
+MAX_CHARACTERS_PER_TOKEN = 64
+_USUAL_CHARACTERS = 8
+_LEAST_PART = 4096
+# Those of a word that is cut in its middle.
+_OPEN_TOKENS = 256
 
 AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
 
@@ -100,6 +110,18 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
         self._tokenizer = open_tokenizer(files.tokenizer_json, files.eos_ids, files.special)
+        self._most_tokens: int | None = None
+        self._unlimited = self
+
+    def limited(self, most_tokens: int) -> "Tokenizer":
+        """This tokenizer, as one that refuses texts of more tokens without reading them to their end.
+
+        What it encodes still may have some tokens more than `most_tokens`: where a text ends within a
+        word, nobody knows its tokens. It costs nothing, and shares all with this one.
+        """
+        limited = copy.copy(self)
+        limited._most_tokens = most_tokens
+        return limited
 
     @property
     def files(self) -> TokenizerFiles:
@@ -143,6 +165,7 @@ class Tokenizer:
 
         Raises:
           ConfigError: `text` is no text, or has a lone surrogate and so no UTF-8 form.
+          ContextOverflow: it has more tokens than this tokenizer is limited to.
         """
         return self._encode(text, add_special_tokens, special).ids
 
@@ -156,7 +179,7 @@ class Tokenizer:
           none; those that share a character's bytes all stand for it.
 
         Raises:
-          ConfigError: as `encode`.
+          ConfigError, ContextOverflow: as `encode`.
         """
         encoded = self._encode(text, add_special_tokens, special)
         return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
@@ -165,6 +188,7 @@ class Tokenizer:
         plain = text.text if isinstance(text, MarkedText) else text
         if not isinstance(plain, str):
             raise ConfigError(f"a prompt must be text, got {type(plain).__name__}")
+        self._require_short(len(plain))
         try:
             plain.encode()
         except UnicodeEncodeError as error:
@@ -174,7 +198,31 @@ class Tokenizer:
             ) from error
         if not isinstance(text, MarkedText):
             text = MarkedText.of_template(text) if special else MarkedText.of_content(text)
+        self._require_fitting(text)
         return self._tokenizer.encode_marked(text, add_special_tokens=add_special_tokens)
+
+    def _require_short(self, characters: int) -> None:
+        most = self._most_tokens
+        if most is not None and characters > most * MAX_CHARACTERS_PER_TOKEN:
+            raise ContextOverflow(
+                f"the prompt has {characters} characters; at most {most * MAX_CHARACTERS_PER_TOKEN} are read "
+                f"where {most} tokens fit; shorten it"
+            )
+
+    def _require_fitting(self, text: MarkedText) -> None:
+        """Reads longer and longer beginnings of a text that may be too long: twice of what fits at most."""
+        most, length = self._most_tokens, len(text.text)
+        if most is None:
+            return
+        part = max(_LEAST_PART, most * _USUAL_CHARACTERS)
+        while part < length:
+            beginning = self._tokenizer.encode_marked(text.part(0, part), add_special_tokens=False)
+            if len(beginning.ids) > most + _OPEN_TOKENS:
+                raise ContextOverflow(
+                    f"the prompt has {length} characters, of which the first {part} are more than the {most} "
+                    "tokens that fit; shorten it"
+                )
+            part *= 2
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
@@ -209,7 +257,10 @@ class Tokenizer:
           ConfigError: the model has no chat template, a message is malformed or of a role that the
             template does not know, or the template asks for the time and `now` is None.
           TemplateError: the template refuses the messages or is broken.
+          ContextOverflow: they have more tokens than this tokenizer is limited to, by far.
         """
+        if self._most_tokens is not None:
+            self._require_short(_characters(messages))
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, now=now)
 
     def render_chat(
@@ -242,8 +293,12 @@ class Tokenizer:
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now)
         return self.encode(text, add_special_tokens=False)
 
-    @functools.cached_property
+    @property
     def _chat_template(self) -> "ChatTemplate":
+        return self._unlimited._compiled_template
+
+    @functools.cached_property
+    def _compiled_template(self) -> "ChatTemplate":
         # Compiled on first use: a model with a broken template still answers plain prompts, and these do
         # not wait for Jinja.
         if self._files.chat_template is None:
@@ -251,6 +306,14 @@ class Tokenizer:
         from jaxllm.chat_template import ChatTemplate
 
         return ChatTemplate(self._files.chat_template, self._files.special, self._tokenizer.spelled)
+
+
+def _characters(messages: Any) -> int:
+    """Of all texts in messages as JSON, which is how templates see them."""
+    try:
+        return sum(map(len, json.JSONEncoder(ensure_ascii=False).iterencode(messages)))
+    except (TypeError, ValueError, RecursionError):
+        return 0  # What is no JSON is refused with its own words.
 
 
 def open_tokenizer(

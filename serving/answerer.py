@@ -4,6 +4,7 @@ import abc
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.tokenizer import Tokenizer
@@ -18,9 +19,11 @@ class Answerer(abc.ABC):
 
     Attributes:
       tokenizer: the model's tokenizer.
+      table: what answers are made with.
     """
 
     tokenizer: Tokenizer
+    table: Any
 
     @property
     @abc.abstractmethod
@@ -58,7 +61,8 @@ class Answerer(abc.ABC):
         session: Session | None = None,
     ) -> Generation:
         """Answers a conversation of {"role", "content"} messages through the model's chat template."""
-        prompt = self.tokenizer.encode_chat(list(messages), now=datetime.now())
+        tokenizer = self.tokenizer.limited(self.table.options.context_tokens)
+        prompt = tokenizer.encode_chat(list(messages), now=datetime.now())
         return self.stream(prompt, config, session=session)
 
     def _answer(
@@ -75,7 +79,7 @@ class Answerer(abc.ABC):
         if isinstance(prompt, str):
             if not prompt:
                 raise ConfigError("the prompt is empty; give it at least one character")
-            prompt = self.tokenizer.encode(prompt)
+            prompt = self.tokenizer.limited(table.options.context_tokens).encode(prompt)
         config = config or GenerationConfig()
         seed = config.sampling.seed
         seed = secrets.randbits(64) if seed is None else seed

@@ -172,6 +172,11 @@ class Planner:
         # Now, so that no request waits for what the profile makes when it is asked first.
         expected_costs(profile, self._levels, (1,), 1)
 
+    @property
+    def least_ratio(self) -> float:
+        """The smallest share of a prompt that a plan may keep."""
+        return self._ratios[0]
+
     def plan(
         self,
         prompt: PromptTokens,

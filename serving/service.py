@@ -346,14 +346,18 @@ class LLMService:
 
         Raises:
           ConfigError: it is empty.
+          ContextOverflow: it is so long that no plan would make it fit.
         """
+        # Of a longer prompt a plan may leave out as much as this.
+        most = int(self.engine.options.context_tokens / self.planner.least_ratio)
+        tokenizer = self.engine.tokenizer.limited(most)
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ConfigError("the prompt is empty; give it at least one word")
             # Without a template an instruction and a prompt are plain lines; a prompt alone is gone on from.
-            chat = bool(instruction) or self.engine.tokenizer.has_chat_template
+            chat = bool(instruction) or tokenizer.has_chat_template
             prompt = TaskExample(user=prompt, answer="", system=instruction, form="chat" if chat else "text")
-        return prompt_tokens(self.engine.tokenizer, prompt, now=datetime.now())
+        return prompt_tokens(tokenizer, prompt, now=datetime.now())
 
     def run(
         self,

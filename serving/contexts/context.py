@@ -193,7 +193,8 @@ class Context:
         contexts.raise_unheard(name)
         now = datetime.now()
         if isinstance(prompt, str):
-            prompt = turn_ids(engine.tokenizer, record.tokens, prompt, instruction, now=now)
+            tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
+            prompt = turn_ids(tokenizer, record.tokens, prompt, instruction, now=now)
         elif instruction:
             raise ConfigError("an instruction comes with a prompt of text, not with token ids")
         if not prompt:

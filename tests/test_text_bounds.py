@@ -1,0 +1,310 @@
+"""Templates and tokenizers of unknown make end within their bounds, and long texts are refused unread."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
+
+from jaxllm import chat_template, text_process
+from jaxllm.chat_template import ChatTemplate, ConfinedTemplate
+from jaxllm.confined_tokenizer import ConfinedTokenizer
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, JaxllmError, TemplateError
+from jaxllm.library_tokenizer import LibraryTokenizer
+from jaxllm.marked_text import MarkedText
+from jaxllm.ordinary_tokenizers import KNOWN_EXPRESSIONS, is_ordinary
+from jaxllm.template_bounds import is_bounded
+from jaxllm.template_program import parse
+from jaxllm.text_process import TextProcess
+from jaxllm.tokenizer import Tokenizer, TokenizerFiles, open_tokenizer
+from tests.checkpoints import mutations
+from tests.test_tokenizer import CHATML, FILES, GEMMA, LIBRARY, LLAMA3, MISTRAL, TOKENIZER, TOOLS
+from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from training.tokenizer import ROLE_TEMPLATE
+
+HI = [{"role": "user", "content": "hi"}]
+MEMORY_BYTES = 1 << 29
+needs_limits = pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux alone")
+
+
+def rendered(source):
+    return ChatTemplate(source, {"bos_token": "<s>"}).render(HI, add_generation_prompt=True, now=None).text
+
+
+@needs_limits
+@pytest.mark.parametrize("name", mutations.TEMPLATES)
+def test_no_template_takes_all_time_or_memory(name, monkeypatch):
+    monkeypatch.setattr(chat_template, "RENDER_S", 1.0)
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    text = ""
+    with contextlib.suppress(TemplateError):
+        text = rendered(mutations.TEMPLATES[name])
+    assert len(text) < 1 << 26
+    assert "root" not in text
+    # What a whole machine's load adds is not its.
+    assert time.monotonic() - began < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+@pytest.mark.parametrize("template", [CHATML, GEMMA, CHAT_TEMPLATE, ROLE_TEMPLATE])
+def test_ordinary_templates_run_here(template):
+    assert is_bounded(parse(template), FILES.special)
+    assert not isinstance(ChatTemplate(template, FILES.special)._program, ConfinedTemplate)
+
+
+@pytest.mark.parametrize("template", [LLAMA3, MISTRAL, TOOLS, *mutations.TEMPLATES.values()])
+def test_other_templates_do_not(template):
+    try:
+        tree = parse(template)
+    except TemplateError:
+        return
+    # Sandboxed attributes may be asked for anywhere: that costs nothing.
+    assert not is_bounded(tree, FILES.special) or "__" in template
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ messages }}{% endfor %}",
+        "{% for m in messages %}{% for n in messages %}{{ n.role }}{% endfor %}{% endfor %}",
+        "{% for m in messages %}{% for p in m.content %}{{ m.content }}{% endfor %}{% endfor %}",
+        "{% set all = messages %}{% for m in messages %}{{ all }}{% endfor %}",
+        "{% for m in messages %}{% set x = messages[0].content %}{{ x }}{% endfor %}",
+        "{% if 1 %}{% set eos = messages %}{% endif %}{% for m in messages %}{{ eos }}{% endfor %}",
+        "{% if 1 %}{% set bos_token = messages %}{% endif %}{% for m in messages %}{{ bos_token }}"
+        "{% endfor %}",
+        "{% for m in messages %}{{ messages[0].content is upper }}{% endfor %}",
+        "{% for m in messages %}{{ 'a' in messages[0].content }}{% endfor %}",
+        "{% set x = messages ~ messages %}{{ x }}",
+        "{{ 'a' * 9 }}",
+        "{{ '%99d' % 1 }}",
+        "{{ messages | tojson(indent=9) }}",
+        "{{ messages[0].content.center(99) }}",
+        "{{ messages | join('x') }}",
+        "{{ bos_token }}" * 300,
+    ],
+)
+def test_what_may_grow_does_not_run_here(template):
+    assert not is_bounded(parse(template), {"bos_token": "<s>"})
+
+
+def test_long_special_tokens_do_not_make_a_template_long():
+    template = "{% for m in messages %}{{ bos_token }}{% endfor %}"
+    assert is_bounded(parse(template), {"bos_token": "<s>"})
+    assert not is_bounded(parse(template), {"bos_token": "<s>" * 1000})
+
+
+# Tokenizers.
+
+
+def changed(**parts):
+    return json.dumps({**json.loads(LIBRARY.to_str()), **parts})
+
+
+@needs_limits
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"pre_tokenizer": mutations.PARTS["pre_tokenizer"][5]},
+        {"pre_tokenizer": mutations.PARTS["pre_tokenizer"][6]},
+        {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a*)*$"}, "content": "b" * 1000}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}},
+        {"normalizer": {"type": "Sequence", "normalizers": [mutations._replace({"String": "a"}, "aa")] * 34}},
+        {"decoder": {"type": "Strip", "content": " ", "start": 10**9, "stop": 0}},
+        {"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 1 << 40}},
+        {"post_processor": mutations._template([mutations._A] * 20000)},
+        {"model": {"type": "Unigram", "unk_id": 5, "vocab": [["a", -1.0]]}},
+    ],
+    ids=lambda parts: next(iter(parts)),
+)
+def test_bombs_are_errors(parts, monkeypatch):
+    monkeypatch.setattr("jaxllm.confined_tokenizer.LOAD_S", 5.0)
+    monkeypatch.setattr("jaxllm.confined_tokenizer.CALL_S", 2.0)
+    text = changed(**parts)
+    assert not is_ordinary(text)
+    # One of them may be harmless to this text.
+    with contextlib.suppress(JaxllmError):
+        tokenizer = Tokenizer(TokenizerFiles(tokenizer_json=text))
+        tokenizer.decode(tokenizer.encode("a" * 40 + "!")[:1000])
+        tokenizer.decode([1, 2, 3])
+
+
+@needs_limits
+def test_a_bomb_does_not_take_the_next_text_with_it(monkeypatch):
+    monkeypatch.setattr("jaxllm.confined_tokenizer.CALL_S", 2.0)
+    doubled = {"type": "Sequence", "normalizers": [mutations._replace({"String": "x"}, "xx")] * 40}
+    confined = ConfinedTokenizer(changed(normalizer=doubled), (), {})
+    harmless, bomb = MarkedText.of_template("abc"), MarkedText.of_template("x")
+    expected = LIBRARY.encode("abc", add_special_tokens=False).ids
+    assert confined.encode_marked(harmless, add_special_tokens=False).ids == expected
+    first = confined._process._child
+    assert first is not None
+    with pytest.raises(ConfigError, match="tokenizer cannot read this text: it"):
+        confined.encode_marked(bomb, add_special_tokens=False)
+    assert confined.encode_marked(harmless, add_special_tokens=False).ids == expected
+    assert confined._process._child is not first
+    assert first.poll() is not None
+
+
+def test_a_confined_tokenizer_gives_what_the_library_gives():
+    text = changed(pre_tokenizer={"type": "Sequence", "pretokenizers": [
+        mutations._split("(b)(c)"), {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                                     "use_regex": True}]})  # fmt: skip
+    confined, here = open_tokenizer(text), LibraryTokenizer(text, (), {})
+    assert isinstance(confined, ConfinedTokenizer)
+    assert (confined.vocab_size, confined.spelled) == (here.vocab_size, here.spelled)
+    assert confined.vocabulary() == here.vocabulary()
+    assert confined.token_id("<s>") == here.token_id("<s>") == 256
+    marked = MarkedText.of_template("<s>é 世") + MarkedText.of_content("<s>\n")
+    for special in (True, False):
+        encoded = confined.encode_marked(marked, add_special_tokens=special)
+        assert encoded == here.encode_marked(marked, add_special_tokens=special)
+        assert confined.decode(encoded.ids, skip_special_tokens=special) == here.decode(
+            encoded.ids, skip_special_tokens=special
+        )
+
+
+def test_published_kinds_of_tokenizers_run_here():
+    assert is_ordinary(FILES.tokenizer_json)
+    assert is_ordinary(tiny_tokenizer().tokenizer_json)
+    for expression in KNOWN_EXPRESSIONS:
+        peer = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+        split = pre_tokenizers.Split(Regex(expression), "isolated")
+        peer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(use_regex=False)])
+        peer.normalizer = normalizers.NFC()
+        assert is_ordinary(peer.to_str())
+        assert peer.encode("a b' 12\n\n x").ids
+    data = Path(os.environ.get("JAXLLM_DATA", "none")) / "models"
+    for path in data.glob("*/tokenizer.json"):
+        assert is_ordinary(path.read_text(encoding="utf-8")), path
+
+
+def test_no_mutation_of_a_tokenizer_is_uncaught(monkeypatch):
+    monkeypatch.setattr("jaxllm.confined_tokenizer.CALL_S", 2.0)
+    source = json.loads(FILES.tokenizer_json)
+    refused = 0
+    # The random ones: the known ones are above, and take their time.
+    known = sum(map(len, mutations.PARTS.values()))
+    for _, text in itertools.islice(mutations.tokenizers(source, seed=0), known, known + 12):
+        try:
+            tokenizer = Tokenizer(TokenizerFiles(tokenizer_json=text))
+            tokenizer.decode(tokenizer.encode("Once upon a time", special=False))
+        except JaxllmError:
+            refused += 1
+    assert 0 < refused < 12
+
+
+def test_a_panic_is_an_error():
+    panic = type("PanicException", (BaseException,), {})
+    tokenizer = LibraryTokenizer(FILES.tokenizer_json, (), {})
+
+    class Panicking:
+        def decode(self, *_, **__):
+            raise panic("range end index 2 out of range\nfor slice")
+
+    tokenizer._tokenizer = Panicking()  # pyright: ignore
+    with pytest.raises(ConfigError, match="cannot write these tokens: range end index 2"):
+        tokenizer.decode([1], skip_special_tokens=True)
+
+
+# The child.
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_child_dies_with_its_parent(busy):
+    program = (
+        "import sys, threading, time\n"
+        "from jaxllm.text_process import TextProcess\n"
+        "p = TextProcess(memory_bytes=1 << 29)\n"
+        "ask = lambda source: p.ask({'operation': 'render', 'source': source, 'variables': {}, 'now': None},"
+        " limit_s=1)\n"
+        "ask('x')\n"
+        "print(p._child.pid, flush=True)\n"
+        f"busy = {busy}\n"
+        "loop = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
+        "threading.Thread(target=ask, args=(loop,)).start() if busy else None\n"
+        "time.sleep(0.2)\n"
+        "import os; os.kill(os.getpid(), 9)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    child = Path("/proc") / run.stdout.strip()
+    assert run.stdout.strip().isdigit(), run.stderr
+    until = time.monotonic() + 30
+    while child.exists() and "Z" not in (child / "stat").read_text().split(")")[1][:3]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_forked_process_asks_a_child_of_its_own():
+    process = TextProcess(memory_bytes=MEMORY_BYTES)
+    request = {"operation": "render", "source": "x", "variables": {}, "now": None}
+    assert process.ask(request, limit_s=10) == "x"
+    mine, process._owner = process._child, -1
+    assert process.ask(request, limit_s=10) == "x"
+    assert process._child is not mine
+    assert mine.poll() is None
+    text_process._end(mine)
+
+
+def test_an_interrupted_request_leaves_no_answer_for_the_next(monkeypatch):
+    process = TextProcess(memory_bytes=MEMORY_BYTES)
+    request = {"operation": "render", "source": "first", "variables": {}, "now": None}
+    with monkeypatch.context() as patch:
+        patch.setattr(text_process.json, "loads", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            process.ask(request, limit_s=10)
+    assert process.ask({**request, "source": "second"}, limit_s=10) == "second"
+
+
+# Length first.
+
+
+def test_a_long_text_is_refused_before_it_is_read():
+    limited = TOKENIZER.limited(100)
+    began = time.perf_counter()
+    with pytest.raises(ContextOverflow, match="16777216 characters; at most 6400 are read where 100 "):
+        limited.encode("word " * ((1 << 24) // 5) + "x")
+    assert time.perf_counter() - began < 1.0
+    with pytest.raises(ContextOverflow, match="at most 6400"):
+        Tokenizer(dataclasses.replace(FILES, chat_template=CHATML)).limited(100).encode_chat(
+            [{"role": "user", "content": "x" * 10_000}]
+        )
+
+
+def test_of_a_text_that_is_too_long_only_the_beginning_is_read(monkeypatch):
+    limited = TOKENIZER.limited(1000)
+    read = []
+    encode = limited._tokenizer.encode_marked
+    monkeypatch.setattr(
+        limited._tokenizer,
+        "encode_marked",
+        lambda text, **how: read.append(len(text.text)) or encode(text, **how),
+    )
+    with pytest.raises(ContextOverflow, match="the first 8000 are more than the 1000 tokens that fit"):
+        limited.encode("a" * 60_000)
+    assert read == [8000]
+    assert len(limited.encode("a" * 1000, add_special_tokens=False)) == 1000
+
+
+def test_a_limited_tokenizer_shares_its_template():
+    tokenizer = Tokenizer(dataclasses.replace(FILES, chat_template=CHATML))
+    assert tokenizer.limited(9)._chat_template is tokenizer._chat_template
+    assert tokenizer.limited(99).encode_chat(HI) == tokenizer.encode_chat(HI)
+
+
+def test_no_tokenizer_at_all():
+    for text in ("", "{", "[]", "{}", "null", '{"model": null}'):
+        with pytest.raises(CheckpointError, match=r"malformed tokenizer\.json"):
+            open_tokenizer(text)
