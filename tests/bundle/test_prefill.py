@@ -2,13 +2,17 @@
 
 import dataclasses
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import jaxllm
 from jaxllm.bundle import Bundle, Part, rewrite_bundle
+from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.prefill import prefill_facts, prefill_parts, read_prefill
 from jaxllm.errors import BundleError
+from jaxllm.prefill.calibration import MOST_LOSS
 from tests.prefill.calibrated import calibrated, outlying
 from tests.tiny import write_tiny_bundle
 
@@ -80,6 +84,16 @@ def test_no_shadow_at_all(plain, tmp_path):
     found = read_prefill(rewritten(plain, tmp_path, prefill_parts(known)))
     assert found is not None
     assert found.shadowed == (False, False)
+
+
+@pytest.mark.parametrize("name", ["default", "draft", "medium", "small"])
+def test_packaged_models_can_be_read_in_integers(name):
+    """All of their levels lose less than an engine allows."""
+    with Bundle.open(Path(jaxllm.__file__).parent / "assets" / f"{name}.jaxllm") as bundle:
+        found, ladder = read_prefill(bundle), read_ladder(bundle)
+    assert found is not None
+    assert found.levels == ((100,) if ladder is None else ladder.levels)
+    assert max(map(found.loss, found.levels)) <= MOST_LOSS
 
 
 def test_what_older_versions_wrote_is_read(plain, tmp_path):
