@@ -64,9 +64,10 @@ def resident_of(bundle_of):
     return opened
 
 
-def budget(engine, experts):
-    """Memory for so many experts of the largest width, and all else."""
+def budget(engine, experts, **options):
+    """Memory for so many experts of the largest width, and all else of an engine with some other options."""
     largest = max(
         each.size_bytes for name, each in engine.bundle.layout.segments.items() if ".experts." in name
     )
-    return budget_with_experts(engine.bundle, engine.options, experts * (largest + 4096))
+    options = dataclasses.replace(engine.options, **options)
+    return budget_with_experts(engine.bundle, options, experts * (largest + 4096))

@@ -143,10 +143,9 @@ def test_a_conversation_goes_on(bundle_of, resident_of):
 
 def test_drafts_are_verified(bundle_of, resident_of):
     whole = resident_of("mixed")
-    options = dataclasses.replace(OPTIONS, memory_bytes=budget(whole, 5))
-    streamed = Engine.open(
-        bundle_of("mixed"), options=options, speculation=SpeculationOptions(drafter="ngram"), warm_up=False
-    )
+    speculation = SpeculationOptions(drafter="ngram")
+    options = dataclasses.replace(OPTIONS, memory_bytes=budget(whole, 5, trees=speculation.trees))
+    streamed = Engine.open(bundle_of("mixed"), options=options, speculation=speculation, warm_up=False)
     streamed.warm_up()
     prompt = "the hello the hello the hello the"
     assert streamed.stream(prompt, CONFIG).result().tokens == answer(whole, prompt=prompt)

@@ -65,9 +65,14 @@ def speculation(folder, drafter, **options):
     )
 
 
+def own_bytes(plain, options):
+    """What the target takes besides its weights, the logits of its trees among it."""
+    return fixed_bytes(CFG, dataclasses.replace(plain.options, trees=options.trees))
+
+
 def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
     """An engine with a drafter; unless `warm_up`, with the graphs of the longest cache alone."""
-    others = fixed_bytes(CFG, plain.options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
+    others = own_bytes(plain, options) + drafter_bytes(options, OPTIONS.context_tokens, CFG)
     memory = whole_budget(others + int(share * plain.bundle.weight_bytes))
     # So slow that there is something to wait for.
     storage = Storage(latency_ms=4)
@@ -207,9 +212,10 @@ def test_options_out_of_their_domain(options, message):
 def test_the_draft_counts_in_the_budget(folder, plain):
     options = speculation(folder, "small")
     engine = open_drafted(folder, plain, options, 0.7)
-    own = fixed_bytes(CFG, plain.options)
+    own = own_bytes(plain, options)
+    assert own > fixed_bytes(CFG, plain.options)
     assert engine.streamed.plan.fixed_bytes >= drafter_bytes(options, 128, CFG) + own
-    with pytest.raises(BudgetExceeded, match="activations and the draft"):
+    with pytest.raises(BudgetExceeded, match="activations, the draft and the runtime"):
         open_drafted(folder, plain, options, 0.1)
 
 
