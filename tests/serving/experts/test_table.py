@@ -21,6 +21,7 @@ from serving.experts.options import PREDICTORS, ExpertOptions
 from serving.experts.table import ExpertTable
 from serving.generation import GenerationConfig, Session
 from serving.speculative.options import SpeculationOptions
+from serving.streaming.footprint import fixed_bytes, whole_budget
 from tests.kernels.switching import fall_back
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, new, say
 from tests.serving.experts.conftest import CFG, OPTIONS, SPARSE, E, K, budget
@@ -181,6 +182,20 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
     for got, expected in zip([*back.keys, *back.values], rows, strict=True):
         np.testing.assert_allclose(np.asarray(got)[:, :, :48], expected, atol=2e-5)
     streamed.close()
+
+
+def test_experts_that_lie_together_are_streamed_by_whole_layers_and_it_is_said(
+    bundle_of, resident_of, caplog
+):
+    whole = resident_of(8, "int8", apart=False)
+    needed = fixed_bytes(CFG, whole.options) + whole.bundle.weight_bytes * 9 // 10
+    options = dataclasses.replace(OPTIONS, memory_bytes=whole_budget(needed))
+    path = bundle_of(8, "int8", apart=False)
+    engine = Engine.open(path, options=options, warm_up=False)
+    assert not isinstance(engine.table, ExpertTable)
+    engine.close()
+    assert "is streamed by whole layers, because its experts are stored together" in caplog.text
+    assert f"jaxllm prepare {path} --expert-bits 8 -o" in caplog.text
 
 
 def test_memory_for_all_keeps_all(bundle_of):
