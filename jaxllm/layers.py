@@ -207,7 +207,8 @@ def cached_attention(
       cache: keys and values `[B, K, S, H]`.
       mask: `[T, S]`, what `at` sees in the same window.
       at: where the tokens are, and how many are real; the others are not written.
-      mass: `[B, S]` float32, what each position was attended to so far, summed over queries; or None.
+      mass: `[B, S]` float32, what each position was attended to so far, summed over queries; or of a tree
+        `[B, 1 + T, S]`, the same of each new token, behind a first row that stays as it is; or None.
       scale, softcap: see `attention`.
       window: see `causal_mask`.
       used: how many of the K heads are used; None for all. What comes out for the others is anything, and
@@ -246,7 +247,8 @@ def cached_attention(
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
             seen = jnp.where(real[None, None, :, None, None], weights, 0.0)
-            mass = mass + (seen if used is None else used.only(seen, 1)).sum((1, 2, 3))
+            seen = seen if used is None else used.only(seen, 1)
+            mass = mass + seen.sum((1, 2, 3)) if mass.ndim == 2 else mass.at[:, 1:].add(seen.sum((1, 3)))
         return _weighted(values, weights, q), keys, values, mass
 
     if not native.kernels().native or cache[0].dtype not in (jnp.float32, jnp.float16):

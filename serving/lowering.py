@@ -229,6 +229,7 @@ def _lower_piece(
         rows = jax.ShapeDtypeStruct((bucket.rows,), jnp.int32)
         return jax.jit(functools.partial(final_rows, cfg=cfg)).lower(shapes_of(norm_params(params)), x, rows)
     at = _places(tokens, tree=bucket.kind == "tree")
+    mass = _mass_by_node(cache, tokens) if bucket.kind == "tree" else cache.mass
 
     def run(params: Params | CountedSubModel, *rest: Any) -> Any:
         weights = part_of_sub_model(params, cfg)
@@ -236,7 +237,15 @@ def _lower_piece(
 
     weights = shapes_of(layer_params(params, layer, layer))
     past = cache.keys[layer], cache.values[layer]
-    return jax.jit(run, donate_argnums=(1, 3, 4)).lower(weights, x, at, past, cache.mass)
+    return jax.jit(run, donate_argnums=(1, 3, 4)).lower(weights, x, at, past, mass)
+
+
+def _mass_by_node(cache: Any, nodes: int) -> Any:
+    """The shape of a cache's mass while a tree is read (see `KVCache`)."""
+    if cache.mass is None:
+        return None
+    rows, capacity = cache.mass.shape
+    return jax.ShapeDtypeStruct((rows, 1 + nodes, capacity), cache.mass.dtype)
 
 
 def _places(tokens: int, *, tree: bool) -> Places:
@@ -259,8 +268,9 @@ def _lower_experts(
     router = shapes_of(router_params(whole, layer))
     past = cache.keys[layer], cache.values[layer]
     at = _places(tokens, tree=bucket.kind == "attend_tree")
+    mass = _mass_by_node(cache, tokens) if bucket.kind == "attend_tree" else cache.mass
     if bucket.kind in ("attend", "attend_tree"):
-        return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(weights, router, x, at, past, cache.mass)
+        return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(weights, router, x, at, past, mass)
     before, out, *_ = jax.eval_shape(attend, weights, router, x, at, past, cache.mass)
     if bucket.kind == "combine":
         # The outputs of all tiles have no other shape to be given back in.
@@ -283,6 +293,7 @@ def _lower_tree(
     path, fed = jax.ShapeDtypeStruct((nodes,), jnp.int32), jax.ShapeDtypeStruct((nodes,), jnp.bool_)
     tree = jax.eval_shape(functools.partial(new_tree, room=nodes), scalar)
     if bucket.kind == "keep":
+        cache = dataclasses.replace(cache, mass=_mass_by_node(cache, nodes))
         return jax.jit(keep_path, donate_argnums=(0,)).lower(cache, path, scalar)
     if bucket.kind == "follow":
         return jax.jit(follow, donate_argnums=(0,)).lower(cache, tree, fed, path, scalar, scalar)

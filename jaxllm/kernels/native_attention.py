@@ -32,7 +32,8 @@ def attention(
     at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the cache, in
     place.
 
-    To a `mass` `[B, S]` float32 what the valid queries attend to each position is added. Of the K heads those
+    To a `mass` `[B, S]` float32 what the valid queries attend to each position is added; of a tree it may be
+    `[B, 1 + T, S]`, where each token's goes to a row of its own behind the first. Of the K heads those
     that are used are written and attended to; the results of others are anything. In a `tree` new tokens go
     to other rows than their positions (`[T]` int32, ascending), and see all rows before a base (int32 scalar)
     and of the N from there on what they are told (`[T, N]` bool).

@@ -24,7 +24,8 @@ class KVCache:
     layer's own K); rows at positions
     >= `length` (int32 scalar, shared by the batch) are never attended and hold finite numbers. `mass`
     `[B, S]` float32, where somebody asked for it, is how much each position was attended to, summed over
-    queries of all heads and layers.
+    queries of all heads and layers; while a tree of N nodes is read, and until a path of it is kept,
+    `[B, 1 + N, S]`: that of the sequence, and of each node's queries.
     """
 
     keys: tuple[jax.Array, ...]
@@ -40,6 +41,14 @@ class KVCache:
     def uncounted(self) -> "KVCache":
         """The same, and nothing was attended to yet."""
         mass = np.zeros((self.keys[0].shape[0], self.capacity_tokens), np.float32)
+        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: graphs take it
+
+    def counted_by_node(self, nodes: int) -> "KVCache":
+        """The same, ready for a tree: which of its nodes' queries count is not known before they are read."""
+        if self.mass is None:
+            return self
+        mass = np.zeros((self.mass.shape[0], 1 + nodes, self.capacity_tokens), np.float32)
+        mass[:, 0] = self.mass
         return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: graphs take it
 
 

@@ -55,10 +55,17 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     """The cache with a path of the tree behind its sequence, instead of the tree.
 
     Args:
-      cache: with the tree's rows from `length` on.
+      cache: with the tree's rows from `length` on. Where its mass is counted by node, that of what is kept
+        stays alone.
       nodes: `[N]` int32, ascending.
       count: int32 scalar, how many of them, the first, are kept.
     """
+    mass = cache.mass
+    if mass is not None and mass.ndim == 3:
+        # Behind the sequence's own row; what is not kept aims behind the last one.
+        at = jnp.where(jnp.arange(nodes.shape[0]) < count, nodes + 1, mass.shape[1])
+        kept = jnp.zeros(mass.shape[1], mass.dtype).at[0].set(1.0).at[at].set(1.0, mode="drop")
+        cache = dataclasses.replace(cache, mass=(mass * kept[:, None]).sum(1))
     return dataclasses.replace(_moved(cache, nodes, count), length=cache.length + count)
 
 
@@ -173,6 +180,10 @@ def verify(
       nodes `[N]`, of which as many are kept in the cache, the cache, and the sampler behind them.
     """
     nodes = jnp.arange(tree.room, dtype=jnp.int32)
+    if cache.mass is not None:
+        # Which nodes count is only known when they are read.
+        by_node = jnp.pad(cache.mass[:, None], ((0, 0), (0, tree.room), (0, 0)))
+        cache = dataclasses.replace(cache, mass=by_node)
     out, cache = read_nodes(params, tree, nodes, tree.count, cache, cfg=cfg, dtype=dtype)
     tokens, count, path, sampler = settle(tree, out, sampler, limit)
     return tokens, count, path, keep_path(cache, path, count), sampler

@@ -1,7 +1,7 @@
 """What a context's chunks come to be when a call ends: how wide each is, by how much it was attended to."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
 from serving.contexts.graphs import ContextGraphs
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
-from serving.generation import common_prefix
+from serving.generation import Session, common_prefix
 from serving.sliding import slid
 
 
@@ -68,26 +68,44 @@ def grown(
     )
 
 
+def ended(
+    before: Record,
+    resident: Mapping[int, int],
+    graphs: ContextGraphs,
+    options: ContextOptions,
+    *,
+    session: Session,
+    tokens: Sequence[int],
+    first: int,
+) -> Record:
+    """A context's record after a call that may have been interrupted anywhere: what its cache and its tokens
+    agree on is kept, and where an error took the cache what chunks there were.
+
+    Args:
+      before: as it was.
+      resident: of its chunks in memory, the width of each by number.
+      session: the call's, with its cache, if that is there, and the tokens that this holds.
+      graphs, options, tokens, first: see `grown`.
+    """
+    if session.cache is None:
+        return _agreeing(before, tokens, graphs.chunk_tokens)
+    return grown(
+        before.beside(resident),
+        graphs,
+        options,
+        tokens=tokens,
+        mass=np.asarray(session.cache.mass)[0],
+        first=first,
+        held=_agreed(session.tokens, tokens),
+    )
+
+
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     """What is left of a context that forgets its middle before a call: its first chunk and its newest tokens,
     `most` together, which are computed again where they stand then (see `serving.sliding`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen", "files")}
     return dataclasses.replace(record, tokens=tuple(tokens), **first)
-
-
-def agreeing(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
-    """The record of a context that has other tokens now, with those of its chunks that hold what is at their
-    places still."""
-    count = min(len(before.bits), agreed(before.tokens, tokens) // chunk_tokens)
-    kept = {field: getattr(before, field)[:count] for field in ("bits", "mass", "seen", "files")}
-    return dataclasses.replace(before, tokens=tuple(tokens), **kept)
-
-
-def agreed(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first tokens of two sequences are the same."""
-    count = min(len(held), len(tokens))
-    return count if list(held[:count]) == list(tokens[:count]) else common_prefix(held, tokens)
 
 
 def most_bytes(graphs: ContextGraphs, options: ContextOptions, chunks: int) -> int:
@@ -113,3 +131,17 @@ def _attended(
     got[:known] += before.mass[:known]
     seen[:known] += before.seen[:known]
     return got, seen
+
+
+def _agreeing(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
+    """The record of a context that has other tokens now, with those of its chunks that hold what is at their
+    places still."""
+    count = min(len(before.bits), _agreed(before.tokens, tokens) // chunk_tokens)
+    kept = {field: getattr(before, field)[:count] for field in ("bits", "mass", "seen", "files")}
+    return dataclasses.replace(before, tokens=tuple(tokens), **kept)
+
+
+def _agreed(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many of the first tokens of two sequences are the same."""
+    count = min(len(held), len(tokens))
+    return count if list(held[:count]) == list(tokens[:count]) else common_prefix(held, tokens)

@@ -5,7 +5,7 @@ import os
 import weakref
 from pathlib import Path
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 
@@ -37,11 +37,12 @@ class StoreLock:
             # Whoever removes the file while it is being locked has a lock of its own.
             held = self._in_place()
         except OSError as error:
-            os.close(self._file)
             if error.errno not in _BUSY:
+                os.close(self._file)
                 raise
             held = False
         if not held:
+            os.close(self._file)
             raise ConfigError(
                 f"{path.parent} is in use by another process; close that one, or use another folder"
             )
@@ -53,6 +54,7 @@ class StoreLock:
         Raises:
           ConfigError: it was released, or is a parent's of this process, or its file is another one than it
             was, so that another process may hold that.
+          CheckpointError: the device does not say.
         """
         folder = self._path.parent
         if self._process != os.getpid():
@@ -62,7 +64,11 @@ class StoreLock:
             )
         if self._file < 0:
             raise ConfigError(f"{folder} was closed, and what was opened from it with it; open it again")
-        if not self._in_place():
+        try:
+            held = self._in_place()
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be looked at ({error.strerror})") from error
+        if not held:
             raise ConfigError(
                 f"{folder} was removed or replaced while it was open, and may be another process's by now; "
                 "close it, and open it again"

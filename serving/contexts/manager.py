@@ -14,7 +14,6 @@ long as that has not changed behind its back (`_tidy`), which whatever comes nex
 """
 
 import atexit
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
@@ -26,18 +25,19 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, one_line
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError, one_line
 from jaxllm.kv.cache import KVCache
-from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import find_policy
 from serving.contexts.graphs import ContextGraphs
-from serving.contexts.growth import agreed, agreeing, grown, most_bytes, sinking
+from serving.contexts.growth import ended, most_bytes, sinking
+from serving.contexts.loading import ChunkLoader
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
+from serving.contexts.pins import require_share
 from serving.contexts.record import Origin, Record
-from serving.contexts.restore import Restoration, restore
+from serving.contexts.restore import Restoration
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
 from serving.contexts.writing import ChunkWriter
@@ -45,8 +45,6 @@ from serving.engine import Engine
 from serving.generation import Session
 from serving.graph_table import GraphTable
 
-# A device that is asked for two things at a time is not idle in between.
-_READERS = 2
 _LOG = logging.getLogger("jaxllm")
 _OPEN: "weakref.WeakSet[Contexts]" = weakref.WeakSet()
 
@@ -90,16 +88,16 @@ class Contexts:
             self._unheard: dict[str, JaxllmError] = {}
             # Whose cache is still there, and the cache.
             self._last: tuple[str, Session] = ("", Session())
-            self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
             self._process = os.getpid()
-            _OPEN.add(self)
+            self._delays: dict[int, Delays] = {}
+            self._loader = ChunkLoader(self.store, self.memory, self._delays, recompute=options.recompute)
             tables = [engine.table.at(level) for level in engine.table.levels]
             self._graphs = {table.level: ContextGraphs(table) for table in tables}
             reading = measure_reading(self.store.root, options.storage)
-            self._delays: dict[int, Delays] = {}
             for level, graphs in self._graphs.items():
                 graphs.rehearse()
                 self._delays[level] = Delays(reading=reading, computing=measure_computing(graphs))
+            _OPEN.add(self)
         except BaseException:
             self.store.close()
             raise
@@ -124,7 +122,7 @@ class Contexts:
             finally:
                 _OPEN.discard(self)
                 # In a forked child its threads are its parent's.
-                self._pool.shutdown(wait=self._process == os.getpid())
+                self._loader.close(wait=self._process == os.getpid())
 
     def stop(self) -> None:
         """Ends the answer that runs, if one does, whoever holds it: what was said so far is kept.
@@ -326,34 +324,20 @@ class Contexts:
         name, graphs, session = turn.record.name, self._graphs[turn.record.origin.level], turn.session
         # Pinned or not meanwhile.
         before = dataclasses.replace(turn.base, pinned=self.store.record(name).pinned)
-        resident = {n: each for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
+        resident = {n: each.bits for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
+        first = first if turn.counted_from is None else turn.counted_from
+        record = ended(before, resident, graphs, self.options, session=session, tokens=tokens, first=first)
         coded: dict[int, Stored] = {}
-        if session.cache is None:
-            record = agreeing(before, tokens, graphs.chunk_tokens)
-        else:
-            record = grown(
-                before.beside({chunk: each.bits for chunk, each in resident.items()}),
-                graphs,
-                self.options,
-                tokens=tokens,
-                mass=np.asarray(session.cache.mass)[0],
-                first=first if turn.counted_from is None else turn.counted_from,
-                # An interrupt may have come between the cache and the sequence.
-                held=agreed(session.tokens, tokens),
-            )
+        if session.cache is not None:
             # What was computed again and not changed is on storage already.
-            wanted = {
-                chunk: bits
-                for chunk, bits in enumerate(record.bits)
-                if chunk not in resident or resident[chunk].bits != bits
-            }
+            wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
             coded = graphs.encode(session.cache, wanted)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
         record = self._writer.keep(record, changed, coded)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # What does not fit is on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):
-            self._load(graphs, name, coded)
+            self._loader.load(graphs, name, coded)
         # From here on memory has what the store has.
         self._claimed = record
         if session.cache is not None:
@@ -398,20 +382,7 @@ class Contexts:
             )
 
     def _require_share(self, record: Record, size_bytes: int) -> None:
-        """Checks that a pinned context may take so much memory beside all that is pinned."""
-        options = self.options
-        others = [each for each in self.store.records() if each.pinned and each.name != record.name]
-        own = [each for each in others if each.app == record.app]
-        for share, option, pinned, whose in (
-            (options.app_pinned_share, "app_pinned_share", own, f"pinned contexts of {record.app}"),
-            (options.pinned_share, "pinned_share", others, "pinned contexts of all apps"),
-        ):
-            most = int(share * options.budget_bytes)
-            if sum(map(self._most_bytes, pinned)) + size_bytes > most:
-                raise BudgetExceeded(
-                    f"{whose} may take {most:,} bytes of memory, and {size_bytes:,} more do not fit: unpin "
-                    f"some, ask for fewer tokens, or raise ContextOptions.{option}"
-                )
+        require_share(record, size_bytes, self.store.records(), self.options, self._most_bytes)
 
     def _most_bytes(self, record: Record) -> int:
         """Of all chunks of a context in memory; 0 where its level is not served."""
@@ -432,7 +403,10 @@ class Contexts:
             return Restoration(resident=len(turn.base.bits), cached=True)
         cache = self._room(graphs.table, there, tokens)
         del there
-        return self._restored(turn, graphs, cache, tokens)
+        how = self._loader.bring_back(turn, graphs, cache, tokens)
+        # What was damaged is lost on storage, too.
+        self._claimed = turn.record
+        return how
 
     def _room(self, table: GraphTable, spare: Session, tokens: int) -> KVCache:
         """A cache with room for `tokens`: the one of the context before, if its form fits.
@@ -449,44 +423,6 @@ class Contexts:
         del cache
         return table.start(tokens)
 
-    def _restored(self, turn: Turn, graphs: ContextGraphs, cache: KVCache, tokens: int) -> Restoration:
-        name, table, session = turn.record.name, graphs.table, turn.session
-        for attempt in range(2):
-            base = turn.base
-            resident = {n: each for n, each in self.memory.chunks(name).items() if n < len(base.bits)}
-            wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
-            try:
-                cache, read, how = restore(
-                    graphs,
-                    table.start(tokens) if attempt else cache,
-                    tokens=base.tokens,
-                    bits=base.bits,
-                    resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
-                    read=self.store.open(name, wanted).read if wanted else _nothing,
-                    delays=self._delays[table.level] if self.options.recompute else None,
-                    pool=self._pool,
-                )
-            except CheckpointError:
-                if attempt:
-                    raise
-                # What is damaged is lost; then the rest comes back, and that is computed.
-                self._claimed = turn.record = self.store.repair(name)
-                lost = {n for n, bits in enumerate(turn.record.bits) if bits == LOST}
-                turn.base = base.lose(lost)
-                continue
-            self._load(graphs, name, read)
-            session.cache, session.weights_version = cache, table.weights_version
-            session.tokens = list(base.tokens[: len(base.bits) * graphs.chunk_tokens])
-            return how
-        raise AssertionError("either of two attempts returns or raises")
-
-    def _load(self, graphs: ContextGraphs, name: str, chunks: dict[int, Stored]) -> None:
-        delays = self._delays[graphs.table.level]
-        computing_ms = graphs.layers * delays.computing.per_unit_ms
-        for chunk, (bits, blobs) in sorted(chunks.items()):
-            reading_ms = graphs.chunk_bytes(bits) * delays.reading.per_unit_ms
-            self.memory.load(name, chunk, bits, blobs, restore_ms=min(reading_ms, computing_ms))
-
     def _origin(self, level: int) -> Origin:
         options = self.engine.table.at(level).options
         return Origin(
@@ -499,11 +435,6 @@ class Contexts:
             heads=self._graphs[level].heads,
             head_width=self._graphs[level].head_width,
         )
-
-
-def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-    """What is read where all is in memory or lost."""
-    raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
 
 
 def _close_all() -> None:

@@ -204,7 +204,8 @@ class ContextStore:
         )
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
         there = {*filter(SEGMENT.fullmatch, names), *before.segments, fresh}
-        self._require_room(record, chunks, there - set(record.segments))
+        with written(folder):
+            self._require_room(record, chunks, there - set(record.segments))
         self._unsettled[name] = folder
         try:
             with written(folder):

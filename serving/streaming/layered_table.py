@@ -185,6 +185,7 @@ class LayeredTable(GraphTable, abc.ABC):
         nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
         rows = TreeRows(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
         at = Places(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
+        cache = cache.counted_by_node(tree.room)
         (x,), cache = self._pass([(np.asarray(tree.tokens), at)], cache, meanwhile)
         return self._logits(x, nodes, meanwhile), cache
 

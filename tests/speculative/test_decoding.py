@@ -92,6 +92,30 @@ def test_what_was_attended_to_goes_with_the_path():
     assert not kept[length + 4 :].any()
 
 
+def test_what_was_attended_to_is_that_of_the_path_alone():
+    """As if its tokens had been fed: other nodes' queries, which nobody keeps, add nothing."""
+    tree = tree_of(PARENTS, TOKENS, room=ROOM)
+    empty = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
+    cache = prefill(PARAMS, PROMPT, empty, cfg=CFG)[1]
+    state = sampler_state(Sampling(), PROMPT[0].tolist(), CFG.vocab_size, seed=3)
+    read = functools.partial(verify, cfg=CFG, dtype=DTYPE)
+    _, count, path, kept, _ = jax.jit(read)(PARAMS, tree, cache, state, jnp.int32(ROOM))
+    told = np.array([7, *TOKENS])[np.asarray(path)[: int(count)]]
+    fed = prefill(PARAMS, np.concatenate([PROMPT[0], told])[None].astype(np.int32), empty, cfg=CFG)[1]
+    assert kept.mass is not None
+    assert fed.mass is not None
+    np.testing.assert_allclose(kept.mass, fed.mass, atol=1e-4)
+
+    # Layer by layer, where the path is not known before all layers have run.
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    _, cache = read_nodes(PARAMS, tree, nodes, tree.count, cache.counted_by_node(ROOM), cfg=CFG, dtype=DTYPE)
+    path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
+    kept = jax.jit(keep_path)(cache, path, jnp.int32(4))
+    told = np.array([7, 11, 13, 15])
+    fed = prefill(PARAMS, np.concatenate([PROMPT[0], told])[None].astype(np.int32), empty, cfg=CFG)[1]
+    np.testing.assert_allclose(kept.mass, fed.mass, atol=1e-4)
+
+
 def plain(sampling, count):
     """The target's answer, one token at a time."""
     state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)

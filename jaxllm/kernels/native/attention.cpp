@@ -197,6 +197,32 @@ void add_heads(const AttentionShape& s, const Division& d, float* parts, size_t 
   }
 }
 
+// mass [batch][1 + tokens][capacity] += sums [tiles][batch][heads][tokens of a tile][keys], each token's behind
+// the first row.
+void add_sums_by_node(const AttentionShape& s, const Division& d, const float* sums, size_t keys,
+                      float* mass) {
+  for (size_t i = 0; i < d.tiles * heads(s); i++, sums += d.tokens * keys) {
+    const size_t first = i / heads(s) * d.tokens, last = std::min(s.tokens, first + d.tokens);
+    const size_t row = i % heads(s) / s.used_heads * (1 + s.tokens) + 1;
+    for (size_t token = first; token < last; token++) {
+      float* to = mass + (row + token) * s.capacity;
+      const float* from = sums + (token - first) * keys;
+      for (size_t key = 0; key < visible(s); key++) to[key] += from[key];
+    }
+  }
+}
+
+// Of a tile's rows each token's alone: the other factors are 0. `own` has room for the tile's rows.
+void add_mass_by_node(const AttentionShape& s, const AttentionTile& t, float* own, size_t keys,
+                      float* sums) {
+  const size_t rows = (t.last - t.first) * s.group;
+  for (size_t first = 0; first < rows; first += s.group, sums += keys) {
+    std::fill(own, own + padded_width(rows), 0.0f);
+    std::copy(t.total + first, t.total + first + s.group, own + first);
+    backend().add_mass(t, rows, own, sums);
+  }
+}
+
 // mass [batch][capacity] += sums [tiles][batch][count][keys].
 void add_sums(const AttentionShape& s, const Division& d, const float* sums, size_t count, size_t keys,
               float* mass) {
@@ -235,7 +261,7 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   // What is attended to, in whole blocks of keys. Heads and tiles that have no parts have sums of their own,
   // so that these do not depend on which thread was first.
   const size_t keys = (visible(s) + kKeyBlock - 1) / kKeyBlock * kKeyBlock;
-  const size_t summed = shared ? 1 : s.used_heads;
+  const size_t summed = shared ? 1 : s.used_heads * (s.by_node ? d.tokens : 1);
   const size_t sums_bytes = d.tiles * s.batch * summed * keys * sizeof(float);
   float* sums = mass ? static_cast<float*>(thread_scratch(kMass, sums_bytes)) : nullptr;
   if (mass && !sums) return kNoMemory;
@@ -270,6 +296,10 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     for (size_t cut = 0; mass && !shared && cut < d.cuts; cut++) {
       t = d.tile(s, tile, cut);
       d.lay_out(t, reinterpret_cast<float*>(of_tile + cut * part_bytes));
+      if (s.by_node) {
+        add_mass_by_node(s, t, work, keys, sums + (tile * heads(s) + head) * d.tokens * keys);
+        continue;
+      }
       const size_t rows = (t.last - t.first) * s.group;
       kernels.add_mass(t, rows, t.total, sums + (tile * heads(s) + head) * keys);
     }
@@ -278,7 +308,11 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   if (failed) return kNoMemory;
   if (mass) {
     if (parts) add_heads(s, d, reinterpret_cast<float*>(parts), keys, sums);
-    add_sums(s, d, sums, summed, keys, mass);
+    if (s.by_node) {
+      add_sums_by_node(s, d, sums, keys, mass);
+    } else {
+      add_sums(s, d, sums, summed, keys, mass);
+    }
   }
   return nullptr;
 }

@@ -6,8 +6,8 @@
 namespace jaxllm {
 namespace {
 
-// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or
-// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, and counts -> y like q, and
+// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or of
+// a tree [B, 1 + T, S] or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, and counts -> y like q, and
 // caches and mass, in place. Of the K heads counts[heads_at] are used.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer rows, AnyBuffer positions, AnyBuffer valid,
@@ -59,10 +59,11 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   size_t used_heads;
   if (!read_count(counts, heads_at, 1, kv_heads, used_heads)) return wrong("a count is out of range");
   float* attended = nullptr;
+  const bool by_node = rank(mass) == 3;
   if (mass.element_count() != 0) {
-    if (!is_float(mass) || mass.element_count() != batch * capacity ||
-        new_mass->size_bytes() != mass.size_bytes()) {
-      return wrong("the mass must be float32 [B, S]");
+    if (!is_float(mass) || mass.element_count() != batch * (by_node ? 1 + tokens : 1) * capacity ||
+        new_mass->size_bytes() != mass.size_bytes() || (by_node && nodes == 0)) {
+      return wrong("the mass must be float32 [B, S], or of a tree [B, 1 + T, S]");
     }
     attended = static_cast<float*>(in_place(mass, new_mass));
   }
@@ -84,7 +85,8 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                              static_cast<size_t>(window),
                              scale,
                              softcap,
-                             type == ffi::DataType::F16};
+                             type == ffi::DataType::F16,
+                             by_node};
   return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
                           sin.reinterpret_data<float>(), in_place(keys, new_keys),

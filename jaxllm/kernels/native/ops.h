@@ -131,12 +131,14 @@ struct AttentionShape {
   size_t window;
   float scale, softcap;
   bool half;
+  bool by_node;  // the mass is counted for each node of a tree, not for all tokens together
 };
 // Turns new keys by cos and sin [tokens][rotary], writes them and new values into the cache, and attends.
 // q, y [batch][tokens][kv_heads][group][width]; k, v [batch][tokens][kv_heads][width]; caches
 // [batch][kv_heads][capacity][width]. What would lie beyond the capacity is not written, nor is y for heads
 // that are not used. To `mass` [batch][capacity], unless it is null, what the valid tokens' queries attend to
-// each position is added.
+// each position is added; `by_node` to mass [batch][1 + tokens][capacity] what each one's do, to a row of its
+// own behind the first.
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 

@@ -222,3 +222,28 @@ def test_the_draft_counts_in_the_budget(folder, plain):
 def test_there_is_no_such_drafter(folder, plain):
     with pytest.raises(ConfigError, match=r"no drafter 'oracle'; there are model, ngram, level"):
         open_drafted(folder, plain, SpeculationOptions(drafter="oracle"))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_attention_is_counted_as_without_drafts(folder, plain, share):
+    """Contexts choose widths by it: nodes that are not kept have attended to nothing."""
+    options = dataclasses.replace(OPTIONS, kv_codec="raw", cache_tokens=(128,))
+    found = []
+    for drafted in (False, True):
+        spoken = speculation(folder, "itself") if drafted else None
+        memory = 0
+        if drafted and share:
+            others = fixed_bytes(CFG, plain.options) + drafter_bytes(spoken, OPTIONS.context_tokens, CFG)
+            memory = whole_budget(others + int(share * plain.bundle.weight_bytes) + (1 << 20))
+        own = dataclasses.replace(options, memory_bytes=memory)
+        engine = Engine.open(plain.bundle.path, options=own, speculation=spoken, warm_up=False)
+        engine.warm_up(prompt_tokens=20, max_tokens=48)
+        session = Session()
+        answer = engine.stream(PROMPT, GREEDY, session=session).result()
+        assert not drafted or engine.speculative.counts.nodes > engine.speculative.counts.accepted
+        assert (engine.streamed is not None) == (drafted and share > 0)
+        assert session.cache is not None
+        found.append((answer.tokens, np.asarray(session.cache.mass)[0, : len(session.tokens)]))
+    (tokens, mass), (same, ours) = found
+    assert same == tokens
+    np.testing.assert_allclose(ours, mass, rtol=1e-3)

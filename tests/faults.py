@@ -1,0 +1,128 @@
+"""A device that fails: the k-th file operation below a folder raises what a broken or a full one does.
+
+    with FailingDevice(folder, at=None) as all_of_it: act()                    counts the operations
+    with FailingDevice(folder, at=17, error=errno.EIO) as one: act()           fails the 17th
+
+Operations are calls of `os` and of open files; where they are of, this process's table of files says.
+"""
+
+import builtins
+import errno as errors
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ERRORS = (errors.EIO, errors.ENOSPC)
+# Those whose first argument says of what; of these no other leads to a file.
+_BY_PATH = (
+    "open", "mkdir", "rmdir", "rename", "replace", "unlink", "remove", "listdir", "scandir", "stat", "lstat",
+    "link", "truncate",
+)  # fmt: skip
+_BY_NUMBER = ("fsync", "fdatasync", "fstat", "preadv", "pread", "pwrite", "read", "write", "ftruncate")
+# None of them asks for room.
+_NEVER_FULL = (
+    "rmdir",
+    "unlink",
+    "remove",
+    "listdir",
+    "scandir",
+    "stat",
+    "lstat",
+    "fstat",
+    "preadv",
+    "pread",
+    "read",
+)
+
+
+class FailingDevice:
+    """Lets one operation below a folder fail, or, where it is the first of many, all from it on.
+
+    Attributes:
+      operations: that could have failed.
+      hit: the one that did, as "name path"; empty where none did.
+    """
+
+    def __init__(
+        self, folder: Path, at: int | None, *, error: int = errors.EIO, persistent: bool = False
+    ) -> None:
+        """Takes the number of the operation, counted from 1; None for none. `persistent` has all that follow
+        fail, too."""
+        self._folder, self._at, self._error, self._persistent = (
+            os.path.realpath(folder),
+            at,
+            error,
+            persistent,
+        )
+        self.operations, self.hit = 0, ""
+        self._real: list[tuple[Any, str, Callable[..., Any]]] = []
+
+    def __enter__(self) -> "FailingDevice":
+        for name in (*_BY_PATH, *_BY_NUMBER):
+            self._replace(os, name)
+        self._replace(io, "open")
+        self._replace(builtins, "open")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # An open file keeps its own methods: they must not fail any more.
+        self._at = None
+        for module, name, real in reversed(self._real):
+            setattr(module, name, real)
+        self._real.clear()
+
+    def _replace(self, module: Any, name: str) -> None:
+        real = getattr(module, name, None)
+        if real is None:
+            return
+        opens = module is not os
+
+        def called(*arguments: Any, **options: Any) -> Any:
+            where = self._where(arguments[0] if arguments else None)
+            if name == "open" and not opens and not arguments[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+                # It looks at what is there.
+                where = where if self._error != errors.ENOSPC else None
+            if where is not None:
+                self._count(name, where)
+            result = real(*arguments, **options)
+            if opens and where is not None and result.writable():
+                self._watch(result, where)
+            return result
+
+        self._real.append((module, name, real))
+        setattr(module, name, called)
+
+    def _watch(self, file: Any, where: str) -> None:
+        """Has what is written to an open file count, too."""
+        for name in ("write", "flush"):
+            real = getattr(file, name)
+
+            def called(*arguments: Any, real: Callable[..., Any] = real, name: str = name) -> Any:
+                self._count(name, where)
+                return real(*arguments)
+
+            setattr(file, name, called)
+
+    def _where(self, of: Any) -> str | None:
+        """The path that an operation is of, where it lies below the folder."""
+        try:
+            if isinstance(of, int):
+                path = os.readlink(f"/proc/self/fd/{of}")
+            else:
+                path = os.path.abspath(os.fspath(of))
+        except (OSError, TypeError, ValueError):
+            return None
+        path = path if isinstance(path, str) else os.fsdecode(path)
+        return path if path == self._folder or path.startswith(f"{self._folder}/") else None
+
+    def _count(self, name: str, where: str) -> None:
+        if self._error == errors.ENOSPC and name in _NEVER_FULL:
+            return
+        self.operations += 1
+        if self._at is None:
+            return
+        if self.operations == self._at or (self._persistent and self.operations > self._at):
+            self.hit = self.hit or f"{name} {where}"
+            raise OSError(self._error, os.strerror(self._error), where)
