@@ -233,8 +233,8 @@ def test_attention_is_counted_as_without_drafts(folder, plain, share):
         spoken = speculation(folder, "itself") if drafted else None
         memory = 0
         if drafted and share:
-            others = fixed_bytes(CFG, plain.options) + drafter_bytes(spoken, OPTIONS.context_tokens, CFG)
-            memory = whole_budget(others + int(share * plain.bundle.weight_bytes) + (1 << 20))
+            others = fixed_bytes(CFG, engine.options) + drafter_bytes(spoken, OPTIONS.context_tokens, CFG)
+            memory = whole_budget(others + int(share * plain.bundle.weight_bytes))
         own = dataclasses.replace(options, memory_bytes=memory)
         engine = Engine.open(plain.bundle.path, options=own, speculation=spoken, warm_up=False)
         engine.warm_up(prompt_tokens=20, max_tokens=48)
