@@ -27,7 +27,7 @@ class Switches:
 
     Attributes:
       restorations: of each switch, how the context came back.
-      finish_ms: of each call, what keeping the context took when it had ended.
+      finish_ms: of each call, what keeping the context took besides (see `ContextAnswer`).
       caching: how storage was read; empty where nothing was.
     """
 
@@ -39,6 +39,11 @@ class Switches:
     def mean_ms(self) -> float:
         """Of a switch."""
         return float(np.mean([each.took_ms for each in self.restorations]))
+
+    @property
+    def mean_finish_ms(self) -> float:
+        """Of a call."""
+        return float(np.mean(self.finish_ms))
 
     @property
     def note(self) -> str:

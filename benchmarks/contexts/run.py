@@ -203,7 +203,10 @@ def run(
         found[cell] = {}
         for system in SYSTEMS:
             found[cell][system.name] = each = bench.switches(system, cell)
-            tell(f"{cell.name}: {system.name} {each.mean_ms:.1f} ms; {each.note}")
+            tell(
+                f"{cell.name}: {system.name} {each.mean_ms:.1f} ms and {each.mean_finish_ms:.1f} ms to keep; "
+                f"{each.note}"
+            )
         rows += switch_rows(cell.name, found[cell], cell.device)
     for device, pattern in dict.fromkeys((cell.device, cell.pattern) for cell in found):
         of = {

@@ -38,7 +38,8 @@ class ContextAnswer(Iterator[str]):
     Attributes:
       generation: the answer's text, tokens and timings.
       restoration: how the context came back; before the first piece was asked for, nothing.
-      finish_ms: what it took to compress and store what was said, when the answer had ended.
+      finish_ms: what it took to make room in memory for what was said, and to compress and store it when the
+        answer had ended.
     """
 
     # What `__del__` looks at, however far `__init__` came.
@@ -95,9 +96,12 @@ class ContextAnswer(Iterator[str]):
             self._state = "running"
             self._turn.stop = weakref.WeakMethod(self._stop)
             self.restoration = self._turn.restoration
+        # An answer that has ended has no more pieces.
         piece = next(self.generation)
-        if self._turn is not None:
-            self._contexts.grow(self._turn, len(self.generation.sequence))
+        assert self._turn is not None
+        began = time.perf_counter()
+        self._contexts.grow(self._turn, len(self.generation.sequence))
+        self.finish_ms += 1000 * (time.perf_counter() - began)
         return piece
 
     def _stop(self) -> None:
@@ -116,7 +120,7 @@ class ContextAnswer(Iterator[str]):
             return
         began = time.perf_counter()
         self._contexts.finish(turn, self.generation.sequence, self.generation.reused_tokens)
-        self.finish_ms = 1000 * (time.perf_counter() - began)
+        self.finish_ms += 1000 * (time.perf_counter() - began)
 
     def _try_to_end(self) -> None:
         """`_end` where something else is to come out than what it may raise."""

@@ -27,14 +27,17 @@ DATA = Path(__file__).parents[3] / "shared" / "data"
 
 
 def switches(*times_ms, caching="direct"):
-    return Switches([Restoration(resident=3, read=(4,), took_ms=each) for each in times_ms], [], caching)
+    restorations = [Restoration(resident=3, read=(4,), took_ms=each) for each in times_ms]
+    return Switches(restorations, [5.0, 7.0], caching)
 
 
 def test_a_mean_switch_and_how_it_was_read():
     rows = switch_rows("a case", {OURS: switches(1.0, 3.0), "LMK": switches(40.0, caching="")}, REAL)
-    assert [(row.system, row.value, row.baseline, row.ratio) for row in rows] == [
-        (OURS, 2.0, "LMK", 20.0),
-        ("LMK", 40.0, None, None),
+    assert [(row.metric, row.system, row.value, row.baseline, row.ratio) for row in rows] == [
+        ("switch_ms", OURS, 2.0, "LMK", 20.0),
+        ("switch_ms", "LMK", 40.0, None, None),
+        ("finish_ms", OURS, 6.0, "LMK", 1.0),
+        ("finish_ms", "LMK", 6.0, None, None),
     ]
     assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
     assert "nothing on storage" in (rows[1].note or "")
@@ -141,7 +144,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     }  # fmt: skip
     assert all(row.value > 0 for row in switching)
     assert {row.metric for row in rows} == {
-        "switch_ms", "contexts_within_10_ms", "contexts_within_25_ms", "prefill_tokens_per_s",
+        "switch_ms", "finish_ms", "contexts_within_10_ms", "contexts_within_25_ms", "prefill_tokens_per_s",
         "decode_tokens_per_s",
     }  # fmt: skip
     # All of ours fits where that was planned for, and nothing is left behind.

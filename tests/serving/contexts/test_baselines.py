@@ -1,5 +1,7 @@
 """The systems that ours is compared with, as options of one manager: they answer alike, and keep as told."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from jaxllm.kv.recompute import LOST, Delay
 from jaxllm.kv.tolerance import allocate
 from serving.contexts.delays import Delays
 from serving.contexts.options import ContextOptions
+from serving.contexts.store import ContextStore
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 
 COMPUTE = Delays(
@@ -59,6 +62,38 @@ def test_every_system_goes_on_as_one_conversation(kept, system):
         assert all(stored) or system.writing != "ahead"
         answer = say(context, [1])
         assert len(answer.restoration.read) + len(answer.restoration.computed) == len(stored)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda system: system.name)
+def test_no_switch_waits_for_the_device_and_every_call_does(kept, monkeypatch, system):
+    """What leaves memory need not be safe from a power cut; what was said is, on whichever system."""
+    size, options = (
+        kept()._graphs[100].chunk_bytes(RAW),
+        system.options("", 1, ContextOptions(folder="").storage),
+    )
+    names = ("ratio", "policy", "writing", "recompute")
+    contexts = kept(budget_bytes=TIGHT * size, **{name: getattr(options, name) for name in names})
+    flushed, flush = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: flushed.append(number) or flush(number))
+    mine, how = [new(contexts) for _ in range(3)], []
+    for turn in range(2):
+        for context in mine:
+            answer = context.generate([turn + 1] * 40, max_tokens=4, ignore_eos=True)
+            flushed.clear()
+            next(answer)
+            assert not flushed
+            how.append(answer.restoration)
+            answer.result()
+            assert flushed
+    assert contexts.memory.evicted > 0
+    assert any(each.read or each.computed for each in how)
+    # What was not flushed is when the store is closed: the next process reads it.
+    contexts.close()
+    with ContextStore(contexts.store.root) as store:
+        assert store.verify() == []
+        there = {record.name: [bits != LOST for bits in record.bits] for record in store.records()}
+        assert system.writing != "ahead" or all(map(all, there.values()))
+        assert system.writing != "at-eviction" or any(map(any, there.values()))
 
 
 def test_what_is_written_when_it_leaves_is_not_written_before(kept):
