@@ -293,8 +293,13 @@ def _lower_tree(
     path, fed = jax.ShapeDtypeStruct((nodes,), jnp.int32), jax.ShapeDtypeStruct((nodes,), jnp.bool_)
     tree = jax.eval_shape(functools.partial(new_tree, room=nodes), scalar)
     if bucket.kind == "keep":
-        cache = dataclasses.replace(cache, mass=_mass_by_node(cache, nodes))
-        return jax.jit(keep_path, donate_argnums=(0,)).lower(cache, path, scalar)
+
+        def kept(cache: Any, mass: Any, *rest: Any) -> Any:
+            return keep_path(dataclasses.replace(cache, mass=mass), *rest)
+
+        # The mass comes out in another shape than it goes in.
+        mass, cache = _mass_by_node(cache, nodes), dataclasses.replace(cache, mass=None)
+        return jax.jit(kept, donate_argnums=(0,)).lower(cache, mass, path, scalar)
     if bucket.kind == "follow":
         return jax.jit(follow, donate_argnums=(0,)).lower(cache, tree, fed, path, scalar, scalar)
     if bucket.kind == "draft":

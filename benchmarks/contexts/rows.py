@@ -1,4 +1,4 @@
-"""The rows of switching: how long a switch takes on every system, how long keeping what was said, and how many
+"""The rows of switching: how long a switch takes on every system, and keeping what was said; and how many
 contexts that allows."""
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ LIMITS_MS = (10.0, 25.0)
 
 
 def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
-    """Mean switching latency of every system, and the mean time that keeping a context takes when its call has
-    ended, ours against each other."""
+    """Mean switching latency of every system, and the mean time that keeping a context takes besides, ours
+    against each other."""
     notes = {}
     for name, each in found.items():
         how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(

@@ -192,7 +192,7 @@ class LayeredTable(GraphTable, abc.ABC):
     def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
         """The cache with a path `[N]` of a tree behind its sequence instead of the tree."""
         graph = self.graph(self._bucket("keep", len(path), cache.capacity_tokens))
-        return graph(cache, np.asarray(path), np.int32(count))
+        return graph(dataclasses.replace(cache, mass=None), cache.mass, np.asarray(path), np.int32(count))
 
     @abc.abstractmethod
     def _pass(

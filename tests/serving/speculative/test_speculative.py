@@ -228,7 +228,7 @@ def test_there_is_no_such_drafter(folder, plain):
 def test_attention_is_counted_as_without_drafts(folder, plain, share):
     """Contexts choose widths by it: nodes that are not kept have attended to nothing."""
     options = dataclasses.replace(OPTIONS, kv_codec="raw", cache_tokens=(128,))
-    found = []
+    found, engine = [], plain
     for drafted in (False, True):
         spoken = speculation(folder, "itself") if drafted else None
         memory = 0
