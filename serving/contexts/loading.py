@@ -71,8 +71,7 @@ class ChunkLoader:
             except CheckpointError:
                 if attempt:
                     raise
-                # What is damaged is lost, and to this call what storage refuses; then the rest comes back, and
-                # that is computed.
+                # What is damaged is lost, and to this call what storage refuses: both are computed.
                 there = self._store.repair(name)
                 turn.record = self._store.record(name)
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
+from serving.contexts.root import PREVIOUS, RECORD
 from serving.generation import GenerationConfig
 
 # Whatever a call of a context runs through in this process.
@@ -16,7 +17,7 @@ FILES = (
         f"/serving/contexts/{name}.py"
         for name in (
             "context", "manager", "turn", "writing", "memory", "growth", "restore", "store", "stored",
-            "segment", "record", "lock",
+            "segment", "record", "record_file", "catalog", "loading", "pins", "lock",
         )
     ),
     "/serving/generation.py", "/serving/text.py", "/jaxllm/atomic.py",
@@ -111,8 +112,9 @@ class Victim:
         assert contexts.store.verify() == []
         # Nothing is left that no record names.
         for record in contexts.store.records():
-            folder = contexts.store._folder(record)
-            assert {each.name for each in folder.iterdir()} == {"record", *record.segments}
+            folder = contexts.store.root / f"app-{record.app}" / record.name
+            left = {each.name for each in folder.iterdir()} - {RECORD, PREVIOUS}
+            assert left == set(record.segments)
 
     def delete(self) -> None:
         """Makes room for the next."""
