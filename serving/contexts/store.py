@@ -390,7 +390,9 @@ class ContextStore:
             found = find_record(folder)
         except RecordMissing:
             self._catalog.records.pop(name, None)
-            self._catalog.remove(folder)
+            # What stays of it is swept later.
+            with contextlib.suppress(OSError):
+                self._catalog.remove(folder)
         else:
             self._catalog.records[name] = found.record
             with written(folder):
