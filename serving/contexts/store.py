@@ -153,7 +153,8 @@ class ContextStore:
         """
         folder_name(app)
         self._require_settled()
-        self._catalog.sweep()
+        with written(self.root):
+            self._catalog.sweep()
         name = new_name()
         record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use())
         folder = self._catalog.folder(record)
@@ -330,7 +331,8 @@ class ContextStore:
             if chunks.unread:
                 found.append(Damage(app=record.app, name=record.name, reason=chunks.reason, proved=False))
         if repair:
-            self._catalog.sweep()
+            with written(self.root):
+                self._catalog.sweep()
         return found
 
     def repair(self, name: str) -> Record:
@@ -390,9 +392,10 @@ class ContextStore:
             found = find_record(folder)
         except RecordMissing:
             self._catalog.records.pop(name, None)
-            # What stays of it is swept later.
-            with contextlib.suppress(OSError):
+            try:
                 self._catalog.remove(folder)
+            except OSError:
+                self._catalog.leftovers.add(folder)
         else:
             self._catalog.records[name] = found.record
             with written(folder):

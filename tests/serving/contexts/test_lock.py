@@ -1,0 +1,204 @@
+"""The lock of a store: what was opened dies with it, and neither children nor those who lost it write."""
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
+from serving.contexts.lock import StoreLock
+from serving.contexts.store import ContextStore
+from tests.faults import FailingDevice
+from tests.serving.contexts.test_store import ORIGIN, grown, holds
+
+
+def forked(act):
+    """What a forked child says of `act`: its error, or "done"."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        # That threads of JAX are not there in a child, which asks for none of it.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        try:
+            said = str(act() or "done")
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as file:
+        return file.read()
+
+
+def test_a_store_that_was_closed_is_of_no_use(tmp_path):
+    store = ContextStore(tmp_path / "store")
+    record = store.create("a", ORIGIN)
+    store.close()
+    store.close()
+    with ContextStore(tmp_path / "store") as owner:
+        kept = owner.commit(*grown(owner.record(record.name), [8, 8]))
+        for use in (
+            lambda: store.commit(*grown(record, [8])),
+            lambda: store.create("a", ORIGIN),
+            lambda: store.delete(record.name),
+            lambda: store.record(record.name),
+            store.records,
+            store.verify,
+        ):
+            with pytest.raises(ConfigError, match="was closed, and what was opened from it with it"):
+                use()
+        assert holds(owner, record.name) == kept
+
+
+def test_a_child_neither_uses_the_lock_nor_keeps_it(tmp_path):
+    store = ContextStore(tmp_path)
+    record = store.create("a", ORIGIN)
+    assert "ConfigError" in forked(lambda: store.create("a", ORIGIN))
+    assert "forked this one" in forked(lambda: store.commit(*grown(record, [8])))
+    # Nor does it let others have its parent's.
+    assert forked(store.close) == "done"
+    assert "in use by another process" in forked(lambda: ContextStore(tmp_path))
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0)
+    try:
+        store.close()
+        # While the child lives.
+        with ContextStore(tmp_path) as again:
+            assert again.record(record.name) == record
+    finally:
+        os.write(write, b"x")
+        os.waitpid(child, 0)
+
+
+def test_who_lost_the_folder_does_not_write_into_the_new_one(tmp_path):
+    root = tmp_path / "store"
+    stale = ContextStore(root)
+    record = stale.create("a", ORIGIN)
+    shutil.move(root, tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", root)
+    with ContextStore(root) as owner:
+        kept = owner.commit(*grown(owner.record(record.name), [8, 8]))
+        with pytest.raises(ConfigError, match="was removed or replaced while it was open"):
+            stale.commit(*grown(record, [8]))
+        stale.close()
+        assert holds(owner, record.name) == kept
+
+
+def test_a_lock_is_one_process_s_at_a_time(tmp_path):
+    lock = StoreLock(tmp_path / "lock")
+    with pytest.raises(ConfigError, match="in use by another process"):
+        StoreLock(tmp_path / "lock")
+    lock.release()
+    lock.release()
+    StoreLock(tmp_path / "lock").release()
+
+
+def test_what_is_deleted_stays_deleted_after_a_power_cut(tmp_path, monkeypatch):
+    """The device knows of it before the rest goes; so it does of what was made."""
+    with ContextStore(tmp_path) as store:
+        flushed, flush = [], os.fsync
+
+        def watched(number):
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            flushed.append((path, sorted(each.name for each in path.iterdir()) if path.is_dir() else []))
+            flush(number)
+
+        monkeypatch.setattr(os, "fsync", watched)
+        record = store.create("a", ORIGIN)
+        folder = tmp_path / "app-a" / record.name
+        assert {folder, folder.parent, tmp_path} <= {path for path, _ in flushed}
+        store.commit(*grown(record, [8]))
+        flushed.clear()
+        store.delete(record.name)
+        assert flushed[0] == (folder, ["0.kv"])
+
+
+def test_quotas_count_what_a_commit_frees(tmp_path):
+    with ContextStore(tmp_path) as store:
+        first = store.commit(*grown(store.create("a", ORIGIN), [8] * 4))
+        used = store.used_bytes()
+    with ContextStore(tmp_path, quota_bytes=used + 5000) as store:
+        # As large as the one before, which it takes the place of.
+        again = store.commit(*grown(first, [8] * 4, salt=1))
+        assert holds(store, again.name, salt=1) == again
+        with pytest.raises(BudgetExceeded, match="all contexts may take"):
+            store.commit(*grown(again, [8] * 12))
+    with ContextStore(tmp_path, quota_bytes=1) as store:
+        # What does not grow may be kept, however much there is.
+        store.commit(store.record(first.name))
+        store.delete(first.name)
+
+
+def test_a_quota_leaves_room_to_put_segments_together(tmp_path):
+    with ContextStore(tmp_path) as store:
+        record = store.create("a", ORIGIN)
+        for count in range(1, 11):
+            longer, chunks = grown(record, [8] * count)
+            record = store.commit(longer, {count - 1: chunks[count - 1]})
+        used = store.used_bytes()
+    with ContextStore(tmp_path, quota_bytes=used, app_quota_bytes=used) as store:
+        assert len(store.compact(record.name).segments) == 1
+        holds(store, record.name)
+        assert store.used_bytes() < used
+
+
+def test_a_record_that_cannot_be_written_leaves_no_segment(tmp_path):
+    with ContextStore(tmp_path) as store:
+        record = store.commit(*grown(store.create("a", ORIGIN), [8, 8]))
+        folder = tmp_path / "app-a" / record.name
+        longer = grown(record, [8, 8, 8], salt=1)
+        with FailingDevice(tmp_path, None) as whole:
+            store.commit(*longer)
+        record = store.record(record.name)
+        for place in range(1, whole.operations + 1):
+            with FailingDevice(tmp_path, place) as device:
+                try:
+                    store.commit(*grown(record, [8, 8, 8], salt=1))
+                except JaxllmError:
+                    pass
+                else:
+                    # An older one that could not be removed goes with the next commit.
+                    device.mend()
+                    store.commit(store.record(record.name))
+            kept = store.record(record.name)
+            assert {each.name for each in folder.glob("*.kv")} == set(kept.segments), device.hit
+            holds(store, record.name, salt=1)
+
+
+def test_closing_at_exit_says_nothing(tmp_path, engine_of):
+    """An answer that nobody ended is kept."""
+    engine = engine_of("raw")
+    code = f"""
+from serving.contexts.context import Context
+from serving.contexts.manager import Contexts
+from serving.contexts.options import ContextOptions
+from serving.direct_io import Storage
+from serving.engine import Engine
+from serving.experts.options import ExpertOptions
+from serving.options import EngineOptions
+from serving.prefill.options import PrefillOptions
+engine = Engine.open({str(engine.bundle.path)!r}, options={engine.options!r})
+contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
+answer = Context(contexts, contexts.create("mail")).generate([5] * 40, max_tokens=20, ignore_eos=True)
+next(answer)
+"""
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    with ContextStore(tmp_path / "store") as store:
+        assert len(store.records()[0].tokens) > 40
+        assert store.verify() == []
