@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class Engine(Answerer):
-    """Answers requests with one model, or one of its levels. Not thread-safe: one answer at a time.
+    """Answers requests with one model, or one of its levels. Threads may share it (see `Answerer`).
 
     Attributes:
       bundle: the open model file.
@@ -243,10 +243,11 @@ class Engine(Answerer):
     def close(self) -> None:
         """Ends the reading of weights and the processors of prefill, if there are such; it answers nothing
         more."""
-        if self._streamed is not None:
-            self._streamed.close()
-        if self._processors is not None:
-            self._processors.close()
+        with self.table.lock:
+            if self._streamed is not None:
+                self._streamed.close()
+            if self._processors is not None:
+                self._processors.close()
 
     def prefill_mode(self, tokens: int, level: int | None = None) -> Literal["int8", "float"]:
         """How a prompt of so many tokens is read, at a level or at this engine's own."""
@@ -272,11 +273,9 @@ class Engine(Answerer):
         """
         if not self.options.adapter_rank:
             raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
-        if folder is None:
-            self._put({}, 1.0)
-            return
-        lora, adapter = _read_adapter(Path(folder), self.bundle)
-        self._put(adapter, lora.scaling)
+        lora, adapter = (None, {}) if folder is None else _read_adapter(Path(folder), self.bundle)
+        with self.table.lock:
+            self._put(adapter, 1.0 if lora is None else lora.scaling)
 
     def _put(self, adapter: Adapter, scaling: float) -> None:
         if adapter and isinstance(self.table, IntegerTable):
@@ -314,6 +313,10 @@ class Engine(Answerer):
           max_tokens: of that one request; 0 where it is not known.
           progress: called with ("compile", graphs done, graphs in all).
         """
+        with self.table.lock:
+            self._warm_up(prompt_tokens, max_tokens, progress)
+
+    def _warm_up(self, prompt_tokens: int | None, max_tokens: int, progress: Progress | None) -> None:
         levels = self.table.levels if self.table.level == WHOLE else (self.table.level,)
         tables = [self.table.at(each) for each in levels]
         if prompt_tokens is None:

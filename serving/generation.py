@@ -5,6 +5,7 @@ new. `Generation` drives one request and can be stopped between any two dispatch
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Protocol
@@ -37,7 +38,15 @@ class Window(Protocol):
 
 
 class Decoder(Protocol):
-    """What an answer is made with: the graphs of a model, as calls (see `BucketTable`, the first of them)."""
+    """What an answer is made with: the graphs of a model, as calls (see `BucketTable`, the first of them).
+
+    One call at a time: whoever calls holds `lock`.
+    """
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Of the model: all of its levels and drafts share it."""
+        ...
 
     @property
     def cfg(self) -> ModelConfig:
@@ -162,6 +171,9 @@ class Timings:
 class Generation(Iterator[str]):
     """An answer as it comes: iterate for pieces of text, then read the rest.
 
+    A piece is made under the model's lock (`Decoder.lock`), which is free between pieces: answers of several
+    threads, or several of one, take turns piece by piece.
+
     Attributes:
       prompt_tokens: number of tokens of the prompt.
       reused_tokens: how many of them were in the session's cache already.
@@ -207,12 +219,14 @@ class Generation(Iterator[str]):
 
     def __next__(self) -> str:
         require_not_forked()
-        return next(self._pieces)
+        with self._table.lock:
+            return next(self._pieces)
 
     def close(self) -> None:
         """Stops; what was decoded so far stays in the session."""
         require_not_forked()
-        self._pieces.close()
+        with self._table.lock:
+            self._pieces.close()
 
     def result(self) -> "Generation":
         """Runs to the end and returns itself."""

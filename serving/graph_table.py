@@ -9,6 +9,7 @@ under a user's request. What runs the graphs are its subclasses: `BucketTable` f
 import abc
 import concurrent.futures
 import copy
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -36,9 +37,11 @@ _PROGRESS_S = 1.0
 class GraphTable(BucketPlan, abc.ABC):
     """Compiled graphs of one model on one device, seen from one of its levels.
 
-    The tables of a model's levels (`at`) share the graphs and the counts of them.
+    The tables of a model's levels (`at`) share the graphs, the counts of them and the lock. Calls that take
+    or change weights, graphs or caches come one at a time: engines and answers hold the lock for them.
 
     Attributes:
+      lock: see above; a thread may take it again.
       cfg: the model, or the sub-model of this level.
       level: in percent; 100 is the whole model.
       graphs_level: the level whose graphs this one runs: itself, or 100 where all run the same.
@@ -59,6 +62,7 @@ class GraphTable(BucketPlan, abc.ABC):
         store: GraphStore | None = None,
     ) -> None:
         """Makes an empty table of the whole model; `store` keeps its graphs for later processes."""
+        self.lock = threading.RLock()
         self.cfg = cfg
         self.level = self.graphs_level = WHOLE
         self.options = options

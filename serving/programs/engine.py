@@ -18,7 +18,9 @@ from serving.speculative.options import SpeculationOptions
 
 
 class ProgramEngine(Answerer):
-    """Answers prompts with the programs of one folder, as one level. One answer at a time.
+    """Answers prompts with the programs of one folder, as one level.
+
+    Threads may share it, as they may an `Engine`: answers take turns piece by piece.
 
     Attributes:
       executor: runs the programs.
@@ -85,6 +87,10 @@ class ProgramEngine(Answerer):
     ) -> None:
         """Gets the programs of this level ready: all, or those that one request needs (see
         `serving.Engine.warm_up`)."""
+        with self.table.lock:
+            self._warm_up(prompt_tokens, max_tokens, progress)
+
+    def _warm_up(self, prompt_tokens: int | None, max_tokens: int, progress: Progress | None) -> None:
         began = time.perf_counter()
         table, drafts = self.table, self.speculative
         if drafts is not None and prompt_tokens is None:

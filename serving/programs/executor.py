@@ -4,6 +4,7 @@
 model.
 """
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +23,12 @@ class Executor(Protocol):
     return is only ever given back to `grow`, `run` or `keep`, once.
 
     Attributes:
+      lock: held by whoever calls: one call at a time.
       moves_rows: whether there is `keep`; else trees must be lines, of which whatever is accepted lies where
         it belongs.
     """
 
+    lock: threading.RLock
     moves_rows: bool
 
     @property

@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ class JaxPrograms:
         key: Callable[[Signature], str],
         store: ExecutableFolder | None,
     ) -> None:
-        self.manifest = manifest
+        self.manifest, self.lock = manifest, threading.RLock()
         self._weights, self._step, self._key, self._store = weights, step, key, store
         self._compiled: dict[str, Any] = {}
 

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -76,6 +77,7 @@ class LiteRtExecutor:
         from ai_edge_litert.options import Options
 
         self.manifest, self.threads = manifest, threads or usable_cores()
+        self.lock = threading.RLock()
         file, *others = {each.file for each in manifest.signatures}
         if others or manifest.cache_dtype != "float32":
             raise ProgramError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,11 @@ class ProgramTable:
         # Asked for with every token.
         self._lengths = manifest.cache_tokens(level)
         self._program = functools.cache(functools.partial(_program, manifest, level))
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The executor's, which all levels share."""
+        return self.executor.lock
 
     @property
     def signatures(self) -> list[Signature]:

@@ -6,6 +6,7 @@ plain decoding would. Targets may be tables of graphs or exported programs: noth
 """
 
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -106,6 +107,11 @@ class Rounds(Generic[AnyTarget]):
         self._options = options
         self._fallback, self._thrift = Fallback(options.alpha), Thrift()
         self._verify_cost = VerifyCost(options.trees.nodes[-1])
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The target's, under which the drafter is run, too."""
+        return self.target.lock
 
     @property
     def cfg(self) -> ModelConfig:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jaxllm.errors import ConfigError
 from serving.direct_io import PAGE, PieceReader, aligned
 from serving.streaming.pieces import LayerPiece, Piece, Range, read_bytes
 
@@ -128,10 +129,18 @@ class WeightStream:
         """Other ranges of the same pieces from now on: those of another level.
 
         What stays in memory stays whole.
+
+        Raises:
+          ConfigError: the stream is closed.
         """
-        if [each.ranges for each in pieces] != [each.ranges for each in self._pieces]:
-            self._forget()
-            self._pieces = list(pieces)
+        with self._changed:
+            self._require_open()
+            if [each.ranges for each in pieces] == [each.ranges for each in self._pieces]:
+                return
+            # In one step for the thread that reads: a slot filled by the old ranges would be taken for a new
+            # piece.
+            self._drop_all()
+            self._next, self._pieces = 0, list(pieces)
 
     @contextlib.contextmanager
     def piece(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Slot]:
@@ -143,6 +152,7 @@ class WeightStream:
 
         Raises:
           CheckpointError: it cannot be read. The next pass tries again.
+          ConfigError: the stream is closed.
         """
         if (slot := self._staying.get(number)) is not None:
             yield slot
@@ -166,6 +176,7 @@ class WeightStream:
 
     def _take(self, number: int, meanwhile: Meanwhile | None) -> Slot:
         with self._changed:
+            self._require_open()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
                 self._thread.start()
@@ -174,7 +185,8 @@ class WeightStream:
                 self._drop_all()
                 self._next, self._wanted = self._coming.index(number), True
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: bool(self._ahead))
+                self._changed.wait_for(lambda: bool(self._ahead) or self._closed)
+                self._require_open()
             slot = self._ahead[0]
         while not slot.ready and meanwhile is not None and meanwhile(self._wait_s(slot)):
             pass
@@ -188,6 +200,10 @@ class WeightStream:
                 raise error
         return slot
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("the engine of these weights is closed; open another one")
+
     def _wait_s(self, slot: Slot) -> float:
         """How long it should take until a piece is there that is being read."""
         counts = self.counts
@@ -195,11 +211,6 @@ class WeightStream:
             return 0.0
         takes = read_bytes(self._pieces[slot.piece]) * counts.reading_s / counts.read_bytes
         return max(0.0, slot.began + takes - time.perf_counter())
-
-    def _forget(self) -> None:
-        with self._changed:
-            self._drop_all()
-            self._next = 0
 
     def _drop_all(self) -> None:
         """Gives all slots back, once nothing is read into them any more."""

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -213,3 +214,26 @@ def test_rows_of_tokens_are_those_of_the_table(bundle_of, resident_of):
     rows = np.asarray(whole.bundle.load()["embed.tokens"])[[3, 250, 3, 17]]
     np.testing.assert_array_equal(np.asarray(table)[places[0]], rows)
     streamed.close()
+
+
+def test_threads_share_an_engine(bundle_of, resident_of):
+    streamed = open_streamed(bundle_of(), resident_of())
+    prompts = [PROMPT, "the", "hello there, the hello"]
+    expected = [answer(streamed, prompt=prompt) for prompt in prompts]
+    found = []
+
+    def ask(number):
+        for turn in range(3):
+            place = (number + turn) % len(prompts)
+            found.append(streamed.generate(prompts[place], CONFIG).tokens == expected[place])
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert found == [True] * 12
+    streamed.close()
+    with pytest.raises(ConfigError, match="closed"):
+        streamed.generate(PROMPT, CONFIG)
