@@ -43,6 +43,14 @@ def give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def memory_bytes() -> int | None:
+    """Of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def process_age_ms() -> float | None:
     """Time since this process began, to about 10 ms; None where the system does not tell."""
     try:

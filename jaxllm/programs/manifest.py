@@ -9,6 +9,7 @@ caches shorter than the context `cache_512_decode`. The manifest says all that a
 running them takes neither model code nor the bundle.
 """
 
+import collections
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ import xxhash
 
 from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError, ProgramError
+from jaxllm.programs.files import StoredFile, opened, require_ints, require_text
 from jaxllm.tokenizer import TokenizerFiles
 
 # "live" programs are in no folder: what a process traces for itself.
@@ -34,8 +36,8 @@ VERSION = 2
 KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
 # What the names of an adapter's sides end in, behind their parameter's.
 LEFT, RIGHT = ".left", ".right"
-_READ_BYTES = 1 << 24
-_MAX_TEXT_BYTES = 64 << 20
+_MAX_MANIFEST_BYTES, _MAX_TOKENIZER_BYTES = 16 << 20, 64 << 20
+_MAX_SIGNATURES = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,9 @@ class Signature:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"a program of kind {self.kind!r:.40}")
-        _require_ints("a program", (self.tokens, self.level), 1, MAX_DIMENSION)
-        _require_ints("a program's cache", (self.cache_tokens,), 0, MAX_DIMENSION)
+        require_text("a program's file", self.file)
+        require_ints("a program", (self.tokens, self.level), 1, MAX_DIMENSION)
+        require_ints("a program's cache", (self.cache_tokens,), 0, MAX_DIMENSION)
 
     @property
     def name(self) -> str:
@@ -109,7 +112,8 @@ class Argument:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require_ints(f"the shape of {self.stored!r:.80}", self.shape or (None,), 1, MAX_DIMENSION)
+        require_text("a weight", self.stored)
+        require_ints(f"the shape of {self.stored!r:.80}", self.shape or (None,), 1, MAX_DIMENSION)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,23 +139,6 @@ class ProgramLevel:
                 )
             found[name] = whole[: each.shape[0]]
         return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredFile:
-    """Size and checksum of a file of the folder."""
-
-    size_bytes: int
-    xxh3_128: str
-
-    @classmethod
-    def of(cls, path: Path) -> "StoredFile":
-        """As the file is."""
-        digest = xxhash.xxh3_128()
-        with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-        return cls(size_bytes=path.stat().st_size, xxh3_128=digest.hexdigest())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,19 +172,26 @@ class Manifest:
     made_with: Mapping[str, str]
 
     def __post_init__(self) -> None:
+        for what in (self.name, self.model, *self.platforms, *self.made_with.values()):
+            require_text("the manifest", what)
+        require_ints("the number of programs", (len(self.signatures),), 1, _MAX_SIGNATURES)
         if WHOLE not in self.levels:
             raise ValueError("there is no whole model")
-        _require_ints("context_tokens", (self.context_tokens,), 1, self.levels[WHOLE].cfg.window_tokens)
+        for level in self.levels:
+            require_ints("a level", (level,), 1, WHOLE)
+        require_ints("context_tokens", (self.context_tokens,), 1, self.levels[WHOLE].cfg.window_tokens)
         if self.cache_dtype not in CACHE_DTYPES:
             raise ValueError(f"cache_dtype {self.cache_dtype!r:.40}")
         for each in self.signatures:
             room = self.room(each)
             if each.level not in self.levels or each.tokens > room or room > self.context_tokens:
                 raise ValueError(f"{each.name} is of no level, or does not fit its caches")
+        kinds = collections.defaultdict(list)
+        for each in self.signatures:
+            kinds[each.level, self.room(each)].append(each.kind)
         for level in self.levels:
             for cache in {self.context_tokens, *self.cache_tokens(level)}:
-                kinds = [each.kind for each in self._of(level, cache)]
-                if kinds.count("decode") != 1 or "prefill" not in kinds:
+                if kinds[level, cache].count("decode") != 1 or "prefill" not in kinds[level, cache]:
                     raise ValueError(f"level {level} cannot read a prompt and decode in {cache} tokens")
 
     def room(self, signature: Signature) -> int:
@@ -235,6 +229,11 @@ class Manifest:
         """Shapes `[1, K, S, H]` of a level's caches by name."""
         return cache_shapes(self.levels[level].cfg, cache_tokens)
 
+    def _stored(self, folder: Path, name: str) -> StoredFile:
+        if name not in self.files:
+            raise ProgramError(f"{folder} has no {name}; export the model again")
+        return self.files[name]
+
     def _sizes(self, kind: Kind, level: int, cache_tokens: int) -> tuple[int, ...]:
         return tuple(sorted(each.tokens for each in self._of(level, cache_tokens) if each.kind == kind))
 
@@ -255,9 +254,11 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            if path.stat().st_size > _MAX_TEXT_BYTES:
-                raise ProgramError(f"{path}: {path.stat().st_size} bytes are no manifest")
-            data = json.loads(path.read_text(encoding="utf-8"))
+            with opened(path) as file:
+                text = file.read(_MAX_MANIFEST_BYTES + 1)
+            if len(text) > _MAX_MANIFEST_BYTES:
+                raise ProgramError(f"{path}: more than {_MAX_MANIFEST_BYTES} bytes are no manifest")
+            data = json.loads(text)
         except OSError as error:
             raise ProgramError(
                 f"{folder}: not a folder of programs ({error.strerror}); make one with `jaxllm export`"
@@ -271,10 +272,10 @@ class Manifest:
             )
         try:
             manifest = cls._parsed(data)
-        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
             raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
         for name, stored in manifest.files.items():
-            if Path(name).name != name:
+            if Path(name).name != name or "\0" in name:
                 raise ProgramError(f"{path}: {name!r:.80} is not a file of its folder")
             file = folder / name
             if not file.is_file() or file.stat().st_size != stored.size_bytes:
@@ -297,6 +298,22 @@ class Manifest:
             raise ValueError(f"there is no file {', '.join(unknown) or TOKENIZER}")
         return manifest
 
+    def read_intact(self, folder: Path, name: str, *, most_bytes: int) -> bytes:
+        """What a file holds.
+
+        Raises:
+          ProgramError: its checksum is wrong, it is larger than `most_bytes`, or the manifest has none such.
+        """
+        path = folder / name
+        stored = self._stored(folder, name)
+        if stored.size_bytes > most_bytes:
+            raise ProgramError(f"{path}: {stored.size_bytes} bytes are more than a program of it can be")
+        with opened(path) as file:
+            raw = file.read(stored.size_bytes + 1)
+        if StoredFile(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw)) != stored:
+            raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
+        return raw
+
     def require_intact(self, folder: Path, name: str) -> Path:
         """The path of a file whose checksum is right.
 
@@ -304,9 +321,7 @@ class Manifest:
           ProgramError: it is not, or the manifest has no such file.
         """
         path = folder / name
-        if name not in self.files:
-            raise ProgramError(f"{folder} has no {name}; export the model again")
-        if StoredFile.of(path) != self.files[name]:
+        if StoredFile.of(path) != self._stored(folder, name):
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return path
 
@@ -331,20 +346,12 @@ def read_tokenizer(manifest: Manifest, folder: Path) -> TokenizerFiles:
     Raises:
       ProgramError: it is malformed.
     """
-    path = manifest.require_intact(folder, TOKENIZER)
-    if manifest.files[TOKENIZER].size_bytes > _MAX_TEXT_BYTES:
-        raise ProgramError(f"{path}: {manifest.files[TOKENIZER].size_bytes} bytes are no tokenizer")
+    path = folder / TOKENIZER
+    text = manifest.read_intact(folder, TOKENIZER, most_bytes=_MAX_TOKENIZER_BYTES)
     try:
-        return TokenizerFiles.from_json(json.loads(path.read_text(encoding="utf-8")))
+        return TokenizerFiles.from_json(json.loads(text))
     except (OSError, ValueError, RecursionError, CheckpointError) as error:
         raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
-
-
-def _require_ints(what: str, values: tuple[Any, ...], low: int, high: int) -> None:
-    """Raises ValueError unless all values are whole numbers in [low, high]."""
-    for value in values:
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{what} has {value!r:.40}, which is no whole number in [{low}, {high}]")
 
 
 def _level(data: dict[str, Any]) -> ProgramLevel:

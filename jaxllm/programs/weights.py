@@ -63,7 +63,7 @@ def read_weights(path: Path, *, model: str) -> dict[str, np.ndarray]:
         found = str(header.pop("__metadata__", {}).get(_MODEL, ""))
         body = memoryview(data)[8 + length :]
         arrays = {name: _array(body, entry) for name, entry in header.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error, RecursionError) as error:
         raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
     if found != model:
         raise ProgramError(

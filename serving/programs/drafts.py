@@ -84,6 +84,11 @@ def _drafter(
 class ProgramRounds(Rounds[ProgramTable]):
     """A table of programs with a drafter."""
 
+    @property
+    def tree_sizes(self) -> tuple[int, ...]:
+        """Nodes of the trees that are verified."""
+        return self._options.trees.nodes
+
     def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
         """Gets ready what one request needs, the target's own programs among it."""
         tokens = self.with_tree(max_tokens)

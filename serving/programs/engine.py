@@ -10,8 +10,9 @@ from jaxllm.tokenizer import Tokenizer
 from serving.answerer import Answerer
 from serving.forked import require_not_forked, watch_for_forks
 from serving.generation import Generation, GenerationConfig, Session
+from serving.programs.choosing import Choosing
 from serving.programs.drafts import ProgramRounds, drafted
-from serving.programs.executor import Executor, open_executor
+from serving.programs.executor import Executor, kept_executables, open_executor
 from serving.programs.table import ProgramTable
 from serving.progress import Progress
 from serving.speculative.options import SpeculationOptions
@@ -31,11 +32,17 @@ class ProgramEngine(Answerer):
       build_ms: time spent getting programs ready.
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, level: int = WHOLE) -> None:
-        """See `open`."""
+    def __init__(
+        self,
+        executor: Executor,
+        tokenizer: Tokenizer,
+        level: int = WHOLE,
+        choosing: Choosing | None = None,
+    ) -> None:
+        """See `open`; `choosing` draws tokens, None compiles what does."""
         watch_for_forks()
         self.executor, self.tokenizer = executor, tokenizer
-        self.table = ProgramTable(executor, level)
+        self.table = ProgramTable(executor, level, choosing)
         self.speculative: ProgramRounds | None = None
         self.load_ms = self.build_ms = 0.0
 
@@ -63,7 +70,9 @@ class ProgramEngine(Answerer):
         require_not_forked()
         began = time.perf_counter()
         executor = open_executor(Path(folder), threads=threads)
-        engine = cls(executor, Tokenizer(read_tokenizer(executor.manifest, Path(folder))), level)
+        tokenizer = Tokenizer(read_tokenizer(executor.manifest, Path(folder)))
+        choosing = Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_executables())
+        engine = cls(executor, tokenizer, level, choosing)
         if speculation is not None:
             engine.speculative = drafted(engine.table, engine.tokenizer, speculation, threads=threads)
         engine.load_ms = 1000 * (time.perf_counter() - began)
@@ -80,19 +89,21 @@ class ProgramEngine(Answerer):
         Raises:
           ConfigError: it was not exported.
         """
-        return ProgramEngine(self.executor, self.tokenizer, level)
+        return ProgramEngine(self.executor, self.tokenizer, level, self.table.choosing)
 
     def warm_up(
         self, *, prompt_tokens: int | None = None, max_tokens: int = 0, progress: Progress | None = None
     ) -> None:
         """Gets the programs of this level ready: all, or those that one request needs (see
-        `serving.Engine.warm_up`)."""
+        `serving.Engine.warm_up`); and what chooses their tokens, greedy or drawn. Nothing is compiled under
+        such a request."""
         with self.table.lock:
             self._warm_up(prompt_tokens, max_tokens, progress)
 
     def _warm_up(self, prompt_tokens: int | None, max_tokens: int, progress: Progress | None) -> None:
         began = time.perf_counter()
         table, drafts = self.table, self.speculative
+        table.choosing.prepare(() if drafts is None else drafts.tree_sizes)
         if drafts is not None and prompt_tokens is None:
             drafts.prepare_all(progress)
         elif drafts is not None and prompt_tokens is not None:

@@ -4,6 +4,7 @@
 model.
 """
 
+import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.programs.manifest import Manifest, Signature
 from serving.executables import ExecutableFolder
+from serving.machine import memory_bytes
 from serving.progress import Progress
 from serving.user_cache import cache_folder, executables_bytes
 
@@ -97,16 +99,16 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     Raises:
       ProgramError: the folder is no program, corrupt, or of other weights.
       ConfigError: what runs it is not installed, or not for this device.
+      BudgetExceeded: its caches are larger than this machine's memory.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export`")
     manifest = Manifest.read(folder)
+    _require_room(folder, manifest)
     if manifest.format == "stablehlo":
         from serving.programs.stablehlo import StableHloExecutor
 
-        limit = executables_bytes()
-        kept = ExecutableFolder(cache_folder() / "executables", limit_bytes=limit) if limit else None
-        return StableHloExecutor(manifest, folder, kept)
+        return StableHloExecutor(manifest, folder, kept_executables())
     if manifest.format != "tflite":
         raise ConfigError(
             f"{folder} holds {manifest.format} modules, for programs of your own; export the model as "
@@ -115,3 +117,25 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     from serving.programs.litert import LiteRtExecutor
 
     return LiteRtExecutor(manifest, folder, threads=threads)
+
+
+def kept_executables() -> ExecutableFolder | None:
+    """Where this user keeps what was compiled; None to keep nothing."""
+    limit = executables_bytes()
+    return ExecutableFolder(cache_folder() / "executables", limit_bytes=limit) if limit else None
+
+
+def _require_room(folder: Path, manifest: Manifest) -> None:
+    """Raises BudgetExceeded if the memory of this machine does not hold a level's longest caches."""
+    there = memory_bytes()
+    if there is None:
+        return
+    itemsize = 4 if manifest.cache_dtype == "float32" else 2
+    for level in manifest.levels:
+        shapes = manifest.cache_shapes(level, manifest.context_tokens).values()
+        taken = itemsize * sum(math.prod(each) for each in shapes)
+        if taken > there:
+            raise BudgetExceeded(
+                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this machine "
+                f"has {there:,}; export the model with a shorter --context"
+            )

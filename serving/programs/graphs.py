@@ -103,7 +103,11 @@ class JaxPrograms:
         return self._keeping(signature)(caches, np.int32(at), nodes)
 
     def _build(self, signature: Signature) -> Any:
-        return self._kept(self._key(signature), functools.partial(self._lowered, signature))
+        return self._kept(self._key(signature), functools.partial(self._made, signature))
+
+    def _made(self, signature: Signature) -> jax.stages.Compiled:
+        """A signature's program, compiled."""
+        return self._lowered(signature).compile()
 
     def _growing(self, level: int, short: int, long: int) -> Any:
         """The graph that pads a level's caches."""
@@ -112,7 +116,9 @@ class JaxPrograms:
             shapes = self._cache_shapes(level, short)
             # Nothing to donate: no buffer of the short caches has the size of one of the long.
             grow = jax.jit(functools.partial(_padded, tokens=long - short))
-            self._compiled[name] = self._kept(_key("grow", long, shapes), lambda: grow.lower(shapes))
+            self._compiled[name] = self._kept(
+                _key("grow", long, shapes), lambda: grow.lower(shapes).compile()
+            )
         return self._compiled[name]
 
     def _keeping(self, signature: Signature) -> Any:
@@ -123,16 +129,16 @@ class JaxPrograms:
             nodes = jax.ShapeDtypeStruct((signature.tokens,), np.int32)
             keep = jax.jit(_moved, donate_argnums=(0,))
             self._compiled[name] = self._kept(
-                _key("keep", signature.tokens, shapes), lambda: keep.lower(shapes, np.int32(0), nodes)
+                _key("keep", signature.tokens, shapes), lambda: keep.lower(shapes, np.int32(0), nodes).compile()
             )
         return self._compiled[name]
 
-    def _kept(self, key: str, lowered: Callable[[], jax.stages.Lowered]) -> Any:
+    def _kept(self, key: str, made: Callable[[], jax.stages.Compiled]) -> Any:
         """An executable from disk, or compiled and stored there."""
         key = digest_of([key, environment_facts()])
         graph = None if self._store is None else self._store.load(key)
         if graph is None:
-            graph = lowered().compile()
+            graph = made()
             if self._store is not None:
                 self._store.store(key, graph)
         return graph

@@ -1,22 +1,30 @@
-"""StableHLO programs with the weights beside them, run by whatever device JAX has here."""
+"""StableHLO programs with the weights beside them, run by whatever device JAX has here.
 
-import functools
+They may come from anywhere: none is compiled before `screening.py` has had it read (see SECURITY.md)."""
+
+import hashlib
 import importlib.util
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.programs.manifest import WEIGHTS, Manifest, ProgramLevel, Signature
 from jaxllm.programs.weights import read_weights
 from serving.executables import ExecutableFolder
+from serving.programs.allowance import Allowance, allowance, arguments, results
 from serving.programs.graphs import JaxPrograms
+from serving.programs.screening import screening
 
 # JAX's name of a device's platform -> the one that programs are made for.
 _PLATFORMS = {"gpu": "cuda"}
 # Where an array begins that a CPU runs in place.
 _ALIGN = 64
+# Of one program, which holds no weights.
+MAX_PROGRAM_BYTES = 64 << 20
 
 
 class StableHloExecutor(JaxPrograms):
@@ -45,10 +53,61 @@ class StableHloExecutor(JaxPrograms):
         super().__init__(
             manifest,
             weights,
-            functools.partial(_program, manifest, folder),
-            lambda signature: manifest.files[signature.file].xxh3_128,
+            self._step_of,
+            self._name,
             store,
         )
+        self._folder, self._screened, self._screening = folder, False, threading.Lock()
+
+    def _made(self, signature: Signature) -> jax.stages.Compiled:
+        """Compiles a program, once all of the folder were found harmless."""
+        with self._screening:
+            if not self._screened:
+                # Together, for it takes another process.
+                signatures = self.manifest.signatures
+                screening.require_harmless({self._path(each): self._program(each) for each in signatures})
+                self._screened = True
+        try:
+            return super()._made(signature)
+        except (ProgramError, MemoryError):
+            raise
+        except Exception as error:  # Whatever JAX and XLA raise for what they cannot compile.
+            raise ProgramError(
+                f"{self._path(signature)}: cannot be compiled ({one_line(error)}); export the model "
+                "again"
+            ) from error
+
+    def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+        # Here, because it is slow to import and kept executables need it not.
+        import jax.export
+
+        program = self._program(signature)
+        # The very bytes that are compiled, whatever has become of the file.
+        screening.require_harmless({self._path(signature): program})
+        exported = jax.export.deserialize(bytearray(program[0]))
+        taken = jax.tree.structure(
+            (arguments(signature, self.manifest, self._weights[signature.level]), {})
+        )
+        given = jax.tree.structure(results(signature, self.manifest))
+        if exported.in_tree != taken or exported.out_tree != given:
+            raise ProgramError(
+                f"{self._path(signature)}: it takes or gives other names than the manifest says; "
+                "export the model again"
+            )
+        return exported.call
+
+    def _name(self, signature: Signature) -> str:
+        """Tells a program from all others, whoever wrote them: no two files have one SHA-256."""
+        raw, allowed = self._program(signature)
+        return f"{hashlib.sha256(raw).hexdigest()} {allowed}"
+
+    def _program(self, signature: Signature) -> tuple[bytes, Allowance]:
+        """What a program's file holds, and what it may be."""
+        raw = self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
+        return raw, allowance(signature, self.manifest, self._weights[signature.level])
+
+    def _path(self, signature: Signature) -> str:
+        return str(self._folder / signature.file)
 
 
 def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -67,11 +126,3 @@ def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _placed(arrays: dict[str, np.ndarray], level: ProgramLevel) -> dict[str, jax.Array]:
     device = jax.devices()[0]
     return {name: jax.device_put(view, device, may_alias=True) for name, view in level.views(arrays).items()}
-
-
-def _program(manifest: Manifest, folder: Path, signature: Signature):
-    # Here, because it is slow to import and kept executables need it not.
-    import jax.export
-
-    path = manifest.require_intact(folder, signature.file)
-    return jax.export.deserialize(bytearray(path.read_bytes())).call

@@ -6,17 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.programs.manifest import Manifest, Signature
-from jaxllm.sampling import NO_TOKEN, SamplerState, sample
-from jaxllm.speculative.acceptance import choices
+from jaxllm.sampling import NO_TOKEN, SamplerState
 from jaxllm.speculative.tree import TokenTree
 from serving.chunks import padded, plan_chunks
 from serving.forked import require_not_forked
+from serving.programs.choosing import Choosing
 from serving.programs.executor import Executor
 from serving.speculative.host_tree import accepted_path
 from serving.speculative.verdict import Verdict
@@ -53,14 +52,15 @@ class ProgramTable:
       level: in percent.
       cfg: the model, or the level's sub-model.
       options: see there.
+      choosing: draws tokens that are not the likeliest.
       weights_version: names the weights that caches belong to.
       streams_layers: none come from storage.
     """
 
     streams_layers = False
 
-    def __init__(self, executor: Executor, level: int = WHOLE) -> None:
-        """The table of a level.
+    def __init__(self, executor: Executor, level: int = WHOLE, choosing: Choosing | None = None) -> None:
+        """The table of a level; `choosing` has the graphs that draw its tokens, None makes such.
 
         Raises:
           ConfigError: it was not exported.
@@ -77,6 +77,7 @@ class ProgramTable:
         self.weights_version = (level, 0)
         # Asked for with every token.
         self._lengths = manifest.cache_tokens(level)
+        self.choosing = choosing or Choosing(self.cfg.vocab_size)
         self._program = functools.cache(functools.partial(_program, manifest, level))
 
     @property
@@ -139,7 +140,7 @@ class ProgramTable:
         """The next token `[1]`, and the sampler. The likeliest is found without a dispatch."""
         if _likeliest(sampler):
             return _most_likely(np.asarray(logits)), sampler
-        token, sampler = _sampling()(logits, sampler)
+        token, sampler = self.choosing.next_token(logits, sampler)
         return np.asarray(token), sampler
 
     def decode_limit(self, pace: int, remaining: int) -> int:
@@ -169,7 +170,8 @@ class ProgramTable:
         row, place = np.array([[token]], np.int32), np.array([at], np.int32)
         room = cache.capacity_tokens
         logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, place)
-        return logits[0], ProgramCache(caches, room, at + 1)
+        # A part of a device's array would be a graph of its own.
+        return np.asarray(logits)[0], ProgramCache(caches, room, at + 1)
 
     def expect(self, tokens: np.ndarray) -> None:
         """See `serving.speculative.rounds.Target`: all that is read is in memory."""
@@ -193,7 +195,7 @@ class ProgramTable:
         if _likeliest(sampler):
             chosen = _most_likely(np.asarray(logits)[0])
         else:
-            chosen = np.asarray(_choosing()(tree, logits[0], sampler))
+            chosen = np.asarray(self.choosing.of_tree(tree, np.asarray(logits)[0], sampler))
         path = accepted_path(tree, chosen)[:limit]
         tokens = chosen[path]
         if not _likeliest(sampler):
@@ -268,13 +270,3 @@ def _most_likely(logits: np.ndarray) -> np.ndarray:
 def _likeliest(sampler: SamplerState) -> bool:
     """Whether the likeliest token is the next one."""
     return not sampler.penalized and bool(sampler.temperature <= 0)
-
-
-@functools.cache
-def _sampling() -> Any:
-    return jax.jit(sample)
-
-
-@functools.cache
-def _choosing() -> Any:
-    return jax.jit(choices)

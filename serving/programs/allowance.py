@@ -1,0 +1,76 @@
+"""What a program of a manifest may be: what it takes and gives, and how much it may do with that."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.programs.manifest import Manifest, Signature
+from jaxllm.programs.shapes import input_shapes
+
+# Shape and the dtype's name.
+Array = tuple[tuple[int, ...], str]
+
+# Times what is expected of any model, so that none is refused.
+_OPERATIONS, _LARGEST, _WORK = 4000, 256, 64
+# What is small by any measure.
+_SMALL, _SMALL_WORK = 1 << 20, 1 << 34
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allowance:
+    """See above.
+
+    Attributes:
+      inputs, outputs: arrays that it takes and gives, in the order of their names.
+      loops: whether it may loop: over the experts of a mixture.
+      operations: at most so many, those of functions counted wherever they are called.
+      largest_elements: of one array.
+      work: additions, multiplications and copies of elements, a round of each loop.
+    """
+
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    loops: bool
+    operations: int
+    largest_elements: int
+    work: int
+
+
+def arguments(signature: Signature, manifest: Manifest, weights: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Shapes of all that a program takes; `weights` are its level's."""
+    cfg, dtype = manifest.levels[signature.level].cfg, jax.numpy.dtype(manifest.cache_dtype)
+    shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
+    return (shapes, *input_shapes(signature, cfg, manifest.room(signature), dtype))
+
+
+def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of all that a program gives."""
+    dtype = jax.numpy.dtype(manifest.cache_dtype)
+    caches = manifest.cache_shapes(signature.level, manifest.room(signature))
+    found = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in caches.items()}
+    if signature.kind != "prefill":
+        vocab_size = manifest.levels[signature.level].cfg.vocab_size
+        found["logits"] = jax.ShapeDtypeStruct((1, signature.tokens, vocab_size), np.float32)
+    return found
+
+
+def allowance(signature: Signature, manifest: Manifest, weights: Mapping[str, Any]) -> Allowance:
+    """What the program of a signature may be."""
+    cfg = manifest.levels[signature.level].cfg
+    inputs, outputs = (
+        tuple((tuple(each.shape), each.dtype.name) for each in jax.tree.leaves(part))
+        for part in (arguments(signature, manifest, weights), results(signature, manifest))
+    )
+    sizes = [math.prod(shape) for shape, _ in (*inputs, *outputs)]
+    return Allowance(
+        inputs=inputs,
+        outputs=outputs,
+        loops=cfg.experts > 0,
+        operations=_OPERATIONS * (cfg.layers + 1),
+        largest_elements=_SMALL + _LARGEST * max(sizes),
+        work=_SMALL_WORK + _WORK * signature.tokens * sum(sizes),
+    )

@@ -1,0 +1,125 @@
+"""Programs of unknown origin are read in another process first, which may take only so long and so much.
+
+    programs and what they may be, pickled -> python -m serving.programs.screening -> what is wrong, as JSON
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+
+from jaxllm.errors import ProgramError, one_line
+from serving.programs.allowance import Allowance
+
+# Of the other process: starting it, and each program; a busy machine gives it only a part of the time.
+_START_S, _PROGRAM_S, _BUSY = 60, 20, 4
+_MEMORY_BYTES = 16 << 30
+
+Program = tuple[bytes, Allowance]
+
+
+class Screening:
+    """Remembers what was found harmless. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._harmless: set[bytes] = set()
+
+    def require_harmless(self, programs: Mapping[str, Program]) -> None:
+        """Looks at programs, by names for messages, that were not looked at before.
+
+        Raises:
+          ProgramError: one of them is malformed, holds what no exported program does, or takes too much.
+        """
+        with self._lock:
+            digests = {name: _digest(each) for name, each in programs.items()}
+            new = [name for name in programs if digests[name] not in self._harmless]
+            if not new:
+                return
+            for name, wrong in zip(new, _screened([programs[each] for each in new]), strict=True):
+                if wrong:
+                    raise ProgramError(f"{name}: {wrong}; export the model again")
+                self._harmless.add(digests[name])
+
+
+# What a file holds is as harmless for any engine of this process.
+screening = Screening()
+
+
+def main() -> None:
+    """The other process."""
+    # Here, because it is slow to import.
+    from serving.programs.inspection import inspect
+
+    programs: list[Program] = pickle.load(sys.stdin.buffer)
+    _limit(_START_S + _PROGRAM_S * len(programs))
+    found = []
+    for program, allowed in programs:
+        try:
+            inspect(program, allowed)
+            found.append("")
+        except ProgramError as error:
+            found.append(str(error))
+        except Exception as error:  # Whatever JAX and MLIR raise for what they cannot read.
+            found.append(f"malformed ({type(error).__name__}: {one_line(error)})")
+    json.dump(found, sys.stdout)
+
+
+def _screened(programs: list[Program]) -> list[str]:
+    """What is wrong with each program, empty where nothing is."""
+    # As this process imports, whatever lies in its working folder.
+    paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", __name__],
+            input=pickle.dumps(programs),
+            capture_output=True,
+            env=environment,
+            timeout=_BUSY * (_START_S + _PROGRAM_S * len(programs)),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return ["reading it does not end"] * len(programs)
+    except OSError as error:
+        raise ProgramError(
+            f"programs are checked in another process, which cannot be started ({error.strerror})"
+        ) from error
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        found = None
+    if done.returncode or not isinstance(found, list) or len(found) != len(programs):
+        said = one_line(done.stderr.decode(errors="replace")[-300:])
+        why = f"reading it ended a process ({done.returncode}: {said})"
+        return [why] * len(programs) if len(programs) == 1 else [_alone(each) for each in programs]
+    return [one_line(each) if each else "" for each in found]
+
+
+def _alone(program: Program) -> str:
+    """What is wrong with a program that was read together with one that ends processes."""
+    return _screened([program])[0]
+
+
+def _limit(seconds: int) -> None:
+    """Bounds this process, where the system can."""
+    try:
+        import resource
+    except ImportError:
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _digest(program: Program) -> bytes:
+    raw, allowed = program
+    return hashlib.sha256(hashlib.sha256(raw).digest() + repr(allowed).encode()).digest()
+
+
+if __name__ == "__main__":
+    main()
