@@ -54,6 +54,11 @@ _CALIBRATION_CHARACTERS = 1 << 20
     help="w8a8: a UTF-8 text to find the activations' scales on.",
 )
 @click.option(
+    "--without-shadow",
+    is_flag=True,
+    help="w8a8 of a bundle that was calibrated for integer prefill: leave its shadow for outliers out.",
+)
+@click.option(
     "--platform",
     "platforms",
     multiple=True,
@@ -104,6 +109,7 @@ def export_command(
     kind: str,
     precision: str,
     calibrate: Path | None,
+    without_shadow: bool,
     platforms: tuple[str, ...],
     context_tokens: int,
     chunks: tuple[int, ...],
@@ -117,6 +123,8 @@ def export_command(
         raise click.UsageError("--platform goes with --format stablehlo")
     if (precision == "w8a8") != (calibrate is not None):
         raise click.UsageError("--precision w8a8 and --calibrate FILE go together")
+    if without_shadow and precision != "w8a8":
+        raise click.UsageError("--without-shadow goes with --precision w8a8")
     allowed = {"stablehlo": tuple(DTYPES), "iree": ("f32",)}.get(kind, ("f32", "int8", "w8a8"))
     if precision not in allowed:
         raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
@@ -126,10 +134,13 @@ def export_command(
         verify_tokens=tuple(sorted(set(trees))),
         cache_tokens=tuple(sorted(set(caches) - {0})) if caches else None,
         levels=tuple(sorted(set(levels))),
+        without_shadow=without_shadow,
     )
     # Before anything is read, and for what is not imported yet.
     extras.require_format(kind)
     subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
+    # Before a text is read with it.
+    without = quantized.left_out(subject, precision, without_shadow=without_shadow)  # pyright: ignore
     with progress_bars() as progress:
         if kind == "stablehlo":
             manifest = export_stablehlo(
@@ -147,7 +158,7 @@ def export_command(
             said = [_facts(output, export_iree(subject, output, plan, progress=progress))]
         else:
             said = _export_tflite(subject, output, plan, kind, precision, calibrate, progress)
-    for line in said:
+    for line in [*said, *(f"without {each}" for each in without)]:
         click.echo(line)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 
 import jaxllm
+from export.quantized import left_out
 from export.signatures import ExportPlan
 from export.subject import Subject
 from jaxllm.atomic import atomic_folder
@@ -51,6 +52,7 @@ def finish(
     made_with: dict[str, str] | None = None,
 ) -> Manifest:
     """Writes tokenizer and manifest beside the programs; `holds_weights` says that these need no others."""
+    without = left_out(subject, precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder, subject.tokenizer)
     levels = {
         level: ProgramLevel(cfg=each.cfg, weights={} if holds_weights else each.weights)
@@ -67,6 +69,7 @@ def finish(
         levels=levels,
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},
+        left_out=without,
         made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **(made_with or {})},
     )
     manifest.write(folder)

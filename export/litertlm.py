@@ -6,13 +6,13 @@ levels nor token trees nor short caches.
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from export.extras import require_format
 from export.flatbuffer import Sharing
-from export.quantized import Ranges
+from export.quantized import Ranges, left_out
 from export.signatures import ExportPlan
 from export.subject import Subject
 from export.tflite import FILE, tflite_model
@@ -63,7 +63,8 @@ def export_litertlm(
         model_path.write_bytes(model)
         tokenizer_path.write_text(subject.tokenizer.tokenizer_json, encoding="utf-8")
         facts_path.write_bytes(metadata(subject, plan).SerializeToString())
-        _build(file, model_path, tokenizer_path, facts_path)
+        without = left_out(subject, precision, without_shadow=plan.without_shadow)
+        _build(file, model_path, tokenizer_path, facts_path, without)
     return sharing
 
 
@@ -83,11 +84,13 @@ def metadata(subject: Subject, plan: ExportPlan) -> Any:
     return message
 
 
-def _build(file: Any, model: Path, tokenizer: Path, facts: Path) -> None:
+def _build(file: Any, model: Path, tokenizer: Path, facts: Path, without: Sequence[str]) -> None:
     from litert_lm_builder import litertlm_builder as library
 
     builder = library.LitertLmFileBuilder()
     builder.add_system_metadata(library.Metadata(key="Authors", value="jaxllm", dtype=library.DType.STRING))
+    for each in without:
+        builder.add_system_metadata(library.Metadata(key="Without", value=each, dtype=library.DType.STRING))
     builder.add_llm_metadata(str(facts))
     builder.add_tflite_model(str(model), library.TfLiteModelType.PREFILL_DECODE)
     builder.add_hf_tokenizer(str(tokenizer))

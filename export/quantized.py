@@ -1,8 +1,8 @@
 """Products that a compiler is told to do in integers, and the scales that they need.
 
 `int8` has weights at 8 bits with a scale per output channel, and quantizes activations while it runs, a scale
-per row; `w8a8` has fixed scales of activations too, one per tensor, found on a text: inputs, weights and
-outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that `mlir.py`
+per row; `w8a8` has fixed scales of activations too, one per tensor and no shadow, found on a text: inputs,
+weights and outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that `mlir.py`
 translates (`quant.fake_quant`); a runtime that does not know them computes floats. The vocabulary's table
 keeps dynamic scales in both: its products choose tokens.
 """
@@ -22,7 +22,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import LEFT, RIGHT
+from jaxllm.programs.manifest import LEFT, RIGHT, Precision
 from jaxllm.programs.steps import with_adapters
 from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
 
@@ -40,6 +40,26 @@ class Ranges:
 
     inputs: float
     outputs: float
+
+
+def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) -> tuple[str, ...]:
+    """What of a bundle its programs do without, for manifests and people.
+
+    `w8a8` has one step a tensor and nothing for what clips at it. A bundle that was calibrated for integer
+    prefill has a shadow for just that, because its model may have channels that no single step fits.
+
+    Raises:
+      ConfigError: that is so, and nobody has said that it may be left out.
+    """
+    if precision != "w8a8" or not subject.calibrated:
+        return ()
+    if not without_shadow:
+        raise ConfigError(
+            f"{subject.name} was calibrated for integer prefill with a shadow for outliers, which w8a8 "
+            "programs have none of: where the model has outliers they compute something else; export it with "
+            "--precision int8, or say --without-shadow and measure what it loses (jaxllm bench export)"
+        )
+    return ("the calibration of integer prefill, and its shadow",)
 
 
 def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:

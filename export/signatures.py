@@ -32,6 +32,7 @@ class ExportPlan:
       cache_tokens: lengths of caches besides the whole context, for sequences that are shorter; None chooses
         those that the engine has.
       levels: of an elastic bundle, in percent, besides the whole model.
+      without_shadow: whether a calibrated bundle may become w8a8 (see `export.quantized.left_out`).
     """
 
     context_tokens: int = 0
@@ -39,6 +40,7 @@ class ExportPlan:
     verify_tokens: tuple[int, ...] = ()
     cache_tokens: tuple[int, ...] | None = None
     levels: tuple[int, ...] = ()
+    without_shadow: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_tokens", 2), ("verify_tokens", 2), ("cache_tokens", 2), ("levels", 1)):

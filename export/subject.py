@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_order, read_recovery, require_level
+from jaxllm.bundle.prefill import prefill_facts
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
@@ -36,6 +37,7 @@ class Subject:
         adapters.
       levels: the sub-models and which of the arrays each takes, 100 among them.
       tokenizer: the model's.
+      calibrated: whether the bundle was calibrated for integer prefill, with a shadow for what clips.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Subject:
     arrays: Mapping[str, np.ndarray]
     levels: Mapping[int, ProgramLevel]
     tokenizer: TokenizerFiles
+    calibrated: bool = False
 
     @property
     def cfg(self) -> ModelConfig:
@@ -116,6 +119,7 @@ def read_subject(
             arrays=arrays,
             levels=entries,
             tokenizer=bundle.tokenizer_files(),
+            calibrated=bool(prefill_facts(bundle)),
         )
 
 

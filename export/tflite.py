@@ -1,6 +1,7 @@
 """One `.tflite` model of all signatures, for LiteRT on phones: its weights are constants that all share.
 
-Precisions: `f32`; `int8`, weights at 8 bits and dynamic activations; `w8a8`, activations at fixed scales too.
+Precisions: `f32`; `int8`, weights at 8 bits and dynamic activations; `w8a8`, activations at fixed scales too,
+without the shadow that a calibrated bundle has.
 A level's matrices are the beginnings of the whole model's, and lie on the same bytes; where a level contracts
 over units (o, down), it multiplies by the whole matrix, with zeros for the units that it has not: the runtime
 stores those matrices by output, so that a level's part is no beginning.
@@ -21,7 +22,7 @@ from export.extras import require_format
 from export.flatbuffer import Sharing, share_buffers
 from export.folder import finish, new_folder
 from export.mlir import Traced, convert
-from export.quantized import LEVELS, SCALE, Ranges, annotated, quantized_subject
+from export.quantized import LEVELS, SCALE, Ranges, annotated, left_out, quantized_subject
 from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
 from jaxllm.config import ModelConfig
@@ -103,6 +104,7 @@ def tflite_model(
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
     if (precision == "w8a8") != bool(ranges):
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibrate FILE")
+    left_out(subject, precision, without_shadow=plan.without_shadow)
     scales: dict[str, np.ndarray] = {}
     if precision != "f32":
         subject, scales = quantized_subject(subject)

@@ -17,9 +17,9 @@ Message = Mapping[str, str]
 class Answerer(abc.ABC):
     """Answers prompts and conversations.
 
-    Every engine has one lock, its levels' too: for each piece of an answer, for getting ready, for a change of
-    weights and for closing. Threads may share an engine, then, and its answers come as they would one by one;
-    they take turns, because a device computes no faster for two. A session is one thread's at a time.
+    Every engine has one lock, its levels' too: for each piece of an answer, for getting ready, for a change
+    of weights and for closing. Threads may share an engine, then, and its answers come as they would one by
+    one; they take turns, because a device computes no faster for two. A session is one thread's at a time.
 
     Attributes:
       tokenizer: the model's tokenizer.

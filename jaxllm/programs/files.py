@@ -1,16 +1,12 @@
-"""Files of a folder of programs, which may come from anywhere: opened as files alone, sized, checksummed."""
+"""What a manifest says of its files, and checks of what it says: it may come from anywhere."""
 
-import contextlib
 import dataclasses
-import os
-import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
-from jaxllm.errors import ProgramError
+from jaxllm.input_files import open_regular
 
 _READ_BYTES = 1 << 24
 _MAX_FILE_BYTES = 1 << 50
@@ -29,28 +25,17 @@ class StoredFile:
 
     @classmethod
     def of(cls, path: Path) -> "StoredFile":
-        """As the file is."""
+        """As the file is.
+
+        Raises:
+          OSError: it cannot be read, or is no regular file.
+        """
         digest, size = xxhash.xxh3_128(), 0
-        with opened(path) as file:
+        with open_regular(path) as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
                 size += len(block)
         return cls(size_bytes=size, xxh3_128=digest.hexdigest())
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """A file to be read. Nothing else of its name is waited for: a pipe, a device.
-
-    Raises:
-      ProgramError: it is no file.
-      OSError: it cannot be opened.
-    """
-    number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(number, "rb") as file:
-        if not stat.S_ISREG(os.fstat(number).st_mode):
-            raise ProgramError(f"{path} is no file; export the model again")
-        yield file
 
 
 def require_ints(what: str, values: tuple[Any, ...], low: int, high: int) -> None:

@@ -21,7 +21,8 @@ import xxhash
 
 from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError, ProgramError
-from jaxllm.programs.files import StoredFile, opened, require_ints, require_text
+from jaxllm.input_files import read_bytes
+from jaxllm.programs.files import StoredFile, require_ints, require_text
 from jaxllm.tokenizer import TokenizerFiles
 
 # "live" programs are in no folder: what a process traces for itself.
@@ -157,6 +158,7 @@ class Manifest:
       signatures: the programs.
       files: all files but the manifest, by name.
       made_with: versions of what wrote it, for people.
+      left_out: what of the bundle the programs do without, for people.
     """
 
     format: ProgramFormat
@@ -170,9 +172,10 @@ class Manifest:
     signatures: tuple[Signature, ...]
     files: Mapping[str, StoredFile]
     made_with: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for what in (self.name, self.model, *self.platforms, *self.made_with.values()):
+        for what in (self.name, self.model, *self.platforms, *self.made_with.values(), *self.left_out):
             require_text("the manifest", what)
         require_ints("the number of programs", (len(self.signatures),), 1, _MAX_SIGNATURES)
         if WHOLE not in self.levels:
@@ -254,11 +257,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            with opened(path) as file:
-                text = file.read(_MAX_MANIFEST_BYTES + 1)
-            if len(text) > _MAX_MANIFEST_BYTES:
-                raise ProgramError(f"{path}: more than {_MAX_MANIFEST_BYTES} bytes are no manifest")
-            data = json.loads(text)
+            data = json.loads(read_bytes(path, _MAX_MANIFEST_BYTES))
         except OSError as error:
             raise ProgramError(
                 f"{folder}: not a folder of programs ({error.strerror}); make one with `jaxllm export`"
@@ -289,6 +288,7 @@ class Manifest:
             if fields[name] not in allowed:
                 raise ValueError(f"{name} {fields[name]!r:.40}")
         fields["platforms"] = tuple(fields["platforms"])
+        fields["left_out"] = tuple(fields.get("left_out", ()))
         fields["signatures"] = tuple(Signature(**each) for each in fields["signatures"])
         fields["files"] = {name: StoredFile(**each) for name, each in fields["files"].items()}
         fields["levels"] = {int(level): _level(each) for level, each in fields["levels"].items()}
@@ -306,10 +306,12 @@ class Manifest:
         """
         path = folder / name
         stored = self._stored(folder, name)
-        if stored.size_bytes > most_bytes:
-            raise ProgramError(f"{path}: {stored.size_bytes} bytes are more than a program of it can be")
-        with opened(path) as file:
-            raw = file.read(stored.size_bytes + 1)
+        try:
+            raw = read_bytes(path, most_bytes)
+        except OSError as error:
+            raise ProgramError(
+                f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
+            ) from error
         if StoredFile(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw)) != stored:
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return raw
@@ -321,7 +323,14 @@ class Manifest:
           ProgramError: it is not, or the manifest has no such file.
         """
         path = folder / name
-        if StoredFile.of(path) != self._stored(folder, name):
+        stored = self._stored(folder, name)
+        try:
+            found = StoredFile.of(path)
+        except OSError as error:
+            raise ProgramError(
+                f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
+            ) from error
+        if found != stored:
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return path
 

@@ -24,6 +24,10 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "I8": np.dtype(np.int8),
 }
+# What reading a header raises that says anything.
+_MALFORMED = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error, RecursionError
+)  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
@@ -63,7 +67,7 @@ def read_weights(path: Path, *, model: str) -> dict[str, np.ndarray]:
         found = str(header.pop("__metadata__", {}).get(_MODEL, ""))
         body = memoryview(data)[8 + length :]
         arrays = {name: _array(body, entry) for name, entry in header.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, struct.error, RecursionError) as error:
+    except _MALFORMED as error:
         raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
     if found != model:
         raise ProgramError(

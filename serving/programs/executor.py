@@ -136,6 +136,6 @@ def _require_room(folder: Path, manifest: Manifest) -> None:
         taken = itemsize * sum(math.prod(each) for each in shapes)
         if taken > there:
             raise BudgetExceeded(
-                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this machine "
-                f"has {there:,}; export the model with a shorter --context"
+                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this "
+                f"machine has {there:,}; export the model with a shorter --context"
             )

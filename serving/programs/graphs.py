@@ -129,7 +129,8 @@ class JaxPrograms:
             nodes = jax.ShapeDtypeStruct((signature.tokens,), np.int32)
             keep = jax.jit(_moved, donate_argnums=(0,))
             self._compiled[name] = self._kept(
-                _key("keep", signature.tokens, shapes), lambda: keep.lower(shapes, np.int32(0), nodes).compile()
+                _key("keep", signature.tokens, shapes),
+                lambda: keep.lower(shapes, np.int32(0), nodes).compile(),
             )
         return self._compiled[name]
 

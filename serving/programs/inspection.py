@@ -20,13 +20,15 @@ from serving.programs.allowance import Allowance
 
 # Pure functions of arrays. Among those left out are calls of anything outside of the program, whatever
 # communicates, and shapes that are known only when it runs.
-_PURE = frozenset(
-    "abs add and broadcast_in_dim case ceil clamp compare composite concatenate constant convert cosine divide "
-    "dot_general dynamic_slice dynamic_update_slice exponential exponential_minus_one floor gather iota log "
-    "log_plus_one logistic maximum minimum multiply negate not or pad power reduce reduce_window remainder "
-    "reshape return reverse round_nearest_even rsqrt scatter select shift_left shift_right_arithmetic "
-    "shift_right_logical sign sine slice sort sqrt subtract tanh transpose xor".split()
-)
+_PURE = (
+    "abs", "add", "and", "broadcast_in_dim", "case", "ceil", "clamp", "compare", "composite",
+    "concatenate", "constant", "convert", "cosine", "divide", "dot_general", "dynamic_slice",
+    "dynamic_update_slice", "exponential", "exponential_minus_one", "floor", "gather", "iota", "log",
+    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "pad", "power",
+    "reduce", "reduce_window", "remainder", "reshape", "return", "reverse", "round_nearest_even", "rsqrt",
+    "scatter", "select", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sine",
+    "slice", "sort", "sqrt", "subtract", "tanh", "transpose", "xor",
+)  # fmt: skip
 _OPERATIONS = frozenset({*(f"stablehlo.{each}" for each in _PURE), "func.call", "func.return"})
 _LOOP, _CUSTOM_CALL, _FUNCTION = "stablehlo.while", "stablehlo.custom_call", "func.func"
 # Composites that XLA has an operation for; their decomposition is a function of the program, too.
@@ -34,7 +36,7 @@ _COMPOSITES = frozenset({"chlo.top_k"})
 _MODULE_FACTS = frozenset(
     {"sym_name", "jax.uses_shape_polymorphism", "mhlo.num_partitions", "mhlo.num_replicas"}
 )
-_TENSOR = re.compile(r"tensor<((?:\d{1,10}x){0,8})(i1|u?i(?:8|16|32|64)|f16|bf16|f32|f64)>")
+_TENSOR = re.compile(r"tensor<((?:\d{1,18}x){0,8})(i1|u?i(?:8|16|32|64)|f16|bf16|f32|f64)>")
 # An operation's sort of n elements, at most this times n.
 _SORTING = 64
 
@@ -85,8 +87,8 @@ class _Module:
             operations, work = self._cost(name)
             if operations > self._allowed.operations or work > self._allowed.work:
                 raise ProgramError(
-                    f"{name} takes {operations} operations on {work} numbers, and a model of its size at most "
-                    f"{self._allowed.operations} on {self._allowed.work}"
+                    f"{name} takes {operations} operations on {work} numbers, and a model of its size at "
+                    f"most {self._allowed.operations} on {self._allowed.work}"
                 )
 
     def _cost(self, name: str) -> tuple[int, int]:

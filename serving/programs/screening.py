@@ -1,6 +1,6 @@
 """Programs of unknown origin are read in another process first, which may take only so long and so much.
 
-    programs and what they may be, pickled -> python -m serving.programs.screening -> what is wrong, as JSON
+programs and what they may be, pickled -> python -m serving.programs.screening -> what is wrong, as JSON
 """
 
 import hashlib

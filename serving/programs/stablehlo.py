@@ -73,8 +73,7 @@ class StableHloExecutor(JaxPrograms):
             raise
         except Exception as error:  # Whatever JAX and XLA raise for what they cannot compile.
             raise ProgramError(
-                f"{self._path(signature)}: cannot be compiled ({one_line(error)}); export the model "
-                "again"
+                f"{self._path(signature)}: cannot be compiled ({one_line(error)}); export the model again"
             ) from error
 
     def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
@@ -85,9 +84,7 @@ class StableHloExecutor(JaxPrograms):
         # The very bytes that are compiled, whatever has become of the file.
         screening.require_harmless({self._path(signature): program})
         exported = jax.export.deserialize(bytearray(program[0]))
-        taken = jax.tree.structure(
-            (arguments(signature, self.manifest, self._weights[signature.level]), {})
-        )
+        taken = jax.tree.structure((arguments(signature, self.manifest, self._weights[signature.level]), {}))
         given = jax.tree.structure(results(signature, self.manifest))
         if exported.in_tree != taken or exported.out_tree != given:
             raise ProgramError(

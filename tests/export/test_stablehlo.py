@@ -26,6 +26,7 @@ from serving.programs.engine import ProgramEngine
 from serving.programs.live import LiveExecutor
 from serving.programs.stablehlo import StableHloExecutor
 from serving.programs.table import ProgramTable
+from serving.speculative.options import SpeculationOptions
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers, write_elastic
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
@@ -69,10 +70,19 @@ def test_a_live_executor_answers_alike(engine):
     assert answers(ProgramEngine(executor, engine.tokenizer)) == answers(engine)
 
 
-def test_nothing_is_compiled_under_a_request(engine, compiles):
-    answers(engine)
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
+    drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", thrifty=False)
+    engine = ProgramEngine.open(stablehlo, speculation=drafts)
+    engine.warm_up()
+    # Neither is anything that other tests may have left.
+    jax.clear_caches()
+    sampling = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=1)
     with compiles() as count:
         answers(engine)
+        engine.generate(3 * [1, 50, 7, 99], dataclasses.replace(CONFIG, sampling=sampling))
+        engine.generate(PROMPTS[3], dataclasses.replace(CONFIG, sampling=Sampling(temperature=1.0)))
+    assert drafts is None or engine.speculative.counts.rounds
     assert count() == 0
 
 

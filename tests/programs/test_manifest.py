@@ -87,11 +87,13 @@ def test_names_of_signatures():
 
 
 def test_signatures_of_short_caches_are_those_that_they_hold():
-    found = level_signatures(30, chunk_tokens=(16, 64), verify_tokens=(8,), cache_tokens=(32,), file=len)
+    found = level_signatures(
+        30, chunk_tokens=(16, 64), verify_tokens=(8,), cache_tokens=(32,), file=str.upper
+    )
     sizes = [(each.kind, each.tokens, each.cache_tokens) for each in found]
     short = [("prefill", 16, 32), ("decode", 1, 32), ("verify", 8, 32)]
     assert sizes == [*short, ("prefill", 16, 0), ("prefill", 64, 0), ("decode", 1, 0), ("verify", 8, 0)]
-    assert [each.file for each in found] == [len(each.name) for each in found]
+    assert [each.file for each in found] == [each.name.upper() for each in found]
 
 
 def test_a_level_takes_the_beginnings_of_arrays():

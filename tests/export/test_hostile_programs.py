@@ -1,0 +1,306 @@
+"""Folders of programs whose author means harm, or that were damaged and signed again: refused."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import BudgetExceeded, JaxllmError, ProgramError
+from jaxllm.programs.files import StoredFile
+from jaxllm.programs.manifest import MANIFEST
+from serving.programs import screening as screening_room
+from serving.programs.allowance import allowance
+from serving.programs.engine import ProgramEngine
+from serving.programs.executor import open_executor
+from tests.export.models import CONFIG, PROMPTS
+
+pytest.importorskip("flatbuffers")
+
+import jax.export
+
+from serving.programs.inspection import inspect
+
+FILE = "cache_32_decode.jaxexport"
+
+
+@pytest.fixture(scope="module")
+def executor(stablehlo):
+    return open_executor(stablehlo)
+
+
+@pytest.fixture(scope="module")
+def decode(executor):
+    """One of the programs, and what it may be."""
+    (signature,) = [each for each in executor.manifest.signatures if each.file == FILE]
+    raw, allowed = executor._program(signature)
+    return jax.export.deserialize(bytearray(raw)), allowed
+
+
+def changed(program, change):
+    """A program of the same arguments and results, in which `change` makes the first result of them."""
+
+    def step(*arguments):
+        out = dict(program.call(*arguments))
+        name = min(out)
+        return {**out, name: out[name] + 0 * change(out[name]).astype(out[name].dtype).sum()}
+
+    arguments, _ = jax.tree.unflatten(
+        program.in_tree, [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in program.in_avals]
+    )
+    unchecked = [
+        jax.export.DisabledSafetyCheck.custom_call(name)
+        for name in ("jaxllm_load_chunks", "xla_ffi_python_cpu_callback")
+    ]
+    step = jax.jit(step, keep_unused=True)
+    return jax.export.export(step, platforms=("cpu",), disabled_checks=unchecked)(*arguments)
+
+
+def kernel_of_addresses(cache):
+    """The native kernel that reads wherever it is told to."""
+    kinds = [jax.ShapeDtypeStruct((1, 1, 16, 16), np.float32)] * 2
+    address = jnp.array([[[0x41414140, 0x4141]]], jnp.uint32)
+    room = jnp.zeros((1, 1, 16, 16), jnp.float32)
+    kernel = jax.ffi.ffi_call("jaxllm_load_chunks", kinds)
+    none = np.zeros(1, np.int32)
+    return kernel(address, none, none[:0], room, room, tokens=np.int64(16))[0]
+
+
+def host_function(cache):
+    kind = jax.ShapeDtypeStruct(cache.shape, cache.dtype)
+    return jax.ffi.ffi_call("xla_ffi_python_cpu_callback", kind)(cache, index=np.uint64(0x41414140))
+
+
+def endless(cache):
+    return jax.lax.while_loop(lambda x: x.sum() < 1e9, lambda x: x * 0, cache)
+
+
+def vast(cache):
+    return jax.lax.iota(np.float32, 1 << 34).reshape(1 << 17, 1 << 17) + cache.sum()
+
+
+def slow(cache):
+    square = jnp.zeros((1 << 10, 1 << 10), cache.dtype) + cache.sum()
+    for _ in range(64):
+        square = square @ square
+    return square
+
+
+def many(cache):
+    for _ in range(13_000):
+        cache = -cache
+    return cache
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (kernel_of_addresses, "it calls 'jaxllm_load_chunks' outside of itself"),
+        (host_function, "it calls 'xla_ffi_python_cpu_callback' outside of itself"),
+        (endless, r"it holds 'stablehlo\.while'"),
+        (vast, "it holds an array of 17179869184 numbers"),
+        (slow, "takes .* operations on"),
+        (many, "takes 1.... operations on"),
+    ],
+)
+def test_a_program_that_does_more_than_compute(decode, change, message):
+    program, allowed = decode
+    inspect(program.serialize(), allowed)
+    with pytest.raises(ProgramError, match=message):
+        inspect(bytes(changed(program, change).serialize()), allowed)
+
+
+CALLS_ITSELF = """
+func.func private @again(%x: tensor<f32>) -> tensor<f32> {
+  %y = func.call @again(%x) : (tensor<f32>) -> tensor<f32>
+  func.return %y : tensor<f32>
+}
+"""
+DOUBLING = (
+    "\n".join(
+        f"""
+func.func private @f{each}(%x: tensor<f32>) -> tensor<f32> {{
+  %y = func.call @f{each + 1}(%x) : (tensor<f32>) -> tensor<f32>
+  %z = func.call @f{each + 1}(%y) : (tensor<f32>) -> tensor<f32>
+  func.return %z : tensor<f32>
+}}"""
+        for each in range(40)
+    )
+    + """
+func.func private @f40(%x: tensor<f32>) -> tensor<f32> {
+  %y = stablehlo.negate %x : tensor<f32>
+  func.return %y : tensor<f32>
+}
+"""
+)
+SIZES_AT_RUN_TIME = """
+func.func private @g(%x: tensor<?xf32>) -> tensor<?xf32> {
+  func.return %x : tensor<?xf32>
+}
+"""
+BEARING = """
+func.func private @h(%x: tensor<f32> {tf.aliasing_output = 0 : i32}) -> tensor<f32> {
+  func.return %x : tensor<f32>
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (CALLS_ITSELF, "'again' calls itself"),
+        (DOUBLING, "f0 takes .* operations"),
+        (SIZES_AT_RUN_TIME, "no array of a known size"),
+        (BEARING, "'tf.aliasing_output'"),
+    ],
+)
+def test_functions_that_no_compiler_should_see(decode, functions, message):
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import stablehlo
+
+    program, allowed = decode
+    with ir.Context() as context:
+        stablehlo.register_dialect(context)
+        module = stablehlo.deserialize_portable_artifact(context, program.mlir_module_serialized)
+        for each in ir.Module.parse(functions).body:
+            module.body.append(each.operation.clone())
+        version = stablehlo.get_current_version()
+        raw = stablehlo.serialize_portable_artifact(module, version)
+    evil = dataclasses.replace(program, mlir_module_serialized=raw)
+    with pytest.raises(ProgramError, match=message):
+        inspect(bytes(evil.serialize()), allowed)
+
+
+def test_a_program_of_other_arguments(decode, executor):
+    program, allowed = decode
+    with pytest.raises(ProgramError, match="it takes 27 arrays, and the manifest says 26, or others"):
+        inspect(program.serialize(), dataclasses.replace(allowed, inputs=allowed.inputs[1:]))
+    with pytest.raises(ProgramError, match="it gives 5 arrays"):
+        inspect(program.serialize(), dataclasses.replace(allowed, outputs=allowed.outputs[::-1]))
+    # A program of caches of another length has other arguments, too.
+    (longer,) = [each for each in executor.manifest.signatures if each.file == "decode.jaxexport"]
+    with pytest.raises(ProgramError, match="it takes"):
+        inspect(program.serialize(), allowance(longer, executor.manifest, executor._weights[100]))
+
+
+@pytest.fixture
+def copy(stablehlo, tmp_path):
+    return Path(shutil.copytree(stablehlo, tmp_path / "copy"))
+
+
+def sign(folder, *names):
+    """Has the manifest say of files what they are."""
+    data = json.loads((folder / MANIFEST).read_text())
+    data["files"] |= {name: dataclasses.asdict(StoredFile.of(folder / name)) for name in names}
+    (folder / MANIFEST).write_text(json.dumps(data))
+
+
+def test_nothing_of_a_folder_is_compiled_where_one_program_is_harmful(copy, decode, compiles):
+    program, _ = decode
+    (copy / FILE).write_bytes(changed(program, kernel_of_addresses).serialize())
+    sign(copy, FILE)
+    engine = ProgramEngine.open(copy)
+    with compiles() as count, pytest.raises(ProgramError, match=rf"{FILE}: it calls 'jaxllm_load_chunks'"):
+        engine.generate(PROMPTS[1], CONFIG)
+    assert count() == 0
+
+
+class Size(NamedTuple):
+    """A shape as `jax.export` writes it."""
+
+    shape: tuple[str, ...]
+    dtype: np.dtype
+    memory_space: object
+
+
+def test_a_program_whose_reading_does_not_end(copy, decode, monkeypatch):
+    program, _ = decode
+    # Sizes are expressions, which whoever reads the file computes.
+    first = program.in_avals[0]
+    size = Size(("9**9**9**9",), first.dtype, first.memory_space)
+    evil = dataclasses.replace(program, in_avals=(size, *program.in_avals[1:]))
+    (copy / FILE).write_bytes(evil.serialize())
+    sign(copy, FILE)
+    monkeypatch.setattr(screening_room, "_START_S", 3)
+    monkeypatch.setattr(screening_room, "_PROGRAM_S", 0)
+    engine = ProgramEngine.open(copy)
+    with pytest.raises(ProgramError, match=rf"{FILE}: reading it (does not end|ended a process)"):
+        engine.warm_up()
+
+
+# Whatever an interrupted copy or a fuzzer makes of a manifest: errors of ours, soon.
+JUNK = (
+    {}, [], "", "x", [0], 1e308, 10**400, 1 << 62, 1 << 24, -1, 0, True, None, 3, 0.5, "../x", "a\0b",
+    float("nan"),
+)  # fmt: skip
+
+
+def places(node, at=()):
+    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield (*at, key)
+        yield from places(child, (*at, key))
+
+
+def refusal(folder):
+    """What is said of a folder, if it is refused."""
+    try:
+        open_executor(folder)
+    except JaxllmError as error:
+        return str(error)
+    return ""
+
+
+def test_manifests_that_say_anything_at_all(copy):
+    draw, text = random.Random(5), (copy / MANIFEST).read_text()
+    where = list(places(json.loads(text)))
+    # Few places are of the kind that says how large something is, and these do most harm.
+    chosen = [*(each for each in where if len(each) < 4), *draw.sample(where, 150)]
+    for at in chosen:
+        data = json.loads(text)
+        node = data
+        for key in at[:-1]:
+            node = node[key]
+        node[at[-1]] = draw.choice(JUNK)
+        (copy / MANIFEST).write_text(json.dumps(data))
+        assert "\n" not in refusal(copy)
+
+
+def test_files_that_are_none(copy):
+    for name in ("weights.safetensors", "tokenizer.json", MANIFEST):
+        path = copy / name
+        kept = path.read_bytes()
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(ProgramError, match=r"missing or truncated|not a folder of programs"):
+            open_executor(copy)
+        path.unlink()
+        path.write_bytes(kept)
+    open_executor(copy)
+
+
+def test_caches_larger_than_this_machine(copy, monkeypatch):
+    monkeypatch.setattr("serving.programs.executor.memory_bytes", lambda: 1000)
+    with pytest.raises(BudgetExceeded, match=r"caches of 64 tokens take .*--context"):
+        ProgramEngine.open(copy)
+
+
+def test_damaged_weights_and_programs_that_are_signed_again(copy):
+    """The header of the weights and the programs, a few bytes at a time."""
+    draw = random.Random(7)
+    weights = copy / "weights.safetensors"
+    kept = weights.read_bytes()
+    for _ in range(60):
+        raw = bytearray(kept)
+        for _ in range(draw.randint(1, 4)):
+            raw[draw.randrange(2000)] = draw.randrange(256)
+        weights.write_bytes(raw)
+        sign(copy, weights.name)
+        assert "\n" not in refusal(copy)
