@@ -214,7 +214,7 @@ class Generation(Iterator[str]):
         self._stop_ids = config.stop_ids(tokenizer.eos_ids)
         self._sampler = sampler_state(config.sampling, prompt, table.cfg.vocab_size, seed)
         # How many tokens a dispatch should decode.
-        self._pace = 1 if tpot_ms is None else _pace(tpot_ms)
+        self._pace = 1 if tpot_ms is None else pace(tpot_ms)
         self._pieces = self._run()
 
     def __next__(self) -> str:
@@ -258,7 +258,7 @@ class Generation(Iterator[str]):
             dispatched = time.perf_counter()
             token, blocks = self._decode(token, limit)
             self._checked(blocks)
-            self._pace = _pace(self._elapsed_ms(dispatched) / len(blocks))
+            self._pace = pace(self._elapsed_ms(dispatched) / len(blocks))
         piece = self._stream.flush()
         self.stop_string = self._stream.matched
         self.timings.total_ms = self._elapsed_ms(began)
@@ -366,7 +366,7 @@ class Generation(Iterator[str]):
         return 1000 * (time.perf_counter() - began)
 
 
-def _pace(tpot_ms: float) -> int:
+def pace(tpot_ms: float) -> int:
     """How many tokens take as long as a user should wait for the next words."""
     return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))
 

@@ -24,16 +24,12 @@ class Fallback:
         if not LEAST <= self.alpha <= MOST:
             raise ConfigError(f"alpha must be in [{LEAST}, {MOST}], got {self.alpha}")
 
-    def should_verify(self, confidence: float) -> bool:
-        """Whether it is time, where `confidence` is Tc (see `pacer.best_confidence`)."""
-        return confidence < self.alpha
-
     def after(self, *, drafted: int, correct: int, confidence: float) -> "Fallback":
-        """The threshold for the next tree.
+        """The threshold for the next tree (equation 3).
 
         Args:
-          drafted: tokens on the branch that was verified, the root left aside.
-          correct: how many of them were right.
+          drafted: tokens on the branch that matches the target best, the root left aside (N_all).
+          correct: how many of them were right (N_correct).
           confidence: Tc when the tree was verified.
 
         Raises:

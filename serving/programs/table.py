@@ -269,4 +269,5 @@ def _most_likely(logits: np.ndarray) -> np.ndarray:
 
 def _likeliest(sampler: SamplerState) -> bool:
     """Whether the likeliest token is the next one."""
-    return not sampler.penalized and bool(sampler.temperature <= 0)
+    # On the host: to compare a device's number would be a graph of its own.
+    return not bool(sampler.penalized) and float(sampler.temperature) <= 0

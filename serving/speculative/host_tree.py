@@ -119,6 +119,14 @@ def accepted_path(tree: TokenTree, chosen: np.ndarray) -> np.ndarray:
     return np.array(path, np.int32)
 
 
+def matching_tokens(tree: TokenTree, last: int) -> int:
+    """Tokens, the root left aside, of the branch that matches a target best whose last accepted node is
+    `last`: of the branches through it the most confident one."""
+    through = np.flatnonzero(np.asarray(tree.ancestors)[: int(tree.count), last])
+    tips = through[~np.isin(through, np.asarray(tree.parents)[through])]
+    return int(tree.depths[tips[np.argmax(np.asarray(tree.confidences)[tips])]])
+
+
 def open_confidence(tree: TokenTree) -> float:
     """Tc: the highest cumulative confidence of a branch's tip."""
     count = int(tree.count)

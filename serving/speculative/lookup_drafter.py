@@ -18,10 +18,11 @@ from serving.speculative.options import TreeShape
 
 
 class LookupDrafter:
-    """Another drafter's trees, with those of prompt lookup (see `Drafter`)."""
+    """Another drafter's trees, with those of prompt lookup; of lines the one that promises more tokens (see
+    `Drafter`)."""
 
     def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
-        self._drafter, self._ngrams = drafter, NgramDrafter(shape)
+        self._drafter, self._ngrams, self._lines = drafter, NgramDrafter(shape), shape.branches == 1
         # The last tree, how many of its nodes the drafter knows, and which of the looked up ones each is.
         self._tree: TokenTree | None = None
         self._known = 1
@@ -44,8 +45,14 @@ class LookupDrafter:
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         """See `Drafter`; there may be twice as many nodes as `most`, of which the most confident count."""
         tree = self._drafter.grow(sequence, root, alpha, most)
+        other = self._ngrams.grow(sequence, root, alpha, most)
         self._known = int(tree.count)
-        self._tree, self._places = united(tree, self._ngrams.grow(sequence, root, alpha, most))
+        if not self._lines:
+            self._tree, self._places = united(tree, other)
+        elif _promised(other) > _promised(tree):
+            self._tree, self._known, self._places = other, 1, np.arange(int(other.count))
+        else:
+            self._tree, self._places = tree, np.full(int(tree.count), -1)
         return self._tree
 
     def step(self) -> bool:
@@ -57,9 +64,15 @@ class LookupDrafter:
         assert self._tree is not None
         nodes = np.asarray(path)
         found = self._places[nodes]
-        self._ngrams.follow(found[found >= 0].tolist(), token)
+        if (found >= 0).any():
+            self._ngrams.follow(found[found >= 0].tolist(), token)
         # Behind a node that only the text knew, the other knows none: to it, that node is what was said.
         known = nodes[nodes < self._known]
         if len(known) < len(nodes):
             token = int(np.asarray(self._tree.tokens)[nodes[len(known)]])
         self._drafter.follow(known.tolist(), token)
+
+
+def _promised(tree: TokenTree) -> float:
+    """How many tokens a line should bring."""
+    return float(np.asarray(tree.confidences)[: int(tree.count)].sum())

@@ -61,7 +61,8 @@ class SpeculationOptions:
         that it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
       pipelined: whether drafting goes on while the target's weights are read (section 3.4).
       thrifty: whether drafting ends where it does not pay, to be tried again now and then.
-      lookup: whether what the text has said before is proposed beside what a model drafts, in trees.
+      lookup: whether what the text has said before is proposed beside what a model drafts, or
+        instead where that promises more tokens and trees are lines.
     """
 
     drafter: str = "model"

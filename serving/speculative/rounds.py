@@ -20,7 +20,7 @@ from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.tree import TokenTree
 from serving.generation import Decoder, Window
 from serving.speculative.drafter import Drafter
-from serving.speculative.host_tree import by_confidence, open_confidence, some_nodes
+from serving.speculative.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
 from serving.speculative.lookup_drafter import LookupDrafter
 from serving.speculative.options import SpeculationOptions
 from serving.speculative.thrift import Thrift
@@ -101,8 +101,7 @@ class Rounds(Generic[AnyTarget]):
 
     def __init__(self, target: AnyTarget, drafter: Drafter, options: SpeculationOptions) -> None:
         self.target, self.counts = target, SpeculationCounts()
-        # A line has no room for a second opinion.
-        looked_up = options.lookup and options.drafter != "ngram" and options.trees.branches > 1
+        looked_up = options.lookup and options.drafter != "ngram"
         self._drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
         self._options = options
         self._fallback, self._thrift = Fallback(options.alpha), Thrift()
@@ -165,12 +164,17 @@ class Rounds(Generic[AnyTarget]):
         limit: int,
         held: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, Any, SamplerState]:
-        """One round: up to `limit` further tokens `[1, count]` behind those `held` that the cache has and
-        `token`, their count, cache, sampler."""
+        """One round, or plain tokens where no draft pays: up to `limit` further tokens `[1, count]` behind
+        those `held` that the cache has and `token`, their count, cache, sampler."""
         root = int(np.asarray(token)[0])
         cache = dataclasses.replace(cache, length=np.int32(len(held)))
         room = min(cache.capacity_tokens - len(held), self._options.trees.nodes[-1])
-        if limit < 2 or room < self._options.trees.nodes[0] or not self._worthwhile:
+        if not self._worthwhile:
+            # As many as a dispatch may have while drafting pauses.
+            most = min(limit, self._thrift.paused_tokens)
+            most = self.target.decode_limit(self._thrift.pace, most)
+            return self._plain(root, cache, sampler, stop_ids, held, most)
+        if limit < 2 or room < self._options.trees.nodes[0]:
             return self._plain(root, cache, sampler, stop_ids, held)
         began = time.perf_counter()
         # Whatever is drafted, the root is read.
@@ -210,7 +214,7 @@ class Rounds(Generic[AnyTarget]):
             return verdict.tokens[None], len(verdict.tokens), cache, sampler
         self._verify_cost.measured(nodes, verify_s)
         self._drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
-        self._learn(part, len(verdict.tokens), draft_s, verify_s)
+        self._learn(part, verdict, limit, draft_s, verify_s)
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
     def _size(self, confidences: np.ndarray, draft_s: float) -> int:
@@ -237,14 +241,16 @@ class Rounds(Generic[AnyTarget]):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         held: Sequence[int],
+        limit: int = 1,
     ) -> tuple[np.ndarray, int, Any, SamplerState]:
         began = time.perf_counter()
         token = np.array([root], np.int32)
-        rows, _, cache, sampler = self.target.decode(token, cache, sampler, stop_ids, 1, held)
-        rows = np.asarray(rows)[:, :1]
-        self._thrift.plain(took_ms=1000 * (time.perf_counter() - began), tokens=1)
-        self.counts.plain_tokens += 1
-        return rows, 1, cache, sampler
+        rows, count, cache, sampler = self.target.decode(token, cache, sampler, stop_ids, limit, held)
+        tokens = int(count)
+        rows = np.asarray(rows)[:, :tokens]
+        self._thrift.plain(took_ms=1000 * (time.perf_counter() - began), tokens=tokens)
+        self.counts.plain_tokens += tokens
+        return rows, tokens, cache, sampler
 
     def _meanwhile(self, wait_s: float) -> bool:
         """One step of the drafter, if it ends before the target goes on."""
@@ -253,8 +259,8 @@ class Rounds(Generic[AnyTarget]):
         self.counts.hidden_steps += 1
         return True
 
-    def _learn(self, tree: TokenTree, tokens: int, draft_s: float, verify_s: float) -> None:
-        counts, drafted = self.counts, int(np.max(tree.depths))
+    def _learn(self, tree: TokenTree, verdict: Verdict, limit: int, draft_s: float, verify_s: float) -> None:
+        counts, tokens = self.counts, len(verdict.tokens)
         counts.rounds += 1
         counts.nodes += int(tree.count) - 1
         counts.accepted += tokens - 1
@@ -262,11 +268,13 @@ class Rounds(Generic[AnyTarget]):
         counts.draft_s += draft_s
         counts.verify_s += verify_s
         self._thrift.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
-        if self._options.fallback == "learned" and drafted:
-            correct = min(tokens - 1, drafted)
-            self._fallback = self._fallback.after(
-                drafted=drafted, correct=correct, confidence=open_confidence(tree)
-            )
+        if self._options.fallback == "learned":
+            drafted = matching_tokens(tree, int(verdict.path[-1]))
+            # Where the answer was full, nobody knows what else was right.
+            if drafted and tokens < limit:
+                self._fallback = self._fallback.after(
+                    drafted=drafted, correct=tokens - 1, confidence=open_confidence(tree)
+                )
         elif self._options.fallback == "measured":
             # What a reading brings is at most the confidences of the paths that it goes on, in tokens.
             alpha = 1000 * self._drafter.step_s / self._thrift.token_ms / self._options.trees.tips

@@ -4,6 +4,8 @@ Reading a whole tree never takes less than reading one token. So as long as draf
 per token than verifying alone per pass, drafting may pay; where they do not, it cannot.
 """
 
+from serving.generation import pace
+
 # Of a new measurement in a running mean.
 _NEW_SHARE = 0.25
 # Rounds before the first judgement, and tokens without drafts after a bad one: twice as many each time.
@@ -24,6 +26,17 @@ class Thrift:
     def worthwhile(self) -> bool:
         """Whether the next round should have a draft."""
         return self._left <= 0
+
+    @property
+    def paused_tokens(self) -> int:
+        """Tokens that come without drafts before the next round."""
+        return max(0, self._left)
+
+    @property
+    def pace(self) -> int:
+        """How many plain tokens take as long as a user should wait for the next words; 1 before it is
+        known what they take."""
+        return pace(self._plain_ms) if self._plain_ms else 1
 
     @property
     def token_ms(self) -> float:

@@ -35,7 +35,9 @@ class LevelMemory:
         """
         self._bundle = bundle
         self.pieces: list[LayerPiece] = beside_level(
-            layer_pieces(bundle.layout), layer_pieces(bundle.layout, cfg)
+            # Memory comes by pages.
+            layer_pieces(bundle.layout),
+            layer_pieces(bundle.layout, cfg, gap_bytes=PAGE),
         )
         segments = bundle.layout.segments
         self._tables = {

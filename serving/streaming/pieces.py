@@ -78,12 +78,16 @@ def read_bytes(piece: Piece) -> int:
     return sum(each.size_bytes for each in piece.ranges)
 
 
-def layer_pieces(layout: Layout, cfg: ModelConfig | None = None) -> list[LayerPiece]:
+def layer_pieces(
+    layout: Layout, cfg: ModelConfig | None = None, *, gap_bytes: int | None = None
+) -> list[LayerPiece]:
     """The layers of a model.
 
     Args:
       layout: the bundle's.
       cfg: a sub-model, of which only what it uses is read; None for the whole model.
+      gap_bytes: what lies between two used parts counts as used where it is no longer; None for what is read
+        as soon as skipped.
     """
     sub = None if cfg is None or cfg == layout.cfg else param_specs(cfg)
     whole = param_specs(layout.cfg)
@@ -105,7 +109,7 @@ def layer_pieces(layout: Layout, cfg: ModelConfig | None = None) -> list[LayerPi
             )
             ranges = [
                 Range(offset=begin, size_bytes=end - begin, place=begin - first)
-                for begin, end in _joined(used)
+                for begin, end in _joined(used, _SHORT_GAP_BYTES if gap_bytes is None else gap_bytes)
             ]
         pieces.append(
             LayerPiece(
@@ -129,14 +133,17 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
     found = []
     for piece, part in zip(pieces, level, strict=True):
         (whole,) = piece.ranges
-        first, end = whole.offset, whole.offset + whole.size_bytes
-        rest, at = [], first
+        at, end, rest = whole.offset, whole.offset + whole.size_bytes, []
         for kept in (*part.ranges, Range(offset=end, size_bytes=0, place=0)):
             if kept.offset > at:
-                place = whole.place + at - first
-                rest.append(Range(offset=at, size_bytes=kept.offset - at, place=place))
+                rest.append((at, kept.offset))
             at = max(at, kept.offset + kept.size_bytes)
-        found.append(dataclasses.replace(piece, ranges=tuple(rest), kept=part.ranges))
+        # What stays is read again where skipping it would take longer.
+        ranges = [
+            Range(offset=begin, size_bytes=last - begin, place=whole.place + begin - whole.offset)
+            for begin, last in (_joined(rest, _SHORT_GAP_BYTES) if rest else ())
+        ]
+        found.append(dataclasses.replace(piece, ranges=tuple(ranges), kept=part.ranges))
     return found
 
 
@@ -180,12 +187,12 @@ def _resized(extent: Extent, shape: tuple[int, ...]) -> int:
     return dataclasses.replace(extent, shape=shape).size_bytes
 
 
-def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _joined(spans: list[tuple[int, int]], gap_bytes: int) -> list[tuple[int, int]]:
     """Ascending spans, those near one another made one."""
     joined = [spans[0]]
     for begin, end in spans[1:]:
         last = joined[-1]
-        if begin - last[1] <= _SHORT_GAP_BYTES:
+        if begin - last[1] <= gap_bytes:
             joined[-1] = last[0], max(end, last[1])
         else:
             joined.append((begin, end))

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from serving.programs import screening as screening_room
 from serving.programs.allowance import allowance
 from serving.programs.engine import ProgramEngine
 from serving.programs.executor import open_executor
+from serving.programs.screening import Screening
 from tests.export.models import CONFIG, PROMPTS
 
 pytest.importorskip("flatbuffers")
@@ -212,27 +212,13 @@ def test_nothing_of_a_folder_is_compiled_where_one_program_is_harmful(copy, deco
     assert count() == 0
 
 
-class Size(NamedTuple):
-    """A shape as `jax.export` writes it."""
-
-    shape: tuple[str, ...]
-    dtype: np.dtype
-    memory_space: object
-
-
-def test_a_program_whose_reading_does_not_end(copy, decode, monkeypatch):
-    program, _ = decode
-    # Sizes are expressions, which whoever reads the file computes.
-    first = program.in_avals[0]
-    size = Size(("9**9**9**9",), first.dtype, first.memory_space)
-    evil = dataclasses.replace(program, in_avals=(size, *program.in_avals[1:]))
-    (copy / FILE).write_bytes(evil.serialize())
-    sign(copy, FILE)
-    monkeypatch.setattr(screening_room, "_START_S", 3)
-    monkeypatch.setattr(screening_room, "_PROGRAM_S", 0)
-    engine = ProgramEngine.open(copy)
-    with pytest.raises(ProgramError, match=rf"{FILE}: reading it (does not end|ended a process)"):
-        engine.warm_up()
+def test_a_program_whose_reading_does_not_end_or_is_malformed(decode, monkeypatch):
+    _, allowed = decode
+    with pytest.raises(ProgramError, match=r"some: malformed \(\w+: .*; export the model again"):
+        Screening().require_harmless({"some": (b"some" * 100, allowed)})
+    monkeypatch.setattr(screening_room, "_BUSY", 1e-3)
+    with pytest.raises(ProgramError, match="some: reading it does not end"):
+        Screening().require_harmless({"some": (b"some" * 100, allowed)})
 
 
 # Whatever an interrupted copy or a fuzzer makes of a manifest: errors of ours, soon.

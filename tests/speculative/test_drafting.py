@@ -53,8 +53,6 @@ def test_where_the_room_ends_the_least_likely_are_left_out():
 def test_the_threshold_by_hand():
     start = Fallback()
     assert start.alpha == START
-    assert start.should_verify(0.009)
-    assert not start.should_verify(0.01)
     assert start.after(drafted=4, correct=4, confidence=0.008).alpha == pytest.approx(0.005)
     # alpha / Tc^((N - correct) / N)
     assert start.after(drafted=4, correct=3, confidence=0.0081).alpha == pytest.approx(0.01 / 0.0081**0.25)
