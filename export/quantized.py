@@ -2,9 +2,9 @@
 
 `int8` has weights at 8 bits with a scale per output channel, and quantizes activations while it runs, a scale
 per row; `w8a8` has fixed scales of activations too, one per tensor and no shadow, found on a text: inputs,
-weights and outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that `mlir.py`
-translates (`quant.fake_quant`); a runtime that does not know them computes floats. The vocabulary's table
-keeps dynamic scales in both: its products choose tokens.
+weights and outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that
+`mlir.py` translates (`quant.fake_quant`); a runtime that does not know them computes floats. The vocabulary's
+table keeps dynamic scales in both: its products choose tokens.
 """
 
 import dataclasses
