@@ -118,7 +118,7 @@ def export_command(
     levels: tuple[int, ...],
     adapter: Path | None,
 ) -> None:
-    """Write the model in BUNDLE as programs for devices that compile nothing."""
+    """Write the model in BUNDLE as programs that run without our model code."""
     if kind != "stablehlo" and platforms:
         raise click.UsageError("--platform goes with --format stablehlo")
     if (precision == "w8a8") != (calibrate is not None):

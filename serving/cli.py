@@ -40,7 +40,7 @@ COMMANDS = {
     ),
     "export": (
         "export.cli:export_command",
-        "Write the model in BUNDLE as programs for devices that compile nothing.",
+        "Write the model in BUNDLE as programs that run without our model code.",
     ),
     "trace": ("serving.commands.trace:trace_command", "Make request traces, and replay them on a service."),
     "contexts": (

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import Extent
+from jaxllm.bundle.layout import PAGE, Extent
 from jaxllm.bundle.rows import row_step, rows_alone, rows_at
 from jaxllm.quant import Weight
 from serving.direct_io import PieceReader
+from serving.streaming.first_reading import Checksums
 
 _TABLE = "embed.tokens"
 _THREADS = 4
@@ -19,12 +20,24 @@ class EmbeddingRows:
     """The rows of a bundle's embedding table.
 
     A prompt's tokens are mostly the same few: what was read last is kept.
+
+    Attributes:
+      segment: of the file, that holds the table.
     """
 
-    def __init__(self, bundle: Bundle, reader: PieceReader, *, kept_bytes: int) -> None:
-        """Reads nothing yet; of rows at most `kept_bytes` are kept."""
-        self._bundle, self._reader = bundle, reader
+    def __init__(self, bundle: Bundle, reader: PieceReader, checksums: Checksums, *, kept_bytes: int) -> None:
+        """Reads nothing yet.
+
+        Args:
+          bundle: an open one.
+          reader: of its file.
+          checksums: of the pages of `segment` (see `FirstReading.watch_pages`).
+          kept_bytes: most of rows that are kept.
+        """
+        self._bundle, self._reader, self._checksums = bundle, reader, checksums
         self._tensor = bundle.layout.tensors[_TABLE]
+        self.segment = self._tensor.segment
+        self._whole = bundle.layout.segments[self.segment]
         self._step = row_step(self._tensor)
         row_bytes = sum(each.size_bytes for each in rows_at(self._tensor, 0, self._step))
         self._room = max(1, kept_bytes // row_bytes)
@@ -73,7 +86,19 @@ class EmbeddingRows:
         return found
 
     def _read(self, first: int) -> list[np.ndarray]:
-        return [read_array(self._reader, each) for each in rows_at(self._tensor, first, self._step)]
+        return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
+
+    def _checked(self, extent: Extent) -> np.ndarray:
+        """An array of the table, read with the whole pages that it touches, which are what they were."""
+        start = self._whole.offset
+        begin = (extent.offset - start) // PAGE * PAGE
+        end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE
+        end = min(end, self._whole.size_bytes)
+        data = self._reader.read(start + begin, end - begin)
+        for at in range(0, len(data), PAGE):
+            self._checksums.require_same(start + begin + at, data[at : at + PAGE])
+        at = extent.offset - start - begin
+        return extent.array(data[at : at + extent.size_bytes].copy())
 
 
 def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:

@@ -5,7 +5,8 @@ import logging
 import numpy as np
 
 from jaxllm.bundle import Bundle, expert_widths
-from jaxllm.config import ModelConfig
+from jaxllm.bundle.elastic import require_level
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.experts.mixture import visit_rows
 from serving.experts.store import hot_bytes
 from serving.experts.weights import ExpertWeights
@@ -76,6 +77,7 @@ def streamed_weights(
         storage=options.storage,
         read_ahead=options.read_ahead,
         level=level,
+        levels=[require_level(bundle, each) for each in options.levels if each != WHOLE],
         progress=progress,
     )
 

@@ -1,6 +1,6 @@
 """A level of a streamed model that stays in memory: to draft with, and so that less of a layer is read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -8,7 +8,8 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import PAGE
 from jaxllm.config import ModelConfig
 from jaxllm.quant import Weight
-from serving.direct_io import PieceReader, aligned
+from serving.direct_io import aligned
+from serving.streaming.first_reading import FirstReading
 from serving.streaming.pieces import LayerPiece, Range, beside_level, layer_pieces
 
 _TABLES = ("embed", "final")
@@ -22,7 +23,7 @@ class LevelMemory:
     Attributes:
       pieces: the whole model's layers, of which what the level has is not read.
       size_bytes: what the level and the tables take.
-      weights: once they are loaded, all parameters by name; of layers that do not stay only the level's units
+      weights: once they are read, all parameters by name; of layers that do not stay only the level's units
         are there.
     """
 
@@ -54,35 +55,27 @@ class LevelMemory:
         self._table_memory: dict[str, np.ndarray] = {}
         self.weights: dict[str, Weight] = {}
 
-    def load(self, reader: PieceReader, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Reads the level, but for layers that stay whole.
+    def load(self, reading: FirstReading, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Has the level read, but for layers that stay whole.
 
         Args:
-          reader: of the file.
+          reading: of the file.
           staying: memory of layers that stay, by their numbers.
 
         Returns:
           Memory of the other layers, by their numbers.
-
-        Raises:
-          CheckpointError: it cannot be read.
         """
         kept = {}
         for piece in self.pieces:
             if piece.layer not in staying:
                 kept[piece.layer] = aligned(piece.memory_bytes)
-                _read(reader, piece.kept, kept[piece.layer])
+                reading.keep(piece.kept, kept[piece.layer])
         for name, each in self._tables.items():
             self._table_memory[name] = aligned(each.place + each.size_bytes + PAGE)
-            _read(reader, (each,), self._table_memory[name])
+            reading.keep((each,), self._table_memory[name])
         for name, memory in self._table_memory.items():
             self.weights |= self._bundle.segment_weights(name, memory[self._tables[name].place :])
         for piece in self.pieces:
             memory = {**staying, **kept}[piece.layer]
             self.weights |= self._bundle.segment_weights(piece.segment, memory[piece.start :])
         return kept
-
-
-def _read(reader: PieceReader, ranges: Sequence[Range], memory: np.ndarray) -> None:
-    for each in ranges:
-        reader.read_into(memory, each.place, each.offset, each.size_bytes)

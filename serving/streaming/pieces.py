@@ -14,6 +14,11 @@ _ROW_STEP = 64
 # What lies between two parts of a layer that a level needs is read, too, where it is shorter than a seek.
 _SHORT_GAP_BYTES = 64 << 10
 
+# Threads that read a piece together. Of one call: so large that a disk's time to find it counts for little,
+# and so small that they share a piece.
+READERS = 4
+_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
@@ -76,6 +81,22 @@ Piece = LayerPiece | HeadPiece
 def read_bytes(piece: Piece) -> int:
     """What is read of the file for a piece."""
     return sum(each.size_bytes for each in piece.ranges)
+
+
+def read_blocks(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """The parts of a piece that are read by a call each: offset in the file, place in memory, bytes."""
+    share = sum(each.size_bytes for each in ranges) // READERS
+    step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, share))
+    blocks = []
+    for each in ranges:
+        at = 0
+        while at < each.size_bytes:
+            # To a page's end, so that no page is read twice.
+            end = (each.offset + at + step) // PAGE * PAGE - each.offset
+            size = min(end, each.size_bytes) - at
+            blocks.append((each.offset + at, each.place + at, size))
+            at += size
+    return blocks
 
 
 def layer_pieces(

@@ -16,13 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from serving.direct_io import PAGE, PieceReader, aligned
-from serving.streaming.pieces import LayerPiece, Piece, Range, read_bytes
-
-_THREADS = 4
-# Of one read call: so large that a disk's time to find it counts for little, and so small that several
-# threads share a piece.
-_LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
+from serving.direct_io import PieceReader, aligned
+from serving.streaming.first_reading import Checksums
+from serving.streaming.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
 # Other work while weights are waited for: told how long that should take, in seconds, it does a little and
 # says whether it did.
@@ -79,6 +75,7 @@ class WeightStream:
         slots: int,
         slot_bytes: int,
         read_ahead: bool = True,
+        checksums: Checksums | None = None,
     ) -> None:
         """Takes all memory that there will be; reads nothing yet.
 
@@ -89,9 +86,11 @@ class WeightStream:
           slots: for all others, at least 2 if there are any.
           slot_bytes: of a slot.
           read_ahead: whether the next piece is read while one is computed, or only when it is waited for.
+          checksums: of all blocks that will be read; None believes what it reads.
         """
         self.counts = StreamCounts()
         self._reader, self._pieces, self._kept = reader, list(pieces), {}
+        self._checksums = checksums
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._coming = [each for each in range(len(pieces)) if each not in self._staying]
         self._free = [Slot(aligned(slot_bytes)) for _ in range(slots)]
@@ -101,21 +100,7 @@ class WeightStream:
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
-        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
-
-    def load_resident(self, on_piece: Callable[[int], None] | None = None) -> None:
-        """Reads what stays; `on_piece` is called with the bytes of each.
-
-        Raises:
-          CheckpointError: it cannot be read.
-        """
-        for number, slot in self._staying.items():
-            whole = self._pieces[number]
-            for part in (whole.ranges, whole.kept if isinstance(whole, LayerPiece) else ()):
-                self._read(part, slot.memory)
-            slot.piece, slot.ready = number, True
-            if on_piece is not None:
-                on_piece(read_bytes(self._pieces[number]))
+        self._pool = concurrent.futures.ThreadPoolExecutor(READERS)
 
     def staying(self) -> dict[int, np.ndarray]:
         """Memory of what stays, by the pieces' numbers."""
@@ -258,17 +243,17 @@ class WeightStream:
                 self._changed.notify_all()
 
     def _read(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
-        share = sum(each.size_bytes for each in ranges) // _THREADS
-        step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, share))
-        blocks = [
-            (memory, each.place + at, each.offset + at, size)
-            for each in ranges
-            for at, size in _blocks(each, step)
-        ]
+        def read(block: tuple[int, int, int]) -> None:
+            offset, place, size = block
+            self._reader.read_into(memory, place, offset, size)
+            if self._checksums is not None:
+                self._checksums.require_same(offset, memory[place : place + size])
+
+        blocks = read_blocks(ranges)
         if len(blocks) == 1:
-            self._reader.read_into(*blocks[0])
+            read(blocks[0])
         else:
-            list(self._pool.map(lambda block: self._reader.read_into(*block), blocks))
+            list(self._pool.map(read, blocks))
 
     def _copy_kept(self, number: int, memory: np.ndarray) -> None:
         """Puts what stays of a piece beside what was read: a copy within memory takes far less than reading,
@@ -278,15 +263,3 @@ class WeightStream:
             for each in piece.kept:
                 part = slice(each.place, each.place + each.size_bytes)
                 memory[part] = self._kept[number][part]
-
-
-def _blocks(each: Range, step: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range that are read by a call each, of about `step` bytes: where they begin in it, and
-    their sizes."""
-    at = 0
-    while at < each.size_bytes:
-        # To a page's end, so that no page is read twice.
-        end = (each.offset + at + step) // PAGE * PAGE - each.offset
-        size = min(end, each.size_bytes) - at
-        yield at, size
-        at += size

@@ -3,12 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-import xxhash
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import Extent
@@ -23,6 +22,7 @@ from serving.graph_table import GraphTable
 from serving.lowering import layer_params
 from serving.progress import Progress, loading
 from serving.streaming.embedding import EmbeddingRows, read_array
+from serving.streaming.first_reading import FirstReading
 from serving.streaming.level_memory import LevelMemory
 from serving.streaming.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.streaming.plan import MemoryPlan, plan_memory
@@ -30,8 +30,6 @@ from serving.streaming.weight_stream import Meanwhile, Slot, StreamCounts, Weigh
 
 # Of the embedding table's rows that stay: at most so many bytes, and this share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
-# What is read at a time to check the file.
-_CHECK_BYTES = 4 << 20
 
 
 class StreamedWeights:
@@ -52,9 +50,10 @@ class StreamedWeights:
         storage: Storage | None = None,
         read_ahead: bool = True,
         level: ModelConfig | None = None,
+        levels: Sequence[ModelConfig] = (),
         progress: Progress | None = None,
     ) -> None:
-        """Checks the file, takes the memory, and reads what stays.
+        """Takes the memory, and reads the file once: checks it, and puts what stays into memory.
 
         Args:
           bundle: an open one.
@@ -62,6 +61,7 @@ class StreamedWeights:
           storage: how it is read.
           read_ahead: see `WeightStream`.
           level: a sub-model that stays in memory (see `level_weights`).
+          levels: sub-models that passes may be of.
           progress: called with ("load", bytes done, bytes in all).
 
         Raises:
@@ -76,14 +76,16 @@ class StreamedWeights:
         self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._level else largest)
         streamed = [*layers, *(() if self._level else self.head)]
         self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: streamed}
+        # Else whole layers are read, whatever of them is used.
+        if bundle.read_in_place and self._level is None:
+            self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
         sizes = [each.memory_bytes - getattr(each, "kept_bytes", 0) for each in streamed]
         kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
         fixed_bytes += kept_bytes + (self._level.size_bytes if self._level else 0)
         self.plan: MemoryPlan = plan_memory(
             sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, what=what, slot_bytes=largest
         )
-        on_bytes = loading(progress, bundle.weight_bytes + self.plan.resident_bytes)
-        self._check(on_bytes)
+        reading = FirstReading(bundle, self._reader)
         self._stream = WeightStream(
             self._reader,
             self._pieces[bundle.cfg],
@@ -91,11 +93,21 @@ class StreamedWeights:
             slots=self.plan.slots,
             slot_bytes=self.plan.slot_bytes,
             read_ahead=read_ahead,
+            checksums=reading.checksums,
         )
-        self._stream.load_resident(on_bytes)
+        staying = self._stream.staying()
+        for number, memory in staying.items():
+            piece = streamed[number]
+            reading.keep((*piece.ranges, *getattr(piece, "kept", ())), memory)
+        for pieces in self._pieces.values():
+            for number, piece in enumerate(pieces):
+                if number not in staying:
+                    reading.watch(piece.ranges)
         if self._level is not None:
-            self._stream.keep(self._level.load(self._reader, self._stream.staying()))
-        self._rows = EmbeddingRows(bundle, self._reader, kept_bytes=kept_bytes)
+            self._stream.keep(self._level.load(reading, staying))
+        self._rows = EmbeddingRows(bundle, self._reader, reading.checksums, kept_bytes=kept_bytes)
+        reading.watch_pages(self._rows.segment)
+        reading.run(loading(progress, bundle.weight_bytes))
         self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
         self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}
 
@@ -150,12 +162,8 @@ class StreamedWeights:
 
     def begin(self, cfg: ModelConfig) -> None:
         """A pass of the model, or of one of its levels, begins."""
-        if not self._bundle.read_in_place or self._level is not None:
-            # Whole layers, whatever of them is used.
-            cfg = self._bundle.cfg
-        if cfg not in self._pieces:
-            self._pieces[cfg] = [*layer_pieces(self._bundle.layout, cfg), *self.head]
-        self._stream.use(self._pieces[cfg])
+        whole = self._pieces[self._bundle.cfg]
+        self._stream.use(self._pieces.get(cfg, whole))
 
     def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
         """See `EmbeddingRows.table`."""
@@ -224,20 +232,6 @@ class StreamedWeights:
         level, version = table.weights_version
         for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
             del self._made[key]
-
-    def _check(self, on_bytes: Callable[[int], None]) -> None:
-        """Reads all segments of weights once, a little at a time.
-
-        Raises:
-          BundleError: a checksum is wrong.
-        """
-        for name in dict.fromkeys(each.segment for each in self._bundle.layout.tensors.values()):
-            segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
-            for at in range(0, segment.size_bytes, _CHECK_BYTES):
-                size = min(_CHECK_BYTES, segment.size_bytes - at)
-                digest.update(self._reader.read(segment.offset + at, size).data)
-                on_bytes(size)
-            self._bundle.require_checksum(name, digest)
 
 
 def _with_weights(
