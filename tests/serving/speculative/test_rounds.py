@@ -118,7 +118,9 @@ def test_a_line_is_the_one_that_promises_more():
     shape = TreeShape(nodes=(4, 8), room=16, tips=1, branches=1)
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     unsure, sure = Line([9, 9], 0.1), Line([9, 8, 7, 6], 0.99)
-    both = LookupDrafter(unsure, shape)
+    # Who leaves trees out leaves out nothing else.
+    both = Rounds(Target(), unsure, SpeculationOptions(model="draft", trees=shape))._drafter
+    assert isinstance(both, LookupDrafter)
     assert both.grow(text, 3, 0.01, 8).tokens[:4].tolist() == [3, 4, 5, 6]
     # To the model, what the text knew is what the target said.
     both.follow([0, 1, 2], 7)
