@@ -84,7 +84,7 @@ def _screened(programs: list[Program]) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ["reading it does not end"] * len(programs)
+        return ["reading the programs beside it does not end, or not its own"] * len(programs)
     except OSError as error:
         raise ProgramError(
             f"programs are checked in another process, which cannot be started ({error.strerror})"

@@ -1,6 +1,7 @@
 """StableHLO programs with the weights beside them, run by whatever device JAX has here.
 
-They may come from anywhere: none is compiled before `screening.py` has had it read (see SECURITY.md)."""
+They may come from anywhere: none is compiled before `screening.py` has had it read (see SECURITY.md).
+"""
 
 import hashlib
 import importlib.util

@@ -42,7 +42,7 @@ class Checksums:
 
     def require_same(self, offset: int, data: np.ndarray) -> None:
         """Raises BundleError if what was read at `offset`, uint8, is not what was there at first."""
-        if xxhash.xxh3_64_intdigest(data) != self._blocks[offset, len(data)]:
+        if xxhash.xxh3_64_intdigest(data.data) != self._blocks[offset, len(data)]:
             raise BundleError(
                 f"{self._path} was changed in place while it was open: {len(data)} bytes at {offset} are not "
                 "what they were; open it again, and replace such a file by renaming another one over it"
