@@ -1,11 +1,14 @@
 """Reading by pieces: the bytes that were asked for, however pages lie, and what a file too short says."""
 
+import errno
+import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from serving.direct_io import PAGE, PieceReader, Storage, aligned
 
 
@@ -46,9 +49,6 @@ def test_a_file_that_shrinks_while_it_is_open_is_told(file):
 
 def test_where_direct_reads_are_refused_the_cache_is_used(file, monkeypatch):
     """As on file systems that open for them and then have none."""
-    import errno
-    import os
-
     path, content = file
     real = os.preadv
     with PieceReader(path) as reader:
@@ -62,6 +62,56 @@ def test_where_direct_reads_are_refused_the_cache_is_used(file, monkeypatch):
         monkeypatch.setattr(os, "preadv", preadv)
         np.testing.assert_array_equal(reader.read(100, 5000), content[100:5100])
         assert reader.caching == "buffered"
+
+
+def test_the_cache_is_used_for_the_file_that_was_opened(file, monkeypatch):
+    """Although another one has its name by then."""
+    path, content = file
+    real = os.preadv
+    with PieceReader(path) as reader:
+        reader.caching = "direct"
+        path.rename(path.with_suffix(".old"))
+        path.write_bytes(bytes(len(content)))
+
+        def preadv(descriptor, buffers, offset):
+            if reader.caching == "direct":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real(descriptor, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        np.testing.assert_array_equal(reader.read(100, 5000), content[100:5100])
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES, errno.EMFILE, errno.ESTALE])
+def test_what_storage_refuses_is_told_from_what_is_not_there(file, monkeypatch, error):
+    def refused(*_):
+        raise OSError(error, os.strerror(error))
+
+    with PieceReader(file[0]) as reader:
+        monkeypatch.setattr(os, "preadv", refused)
+        with pytest.raises(Unreadable, match=os.strerror(error)):
+            reader.read(0, 10)
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(Unreadable, match=os.strerror(error)):
+        PieceReader(file[0])
+
+
+def test_what_is_no_regular_file_is_told(tmp_path):
+    """And a pipe is not waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(CheckpointError, match=r"no regular file|cannot be read") as told:
+            PieceReader(path)
+        assert not isinstance(told.value, Unreadable)
+
+
+def test_links_are_followed_only_where_they_may_be(file, tmp_path):
+    path, content = file
+    (tmp_path / "link").symlink_to(path)
+    with PieceReader(tmp_path / "link") as reader:
+        np.testing.assert_array_equal(reader.read(0, 10), content[:10])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        PieceReader(tmp_path / "link", follow_links=False)
 
 
 def test_an_emulated_device_is_no_faster_than_it_says(file):

@@ -31,6 +31,13 @@ def with_record_document(document: Any) -> bytes:
     return signed(json.dumps(document, separators=(",", ":")))
 
 
+def change_record(folder: Path, **changes: Any) -> None:
+    """Has both records of a context's folder say something else."""
+    document = {**record_document((folder / "record").read_bytes()), **changes}
+    for name in ("record", "record.previous"):
+        (folder / name).write_bytes(with_record_document(document))
+
+
 def segment_document(raw: bytes) -> Any:
     """A segment's table."""
     *_, size, _ = segment._HEAD.unpack(raw[: segment._HEAD.size])

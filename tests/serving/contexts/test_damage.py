@@ -9,7 +9,7 @@ import pytest
 from jaxllm.errors import CheckpointError, ContextGone, Unreadable
 from jaxllm.kv.recompute import LOST
 from serving.contexts.store import ContextStore
-from tests.serving.contexts.mutations import record_document, with_record_document
+from tests.serving.contexts.mutations import change_record, record_document
 from tests.serving.contexts.test_root import contents
 from tests.serving.contexts.test_store import ORIGIN, grown, holds
 
@@ -29,13 +29,6 @@ def kept(tmp_path):
         record = two_segments(store, "mail")
         two_segments(store, "calendar")
     return root, record, root / "app-mail" / record.name
-
-
-def change_record(folder, **changes):
-    for name in ("record", "record.previous"):
-        document = record_document((folder / "record").read_bytes())
-        document.update(changes)
-        (folder / name).write_bytes(with_record_document(document))
 
 
 def test_damaged_chunks_are_found_and_computed_again(kept):

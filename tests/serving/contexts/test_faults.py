@@ -1,12 +1,15 @@
 """Contexts whose chunks, store, budget or callers fail: nothing older is lost, and all of it is told."""
 
 import dataclasses
+import errno
+import os
 
 import pytest
 
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, ContextOverflow
 from jaxllm.kv.recompute import LOST
 from serving.contexts.manager import Contexts
+from tests.serving.contexts.mutations import change_record
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, found, new, say
 
 
@@ -78,6 +81,63 @@ def test_a_segment_that_is_gone_is_computed_from_the_text(kept):
     assert answer.generation.tokens == wanted[1]
 
 
+def test_widths_that_its_blobs_have_not_never_reach_a_kernel(kept):
+    """A record that says 8 bits of chunks of 2, with checksums that fit: they are computed from the text."""
+    contexts = kept("kivi", ratio=0.25)
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    assert set(context.record.bits) == {2}
+    change_record(contexts.store.root / "app-mail" / context.name, bits=[8, 8])
+    contexts = kept("kivi", ratio=0.25)
+    contexts._delays[100] = READ
+    assert [each.chunks for each in contexts.store.verify()] == [(0, 1)]
+    answer = say(found(contexts, context), TURNS[0][1])
+    assert (answer.restoration.read, answer.restoration.computed) == ((), (0, 1))
+    assert answer.generation.tokens == wanted[1]
+    assert contexts.store.verify() == []
+
+
+def test_a_layout_that_is_not_this_process_is_refused_by_name(kept):
+    """As chunks have it where other kernels read them: those of all heads, say, or of a level's alone."""
+    contexts = kept()
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    origin = {**context.record.origin.facts(), "heads": [2, 2, 2]}
+    change_record(contexts.store.root / "app-mail" / context.name, origin=origin)
+    with pytest.raises(ContextGone, match=r"heads \(?\[2, 2, 2\]\)? \(here \[4, 4, 4\]\)"):
+        found(kept(), context)
+
+
+def test_a_segment_that_storage_refuses_is_computed_and_stays(kept, monkeypatch):
+    contexts = kept()
+    wanted = answers_without_contexts(contexts.engine, TURNS[0])
+    context = new(contexts)
+    say(context, TURNS[0][0])
+    contexts = kept()
+    contexts._delays[100] = READ
+    context = found(contexts, context)
+    before, real = context.record, os.preadv
+    path = contexts.store.root / "app-mail" / context.name / "0.kv"
+    facts = path.stat()
+
+    def refused(file, *rest):
+        if os.path.samestat(facts, os.fstat(file)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *rest)
+
+    answer = context.generate(TURNS[0][1], max_tokens=6, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", refused)
+        next(answer)
+        assert contexts.store.record(context.name) == before
+        assert path.exists()
+    answer.result()
+    assert answer.restoration.computed == (0, 1)
+    assert answer.generation.tokens == wanted[1]
+    assert contexts.store.verify() == []
+
+
 def test_a_full_quota_leaves_the_context_as_it_was(kept):
     contexts = kept(quota_bytes=1 << 16)
     context = new(contexts)
@@ -95,7 +155,7 @@ def test_who_is_gone_is_told(kept):
     contexts = kept()
     context, other = new(contexts), new(contexts, "calendar")
     said = []
-    for name in (context.name, "x"):
+    for name in (context.name, "0" * 16):
         with pytest.raises(ContextGone, match=f"there is no context '{name}'") as error:
             contexts.record("calendar", name)
         said.append(str(error.value).replace(name, "NAME"))

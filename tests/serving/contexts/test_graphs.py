@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kv.codecs import RAW, ChunkFormat, ChunkShape
 from serving.contexts.graphs import ContextGraphs
 from serving.options import EngineOptions
@@ -74,6 +74,22 @@ def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, wei
     assert count() == 0
 
 
+def test_blobs_that_have_not_the_bytes_of_their_width_are_refused(engine_of):
+    """Before an address of them is given away, in whichever layer."""
+    table = engine_of("kivi").table
+    graphs = ContextGraphs(table)
+    cache, _ = prefilled(table)
+    bits, blobs = graphs.encode(cache, {1: 4})[1]
+    short = [*blobs[:2], blobs[2][:-1]]
+    for stored, layer in (((8, blobs), 0), ((2, blobs), 0), ((bits, short), 2)):
+        with pytest.raises(CheckpointError, match=f"chunk 1 has .* bytes in layer {layer}"):
+            graphs.load(table.start(60), {1: stored})
+        at = graphs.places([0], 1)
+        there = {1: (stored[0], stored[1][layer])}
+        with pytest.raises(CheckpointError, match=f"chunk 1 has .* bytes in layer {layer}"):
+            graphs.restore_layer(layer, graphs.embed(TOKENS, at), at, table.start(60), there)
+
+
 @needs_native
 def test_a_level_stores_the_heads_that_it_uses(engine_of):
     """Although its cache has room for those of the whole model."""
@@ -81,6 +97,7 @@ def test_a_level_stores_the_heads_that_it_uses(engine_of):
     whole, half = (ContextGraphs(engine.table.at(level)) for level in (100, 50))
     assert half.table.graphs_level == 100
     assert half.chunk_bytes(4) == whole.chunk_bytes(4) // 2
+    assert (half.heads, whole.heads) == ((2, 2, 2), (4, 4, 4))
     cache, rows = prefilled(half.table)
     loaded = half.load(half.table.start(60), half.encode(cache, {0: 8, 2: 8}))
     for got, wanted in zip(rows_of(loaded), rows, strict=True):
