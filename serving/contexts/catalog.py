@@ -10,18 +10,21 @@ import os
 from pathlib import Path
 
 from jaxllm.atomic import sync
-from jaxllm.errors import CheckpointError, Unreadable
+from jaxllm.errors import CheckpointError, JaxllmError, Unreadable
 from serving.contexts.damage import Damage
 from serving.contexts.record import Record
 from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, write_record
 from serving.contexts.root import (
+    PREVIOUS,
     RECORD,
+    SEGMENT,
     ContextFolder,
     context_folders,
     folder_name,
     is_own,
     remove_own,
     set_aside,
+    written,
 )
 from serving.contexts.stored import OpenSegments
 
@@ -121,6 +124,46 @@ class Catalog:
         self.damage.pop(folder, None)
         return aside
 
+    def unlist(self, folder: Path) -> None:
+        """Removes a context's records; what is in the place of one and is none is set aside. Without its
+        records it is no context any more, whatever happens next.
+
+        Raises:
+          OSError: they cannot be removed.
+        """
+        for each in (folder / PREVIOUS, folder / RECORD):
+            if each.is_file() and not each.is_symlink():
+                each.unlink()
+            elif os.path.lexists(each):
+                set_aside(self.root, each)
+        sync(folder)
+
+    def settle(self, name: str, folder: Path) -> None:
+        """Takes a context as it is on storage, whatever is known of it, and removes what no record names.
+
+        Raises:
+          CheckpointError: its record cannot be read.
+        """
+        try:
+            found = find_record(folder)
+        except RecordMissing:
+            self.records.pop(name, None)
+            self.damage.pop(folder, None)
+            # It is gone for good, whatever stays of its folder for now.
+            try:
+                self.remove(folder)
+            except JaxllmError:
+                self.leftovers.add(folder)
+            return
+        self.records[name] = found.record
+        self.damage.pop(folder, None)
+        if found.damage:
+            self.damage[folder] = Damage(app=found.record.app, name=name, reason=found.damage)
+        with written(folder):
+            names = os.listdir(folder)
+        for each in {*filter(SEGMENT.fullmatch, names)} - set(found.record.segments):
+            self.discard(folder / each)
+
     def mend(self, folder: Path) -> Damage:
         """Sets aside what is damaged of a context: its record, of which there is another, or all of it.
 
@@ -150,22 +193,22 @@ class Catalog:
         """Removes folders of contexts that were being made or deleted when a process ended.
 
         Raises:
-          OSError: that cannot be flushed.
+          CheckpointError: that cannot be flushed.
         """
-        while self.leftovers:
-            self.remove(self.leftovers.pop())
+        for folder in list(self.leftovers):
+            self.remove(folder)
+            self.leftovers.discard(folder)
 
     def remove(self, folder: Path) -> None:
         """Removes the store's files in the folder of a context that has no record any more, and the folder
         and its app's where nothing is left in them.
 
         Raises:
-          OSError: that cannot be flushed.
+          CheckpointError: that cannot be flushed.
         """
         self._segments.forget(folder)
         with contextlib.suppress(OSError):
             remove_own(folder)
             folder.parent.rmdir()
-            sync(self.root)
-        if folder.parent.exists():
-            sync(folder.parent)
+        with written(folder):
+            sync(folder.parent if folder.parent.exists() else self.root)

@@ -8,6 +8,7 @@ What storage refuses to give, and what a newer version wrote, is `Unreadable`: n
 stays where it is. All else that is no record of this folder's context is damaged.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -79,13 +80,19 @@ def write_record(folder: Path, record: Record) -> None:
       OSError: it cannot be written.
     """
     path = folder / RECORD
-    with atomic_file(path) as file:
-        file.write(encoded(record))
-        file.flush()
-        os.fsync(file.fileno())
-        # Who is killed before the new one gets the name leaves the one before, as if this had not begun.
-        if path.is_file():
-            os.replace(path, folder / PREVIOUS)
+    try:
+        with atomic_file(path) as file:
+            file.write(encoded(record))
+            file.flush()
+            os.fsync(file.fileno())
+            # Who is killed before the new one gets the name leaves the one before, as if this had not begun.
+            if path.is_file():
+                os.replace(path, folder / PREVIOUS)
+    except BaseException:
+        if not os.path.lexists(path):
+            with contextlib.suppress(OSError):
+                os.replace(folder / PREVIOUS, path)
+        raise
 
 
 def encoded(record: Record) -> bytes:

@@ -24,11 +24,8 @@ from serving.contexts.catalog import Catalog
 from serving.contexts.damage import Damage, chunk_damage
 from serving.contexts.lock import StoreLock
 from serving.contexts.record import Origin, Record
-from serving.contexts.record_file import RecordMissing, find_record
 from serving.contexts.root import (
     LOCK,
-    PREVIOUS,
-    RECORD,
     SEGMENT,
     file_size,
     folder_bytes,
@@ -153,7 +150,8 @@ class ContextStore:
         """
         folder_name(app)
         self._require_settled()
-        with written(self.root):
+        # What cannot be removed now does no harm.
+        with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
         name = new_name()
         record = Record(name=name, app=app, origin=origin, pinned=pinned, used=self._catalog.next_use())
@@ -168,7 +166,7 @@ class ContextStore:
                 sync(self.root)
         except JaxllmError:
             # Nobody was told its name.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(JaxllmError):
                 self._catalog.remove(folder)
             raise
         self._catalog.records[name] = record
@@ -282,10 +280,7 @@ class ContextStore:
         folder = self._catalog.folder(self.record(name))
         self._unsettled[name] = folder
         with written(folder):
-            # Without its records it is no context any more, whatever happens next.
-            for each in (PREVIOUS, RECORD):
-                (folder / each).unlink(missing_ok=True)
-            sync(folder)
+            self._catalog.unlist(folder)
         self._segments.forget(folder)
         self._settle(name)
 
@@ -331,8 +326,7 @@ class ContextStore:
             if chunks.unread:
                 found.append(Damage(app=record.app, name=record.name, reason=chunks.reason, proved=False))
         if repair:
-            with written(self.root):
-                self._catalog.sweep()
+            self._catalog.sweep()
         return found
 
     def repair(self, name: str) -> Record:
@@ -387,22 +381,7 @@ class ContextStore:
           ConfigError: the store is another process's by now, as is whatever lies there.
         """
         self._lock.require()
-        folder = self._unsettled[name]
-        try:
-            found = find_record(folder)
-        except RecordMissing:
-            self._catalog.records.pop(name, None)
-            try:
-                self._catalog.remove(folder)
-            except OSError:
-                self._catalog.leftovers.add(folder)
-        else:
-            self._catalog.records[name] = found.record
-            with written(folder):
-                names = os.listdir(folder)
-            for each in {*filter(SEGMENT.fullmatch, names)} - set(found.record.segments):
-                self._catalog.discard(folder / each)
-        self._catalog.damage.pop(folder, None)
+        self._catalog.settle(name, self._unsettled[name])
         self._unflushed.pop(name, None)
         self._unsettled.pop(name, None)
 

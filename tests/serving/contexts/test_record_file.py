@@ -1,8 +1,11 @@
 """Records as files: a damaged bit loses nothing, every field is what it may be, and matches where it lies."""
 
 import dataclasses
+import errno
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +150,38 @@ def test_no_field_may_be_missing(kept, field):
     (document if field in document else document["origin"]).pop(field)
     (folder / "record").write_bytes(with_record_document(document))
     assert "cannot be" in find_record(folder).damage
+
+
+def test_a_record_that_cannot_get_its_name_leaves_the_one_before(kept, monkeypatch):
+    root, record, folder = kept
+    before, real = (folder / "record").read_bytes(), Path.replace
+
+    def refused(path, target):
+        if Path(target).name == "record":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, target)
+
+    with ContextStore(root) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", refused)
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                store.commit(*grown(record, [8, 8]))
+        assert (folder / "record").read_bytes() == before
+        assert store.record(record.name).tokens == record.tokens
+        assert store.damage() == store.verify() == []
+
+
+@pytest.mark.parametrize("name", ["record", "record.previous"])
+def test_what_is_no_record_is_not_deleted_with_the_context(kept, name):
+    root, record, folder = kept
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    (folder / name / "notes.txt").write_text("mine")
+    with ContextStore(root) as store:
+        store.delete(record.name)
+        assert store.records() == store.verify() == []
+    (kept_file,) = (root / "quarantine").rglob("notes.txt")
+    assert kept_file.read_text() == "mine"
 
 
 def test_copies_that_differ_are_no_record(kept):
