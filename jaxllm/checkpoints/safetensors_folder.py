@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxllm.atomic import atomic_file
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, one_line
 from jaxllm.input_files import read_json
 from jaxllm.quant.finite import all_finite
 
@@ -108,12 +108,14 @@ class SafetensorsFolder:
                 f"shard {file} is missing from {self.folder} though {INDEX_FILE} names it; download the "
                 "folder again"
             ) from error
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, MemoryError) as error:
             raise self._corrupt(file, error) from error
         return self._files[file]
 
     def _corrupt(self, file: str, error: Exception) -> CheckpointError:
-        return CheckpointError(f"{self.folder / file} is truncated or corrupt ({error}); download it again")
+        return CheckpointError(
+            f"{self.folder / file} is truncated or corrupt ({one_line(error)}); download it again"
+        )
 
     def _read_index(self) -> dict[str, str]:
         """Which shard holds each tensor, checked against the shards."""

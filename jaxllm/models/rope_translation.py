@@ -90,6 +90,8 @@ def read_rope_section(
     truncate = section.flag("truncate", True)
     theta = section.number("rope_theta", theta)
     partial = section.number("partial_rotary_factor", partial)
+    if not 0 < partial <= 1:
+        raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, got {partial!r}; fix it")
     rope: dict[str, Any] = {"dim": int(head_dim * partial), "theta": theta}
     if kind == "default":
         return RopeConfig(**rope)
