@@ -211,11 +211,12 @@ class LLMService:
     def _rehearse(self) -> None:
         """Goes once through what a call does, so that the first one does not wait for what the template, the
         tokenizer and the graphs set up when they are first used; nothing is learned from it."""
-        prompt = self.read("Is this the first call, or was there one before it?", "Answer in a word.")
+        prompt = self.read("Is it so?", "Say yes or no.")
         self.planner.plan(prompt, ANYTHING, answer_tokens=1)
         config = GenerationConfig(max_tokens=2)
-        for level in {self.engine.table.levels[0], WHOLE}:
-            self.engine.stream(prompt.ids.tolist(), config, level=level).result()
+        # The smallest level, whose graphs native kernels share with all others.
+        ids = prompt.ids[: self.engine.options.context_tokens - config.max_tokens].tolist()
+        self.engine.stream(ids, config, level=self.engine.table.levels[0]).result()
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
         """The objectives that this device cannot meet at some prompt lengths, whatever the service chose,

@@ -8,6 +8,7 @@ import pytest
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from serving.contexts.switching import read_switching
+from serving.profile import load_profile
 from serving.trace import read_trace
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, failed, succeeded
 from tests.tiny import write_tiny_bundle
@@ -58,7 +59,10 @@ def test_profile(run: Run, elastic: Path, tmp_path: Path) -> None:
     shown = succeeded(run("profile", elastic, "--repeats", 1, "--energy", energy))
     assert "50 %" in shown
     assert "no choice meets here: " in shown
-    assert json.loads(Path(facts["profile"]).read_text())["energy"]["decode_joules"] == [3, 4]
+    kept = load_profile(Path(facts["profile"]))
+    assert kept is not None
+    assert kept.energy is not None
+    assert kept.energy.decode_joules == (3, 4)
     energy.write_text("[]")
     failed(run("profile", elastic, "--repeats", 1, "--energy", energy), "prefill_joules")
 
