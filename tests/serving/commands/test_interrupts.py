@@ -1,0 +1,121 @@
+"""Ctrl-C at any moment of a command: the exit code of an interrupt, no traceback, no crash, no half files."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from serving import entry
+
+ROOT = Path(__file__).parents[3]
+# Interrupts itself when the module of that number is looked for; prints how many were, at the end.
+AT_AN_IMPORT = """
+import os, signal, sys
+from serving.entry import main
+class Interrupting:
+    looked_for = 0
+    def find_spec(self, name, path=None, target=None):
+        Interrupting.looked_for += 1
+        if Interrupting.looked_for == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+try:
+    main(sys.argv[2:])
+finally:
+    print(Interrupting.looked_for)
+"""
+
+
+def started(*arguments: object, script: str = "from serving.entry import main; main()") -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )  # fmt: skip
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    # Behind an interrupt the terminal's line may be ended.
+    return process.returncode, out, err.removesuffix("\n")
+
+
+@pytest.fixture(scope="module")
+def imports(tiny_bundle: Path) -> int:
+    """How many modules a whole `generate` looks for."""
+    code, out, err = ended(
+        started(0, "generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, script=AT_AN_IMPORT)
+    )
+    assert code == 0, err
+    return int(out.split()[-1])
+
+
+@pytest.mark.parametrize("share", [0, 0.1, 0.3, 0.5, 0.8, 1])
+def test_in_the_middle_of_imports(tiny_bundle: Path, imports: int, share: float) -> None:
+    number = 1 + int(share * (imports - 1))
+    process = started(number, "generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, script=AT_AN_IMPORT)
+    assert ended(process) == (entry.INTERRUPTED, "", "")
+
+
+def test_in_the_middle_of_an_answer(tiny_bundle: Path) -> None:
+    process = started(
+        "generate", "-m", tiny_bundle, "-p", "hello", "-n", 100_000, "--ignore-eos", "--stop", "~"
+    )
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    # A tiny model's window may be full by then.
+    assert (code, err) in ((entry.INTERRUPTED, ""), (0, ""))
+    assert first + out
+
+
+def test_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    """What is written vanishes as with any other end."""
+    script = """
+import os, signal, sys
+from pathlib import Path
+from jaxllm.atomic import atomic_file
+from serving import cli, entry
+def write(arguments):
+    with atomic_file(Path(sys.argv[1])) as file:
+        file.write(b"half")
+        print("half", end="")
+        os.kill(os.getpid(), signal.SIGINT)
+        while True: pass
+cli.main = write
+entry.main()
+"""
+    process = started(tmp_path / "out", script=script)
+    assert ended(process) == (entry.INTERRUPTED, "half", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_behind_the_end_of_the_command() -> None:
+    script = """
+import atexit, os, signal, sys
+from serving import cli, entry
+atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print("ended")))
+cli.main = lambda arguments: sys.exit(3)
+entry.main()
+"""
+    assert ended(started(script=script)) == (3, "ended\n", "")
+
+
+@pytest.mark.slow
+def test_at_any_time_of_a_start(tiny_bundle: Path) -> None:
+    began = time.monotonic()
+    assert ended(started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2))[0] == 0
+    whole_s = time.monotonic() - began
+    # Before Python has started nobody can take the signal but Python.
+    for share in (0.15, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95):
+        process = started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2)
+        time.sleep(share * whole_s)
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+        assert code in (entry.INTERRUPTED, 0), err
+        assert err == ""
