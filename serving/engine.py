@@ -32,6 +32,7 @@ from serving.forked import require_not_forked, watch_for_forks
 from serving.generation import Generation, GenerationConfig, Session
 from serving.graph_store import GraphStore
 from serving.levels import Levels
+from serving.machine import give_back_memory
 from serving.models import open_model
 from serving.options import EngineOptions
 from serving.prefill.choice import chosen_prefill
@@ -248,6 +249,9 @@ class Engine(Answerer):
                 self._streamed.close()
             if self._processors is not None:
                 self._processors.close()
+            self.table.close()
+        # Compiling leaves gaps between what it keeps, which grow with every engine.
+        give_back_memory()
 
     def prefill_mode(self, tokens: int, level: int | None = None) -> Literal["int8", "float"]:
         """How a prompt of so many tokens is read, at a level or at this engine's own."""

@@ -300,6 +300,14 @@ class GraphTable(BucketPlan, abc.ABC):
         for require in self._guards:
             require()
 
+    def close(self) -> None:
+        """Lets go of all levels' graphs, whose memory would else be free only when the collector comes by."""
+        self.guard(_refuse)
+        for future in self._pending.values():
+            future.cancel()
+        self._pending.clear()
+        self._table.clear()
+
     # -- compiling them -------------------------------------------------------------------------
 
     def graph(self, bucket: Bucket) -> Any:
@@ -357,6 +365,10 @@ class GraphTable(BucketPlan, abc.ABC):
     def _lowered(self, bucket: Bucket) -> jax.stages.Lowered:
         """The traced graph of a bucket of this level."""
         return lower(bucket, self.cfg, self._params, self.options)
+
+
+def _refuse() -> None:
+    raise ConfigError("this engine is closed; open the model again")
 
 
 def _failed(future: concurrent.futures.Future) -> bool:
