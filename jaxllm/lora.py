@@ -31,6 +31,7 @@ TARGETS = (
     "experts.gate", "experts.up", "experts.down", "router", "head",
 )  # fmt: skip
 MAX_RANK = 4096
+_LARGEST_ALPHA = 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,8 @@ class LoraConfig:
             raise ConfigError(
                 f"the rank of an adapter must be a whole number in [0, {MAX_RANK}], got {self.rank}"
             )
-        if not isinstance(self.alpha, int | float) or not math.isfinite(self.alpha):
-            raise ConfigError(f"alpha must be a finite number, got {self.alpha!r}")
+        if not isinstance(self.alpha, int | float) or not abs(self.alpha) <= _LARGEST_ALPHA:
+            raise ConfigError(f"alpha must be a number of at most {_LARGEST_ALPHA:g}, got {self.alpha!r:.80}")
         unknown = [each for each in self.targets if each not in TARGETS]
         if unknown or not self.targets:
             raise ConfigError(

@@ -9,11 +9,20 @@ for text in engine.stream("Once upon a time"):
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import jaxllm
+
 if TYPE_CHECKING:
     from jaxllm.sampling import Sampling
     from serving.engine import Engine
     from serving.generation import Generation, GenerationConfig, Session
     from serving.options import EngineOptions
+
+if jaxllm.__file__ is None:
+    # Its modules might still be found, by another way, and then not know where their models are.
+    raise ImportError(
+        f"{next(iter(jaxllm.__path__))} is found under the name jaxllm, and is no package: a clone of the "
+        "project, say; rename that folder, move the script, or install jaxllm again (pip install -e)"
+    )
 
 _HOMES = {
     "Engine": "serving.engine",

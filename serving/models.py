@@ -6,12 +6,12 @@ folder is prepared again. Nothing is downloaded.
 
 import contextlib
 import hashlib
-import importlib.resources
 import logging
 from pathlib import Path
 
 import xxhash
 
+import jaxllm
 from jaxllm.atomic import remove_abandoned
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_ladder
@@ -92,7 +92,7 @@ def default_bundle() -> Path:
 
 
 def _assets() -> Path:
-    return Path(str(importlib.resources.files("jaxllm") / "assets"))
+    return Path(jaxllm.__file__).parent / "assets"
 
 
 def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:

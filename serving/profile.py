@@ -32,6 +32,8 @@ from serving.user_cache import cache_folder, make_private_folder, private_file
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 5
 _LARGEST = 1e12
+# Of a profile from a file: what a plan costs grows with them.
+_MOST_TOKENS, _MOST_LENGTHS, _MOST_SPREAD = 1 << 20, 1 << 10, 64
 # Prompt lengths whose times are kept at hand.
 _LISTED_TOKENS = 1 << 13
 
@@ -74,9 +76,16 @@ class DeviceProfile:
     def __post_init__(self) -> None:
         for name in ("levels", "tokens", "chunk_tokens"):
             values = getattr(self, name)
-            whole = all(type(each) is int and each > 0 for each in values)
-            if not values or not whole or list(values) != sorted(set(values)):
-                raise ConfigError(f"{name} of a device profile must be ascending, got {values!r:.80}")
+            whole = all(type(each) is int and 0 < each <= _MOST_TOKENS for each in values)
+            if not 1 <= len(values) <= _MOST_LENGTHS or not whole or list(values) != sorted(set(values)):
+                raise ConfigError(
+                    f"{name} of a device profile must be ascending, at most {_MOST_TOKENS}, "
+                    f"got {values!r:.80}"
+                )
+        if self.chunk_tokens[-1] > _MOST_SPREAD * self.chunk_tokens[0]:
+            raise ConfigError(
+                f"chunk_tokens of a device profile lie too far apart: {self.chunk_tokens!r:.80}"
+            )
         shape = (len(self.levels), len(self.tokens))
         for name in ("ttft_ms", "tpot_ms"):
             _require_times(name, getattr(self, name), shape)
@@ -249,7 +258,7 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
       ConfigError: it cannot be written.
     """
     text = json.dumps(profile.to_json())
-    whole = {"xxh3_128": xxhash.xxh3_128_hexdigest(text.encode()), "profile": text}
+    whole = {"xxh3_128": xxhash.xxh3_128_hexdigest(text.encode()), "record": text}
     try:
         make_private_folder(path.parent)
         with atomic_file(path) as file:
@@ -276,7 +285,7 @@ def load_profile(path: Path) -> DeviceProfile | None:
         if len(raw) > _MAX_FILE_BYTES:
             raise ConfigError("too large for a device profile")
         whole = json.loads(raw)
-        text = whole["profile"]
+        text = whole["record"]
         if xxhash.xxh3_128_hexdigest(text.encode()) != whole["xxh3_128"]:
             raise ConfigError("its checksum is wrong")
         return DeviceProfile.from_json(json.loads(text))

@@ -55,7 +55,7 @@ class TraceRequest:
         """
         try:
             example = {
-                name: tuple(value) if isinstance(value, list) else value
+                name: tuple(map(_text, value)) if isinstance(value, list) else _text(value)
                 for name, value in data["example"].items()
             }
             time_s = float(data["time_s"])
@@ -63,13 +63,25 @@ class TraceRequest:
                 raise ConfigError(f"a request at {time_s} s")
             return cls(
                 time_s=time_s,
-                app=str(data["app"]),
+                app=_text(data["app"]),
                 slo=Slo.parse(data["slo"]),
-                task=str(data["task"]),
+                task=_text(data["task"]),
                 example=TaskExample(**example),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"malformed request: {error!s:.200}") from error
+
+
+def _text(value: Any) -> str:
+    """A text of a trace.
+
+    Raises:
+      TypeError: it is none that a model could be given.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is no text")
+    value.encode()
+    return value
 
 
 def make_trace(

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import ConfigError
+from jaxllm.input_files import open_regular
 
 Entry = TypeVar("Entry")
 MAX_ENTRIES = 1_000_000
@@ -35,7 +36,7 @@ def read_lines(path: Path, parse: Callable[[Any], Entry]) -> list[Entry]:
     """
     entries: list[Entry] = []
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(Path(path)) as file:
             while line := file.readline(_MAX_LINE_BYTES + 1):
                 if len(line) > _MAX_LINE_BYTES or len(entries) == MAX_ENTRIES:
                     raise ConfigError("the line is too long, or there are too many")

@@ -133,7 +133,8 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
     for key, plain in _PLAIN.items():
         if config.get(key, plain[0]) not in plain:
             raise ConfigError(
-                f"{folder / CONFIG_FILE} has {key} {config[key]!r}; jaxllm reads plain LoRA ({plain[0]!r})"
+                f"{folder / CONFIG_FILE} has {key} {config[key]!r:.80}; "
+                f"jaxllm reads plain LoRA ({plain[0]!r})"
             )
     lora = _read_config(folder, config)
     stored = _read_tensors(folder)
@@ -151,7 +152,12 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
                 f"{keys[0]} {list(a.shape)} and {keys[1]} {list(b.shape)} of {folder} do not fit a map of "
                 f"{module.units} units of width {module.width}; the adapter belongs to another model"
             )
-        left = left * np.float32(_own_scaling(config, module.name, right.shape[0], lora))
+        if not (np.isfinite(left).all() and np.isfinite(right).all()):
+            raise CheckpointError(f"{keys[0]} or {keys[1]} of {folder} holds numbers that are not finite")
+        with np.errstate(over="ignore", invalid="ignore"):
+            left = left * np.float32(_own_scaling(config, module.name, right.shape[0], lora))
+        if not np.isfinite(left).all():
+            raise CheckpointError(f"{keys[0]} of {folder} is scaled beyond what floats hold")
         for name, (first, last) in module.rows.items():
             parts.setdefault(name, {})[module.tensor.expert] = (left[first:last], right)
     if stored:
@@ -241,18 +247,16 @@ def _read_config(folder: Path, config: Mapping[str, Any]) -> LoraConfig:
             rank_stabilized=bool(config.get("use_rslora", False)),
         )
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / CONFIG_FILE} lacks r or lora_alpha: {error!r}") from error
+        raise ConfigError(f"{folder / CONFIG_FILE} lacks r or lora_alpha: {error!r:.200}") from error
 
 
 def _own_scaling(config: Mapping[str, Any], module: str, rank: int, lora: LoraConfig) -> float:
     """A module's scaling over the config's."""
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"alpha_pattern of an adapter must be an object, got {patterns!r:.80}")
     alpha = next(
-        (
-            value
-            for key, value in (config.get("alpha_pattern") or {}).items()
-            if module == key or module.endswith(f".{key}")
-        ),
-        lora.alpha,
+        (value for key, value in patterns.items() if module == key or module.endswith(f".{key}")), lora.alpha
     )
     own = LoraConfig(rank=rank, alpha=alpha, rank_stabilized=lora.rank_stabilized).scaling
     return own / lora.scaling if lora.scaling else 0.0
@@ -271,7 +275,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
                 if (
                     described.get_dtype() not in FLOAT_TYPES.values()
                     or len(shape) != 2
-                    or min(shape) > MAX_RANK
+                    or not 1 <= min(shape) <= MAX_RANK
                 ):
                     raise CheckpointError(
                         f"{name} of {path} is no factor of a low-rank change: {list(shape)}"

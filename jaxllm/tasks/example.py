@@ -33,8 +33,12 @@ class TaskExample:
     form: Form = "chat"
 
     def __post_init__(self) -> None:
+        if self.form not in ("chat", "text"):
+            raise ConfigError(f"a question is a chat or a text, not {self.form!r:.80}")
         if self.options and self.answer not in self.options:
-            raise ConfigError(f"the answer {self.answer!r} is not among the options {self.options}")
+            raise ConfigError(
+                f"the answer {self.answer!r:.80} is not among the options {self.options!r:.200}"
+            )
 
     def messages(self) -> list[dict[str, str]]:
         """The question as the messages of a chat."""

@@ -113,6 +113,11 @@ def test_a_round_trip_keeps_every_bit(cfg, tmp_path):
         ({"r": "8"}, "rank of an adapter"),
         ({"r": None}, "rank of an adapter"),
         ({"lora_alpha": None}, "alpha must be"),
+        ({"lora_alpha": 10**400}, "alpha must be"),
+        ({"lora_alpha": 1e308}, "alpha must be"),
+        ({"alpha_pattern": ["q_proj"]}, "alpha_pattern of an adapter must be an object"),
+        ({"alpha_pattern": {"q_proj": "4"}}, "alpha must be"),
+        ({"alpha_pattern": {"q_proj": 1e39}}, "alpha must be"),
     ],
 )
 def test_other_adapters_are_refused_by_name(tmp_path, change, message):
@@ -139,6 +144,9 @@ def test_damaged_and_foreign_folders_are_refused(tmp_path):
     rewritten({**weights, first: np.zeros((3, 7), np.float32)}, "belongs to another model")
     rewritten({**weights, first: np.zeros((3, 7, 2), np.float32)}, "no factor")
     rewritten({**weights, first: np.zeros((5000, 5000), np.float32)}, "no factor")
+    rewritten({**weights, first: np.zeros((0, weights[first].shape[1]), np.float32)}, "no factor")
+    rewritten({**weights, first: np.full_like(weights[first], np.nan)}, "not finite")
+    rewritten({**weights, first: np.full_like(weights[first], np.inf)}, "not finite")
     rewritten({**weights, "base_model.model.x.lora_A.weight": np.zeros((2, 2), np.float32)}, "model lacks")
     raw = (tmp_path / WEIGHTS_FILE).read_bytes()
     (tmp_path / WEIGHTS_FILE).write_bytes(raw[: len(raw) // 2])

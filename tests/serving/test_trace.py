@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import json
+import os
 from collections import Counter
 
 import pytest
@@ -73,7 +74,20 @@ def test_impossible_traces_are_refused(change, message):
 
 
 @pytest.mark.parametrize(
-    "change", [{"slo": "<0,10>"}, {"time_s": -1}, {"example": {"user": 3}}, {"example": []}, {"slo": None}]
+    "change",
+    [
+        {"slo": "<0,10>"},
+        {"time_s": -1},
+        {"time_s": 10**400},
+        {"example": {"user": 3}},
+        {"example": {"user": 3, "answer": "x"}},
+        {"example": {"user": "x", "answer": "x", "options": ["x", 1]}},
+        {"example": {"user": "x", "answer": "x", "form": "song"}},
+        {"example": {"user": "\ud800", "answer": "x"}},
+        {"example": []},
+        {"app": None},
+        {"slo": None},
+    ],
 )
 def test_malformed_requests_are_named_by_their_line(tmp_path, change):
     good = make_trace(QUESTIONS, requests=1)[0].to_json()
@@ -86,6 +100,9 @@ def test_malformed_requests_are_named_by_their_line(tmp_path, change):
 def test_files_that_are_no_traces(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_trace(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_trace(tmp_path / "pipe")
     (tmp_path / "empty").write_text("")
     with pytest.raises(ConfigError, match="has no request"):
         read_trace(tmp_path / "empty")
