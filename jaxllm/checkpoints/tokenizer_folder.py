@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.input_files import read_bytes
 from jaxllm.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
@@ -80,13 +81,18 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
         "clean_up_tokenization_spaces": False,
         **files.special,
     }
-    (folder / "tokenizer.json").write_text(files.tokenizer_json, encoding="utf-8", newline="")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    _write(folder / "tokenizer.json", files.tokenizer_json)
+    _write(folder / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
     template = folder / "chat_template.jinja"
     if files.chat_template is None:
         template.unlink(missing_ok=True)  # One left from another model would be taken for this one's.
     else:
-        template.write_text(files.chat_template, encoding="utf-8", newline="")
+        _write(template, files.chat_template)
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_file(path) as file:
+        file.write(text.encode())
 
 
 def _convert(folder: Path) -> tuple[str, dict[str, str]]:

@@ -1,6 +1,7 @@
 """`jaxllm prepare` and `info`: bundles made and described."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,26 @@ def test_prepare_ignores_a_key_on_request(run: Run, folder: Path, tmp_path: Path
     assert not out.exists()
     succeeded(run("prepare", folder, "-o", out, "--ignore-config-key", "brand_new"))
     assert out.exists()
+
+
+def test_prepare_replaces_no_devices_pipes_or_links(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meant").write_text("kept")
+    (tmp_path / "link").symlink_to("meant")
+    os.mkfifo(tmp_path / "pipe")
+    before = {each.name: each.lstat() for each in tmp_path.iterdir()}
+    device = os.stat("/dev/null").st_rdev
+    for out, kind in (
+        ("/dev/null", "a device"),
+        ("pipe", "a pipe"),
+        ("link", "a symbolic link"),
+        ("-", "a pipe"),
+    ):
+        failed(run("prepare", folder, "-o", out), f"{out}: cannot be written", kind, "name ")
+    assert {each.name: each.lstat() for each in tmp_path.iterdir()} == before
+    assert os.stat("/dev/null").st_rdev == device
 
 
 @pytest.mark.parametrize("verify", [(), ("--verify",)])
