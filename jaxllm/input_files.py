@@ -53,6 +53,16 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
     return data
 
 
+def read_text(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> str:
+    """A file's text in UTF-8.
+
+    Raises:
+      OSError: as `read_bytes`.
+      UnicodeDecodeError: it is none.
+    """
+    return read_bytes(Path(path), limit_bytes).decode("utf-8")
+
+
 def read_json(path: Path, hint: str, *, limit_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in a file.
 

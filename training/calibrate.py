@@ -34,6 +34,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.activation_paths import PathCounts, count_paths
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
 from jaxllm.experts.token_experts import TokenExperts, count_tokens
+from jaxllm.input_files import read_text
 from jaxllm.models import decoder
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.prepare import prepare
@@ -319,7 +320,7 @@ def _read_losses(path: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     try:
-        return {key: float(value) for key, value in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {key: float(value) for key, value in json.loads(read_text(path)).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
 

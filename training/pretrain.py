@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.input_files import read_text
 from jaxllm.library_tokenizer import parse_tokenizer_json
 from jaxllm.models import parameters
 from jaxllm.tokenizer import TokenizerFiles
@@ -251,14 +252,14 @@ def _prepare_run(recipe: Recipe, corpus: Corpus, run_dir: Path, tokenizer_file: 
 
 def _read_tokenizer(run_dir: Path) -> Tokenizer:
     try:
-        return parse_tokenizer_json((run_dir / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        return parse_tokenizer_json(read_text(run_dir / TOKENIZER_FILE))
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"cannot read the tokenizer of the run in {run_dir}: {error}") from error
 
 
 def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
     try:
-        tokenizer = parse_tokenizer_json(Path(path).read_text(encoding="utf-8"))
+        tokenizer = parse_tokenizer_json(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
     if tokenizer.get_vocab_size() != vocab_size:

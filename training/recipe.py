@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.input_files import read_text
 from jaxllm.tasks import find_task
 from training.settings import TrainSettings, require_float
 from training.tokenizer import ROLE_TEMPLATE
 
 PACKAGED = Path(__file__).parent / "recipes"
+_MAX_RECIPE_BYTES = 1 << 20
 Read = TypeVar("Read")
 
 
@@ -185,4 +187,4 @@ def read_sources(tables: Any) -> tuple[Source, ...]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return tomllib.loads(read_text(path, _MAX_RECIPE_BYTES))

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self
 
 from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.input_files import read_text
 
 RECIPE_FILE = "recipe.json"
 CHECKPOINTS = "checkpoints"
@@ -77,7 +78,7 @@ def read_identity(run_dir: Path) -> dict[str, Any]:
       CheckpointError: `run_dir` holds no run, or its file is damaged.
     """
     try:
-        identity = json.loads((Path(run_dir) / RECIPE_FILE).read_text(encoding="utf-8"))
+        identity = json.loads(read_text(Path(run_dir) / RECIPE_FILE))
         return {**identity, "recipe": {**identity["recipe"]}}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{run_dir} is not the folder of a training run: {error}") from error

@@ -1,6 +1,7 @@
 """Recipes: packaged ones, values out of their domain, names and paths."""
 
 import json
+import os
 
 import pytest
 
@@ -79,3 +80,14 @@ def test_a_recipe_may_stand_on_another_file(tmp_path):
     base.unlink()
     with pytest.raises(ConfigError, match="cannot read"):
         load_recipe(str(path))
+
+
+def test_a_recipe_that_never_ends_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    (tmp_path / "long.toml").write_text("# and so on\n" * 200_000)
+    for name in ("pipe.toml", "long.toml"):
+        with pytest.raises(ConfigError, match=f"cannot read the recipe .*{name}"):
+            load_recipe(str(tmp_path / name))
+    (tmp_path / "mine.toml").write_text('base = "/dev/zero"\n')
+    with pytest.raises(ConfigError, match="not a regular file"):
+        load_recipe(str(tmp_path / "mine.toml"))
