@@ -22,7 +22,8 @@ class HeldFile:
         """Holds `file`, which may be closed, until nobody holds this."""
         self._path = path
         self._number = os.dup(file.fileno())
-        weakref.finalize(self, os.close, self._number)
+        # Not at exit: whoever is ended there still asks, and the system closes what is left.
+        weakref.finalize(self, os.close, self._number).atexit = False
         self._facts = _facts(os.fstat(self._number))
 
     def require_unchanged(self) -> None:
