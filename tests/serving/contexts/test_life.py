@@ -1,0 +1,84 @@
+"""What calls of contexts hold, and for how long: answers after their service, pins, and what slides."""
+
+import gc
+import logging
+
+import pytest
+
+from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.kv.codecs import RAW
+from serving.contexts.delays import UNMEASURED_READING, measure_reading
+from serving.contexts.store import ContextStore
+from serving.direct_io import Storage
+from tests.faults import FailingDevice
+from tests.serving.contexts.talking import TURNS, new, say
+
+
+def test_answers_and_contexts_end_with_their_service(kept):
+    contexts = kept()
+    context = new(contexts)
+    answer = context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True)
+    late = context.generate([1])
+    next(answer)
+    contexts.close()
+    with pytest.raises(ConfigError, match="was ended by its service; what it had said is kept"):
+        next(answer)
+    for use in (lambda: next(late), lambda: context.generate([1]), context.pin, context.delete):
+        with pytest.raises(ConfigError, match="was closed"):
+            use()
+    with ContextStore(contexts.store.root) as store:
+        assert store.record(context.name).tokens == (*TURNS[0][0], *answer.generation.tokens)
+
+
+def test_a_dropped_answer_that_cannot_be_kept_is_told_of(kept, monkeypatch, caplog):
+    contexts = kept()
+    context = new(contexts)
+
+    def full(*_, **__):
+        raise BudgetExceeded("there is no room")
+
+    with monkeypatch.context() as broken, caplog.at_level(logging.WARNING, "jaxllm"):
+        broken.setattr(contexts.store, "commit", full)
+        next(context.generate(TURNS[0][0], max_tokens=40, ignore_eos=True))
+        gc.collect()
+    assert "could not be kept: there is no room" in caplog.text
+    with pytest.raises(BudgetExceeded, match="last answer in the context .* could not be kept"):
+        context.generate([1])
+    assert len(say(context, [1]).generation.tokens) == 6
+
+
+def test_nothing_slides_before_an_answer_has_ended(kept):
+    contexts = kept()
+    context = new(contexts)
+    say(context, TURNS[0][0] * 2, 20)
+    before, prompt = context.record, [5] * 60
+    context.generate(prompt, max_tokens=4, slide=True)
+    context.generate(prompt, max_tokens=4, slide=True).close()
+    assert context.record == before
+    answer = context.generate(prompt, max_tokens=4, ignore_eos=True, slide=True)
+    next(answer)
+    assert context.record == before
+    answer.result()
+    assert len(context.tokens) < len(before.tokens) + len(prompt)
+
+
+def test_pins_leave_room_for_others(kept):
+    size = kept()._graphs[100].chunk_bytes(RAW)
+    contexts = kept(budget_bytes=12 * size)
+    say(new(contexts, "greedy", pinned=True), [1] * 60, 1)
+    second = new(contexts, "greedy", pinned=True)
+    with pytest.raises(BudgetExceeded, match=r"pinned contexts of greedy may take .* app_pinned_share"):
+        say(second, [1] * 60, 1)
+    assert len(say(new(contexts, "victim"), [1] * 110, 1).generation.tokens) == 1
+    second.pin(False)
+    assert len(say(second, [1] * 60, 1).generation.tokens) == 1
+    with pytest.raises(BudgetExceeded, match="may take"):
+        second.pin()
+
+
+def test_a_full_device_does_not_keep_a_store_from_being_opened(tmp_path, caplog):
+    with FailingDevice(tmp_path, 1, persistent=True):
+        assert measure_reading(tmp_path, Storage()) == UNMEASURED_READING
+    assert "250 MB/s and 0.1 ms each are assumed" in caplog.text
+    assert measure_reading(tmp_path, Storage()) != UNMEASURED_READING
+    assert not list(tmp_path.iterdir())
