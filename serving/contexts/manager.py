@@ -98,6 +98,9 @@ class Contexts:
                 graphs.rehearse()
                 self._delays[level] = Delays(reading=reading, computing=measure_computing(graphs))
             _OPEN.add(self)
+            # Again, behind what the engine registered: what is registered last runs first.
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         except BaseException:
             self.store.close()
             raise
@@ -445,6 +448,3 @@ def _close_all() -> None:
                 each.close()
             except Exception as error:
                 _LOG.warning("what was said last could not be kept at exit: %s", one_line(error))
-
-
-atexit.register(_close_all)
