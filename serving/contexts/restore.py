@@ -140,12 +140,14 @@ def _pass(
 ) -> KVCache:
     """All layers, one by one, each as soon as what is read of it has arrived."""
     at = graphs.places(plan.computed, plan.bucket)
-    x = graphs.embed(tokens, at)
     keys, values = list(cache.keys), list(cache.values)
-    for layer in range(graphs.layers):
-        there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
-        there |= arriving(layer)
-        x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
+    # Another thread's answer must not take the weights of layers away meanwhile.
+    with graphs.table.lock:
+        x = graphs.embed(tokens, at)
+        for layer in range(graphs.layers):
+            there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
+            there |= arriving(layer)
+            x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
     return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
 
 
