@@ -135,7 +135,8 @@ def _options(
     setting: Setting, model: Path, speculation: SpeculationOptions | None = None, *, read_ahead: bool = True
 ) -> EngineOptions:
     """An engine's options: memory for the setting's bytes of weights, and for all that comes on top."""
-    asked = EngineOptions(context_tokens=setting.context_tokens)
+    trees = None if speculation is None else speculation.trees
+    asked = EngineOptions(context_tokens=setting.context_tokens, trees=trees)
     with open_model(model) as bundle:
         around = fixed_bytes(bundle.cfg, asked.resolve(bundle.cfg, quantized=True))
         if speculation is not None:
