@@ -84,7 +84,8 @@ def _screened(programs: list[Program]) -> list[str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return ["reading the programs beside it does not end, or not its own"] * len(programs)
+        which = "it" if len(programs) == 1 else "it, or a program beside it,"
+        return [f"reading {which} does not end"] * len(programs)
     except OSError as error:
         raise ProgramError(
             f"programs are checked in another process, which cannot be started ({error.strerror})"
