@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-fast test-export check clean
+.PHONY: demo test test-fast test-export torture check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxllm demo
@@ -25,6 +25,11 @@ test-export: $(VENV)-export/.ready
 	$(VENV)-export/bin/python -m pytest -p no:anyio \
 	  tests/export/test_tflite.py tests/export/test_architectures.py tests/export/test_litertlm.py \
 	  tests/export/test_edge_quantizer.py tests/export/test_iree.py
+
+# Harms files, processes, storage and calls at random for MINUTES, and tells what did not bear it.
+MINUTES ?= 20
+torture: $(VENV)/.dev
+	$(BIN)/python -m tests.torture --minutes $(MINUTES)
 
 # What a reviewer's machine would say: format, lint, types.
 check: $(VENV)/.dev

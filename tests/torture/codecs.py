@@ -1,0 +1,183 @@
+"""Formats of files as documents that can be changed with every checksum made right again."""
+
+import hashlib
+import json
+import tomllib
+from typing import Any, Protocol
+
+import xxhash
+
+from jaxllm.bundle.layout import HEADER, MAGIC
+from serving.contexts import segment
+from serving.direct_io import PAGE
+
+
+class Codec(Protocol):
+    """A format."""
+
+    def document(self, raw: bytes) -> Any:
+        """The part of a file that is a document; None where none can be read."""
+        ...
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        """The file with another document in its place, and checksums that fit it."""
+        ...
+
+    def body(self, raw: bytes) -> tuple[int, int]:
+        """Where the bytes that are no document begin and end."""
+        ...
+
+    def signed(self, raw: bytes) -> bytes:
+        """The file with checksums that fit its body."""
+        ...
+
+
+def as_json(document: Any) -> bytes:
+    """Any document as JSON, lone surrogates and all."""
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+class Raw:
+    """Bytes of which nothing is known."""
+
+    def document(self, raw: bytes) -> Any:
+        return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        return raw
+
+    def body(self, raw: bytes) -> tuple[int, int]:
+        return 0, 0
+
+    def signed(self, raw: bytes) -> bytes:
+        return raw
+
+
+class Json(Raw):
+    """A file of one JSON value."""
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            return json.loads(raw)
+        except ValueError:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        return as_json(document)
+
+
+class JsonLines(Raw):
+    """A JSON value a line."""
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            return [json.loads(line) for line in raw.splitlines()]
+        except ValueError:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        return b"".join(as_json(each) + b"\n" for each in document)
+
+
+class Toml(Raw):
+    """A recipe."""
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            return tomllib.loads(raw.decode())
+        except ValueError:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        # What TOML cannot say is said in its own words, and then is no TOML.
+        return "\n".join(_toml_line(key, value) for key, value in document.items()).encode(errors="replace")
+
+
+def _toml_line(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        inside = ", ".join(f"{json.dumps(name)} = {json.dumps(each)}" for name, each in value.items())
+        return f"{json.dumps(key)} = {{{inside}}}"
+    return f"{json.dumps(key)} = {json.dumps(value)}"
+
+
+class BundleFile(Raw):
+    """A bundle: header, segments, and the manifest, whose checksums of segments can be made right."""
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            _, _, _, offset, size, _ = HEADER.unpack(raw[: HEADER.size])
+            return json.loads(raw[offset : offset + size])
+        except Exception:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        _, version, _, offset, _, _ = HEADER.unpack(raw[: HEADER.size])
+        text = as_json(document)
+        header = HEADER.pack(MAGIC, version, 0, offset, len(text), hashlib.sha256(text).digest())
+        return header + raw[HEADER.size : offset] + text
+
+    def body(self, raw: bytes) -> tuple[int, int]:
+        manifest = self.document(raw)
+        return (HEADER.size, HEADER.unpack(raw[: HEADER.size])[3]) if manifest is not None else (0, 0)
+
+    def signed(self, raw: bytes) -> bytes:
+        manifest = self.document(raw)
+        if manifest is None:
+            return raw
+        for each in manifest["segments"]:
+            inside = raw[each["offset"] : each["offset"] + each["size_bytes"]]
+            each["xxh3_128"] = xxhash.xxh3_128_hexdigest(inside)
+        return self.with_document(raw, manifest)
+
+
+class Safetensors(Raw):
+    """The header of a safetensors file, and its tensors' bytes."""
+
+    def document(self, raw: bytes) -> Any:
+        size = int.from_bytes(raw[:8], "little")
+        try:
+            return json.loads(raw[8 : 8 + size]) if size < len(raw) else None
+        except ValueError:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        text = as_json(document)
+        return len(text).to_bytes(8, "little") + text + raw[8 + int.from_bytes(raw[:8], "little") :]
+
+    def body(self, raw: bytes) -> tuple[int, int]:
+        return min(len(raw), 8 + int.from_bytes(raw[:8], "little")), len(raw)
+
+
+class SegmentFile(Raw):
+    """Chunks of a stored context."""
+
+    def _head(self, raw: bytes) -> tuple[Any, ...]:
+        return segment._HEAD.unpack(raw[: segment._HEAD.size])
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            *_, size, _ = self._head(raw)
+            return json.loads(raw[segment._HEAD.size : segment._HEAD.size + size])
+        except Exception:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        magic, version, size, _ = self._head(raw)
+        text, before = as_json(document), segment._HEAD.size + size
+        head = segment._HEAD.pack(magic, version, len(text), xxhash.xxh3_128_digest(text)) + text
+        return head + b"\0" * (-len(head) % PAGE) + raw[before + -before % PAGE :]
+
+
+class RecordFile(Raw):
+    """The record of a stored context: a JSON text with its checksum beside it."""
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            return json.loads(json.loads(raw)["record"])
+        except Exception:
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        body = as_json(document).decode()
+        whole = json.loads(raw)
+        return as_json({**whole, "xxh3_128": xxhash.xxh3_128_hexdigest(body.encode()), "record": body})

@@ -1,0 +1,114 @@
+"""The kinds of files that are harmed: of which files a victim is made, and what is of interest in them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.torture.codecs import (
+    BundleFile,
+    Codec,
+    Json,
+    JsonLines,
+    Raw,
+    RecordFile,
+    Safetensors,
+    SegmentFile,
+    Toml,
+)
+from tests.torture.values import ADAPTER, CONFIG, TOKENIZER
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+      name: of the kind.
+      victim: its folder among the victims.
+      use: by which its copies are used.
+      codecs: of its files, by pattern.
+      values: of keys in its documents that are of interest.
+      share: of all mutations, relative to other kinds'.
+      deep: the share of its cases that go all the way to an answer.
+    """
+
+    name: str
+    victim: str
+    use: str
+    codecs: Mapping[str, Codec]
+    values: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    share: float = 1.0
+    deep: float = 0.0
+
+    def files(self, victims: Path) -> dict[str, Codec]:
+        """The codec of each of its victim's files."""
+        folder = victims / self.victim
+        found = {
+            str(path.relative_to(folder)): codec
+            for pattern, codec in self.codecs.items()
+            for path in sorted(folder.glob(pattern))
+            if path.is_file()
+        }
+        assert found, f"{self.name} has no files in {folder}"
+        return found
+
+
+def _bundle(name: str, share: float) -> Kind:
+    return Kind(
+        name=name, victim=name, use="bundle", codecs={"model.jaxllm": BundleFile()}, share=share, deep=0.03
+    )
+
+
+_FOLDER = {"config.json": Json(), "generation_config.json": Json(), "*.safetensors": Safetensors()}
+_TOKENIZER_FILES = {"tokenizer*.json": Json(), "special_tokens_map.json": Json(), "*.jinja": Raw()}
+_CONTEXTS = {
+    "store/app-*/*/record*": RecordFile(),
+    "store/app-*/*/*.kv": SegmentFile(),
+    "store/store.json": Json(),
+}
+KINDS: tuple[Kind, ...] = (
+    _bundle("bundle", 2.0),
+    _bundle("elastic", 1.5),
+    _bundle("mixture", 1.0),
+    _bundle("apart", 1.0),
+    _bundle("calibrated", 1.5),
+    Kind(name="folder", victim="folder", use="folder", codecs=_FOLDER, values=CONFIG, share=1.5, deep=0.03),
+    Kind(
+        name="tokenizer",
+        victim="tokenizer",
+        use="tokenizer",
+        codecs=_TOKENIZER_FILES,
+        values=TOKENIZER,
+        share=2.0,
+    ),
+    Kind(
+        name="adapter",
+        victim="adapter",
+        use="adapter",
+        codecs={"*.json": Json(), "*.safetensors": Safetensors()},
+        values=ADAPTER,
+        share=1.5,
+        deep=0.02,
+    ),
+    Kind(name="contexts", victim="contexts", use="contexts", codecs=_CONTEXTS, share=3.0, deep=0.05),
+    Kind(name="trace", victim="trace", use="trace", codecs={"trace.jsonl": JsonLines()}, share=1.5),
+    Kind(name="profile", victim="profile", use="profile", codecs={"profile.json": Json()}, share=1.5),
+    Kind(name="recipe", victim="recipe", use="recipe", codecs={"*.toml": Toml()}, share=1.0),
+    Kind(
+        name="tasks",
+        victim="tasks",
+        use="tasks",
+        codecs={"tasks/*/*.jsonl": JsonLines(), "tasks/ui_automation/*.json": Json()},
+        share=1.0,
+    ),
+    Kind(
+        name="program",
+        victim="program",
+        use="program",
+        codecs={"*.json": Json(), "*.safetensors": Safetensors(), "**/*.stablehlo": Raw()},
+        share=0.7,
+        deep=0.1,
+    ),
+    Kind(name="graphs", victim="graphs", use="graphs", codecs={"**/*": Raw()}, share=0.1),
+)

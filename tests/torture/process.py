@@ -1,0 +1,99 @@
+"""A child process that uses mutated files, so that what kills or holds it up harms nobody else."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.torture.case import Case
+from tests.torture.outcome import Outcome
+
+ROOT = Path(__file__).parents[2]
+_PATIENCE_S = 60.0
+# What a mutated file of some kilobytes may make a process grow by.
+_MOST_GROWTH_BYTES = 1 << 30
+# A fresh process now and then: none of them is to die of what thousands of cases leave behind.
+_MOST_CASES = 400
+
+
+class Victim:
+    """A worker that is asked case by case, and replaced when it dies.
+
+    Args:
+      scratch: a folder of its own.
+      patience_s: after which a case hangs.
+    """
+
+    def __init__(self, scratch: Path, patience_s: float = _PATIENCE_S) -> None:
+        self.scratch, self._patience_s = scratch, patience_s
+        self._process: subprocess.Popen[str] | None = None
+        self._cases = 0
+        scratch.mkdir(parents=True, exist_ok=True)
+
+    def ask(self, case: Case) -> Outcome:
+        """Has one case done."""
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._cases += 1
+        process.stdin.write(json.dumps({**vars(case), "path": str(case.path)}) + "\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], self._patience_s)
+        if not ready:
+            self.close(kill=True)
+            return Outcome(ending="hang", took_s=self._patience_s)
+        line = process.stdout.readline()
+        if not line:
+            code = process.wait()
+            self._process = None
+            return Outcome(ending="crash", says=f"exit code {code}")
+        outcome = Outcome(**json.loads(line))
+        if outcome.grew_bytes > _MOST_GROWTH_BYTES and outcome.ending in ("ok", "refused"):
+            return Outcome(
+                ending="big", says=outcome.says, took_s=outcome.took_s, grew_bytes=outcome.grew_bytes
+            )
+        return outcome
+
+    def close(self, *, kill: bool = False) -> None:
+        """Ends the process."""
+        if self._process is None:
+            return
+        if kill:
+            self._process.kill()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._process = None
+
+    def _started(self) -> "subprocess.Popen[str]":
+        if self._process is not None and (self._cases >= _MOST_CASES or self._process.poll() is not None):
+            self.close()
+        if self._process is None:
+            self._cases = 0
+            env = {
+                **os.environ,
+                "JAXLLM_CACHE": str(self.scratch / "cache"),
+                "JAXLLM_EXECUTABLES_BYTES": "0",
+                "JAX_COMPILATION_CACHE_DIR": str(self.scratch / "compilations"),
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+                "JAX_PLATFORMS": "cpu",
+                "JAXLLM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONFAULTHANDLER": "1",
+            }
+            with (self.scratch / "worker.log").open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.torture.worker"],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                    env=env, text=True, bufsize=1, cwd=ROOT,
+                )  # fmt: skip
+        return self._process
