@@ -79,14 +79,15 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     if not chosen:
         raise click.UsageError(f"there are files of kinds {', '.join(kind.name for kind in KINDS)}")
     tally, victims = Tally(), folder / "victims"
+    wanted = {kind.victim for kind in chosen} | {"folder"} if "mutations" in amounts else {"folder"}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         making = progress.add_task("victims", total=1)
-        make_victims(victims)
+        make_victims(victims, wanted)
         progress.advance(making)
         scratch = folder / "scratch"
         scratch.mkdir()
-        if "mutations" in amounts:
+        if "mutations" in amounts and not kinds:
             replay_regressions(victims, scratch, tally)
         parts = {
             "mutations": lambda **common: mutate(

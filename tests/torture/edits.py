@@ -28,7 +28,7 @@ class Edit:
     Attributes:
       file: its path inside the victim's folder.
       kind: "set" or "delete" a place of its document, or write other bytes into its "body", and make
-        checksums right again; write other "bytes" and leave checksums; "cut" it; let it "become" something else.
+        checksums right again; write other "bytes" and leave checksums; "cut" it; let it "become" another.
       at: the place in the document, or where bytes are.
       value: what stands there then.
     """

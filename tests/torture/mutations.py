@@ -79,13 +79,15 @@ def use_edited(
     return victim.ask(Case(use=kind.use, path=copies, deep=deep, forged=forged))
 
 
-def replay_regressions(victims: Path, scratch: Path, tally: Tally) -> None:
-    """Has every input used that once found a fault (`regressions/*.json`)."""
-    by_name = {kind.name: kind for kind in KINDS}
+def replay_regressions(victims: Path, scratch: Path, tally: Tally, *, kinds: Sequence[Kind] = KINDS) -> None:
+    """Has every input of these kinds used that once found a fault (`regressions/*.json`)."""
+    by_name = {kind.name: kind for kind in kinds}
     victim = Victim(scratch / "process-regressions")
     try:
         for path in sorted(REGRESSIONS.glob("*.json")):
             found = json.loads(path.read_text())
+            if found["kind"] not in by_name:
+                continue
             edits = [Edit.from_json(each) for each in found["case"]]
             kind = by_name[found["kind"]]
             for deep in (False, True) if kind.deep else (False,):

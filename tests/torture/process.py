@@ -1,5 +1,6 @@
 """A child process that uses mutated files, so that what kills or holds it up harms nobody else."""
 
+import contextlib
 import json
 import os
 import select
@@ -47,7 +48,7 @@ class Victim:
         line = process.stdout.readline()
         if not line:
             code = process.wait()
-            self._process = None
+            self.close()
             return Outcome(ending="crash", says=f"exit code {code}")
         outcome = Outcome(**json.loads(line))
         if outcome.grew_bytes > _MOST_GROWTH_BYTES and outcome.ending in ("ok", "refused"):
@@ -63,7 +64,8 @@ class Victim:
         if kill:
             self._process.kill()
         if self._process.stdin is not None:
-            self._process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:

@@ -14,23 +14,24 @@ from tests.torture.outcome import Outcome, Tally
 from tests.torture.process import Victim
 from tests.torture.victims import make_victims
 
-# A case each of most kinds; which ones differs from day to day only if somebody says so.
 CASES, SEED = 120, 1
+# Those whose victims take long to make, or whose copies long to use, are for longer turns.
+QUICK = [kind for kind in KINDS if kind.name not in ("program", "graphs")]
 
 
 @pytest.fixture(scope="module")
 def victims(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torture") / "victims"
-    make_victims(folder)
+    make_victims(folder, {kind.victim for kind in QUICK})
     return folder
 
 
 @pytest.mark.slow
 def test_mutated_files_are_used_or_refused(victims, tmp_path):
     tally = Tally()
-    mutate(victims, tmp_path, tally, cases=CASES, seed=SEED, lanes=1)
+    mutate(victims, tmp_path, tally, cases=CASES, seed=SEED, lanes=1, kinds=QUICK)
     assert [each.to_json() for each in tally.faults] == []
-    assert set(tally.counts) == {kind.name for kind in KINDS}
+    assert set(tally.counts) == {kind.name for kind in QUICK}
     # Some of either, or the mutations are none.
     assert all(
         sum(each[ending] for each in tally.counts.values()) > CASES // 8 for ending in ("ok", "refused")
@@ -40,9 +41,9 @@ def test_mutated_files_are_used_or_refused(victims, tmp_path):
 @pytest.mark.slow
 def test_inputs_that_once_found_a_fault(victims, tmp_path):
     tally = Tally()
-    replay_regressions(victims, tmp_path, tally)
+    replay_regressions(victims, tmp_path, tally, kinds=QUICK)
     assert [each.to_json() for each in tally.faults] == []
-    assert tally.total() >= len(list(REGRESSIONS.glob("*.json")))
+    assert tally.total() or not list(REGRESSIONS.glob("*.json"))
 
 
 def test_a_seed_draws_the_same_edits_and_json_keeps_them(tmp_path):

@@ -175,7 +175,7 @@ def use_graphs(case: Case) -> None:
         tokens = _answer(Engine.open(file, options=options, warm_up=False))
     finally:
         os.environ["JAXLLM_CACHE"] = before
-    wanted = _facts(case.victims)["tokens"]
+    wanted = _facts(case.victims)["graphs"]
     assert tokens == wanted, f"answers {tokens}, not {wanted}"
 
 
