@@ -97,10 +97,10 @@ def _run(folder, amounts, seed, lanes, kinds, console):
                 victims, scratch, tally, kills=amounts["kills"], lanes=2 * lanes, **common
             ),
             "faults": lambda **common: fail_calls(
-                victims, scratch, tally, faults=amounts["faults"], **common
+                victims, scratch, tally, faults=amounts["faults"], lanes=lanes, **common
             ),
             "interrupts": lambda **common: interrupt_calls(
-                victims, scratch, tally, interrupts=amounts["interrupts"], **common
+                victims, scratch, tally, interrupts=amounts["interrupts"], lanes=lanes, **common
             ),
         }
         for name, amount in amounts.items():

@@ -180,7 +180,8 @@ def use_graphs(case: Case) -> None:
 
 
 @functools.cache
-def _context_engine(file: Path) -> Engine:
+def context_engine(file: Path) -> Engine:
+    """The engine of contexts, opened once in a process."""
     import dataclasses
 
     return Engine.open(file, options=dataclasses.replace(_OPTIONS, kv_codec="raw"))
@@ -210,7 +211,7 @@ def use_contexts(case: Case) -> None:
                 pass
         store.verify(repair=True)
     if case.deep:
-        engine = _context_engine(case.victims / WITHOUT_FILES / "model.jaxllm")
+        engine = context_engine(case.victims / WITHOUT_FILES / "model.jaxllm")
         contexts = Contexts(engine, ContextOptions(folder=store_folder))
         try:
             for record in contexts.store.records():
@@ -226,6 +227,20 @@ def use_contexts(case: Case) -> None:
             contexts.close()
 
 
+def use_interrupt(case: Case) -> None:
+    """Interrupts a call (`calls.use_interrupt`)."""
+    from tests.torture import calls
+
+    calls.use_interrupt(case)
+
+
+def use_fault(case: Case) -> None:
+    """Lets a call's device fail (`calls.use_fault`)."""
+    from tests.torture import calls
+
+    calls.use_fault(case)
+
+
 USES: dict[str, Callable[[Case], None]] = {
     "bundle": use_bundle,
     "tokenizer": use_tokenizer,
@@ -238,4 +253,6 @@ USES: dict[str, Callable[[Case], None]] = {
     "program": use_program,
     "graphs": use_graphs,
     "contexts": use_contexts,
+    "interrupt": use_interrupt,
+    "fault": use_fault,
 }

@@ -172,9 +172,9 @@ def _write_contexts(folder: Path, bundle: Path) -> dict[str, list[int]]:
     from serving.contexts.context import Context
     from serving.contexts.manager import Contexts
     from serving.contexts.options import ContextOptions
-    from tests.torture.uses import _context_engine
+    from tests.torture.uses import context_engine
 
-    contexts = Contexts(_context_engine(bundle), ContextOptions(folder=folder / "store"))
+    contexts = Contexts(context_engine(bundle), ContextOptions(folder=folder / "store"))
     said = {}
     for app, turns in (("mail", (30, 20)), ("calendar", (20,))):
         context = Context(contexts, contexts.create(app))
@@ -182,7 +182,7 @@ def _write_contexts(folder: Path, bundle: Path) -> dict[str, list[int]]:
             context.generate([(7 * n) % 250 for n in range(turn)], max_tokens=4, ignore_eos=True).result()
         said[context.name] = list(context.tokens)
     contexts.close()
-    _context_engine.cache_clear()
+    context_engine.cache_clear()
     return said
 
 
