@@ -2,14 +2,19 @@
 
 import hashlib
 import json
+import struct
 import tomllib
 from typing import Any, Protocol
 
 import xxhash
 
 from jaxllm.bundle.layout import HEADER, MAGIC
-from serving.contexts import segment
-from serving.direct_io import PAGE
+from tests.serving.contexts.mutations import (
+    record_document,
+    segment_document,
+    with_record_document,
+    with_segment_document,
+)
 
 
 class Codec(Protocol):
@@ -151,33 +156,24 @@ class Safetensors(Raw):
 class SegmentFile(Raw):
     """Chunks of a stored context."""
 
-    def _head(self, raw: bytes) -> tuple[Any, ...]:
-        return segment._HEAD.unpack(raw[: segment._HEAD.size])
-
     def document(self, raw: bytes) -> Any:
         try:
-            *_, size, _ = self._head(raw)
-            return json.loads(raw[segment._HEAD.size : segment._HEAD.size + size])
-        except Exception:
+            return segment_document(raw)
+        except (ValueError, struct.error):
             return None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        magic, version, size, _ = self._head(raw)
-        text, before = as_json(document), segment._HEAD.size + size
-        head = segment._HEAD.pack(magic, version, len(text), xxhash.xxh3_128_digest(text)) + text
-        return head + b"\0" * (-len(head) % PAGE) + raw[before + -before % PAGE :]
+        return with_segment_document(raw, document)
 
 
 class RecordFile(Raw):
-    """The record of a stored context: a JSON text with its checksum beside it."""
+    """The record of a stored context."""
 
     def document(self, raw: bytes) -> Any:
         try:
-            return json.loads(json.loads(raw)["record"])
-        except Exception:
+            return record_document(raw)
+        except (ValueError, LookupError, TypeError):
             return None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        body = as_json(document).decode()
-        whole = json.loads(raw)
-        return as_json({**whole, "xxh3_128": xxhash.xxh3_128_hexdigest(body.encode()), "record": body})
+        return with_record_document(document)
