@@ -4,6 +4,7 @@ import hashlib
 import json
 import struct
 import tomllib
+from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
@@ -35,6 +36,20 @@ class Codec(Protocol):
     def signed(self, raw: bytes) -> bytes:
         """The file with checksums that fit its body."""
         ...
+
+
+def sign_program(folder: Path) -> None:
+    """Makes a program folder's manifest tell the checksums of its files as they are."""
+    path = folder / "program.json"
+    try:
+        manifest = json.loads(path.read_bytes())
+        for name, facts in manifest["files"].items():
+            raw = (folder / name).read_bytes()
+            facts.update(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw))
+        path.write_bytes(as_json(manifest))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        # The mutation left nothing to sign.
+        return
 
 
 def as_json(document: Any) -> bytes:
@@ -71,6 +86,20 @@ class Json(Raw):
         return as_json(document)
 
 
+class CheckedJson(Raw):
+    """A JSON text with its checksum beside it."""
+
+    def document(self, raw: bytes) -> Any:
+        try:
+            return json.loads(json.loads(raw)["record"])
+        except (ValueError, LookupError, TypeError):
+            return None
+
+    def with_document(self, raw: bytes, document: Any) -> bytes:
+        text = as_json(document)
+        return as_json({"xxh3_128": xxhash.xxh3_128_hexdigest(text), "record": text.decode()})
+
+
 class JsonLines(Raw):
     """A JSON value a line."""
 
@@ -94,15 +123,24 @@ class Toml(Raw):
             return None
 
     def with_document(self, raw: bytes, document: Any) -> bytes:
-        # What TOML cannot say is said in its own words, and then is no TOML.
-        return "\n".join(_toml_line(key, value) for key, value in document.items()).encode(errors="replace")
+        lines = (f"{json.dumps(key)} = {_toml(value)}" for key, value in document.items())
+        return "\n".join(lines).encode(errors="replace")
 
 
-def _toml_line(key: str, value: Any) -> str:
+def _toml(value: Any) -> str:
+    """A value inline; what TOML cannot say (null, large numbers) is said as in JSON, and then is no TOML."""
     if isinstance(value, dict):
-        inside = ", ".join(f"{json.dumps(name)} = {json.dumps(each)}" for name, each in value.items())
-        return f"{json.dumps(key)} = {{{inside}}}"
-    return f"{json.dumps(key)} = {json.dumps(value)}"
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+class Signed(Raw):
+    """Bytes of which nothing is known, but that another file has their checksum."""
+
+    def body(self, raw: bytes) -> tuple[int, int]:
+        return 0, len(raw)
 
 
 class BundleFile(Raw):

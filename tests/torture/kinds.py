@@ -1,12 +1,13 @@
 """The kinds of files that are harmed: of which files a victim is made, and what is of interest in them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.torture.codecs import (
     BundleFile,
+    CheckedJson,
     Codec,
     Json,
     JsonLines,
@@ -14,7 +15,9 @@ from tests.torture.codecs import (
     RecordFile,
     Safetensors,
     SegmentFile,
+    Signed,
     Toml,
+    sign_program,
 )
 from tests.torture.values import ADAPTER, CONFIG, TOKENIZER
 
@@ -29,6 +32,7 @@ class Kind:
       use: by which its copies are used.
       codecs: of its files, by pattern.
       values: of keys in its documents that are of interest.
+      sign: makes checksums right again that are in another file than what they are of.
       share: of all mutations, relative to other kinds'.
       deep: the share of its cases that go all the way to an answer.
     """
@@ -38,6 +42,7 @@ class Kind:
     use: str
     codecs: Mapping[str, Codec]
     values: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    sign: Callable[[Path], None] | None = None
     share: float = 1.0
     deep: float = 0.0
 
@@ -93,7 +98,7 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind(name="contexts", victim="contexts", use="contexts", codecs=_CONTEXTS, share=3.0, deep=0.05),
     Kind(name="trace", victim="trace", use="trace", codecs={"trace.jsonl": JsonLines()}, share=1.5),
-    Kind(name="profile", victim="profile", use="profile", codecs={"profile.json": Json()}, share=1.5),
+    Kind(name="profile", victim="profile", use="profile", codecs={"profile.json": CheckedJson()}, share=1.5),
     Kind(name="recipe", victim="recipe", use="recipe", codecs={"*.toml": Toml()}, share=1.0),
     Kind(
         name="tasks",
@@ -106,7 +111,8 @@ KINDS: tuple[Kind, ...] = (
         name="program",
         victim="program",
         use="program",
-        codecs={"*.json": Json(), "*.safetensors": Safetensors(), "**/*.stablehlo": Raw()},
+        codecs={"*.json": Json(), "*.safetensors": Safetensors(), "**/*.stablehlo": Signed()},
+        sign=sign_program,
         share=0.7,
         deep=0.1,
     ),

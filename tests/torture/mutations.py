@@ -76,6 +76,8 @@ def use_edited(
     """Has a victim's copy with these changes used."""
     apply_edits(victims / kind.victim, edits, kind.files(victims), copies)
     forged = any(each.kind in ("set", "delete", "body") for each in edits)
+    if forged and kind.sign is not None:
+        kind.sign(copies)
     return victim.ask(Case(use=kind.use, path=copies, deep=deep, forged=forged))
 
 

@@ -9,7 +9,7 @@ from tests.torture.case import Case
 from tests.torture.codecs import BundleFile, Json
 from tests.torture.edits import Edit, apply_edits, draw_edits, places, value_at
 from tests.torture.kinds import KINDS
-from tests.torture.mutations import REGRESSIONS, mutate, replay_regressions
+from tests.torture.mutations import REGRESSIONS, mutate, replay_regressions, use_edited
 from tests.torture.outcome import Outcome, Tally
 from tests.torture.process import Victim
 from tests.torture.victims import make_victims
@@ -24,6 +24,17 @@ def victims(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torture") / "victims"
     make_victims(folder, {kind.victim for kind in QUICK})
     return folder
+
+
+@pytest.mark.slow
+def test_what_was_not_changed_is_used(victims, tmp_path):
+    victim = Victim(tmp_path)
+    try:
+        for kind in QUICK:
+            outcome = use_edited(victims, victims / "copy", victim, kind, [], deep=False)
+            assert outcome.ending == "ok", (kind.name, outcome)
+    finally:
+        victim.close()
 
 
 @pytest.mark.slow

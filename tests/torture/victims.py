@@ -122,7 +122,8 @@ def _write_profile(folder: Path, _: Path) -> None:
 def _write_recipes(folder: Path, _: Path) -> None:
     recipes = Path(__file__).parents[2] / "training" / "recipes"
     shutil.copy(recipes / "draft.toml", folder / "pretrain.toml")
-    shutil.copy(sorted((recipes / "elastic").glob("*.toml"))[0], folder / "elastic.toml")
+    shutil.copy(recipes / "family.base.toml", folder)
+    shutil.copy(recipes / "elastic" / "family.toml", folder / "elastic.toml")
 
 
 def _write_tasks(folder: Path, _: Path) -> None:
