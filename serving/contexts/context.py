@@ -127,7 +127,7 @@ class ContextAnswer(Iterator[str]):
         try:
             self._end()
         except JaxllmError as error:
-            self._contexts.unheard(self._name, error)
+            self._contexts.unheard.note(self._name, error)
 
 
 class Context:
@@ -194,7 +194,7 @@ class Context:
         """
         contexts, app, name = self._contexts, self.app, self.name
         engine, record = contexts.engine, self.record
-        contexts.raise_unheard(name)
+        contexts.unheard.tell(name)
         now = datetime.now()
         if isinstance(prompt, str):
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)

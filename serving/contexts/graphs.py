@@ -16,6 +16,8 @@ from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.bucket_plan import ENCODED_CHUNKS
 from serving.contexts.blobs import Blobs, Stored
+from serving.contexts.record import Origin
+from serving.engine import Engine
 from serving.graph_table import GraphTable
 from serving.lowering import counts_alone, source_shape
 
@@ -196,6 +198,21 @@ class ContextGraphs:
         for chunk, blob in zip(chunks, blobs, strict=True):
             source[chunk, : blob.size] = blob
         return source
+
+
+def origin_of(engine: Engine, graphs: ContextGraphs) -> Origin:
+    """What makes the keys and values of contexts that an engine answers in at a level."""
+    options = graphs.table.options
+    return Origin(
+        model=engine.bundle.fingerprint,
+        level=graphs.table.level,
+        adapter=engine.adapter_digest,
+        codec=options.kv_codec,
+        chunk_tokens=options.kv_chunk_tokens,
+        dtype=options.cache_dtype,
+        heads=graphs.heads,
+        head_width=graphs.head_width,
+    )
 
 
 def _require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:

@@ -15,6 +15,8 @@ from serving.contexts.memory import ChunkMemory
 from serving.contexts.restore import Restoration, restore
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
+from serving.generation import Session
+from serving.graph_table import GraphTable
 
 # A device that is asked for two things at a time is not idle in between.
 _READERS = 2
@@ -98,3 +100,25 @@ class ChunkLoader:
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
     """What is read where all is in memory or lost."""
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
+
+
+def roomy_cache(whole: GraphTable, table: GraphTable, spare: Session, tokens: int) -> KVCache:
+    """A cache with room for `tokens`: the one of the context before, if its form fits.
+
+    Clearing new memory takes as long as decoding chunks into it.
+
+    Args:
+      whole: of the model, which knows all levels.
+      table: of the level that is about to answer.
+      spare: of the context before, which loses its cache.
+      tokens: that there must be room for.
+    """
+    _, cache = spare.take()
+    if cache is not None and spare.weights_version is not None:
+        form = whole.at(spare.weights_version[0]).graphs_level
+        if form == table.graphs_level and cache.capacity_tokens == table.capacity_for(tokens):
+            # What another context left in it is out of sight until it is written over.
+            return cache
+    # Its memory, before that of another.
+    del cache
+    return table.start(tokens)

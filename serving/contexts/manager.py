@@ -13,10 +13,8 @@ An interrupt may come anywhere. What is stored is what the store says; what is i
 long as that has not changed behind its back (`_tidy`), which whatever comes next looks after.
 """
 
-import atexit
 import contextlib
 import dataclasses
-import logging
 import os
 import time
 import weakref
@@ -25,28 +23,25 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError, one_line
-from jaxllm.kv.cache import KVCache
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
+from serving.contexts.at_exit import close_at_exit, is_closed
 from serving.contexts.blobs import Stored
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import find_policy
-from serving.contexts.graphs import ContextGraphs
+from serving.contexts.graphs import ContextGraphs, origin_of
 from serving.contexts.growth import ended, most_bytes, sinking
-from serving.contexts.loading import ChunkLoader
+from serving.contexts.loading import ChunkLoader, roomy_cache
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
 from serving.contexts.pins import require_share
-from serving.contexts.record import Origin, Record
+from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
+from serving.contexts.unheard import UnheardErrors
 from serving.contexts.writing import ChunkWriter
 from serving.engine import Engine
 from serving.generation import Session
-from serving.graph_table import GraphTable
-
-_LOG = logging.getLogger("jaxllm")
-_OPEN: "weakref.WeakSet[Contexts]" = weakref.WeakSet()
 
 
 class Contexts:
@@ -57,6 +52,7 @@ class Contexts:
       options: of the contexts.
       store: what is on storage.
       memory: what is in memory.
+      unheard: why answers that nobody holds any more could not be kept.
     """
 
     def __init__(self, engine: Engine, options: ContextOptions) -> None:
@@ -84,8 +80,7 @@ class Contexts:
             # The call that runs, and the context that memory keeps for it, as it knows that.
             self._turn: weakref.ref[Turn] | None = None
             self._claimed: Record | None = None
-            # Why what was said in answers that nobody holds any more could not be kept, by context.
-            self._unheard: dict[str, JaxllmError] = {}
+            self.unheard = UnheardErrors()
             # Whose cache is still there, and the cache.
             self._last: tuple[str, Session] = ("", Session())
             self._process = os.getpid()
@@ -97,10 +92,7 @@ class Contexts:
             for level, graphs in self._graphs.items():
                 graphs.rehearse()
                 self._delays[level] = Delays(reading=reading, computing=measure_computing(graphs))
-            _OPEN.add(self)
-            # Again, behind what the engine registered: what is registered last runs first.
-            atexit.unregister(_close_all)
-            atexit.register(_close_all)
+            close_at_exit(self)
         except BaseException:
             self.store.close()
             raise
@@ -116,14 +108,13 @@ class Contexts:
         try:
             if self._process == os.getpid():
                 self.stop()
-                for name in list(self._unheard):
-                    self.raise_unheard(name)
+                self.unheard.tell_all()
         finally:
             self._last = ("", Session())
             try:
                 self.store.close()
             finally:
-                _OPEN.discard(self)
+                is_closed(self)
                 # In a forked child its threads are its parent's.
                 self._loader.close(wait=self._process == os.getpid())
 
@@ -141,20 +132,6 @@ class Contexts:
             stop()
         self.abandon(turn)
 
-    def unheard(self, name: str, error: JaxllmError) -> None:
-        """Notes that what was said in a context could not be kept, where nobody is there to be told: whoever
-        uses the context next is, or whoever closes all."""
-        self._unheard[name] = error
-        _LOG.warning("what was said last in the context %s could not be kept: %s", name, error)
-
-    def raise_unheard(self, name: str) -> None:
-        """Raises what `unheard` noted of a context, once."""
-        error = self._unheard.pop(name, None)
-        if error is not None:
-            raise type(error)(
-                f"the last answer in the context {name} could not be kept when it was dropped: {error}"
-            ) from error
-
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
         """A new, empty context.
 
@@ -171,7 +148,8 @@ class Contexts:
         most, there = self.options.contexts_per_app, len(self.store.records(app))
         if most and there >= most:
             raise BudgetExceeded(f"{app} owns {there} contexts of at most {most}; delete one first")
-        return self.store.create(app, self._origin(level), pinned=pinned)
+        graphs = self._graphs[self.engine.table.at(level).level]
+        return self.store.create(app, origin_of(self.engine, graphs), pinned=pinned)
 
     def record(self, app: str, name: str) -> Record:
         """An app's context.
@@ -185,7 +163,7 @@ class Contexts:
                 f"the context {name} is of level {record.origin.level}, which is not served; open the engine "
                 "for it, or delete the context"
             )
-        record.origin.require(self._origin(record.origin.level), name)
+        record.origin.require(origin_of(self.engine, self._graphs[record.origin.level]), name)
         return record
 
     def pin(self, name: str, pinned: bool) -> Record:
@@ -238,7 +216,7 @@ class Contexts:
         self.memory.forget(name)
         self._forget_cache(name)
         self.store.delete(name)
-        self._unheard.pop(name, None)
+        self.unheard.forget(name)
 
     def begin(
         self,
@@ -404,47 +382,9 @@ class Contexts:
             session.tokens, session.cache = there.take()
             session.weights_version = there.weights_version
             return Restoration(resident=len(turn.base.bits), cached=True)
-        cache = self._room(graphs.table, there, tokens)
+        cache = roomy_cache(self.engine.table, graphs.table, there, tokens)
         del there
         how = self._loader.bring_back(turn, graphs, cache, tokens)
         # What was damaged is lost on storage, too.
         self._claimed = turn.record
         return how
-
-    def _room(self, table: GraphTable, spare: Session, tokens: int) -> KVCache:
-        """A cache with room for `tokens`: the one of the context before, if its form fits.
-
-        Clearing new memory takes as long as decoding chunks into it.
-        """
-        _, cache = spare.take()
-        if cache is not None and spare.weights_version is not None:
-            form = self.engine.table.at(spare.weights_version[0]).graphs_level
-            if form == table.graphs_level and cache.capacity_tokens == table.capacity_for(tokens):
-                # What another context left in it is out of sight until it is written over.
-                return cache
-        # Its memory, before that of another.
-        del cache
-        return table.start(tokens)
-
-    def _origin(self, level: int) -> Origin:
-        options = self.engine.table.at(level).options
-        return Origin(
-            model=self.engine.bundle.fingerprint,
-            level=level,
-            adapter=self.engine.adapter_digest,
-            codec=options.kv_codec,
-            chunk_tokens=options.kv_chunk_tokens,
-            dtype=options.cache_dtype,
-            heads=self._graphs[level].heads,
-            head_width=self._graphs[level].head_width,
-        )
-
-
-def _close_all() -> None:
-    """Before the interpreter takes apart what an answer needs to be kept."""
-    for each in list(_OPEN):
-        if each._process == os.getpid():
-            try:
-                each.close()
-            except Exception as error:
-                _LOG.warning("what was said last could not be kept at exit: %s", one_line(error))

@@ -99,7 +99,7 @@ KINDS: tuple[Kind, ...] = (
     Kind(name="contexts", victim="contexts", use="contexts", codecs=_CONTEXTS, share=3.0, deep=0.05),
     Kind(name="trace", victim="trace", use="trace", codecs={"trace.jsonl": JsonLines()}, share=1.5),
     Kind(name="profile", victim="profile", use="profile", codecs={"profile.json": CheckedJson()}, share=1.5),
-    Kind(name="recipe", victim="recipe", use="recipe", codecs={"*.toml": Toml()}, share=1.0),
+    Kind(name="recipe", victim="recipe", use="recipe", codecs={"**/*.toml": Toml()}, share=1.0),
     Kind(
         name="tasks",
         victim="tasks",

@@ -139,7 +139,7 @@ def use_recipe(case: Case) -> None:
     from training.recipe import load_recipe
 
     load_recipe(str(case.path / "pretrain.toml"))
-    load_elastic_recipe(str(case.path / "elastic.toml"))
+    load_elastic_recipe(str(case.path / "elastic" / "family.toml"))
 
 
 def use_tasks(case: Case) -> None:

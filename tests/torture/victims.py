@@ -123,7 +123,8 @@ def _write_recipes(folder: Path, _: Path) -> None:
     recipes = Path(__file__).parents[2] / "training" / "recipes"
     shutil.copy(recipes / "draft.toml", folder / "pretrain.toml")
     shutil.copy(recipes / "family.base.toml", folder)
-    shutil.copy(recipes / "elastic" / "family.toml", folder / "elastic.toml")
+    (folder / "elastic").mkdir()
+    shutil.copy(recipes / "elastic" / "family.toml", folder / "elastic")
 
 
 def _write_tasks(folder: Path, _: Path) -> None:
