@@ -13,6 +13,8 @@ from typing import Any
 MAX_TOKENIZER_BYTES = 1 << 28
 _MAX_CHAIN = 16
 _MAX_WORD = 64
+# Of a unigram's pieces: at each character of a text all that begin there are tried.
+_MAX_PIECE = 512
 # How many times longer a chain of replacements may make a text.
 _MAX_GROWTH = 8
 _MAX_ID = 1 << 24
@@ -158,7 +160,7 @@ def _model(value: Any) -> bool:
             isinstance(vocabulary, list)
             and bool(vocabulary)
             and all(
-                isinstance(piece, str) and piece and type(score) in (int, float)
+                isinstance(piece, str) and 0 < len(piece) <= _MAX_PIECE and type(score) in (int, float)
                 for piece, score in vocabulary
             )
             and (number is None or (type(number) is int and 0 <= number < len(vocabulary)))

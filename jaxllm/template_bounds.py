@@ -12,8 +12,8 @@ from jinja2 import nodes
 
 MAX_SOURCE_CHARACTERS = 1 << 16
 _MAX_WORD_CHARACTERS = 256
-_FILTERS = frozenset({"trim", "length", "lower", "string", "first", "last", "default", "tojson"})
-_METHODS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith", "split"})
+_FILTERS = frozenset({"trim", "length", "lower", "string", "first", "last", "default"})
+_METHODS = frozenset({"strip", "lstrip", "rstrip", "startswith", "endswith"})
 _FUNCTIONS = frozenset({"raise_exception", "strftime_now"})
 # What looks at a value's kind alone.
 _KINDS = frozenset(
@@ -135,6 +135,10 @@ def _expression(node: nodes.Node | None, scope: _Scope) -> bool:
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Name):
         plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs)
         return plain and node.node.name in _FUNCTIONS and all(map(_word, node.args))
+    if isinstance(node, nodes.Filter) and node.name == "tojson":
+        # It doubles backslashes, so it is written and never kept: each more of them would double them again.
+        plain = not (node.args or node.kwargs or node.dyn_args or node.dyn_kwargs)
+        return plain and _part(node.node, scope)
     return _part(node, scope)
 
 
@@ -147,12 +151,16 @@ def _part(node: nodes.Node | None, scope: _Scope) -> bool:
     if isinstance(node, nodes.Getattr):
         return _part(node.node, scope)
     if isinstance(node, nodes.Getitem):
+        if _is_split(node.node) and not isinstance(node.arg, nodes.Slice):
+            return _index(node.arg) and _split(node.node, scope)
         return _index(node.arg) and _part(node.node, scope)
     if isinstance(node, nodes.Filter):
         plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs)
+        if plain and node.name in ("first", "last") and _is_split(node.node):
+            return not node.args and _split(node.node, scope)
         return (
             plain and node.name in _FILTERS and all(map(_word, node.args)) and _part(node.node, scope)
-            and not (node.name in ("trim", "tojson") and node.args)
+            and not (node.name == "trim" and node.args)
         )  # fmt: skip
     if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
         plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs)
@@ -161,8 +169,23 @@ def _part(node: nodes.Node | None, scope: _Scope) -> bool:
     return False
 
 
+def _is_split(node: nodes.Node | None) -> bool:
+    return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "split"
+
+
+def _split(node: nodes.Call, scope: _Scope) -> bool:
+    """Whether the parts of a text are bounded, of which one is taken. All of them as a text would have quotes
+    and backslashes doubled, and could be split again."""
+    assert isinstance(node.node, nodes.Getattr)
+    plain = not (node.kwargs or node.dyn_args or node.dyn_kwargs)
+    return plain and all(map(_word, node.args)) and _part(node.node.node, scope)
+
+
 def _small(node: nodes.Node, scope: _Scope) -> bool:
-    return isinstance(node, nodes.Const) or (isinstance(node, nodes.Name) and node.name in scope.small)
+    # A loop knows the messages beside its own.
+    return isinstance(node, nodes.Const) or (
+        isinstance(node, nodes.Name) and node.name in scope.small and node.name != "loop"
+    )
 
 
 def _word(node: nodes.Node) -> bool:

@@ -30,6 +30,10 @@ _BOOT = (
     "from jaxllm.text_worker import serve; serve(json.loads(sys.argv[2]))"
 )
 _LENGTH = struct.Struct(">Q")
+# Each thread of these pools takes address space, of which a child has little and many cores would take all.
+_ONE_THREAD = {f"{each}_NUM_THREADS": "1" for each in ("OPENBLAS", "OMP", "MKL", "RAYON")} | {
+    "TOKENIZERS_PARALLELISM": "false"
+}
 # Far above any answer; the worker holds its own to much less.
 _MOST_REPLY_BYTES = 1 << 30
 
@@ -53,6 +57,7 @@ class TextProcess:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
+        self._finalizer: weakref.finalize | None = None
 
     def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Any:
         """The answer to a request.
@@ -91,7 +96,9 @@ class TextProcess:
                 raise
         self._child, self._owner = child, os.getpid()
         # At the interpreter's end, too, and when nobody has this object any more.
-        weakref.finalize(self, _end_own, child, self._owner)
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _end_own, child, self._owner)
         return child
 
     def _exchange(self, child: "subprocess.Popen[bytes]", request: Mapping[str, Any], limit_s: float) -> Any:
@@ -149,6 +156,7 @@ def _start(memory_bytes: int) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, **_ONE_THREAD},
         # Not in the terminal's group: an interrupt is for the parent, which then ends it.
         start_new_session=True,
     )

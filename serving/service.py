@@ -21,7 +21,7 @@ import numpy as np
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import SLOS, Slo
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, TemplateError
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
@@ -211,7 +211,11 @@ class LLMService:
     def _rehearse(self) -> None:
         """Goes once through what a call does, so that the first one does not wait for what the template, the
         tokenizer and the graphs set up when they are first used; nothing is learned from it."""
-        prompt = self.read("Is it so?", "Say yes or no.")
+        try:
+            prompt = self.read("Is it so?", "Say yes or no.")
+        except TemplateError as error:  # Plain prompts can be answered without it.
+            _log.warning("conversations cannot be answered: %s", error)
+            return
         self.planner.plan(prompt, ANYTHING, answer_tokens=1)
         config = GenerationConfig(max_tokens=2)
         # The smallest level, whose graphs native kernels share with all others.

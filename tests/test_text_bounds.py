@@ -88,6 +88,13 @@ def test_other_templates_do_not(template):
         "{{ 'a' * 9 }}",
         "{{ '%99d' % 1 }}",
         "{{ messages | tojson(indent=9) }}",
+        # Each doubles backslashes.
+        "{{ messages | tojson | tojson }}",
+        "{% set x = messages | tojson %}{% set x = x | tojson %}{{ x }}",
+        "{{ (messages[0].content.split('!') | string).split('!') | string }}",
+        "{{ messages[0].content.split('!')[1:] }}",
+        "{% for m in messages %}{% set o = loop %}{% for p in m.content %}{{ o.previtem }}{% endfor %}"
+        "{% endfor %}",
         "{{ messages[0].content.center(99) }}",
         "{{ messages | join('x') }}",
         "{{ bos_token }}" * 300,
@@ -95,6 +102,14 @@ def test_other_templates_do_not(template):
 )
 def test_what_may_grow_does_not_run_here(template):
     assert not is_bounded(parse(template), {"bos_token": "<s>"})
+
+
+def test_one_part_of_a_text_and_one_value_as_json_do_not_grow():
+    template = (
+        "{% for m in messages %}{{ m.content.split('</a>')[-1].lstrip().split('b') | first }}"
+        "{{ m.call | tojson }}{% endfor %}"
+    )
+    assert is_bounded(parse(template), {})
 
 
 def test_long_special_tokens_do_not_make_a_template_long():
@@ -123,6 +138,7 @@ def changed(**parts):
         {"decoder": {"type": "Strip", "content": "a", "start": 0, "stop": 1 << 40}},
         {"post_processor": mutations._template([mutations._A] * 20000)},
         {"model": {"type": "Unigram", "unk_id": 5, "vocab": [["a", -1.0]]}},
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a" * n, -1.0] for n in range(1, 600)]}},
     ],
     ids=lambda parts: next(iter(parts)),
 )

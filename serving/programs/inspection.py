@@ -37,6 +37,8 @@ _MODULE_FACTS = frozenset(
     {"sym_name", "jax.uses_shape_polymorphism", "mhlo.num_partitions", "mhlo.num_replicas"}
 )
 _TENSOR = re.compile(r"tensor<((?:\d{1,18}x){0,8})(i1|u?i(?:8|16|32|64)|f16|bf16|f32|f64)>")
+# Their results may be far smaller than what they read.
+_READERS = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
 # An operation's sort of n elements, at most this times n.
 _SORTING = 64
 
@@ -131,6 +133,7 @@ class _Module:
         operands = [self._elements(each.type) for each in operation.operands]
         operations, work = self._body_cost(operation)
         work += sum(sizes) * _factor(operation, sizes, operands)
+        work += sum(operands) if name in _READERS else 0
         callee = _callee(operation)
         if callee is not None:
             called = self._cost(callee)

@@ -3,6 +3,7 @@
 programs and what they may be, pickled -> python -m serving.programs.screening -> what is wrong, as JSON
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -112,9 +113,14 @@ def _limit(seconds: int) -> None:
         import resource
     except ImportError:
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for kind, most in (
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_AS, _MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        # A lower limit may be there already; macOS knows none of memory.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most, most))
 
 
 def _digest(program: Program) -> bytes:
