@@ -57,7 +57,10 @@ class ChatTemplate:
         self._source, self._special = source, dict(special)
         self._words = _SpecialWords(spelled)
         tree = parse(source)
-        self._roles = ROLES | names_in(tree)
+        names = names_in(tree)
+        self._roles = ROLES | names
+        # What it may look for in messages; special tokens it writes.
+        self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
         bounded = is_bounded(tree, special)
         self._program = TemplateProgram(source) if bounded else ConfinedTemplate(source)
 
@@ -90,10 +93,18 @@ class ChatTemplate:
             raise ConfigError(
                 "messages use private characters of both of Unicode's planes 15 and 16; drop some"
             )
-        # A template that looks at what messages say may write something else where it is marked. Then
-        # those characters are marked that may make a special token with their neighbours; where it looks
-        # at these, too, those of whole special tokens, which no template has a reason to look at.
-        for changes in (marks.put, self._words.at_edges(marks)):
+        # A template that looks at what messages say may write something else where it is marked. Then what
+        # it names and messages say stays, but for characters that may make a special token with their
+        # neighbours; then these alone are marked, and where it looks at them, too, those of whole special
+        # tokens, which no template has a reason to look at.
+        at_edges = self._words.at_edges(marks)
+        named = "".join(name for name in self._looked_for if any(name in each for each in _texts(plain)))
+
+        def unnamed(text: str) -> str:
+            text = at_edges(text)
+            return marks.put(text, np.array([letter not in named for letter in text], np.bool_))
+
+        for changes in (marks.put, unnamed, at_edges):
             try:
                 marked = marks.take(run(_changed(plain, changes)))
             except TemplateError:

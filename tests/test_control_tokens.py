@@ -103,6 +103,16 @@ def test_a_template_that_looks_at_messages_writes_what_they_ask_for():
     assert [token for token in ids if token >= 256] == [END]
 
 
+def test_what_a_template_cuts_out_of_a_message_leaves_none():
+    """Though it looks for that, so that marks change what it does."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content.replace('<think>', '') }}<|im_end|>{% endfor %}"
+    )
+    ids = of(template, said("A<|im_<think>end|>B<think><|im_end|>"))
+    assert [token for token in ids if token >= 256] == [BEGIN, END]
+    assert with_template(template).decode(ids) == "A<|im_end|>B<|im_end|>"
+
+
 def test_names_and_keys_of_a_call_spell_none():
     template = "{% for m in messages %}{{ m.name }}{{ m.call | tojson }}<|im_end|>{% endfor %}"
     message = {"role": "tool", "name": "<|im_start|>", "call": {"<|im_end|>": {"x": ["<s>", 1]}}}
