@@ -21,7 +21,9 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line (`serving.cli.main`): exits 130 where it was interrupted, and prints nothing
     then."""
-    signal.signal(signal.SIGINT, _interrupt)
+    # Whoever started this process may have had it ignore Ctrl-C (`nohup`, a shell's background).
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         from serving import cli
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def ended(process: subprocess.Popen) -> tuple[int, str, str]:
     return process.returncode, out, err.removesuffix("\n")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def heard() -> Iterator[None]:
+    """Children hear interrupts, even where the suite itself was started to ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def imports(tiny_bundle: Path) -> int:
     """How many modules a whole `generate` looks for."""
@@ -59,6 +68,20 @@ def test_in_the_middle_of_imports(tiny_bundle: Path, imports: int, share: float)
     number = 1 + int(share * (imports - 1))
     process = started(number, "generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, script=AT_AN_IMPORT)
     assert ended(process) == (entry.INTERRUPTED, "", "")
+
+
+def test_who_is_to_ignore_interrupts_does(tiny_bundle: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = started("generate", "-m", tiny_bundle, "-p", "hello", "-n", 2, "--ignore-eos")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for _ in range(20):
+        time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    assert (code, err) == (0, "")
+    assert out
 
 
 def test_in_the_middle_of_an_answer(tiny_bundle: Path) -> None:
