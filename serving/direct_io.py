@@ -196,9 +196,10 @@ class PieceReader:
                     self._buffered()
                     continue
                 raise _not_read(self._path, error) from error
-            if count == 0:
-                raise CheckpointError(f"{self._path} has become shorter while it was read")
             done += count
+            if done < wanted and (count == 0 or os.fstat(self._file).st_size < first + wanted):
+                # Asked, because what goes on at whole pages comes to the end of the file again and again.
+                raise CheckpointError(f"{self._path} has become shorter while it was read")
             if done < wanted and done % PAGE and self.caching == "direct":
                 # A direct read goes on at whole pages only.
                 done = done // PAGE * PAGE

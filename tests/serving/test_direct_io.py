@@ -47,6 +47,16 @@ def test_a_file_that_shrinks_while_it_is_open_is_told(file):
             reader.read(PAGE, 10)
 
 
+@pytest.mark.parametrize("left", [10, PAGE + 10, 2 * PAGE])
+def test_a_direct_read_of_a_file_that_shrinks_ends(file, left):
+    """Also where it is cut within a page, at whose beginning a direct read goes on."""
+    path, _ = file
+    with PieceReader(path) as reader:
+        os.truncate(path, left)
+        with pytest.raises(CheckpointError, match="shorter while it was read"):
+            reader.read(0, 3 * PAGE)
+
+
 def test_where_direct_reads_are_refused_the_cache_is_used(file, monkeypatch):
     """As on file systems that open for them and then have none."""
     path, content = file
