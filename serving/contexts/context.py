@@ -111,10 +111,15 @@ class ContextAnswer(Iterator[str]):
             self._state = "stopped"
 
     def _end(self) -> None:
-        turn, self._turn, self._state = self._turn, None, "ended"
+        turn = self._turn
+        if turn is not None:
+            # First: an interrupt behind it keeps nobody waiting.
+            turn.over = True
+        self._turn = None
+        if self._state != "stopped":
+            self._state = "ended"
         if turn is None:
             return
-        turn.over = True
         if not self.generation.tokens:
             self._contexts.abandon(turn)
             return

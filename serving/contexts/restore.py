@@ -6,6 +6,7 @@ dispatch decodes all layers.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
@@ -144,10 +145,17 @@ def _pass(
     # Another thread's answer must not take the weights of layers away meanwhile.
     with graphs.table.lock:
         x = graphs.embed(tokens, at)
-        for layer in range(graphs.layers):
-            there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
-            there |= arriving(layer)
-            x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
+        try:
+            for layer in range(graphs.layers):
+                there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
+                there |= arriving(layer)
+                x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
+        except BaseException:
+            # Graphs that were begun still read blobs where they are, which go with this call. Nothing of it is
+            # used any more, and what a graph failed with was raised already.
+            with contextlib.suppress(Exception):
+                jax.block_until_ready(x)
+            raise
     return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
 
 
