@@ -95,8 +95,7 @@ class EmbeddingRows:
         end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE
         end = min(end, self._whole.size_bytes)
         data = self._reader.read(start + begin, end - begin)
-        for at in range(0, len(data), PAGE):
-            self._checksums.require_same(start + begin + at, data[at : at + PAGE])
+        self._checksums.require_same_pages(start + begin, data)
         at = extent.offset - start - begin
         return extent.array(data[at : at + extent.size_bytes].copy())
 

@@ -35,14 +35,35 @@ class Checksums:
     def __init__(self, bundle: Bundle) -> None:
         self._path = bundle.path
         self._blocks: dict[tuple[int, int], int] = {}
+        # Of the one segment that is read by pages: eight bytes each, for a table has hundreds of thousands.
+        self._start, self._pages = 0, np.empty(0, np.uint64)
 
     def took(self, offset: int, digest: int, size: int) -> None:
         """Remembers a part."""
         self._blocks[offset, size] = digest
 
+    def has_pages(self, start: int, size: int) -> None:
+        """Makes room for those of a segment."""
+        self._start, self._pages = start, np.empty(-(-size // PAGE), np.uint64)
+
+    def took_pages(self, offset: int, data: np.ndarray) -> None:
+        """Remembers whole pages of that segment, or its last ones."""
+        for at in range(0, len(data), PAGE):
+            digest = xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
+            self._pages[(offset + at - self._start) // PAGE] = digest
+
     def require_same(self, offset: int, data: np.ndarray) -> None:
         """Raises BundleError if what was read at `offset`, uint8, is not what was there at first."""
-        if xxhash.xxh3_64_intdigest(data.data) != self._blocks[offset, len(data)]:
+        self._require(offset, data, self._blocks[offset, len(data)])
+
+    def require_same_pages(self, offset: int, data: np.ndarray) -> None:
+        """The same of pages, as they were taken."""
+        for at in range(0, len(data), PAGE):
+            digest = int(self._pages[(offset + at - self._start) // PAGE])
+            self._require(offset + at, data[at : at + PAGE], digest)
+
+    def _require(self, offset: int, data: np.ndarray, digest: int) -> None:
+        if xxhash.xxh3_64_intdigest(data.data) != digest:
             raise BundleError(
                 f"{self._path} was changed in place while it was open: {len(data)} bytes at {offset} are not "
                 "what they were; open it again, and replace such a file by renaming another one over it"
@@ -61,6 +82,7 @@ class FirstReading:
         self._bundle, self._reader = bundle, reader
         self._kept: list[_Kept] = []
         self._again: set[tuple[int, int]] = set()
+        self._paged = ""
 
     def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         """Has ranges put to their places in `memory`."""
@@ -73,10 +95,10 @@ class FirstReading:
         self._again |= {(offset, size) for offset, _, size in read_blocks(ranges)}
 
     def watch_pages(self, segment: str) -> None:
-        """Takes checksums of a segment by blocks of a page from its beginning."""
+        """Takes checksums of one segment by blocks of a page from its beginning."""
         whole = self._bundle.layout.segments[segment]
-        for at in range(0, whole.size_bytes, PAGE):
-            self._again.add((whole.offset + at, min(PAGE, whole.size_bytes - at)))
+        self._paged = segment
+        self.checksums.has_pages(whole.offset, whole.size_bytes)
 
     def run(self, on_bytes: Callable[[int], None]) -> None:
         """The pass; `on_bytes` is called with the bytes of each part.
@@ -97,6 +119,8 @@ class FirstReading:
             for at in range(segment.offset, end, _READ_BYTES):
                 data = self._reader.read(at, min(_READ_BYTES, end - at))
                 digest.update(data.data)
+                if name == self._paged:
+                    self.checksums.took_pages(at, data)
                 for each in kept:
                     _put(each, at, data)
                 while waiting and waiting[-1][0] < at + len(data):
