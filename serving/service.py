@@ -9,6 +9,7 @@
 The service plans, the engine answers. One call runs at a time.
 """
 
+import contextlib
 import dataclasses
 import logging
 import time
@@ -21,7 +22,7 @@ import numpy as np
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import SLOS, Slo
-from jaxllm.errors import ConfigError, TemplateError
+from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.sampling import Sampling
 from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
@@ -190,22 +191,28 @@ class LLMService:
         options = dataclasses.replace(options, levels=levels)
         if contexts is not None and not options.kv_codec:
             options = dataclasses.replace(options, kv_codec="channel")
-        engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
-        path = profile_path(engine.bundle, engine.options)
-        profile = load_profile(path)
-        if (
-            profile is None
-            or not set(engine.table.levels) <= set(profile.levels)
-            or (reads_both_ways(engine) and profile.prefill is None)
-        ):
-            profile = measure(engine, progress=progress).beside(profile)
-            save_profile(profile, path)
-        choose_prefill(engine, profile)
-        kept = None if contexts is None else Contexts(engine, contexts)
-        service = cls(engine, profile, planner_of(engine, profile, proposer, slack=slack), kept)
-        service._rehearse()
-        if missed := described(service.unmet(), profile.tokens):
-            _log.info("objectives that no choice meets on this device: %s", missed)
+        with contextlib.ExitStack() as opened:
+            engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
+            opened.callback(engine.close)
+            path = profile_path(engine.bundle, engine.options)
+            profile = load_profile(path)
+            if (
+                profile is None
+                or not set(engine.table.levels) <= set(profile.levels)
+                or (reads_both_ways(engine) and profile.prefill is None)
+            ):
+                profile = measure(engine, progress=progress).beside(profile)
+                save_profile(profile, path)
+            choose_prefill(engine, profile)
+            kept = None if contexts is None else Contexts(engine, contexts)
+            if kept is not None:
+                # Else nobody could open the store again before this process ends.
+                opened.callback(kept.close)
+            service = cls(engine, profile, planner_of(engine, profile, proposer, slack=slack), kept)
+            service._rehearse()
+            if missed := described(service.unmet(), profile.tokens):
+                _log.info("objectives that no choice meets on this device: %s", missed)
+            opened.pop_all()
         return service
 
     def _rehearse(self) -> None:
@@ -213,7 +220,8 @@ class LLMService:
         tokenizer and the graphs set up when they are first used; nothing is learned from it."""
         try:
             prompt = self.read("Is it so?", "Say yes or no.")
-        except TemplateError as error:  # Plain prompts can be answered without it.
+        except JaxllmError as error:
+            # A template that is broken, or too long for the window: plain prompts can be answered without it.
             _log.warning("conversations cannot be answered: %s", error)
             return
         self.planner.plan(prompt, ANYTHING, answer_tokens=1)

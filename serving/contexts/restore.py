@@ -151,8 +151,8 @@ def _pass(
                 there |= arriving(layer)
                 x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
         except BaseException:
-            # Graphs that were begun still read blobs where they are, which go with this call. Nothing of it is
-            # used any more, and what a graph failed with was raised already.
+            # Graphs that were begun still read blobs where they are, which go with this call; what they make
+            # is not used any more.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(x)
             raise
