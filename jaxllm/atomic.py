@@ -90,6 +90,27 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     sync(path.parent)
 
 
+@contextlib.contextmanager
+def temporary_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
+    """A new binary file beside `path`, which no other file's name leads to; it vanishes when the block ends.
+
+    What a killed process left of it, the next one that asks for the same name removes.
+
+    Yields:
+      Where it is, and the file.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    remove_abandoned(path.parent, path.name)
+    temporary, file = _temporary(path)
+    try:
+        with file:
+            yield temporary, file
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def require_replaceable(path: Path) -> None:
     """Raises FileExistsError unless `path` is a regular file, or nothing yet.
 

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.atomic import temporary_file
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.kv.cache import Places
 from jaxllm.kv.recompute import Delay
@@ -20,7 +21,7 @@ from serving.direct_io import PieceReader, Storage
 
 _SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
 _REPEATS = 5
-_TIMED = ".timed"
+_TIMED = "timed"
 # By bytes: of the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
 # release of the 512 GB eUFS 3.1, 17 March 2020).
 UNMEASURED_READING = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
@@ -46,21 +47,16 @@ def measure_reading(folder: Path, storage: Storage) -> Delay:
     with a warning: a full device must not keep anybody from opening a store and deleting contexts.
 
     Args:
-      folder: whose device it is; nobody else times reads there meanwhile.
+      folder: whose device it is.
       storage: how it is read.
     """
-    # Of one name, so that those who are killed leave one file at most, which the next one writes over.
-    path = folder / _TIMED
     try:
-        try:
-            with path.open("wb") as file:
-                file.write(np.random.default_rng(0).bytes(_SIZES_BYTES[-1]))
-                file.flush()
-                os.fsync(file.fileno())
+        with temporary_file(folder / _TIMED) as (path, file):
+            file.write(np.random.default_rng(0).bytes(_SIZES_BYTES[-1]))
+            file.flush()
+            os.fsync(file.fileno())
             with PieceReader(path, storage) as reader:
                 times = [_median_ms(lambda _, size=size: reader.read(0, size)) for size in _SIZES_BYTES]
-        finally:
-            path.unlink(missing_ok=True)
     except (OSError, CheckpointError) as error:
         logging.getLogger("jaxllm").warning(
             "%s: reads cannot be timed (%s); %.0f MB/s and %.1f ms each are assumed",

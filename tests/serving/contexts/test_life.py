@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 
 import pytest
 
@@ -82,3 +83,12 @@ def test_a_full_device_does_not_keep_a_store_from_being_opened(tmp_path, caplog)
     assert "250 MB/s and 0.1 ms each are assumed" in caplog.text
     assert measure_reading(tmp_path, Storage()) != UNMEASURED_READING
     assert not list(tmp_path.iterdir())
+
+
+def test_timing_reads_leaves_what_others_have_in_the_folder(tmp_path):
+    (tmp_path / "meant").write_text("mine")
+    (tmp_path / ".timed").symlink_to("meant")
+    (tmp_path / "timed").write_text("mine")
+    measure_reading(tmp_path, Storage())
+    assert sorted(os.listdir(tmp_path)) == [".timed", "meant", "timed"]
+    assert (tmp_path / ".timed").read_text() == (tmp_path / "timed").read_text() == "mine"
