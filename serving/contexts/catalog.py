@@ -13,7 +13,7 @@ from jaxllm.atomic import sync
 from jaxllm.errors import CheckpointError, JaxllmError, Unreadable
 from serving.contexts.damage import Damage
 from serving.contexts.record import Record
-from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, write_record
+from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, stands, write_record
 from serving.contexts.root import (
     PREVIOUS,
     RECORD,
@@ -119,7 +119,8 @@ class Catalog:
         """
         damage, aside = self.damage.get(folder), None
         if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
-            aside = set_aside(self.root, folder / RECORD)
+            # One of which a copy is whole stays until the new one is written, which may fail.
+            aside = set_aside(self.root, folder / RECORD, keep=stands(folder))
         write_record(folder, record)
         self.damage.pop(folder, None)
         return aside

@@ -151,6 +151,15 @@ def find_record(folder: Path) -> FoundRecord:
     return FoundRecord(record, f"its record {broken}; it is as it was before its last call")
 
 
+def stands(folder: Path) -> bool:
+    """Whether the record in a context's folder can be read, by one of its copies at least."""
+    try:
+        _read(folder / RECORD)
+    except (FileNotFoundError, CheckpointError):
+        return False
+    return True
+
+
 def _without_record(folder: Path) -> CheckpointError:
     try:
         others = [name for name in os.listdir(folder) if not is_own(folder / name)]

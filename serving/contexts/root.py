@@ -171,8 +171,13 @@ def is_unfinished(name: str, of: str) -> bool:
     return bool(found) and found[1] == of
 
 
-def set_aside(root: Path, path: Path) -> Path:
+def set_aside(root: Path, path: Path, *, keep: bool = False) -> Path:
     """Moves a folder of a context, or something in one, into the quarantine, as it is.
+
+    Args:
+      root: the store's folder.
+      path: in it.
+      keep: a file stays where it is, too, where the file system has links.
 
     Returns:
       Where it is then.
@@ -191,7 +196,8 @@ def set_aside(root: Path, path: Path) -> Path:
     if inside:
         place.mkdir(mode=0o700)
         place = place / inside[0]
-    os.rename(path, place)
+    if not (keep and _linked(path, place)):
+        os.rename(path, place)
     for folder in (path.parent, place.parent):
         sync(folder)
     return place
@@ -311,6 +317,17 @@ def not_read(path: Path, error: OSError) -> CheckpointError:
 
 def _has_own_name(name: str) -> bool:
     return name in (RECORD, PREVIOUS) or bool(SEGMENT.fullmatch(name) or _UNFINISHED.fullmatch(name))
+
+
+def _linked(path: Path, place: Path) -> bool:
+    """Whether a file has another name now, which not every file system can give."""
+    try:
+        os.link(path, place)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return False
+    return True
 
 
 def _foreign(path: Path) -> CheckpointError:

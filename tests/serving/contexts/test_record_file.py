@@ -1,5 +1,6 @@
 """Records as files: a damaged bit loses nothing, every field is what it may be, and matches where it lies."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.errors import CheckpointError, ConfigError, Unreadable
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, Unreadable
 from serving.contexts.record_file import encoded, find_record, write_record
 from serving.contexts.root import folder_name
 from serving.contexts.store import ContextStore
+from tests.faults import FailingDevice
 from tests.serving.contexts.mutations import record_document, with_record_document
 from tests.serving.contexts.test_store import ORIGIN, grown
 
@@ -56,6 +58,24 @@ def test_a_lost_copy_is_written_again(kept):
         assert (root / damage.aside).read_bytes() == encoded(record)[:-9]
         assert store.verify() == []
     assert (folder / "record").read_bytes() == encoded(record)
+
+
+def test_a_lost_copy_loses_nothing_where_the_device_fails(kept):
+    """What the other copy says counts until the next record is written."""
+    root, record, folder = kept
+    before = (folder / "record").read_bytes(), (folder / "record.previous").read_bytes()
+    place, hit = 0, "none yet"
+    while hit:
+        place += 1
+        (folder / "record").write_bytes(before[0][:-9])
+        (folder / "record.previous").write_bytes(before[1])
+        with ContextStore(root) as store:
+            with FailingDevice(root, place, error=errno.ENOSPC) as device, contextlib.suppress(JaxllmError):
+                store.commit(record)
+            hit = device.hit
+            assert store.record(record.name).tokens == record.tokens, hit
+        with ContextStore(root) as store:
+            assert store.record(record.name).tokens == record.tokens, hit
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 5000, b'{"version": 2}\n' * 2, b"\n\n", b"\xff\xfe\n"])
