@@ -131,6 +131,9 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
         if tuple(weight.shape) == shapes[name]:
             return weight
         leaves = jax.tree.leaves(weight)
+        if any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves):
+            # Of weights that come by pieces the shapes alone are there.
+            return jax.eval_shape(lambda each: _cut(each, name, shapes[name], take_units), weight)
         cut = _cut(jax.tree.map(np.asarray, weight), name, shapes[name], take_units)
         views = [shared(*pair) for pair in zip(jax.tree.leaves(cut), leaves, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(cut), views)

@@ -123,6 +123,16 @@ def test_without_native_kernels_it_is_the_same(bundle_of, monkeypatch):
     streamed.close()
 
 
+def test_without_native_kernels_so_is_a_level(bundle_of, monkeypatch):
+    fall_back(monkeypatch)
+    options = dataclasses.replace(OPTIONS, levels=(40,))
+    whole = Engine.open(bundle_of("int8"), options=options, warm_up=False)
+    streamed = open_streamed(bundle_of("int8"), whole, levels=(40,))
+    short = dataclasses.replace(CONFIG, max_tokens=4)
+    assert answer(streamed, short, level=40) == answer(whole, short, level=40)
+    streamed.close()
+
+
 def test_a_budget_for_all_of_it_streams_nothing(bundle_of, resident_of):
     engine = open_streamed(bundle_of(), resident_of(), 1.01)
     assert engine.streamed is None
