@@ -193,22 +193,27 @@ class Engine(Answerer):
         if speculation is not None and options is not None and options.memory_bytes:
             reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
             drafting_level = speculation.level
-        engine = cls(bundle, options, progress, reserved_bytes=reserved, drafting_level=drafting_level)
-        if lora is not None:
-            engine._put(arrays, lora.scaling)
-        engine = engine.at(level)
-        if level != WHOLE and isinstance(engine.table, IntegerTable):
-            engine.table.ways.require(level)
-        if speculation is not None:
-            # Here, because drafters open engines.
-            from serving.speculative.drafters import make_drafter
-            from serving.speculative.table import SpeculativeTable
+        whole = cls(bundle, options, progress, reserved_bytes=reserved, drafting_level=drafting_level)
+        try:
+            if lora is not None:
+                whole._put(arrays, lora.scaling)
+            engine = whole.at(level)
+            if level != WHOLE and isinstance(engine.table, IntegerTable):
+                engine.table.ways.require(level)
+            if speculation is not None:
+                # Here, because drafters open engines.
+                from serving.speculative.drafters import make_drafter
+                from serving.speculative.table import SpeculativeTable
 
-            drafter = make_drafter(engine, speculation, progress)
-            engine.answer_with(SpeculativeTable(engine.table, drafter, speculation))
-        if warm_up:
-            engine.warm_up(progress=progress)
-        return engine
+                drafter = make_drafter(engine, speculation, progress)
+                engine.answer_with(SpeculativeTable(engine.table, drafter, speculation))
+            if warm_up:
+                engine.warm_up(progress=progress)
+            return engine
+        except BaseException:
+            # Readers and processors would stay until this process ends.
+            whole.close()
+            raise
 
     @property
     def name(self) -> str:

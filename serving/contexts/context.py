@@ -79,8 +79,8 @@ class ContextAnswer(Iterator[str]):
         return self.generation.text
 
     def __del__(self) -> None:
-        # Dropped in the middle: other contexts must be able to go on.
-        if self._turn is not None:
+        # Dropped in the middle: other contexts must be able to go on. A forked child's copy is its parent's.
+        if self._turn is not None and not self._contexts.forked:
             try:
                 self.generation.close()
             finally:

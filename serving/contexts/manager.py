@@ -97,6 +97,11 @@ class Contexts:
             self.store.close()
             raise
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that opened these contexts, which alone may use them."""
+        return self._process != os.getpid()
+
     def close(self) -> None:
         """Ends the answer that runs, which keeps what was said, and lets another process have the store. What
         is asked of these contexts afterwards is refused.
@@ -106,7 +111,7 @@ class Contexts:
             same.
         """
         try:
-            if self._process == os.getpid():
+            if not self.forked:
                 self.stop()
                 self.unheard.tell_all()
         finally:
@@ -116,7 +121,7 @@ class Contexts:
             finally:
                 is_closed(self)
                 # In a forked child its threads are its parent's.
-                self._loader.close(wait=self._process == os.getpid())
+                self._loader.close(wait=not self.forked)
 
     def stop(self) -> None:
         """Ends the answer that runs, if one does, whoever holds it: what was said so far is kept.
