@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "calibrate": (
         "training.calibrate_cli:calibrate_command",
-        "Make a bundle of the mixture of experts in the folder MODEL, to run it in little memory.",
+        "Make a bundle of the mixture of experts MODEL, to run it in little memory.",
     ),
     "lora": (
         "training.lora_cli:lora_command",

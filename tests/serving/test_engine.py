@@ -354,3 +354,17 @@ def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
     (record,) = [each for each in caplog.records if each.name == "jaxllm"]
     assert "they were not built" in record.getMessage()
     assert "C++ compiler" in record.getMessage()
+
+
+def test_an_engine_that_cannot_be_made_ready_is_closed(engine, monkeypatch):
+    closed = []
+    close = Engine.close
+    monkeypatch.setattr(Engine, "close", lambda self: (closed.append(self), close(self)))
+
+    def fails(self, **_):
+        raise ConfigError("there is no compiler")
+
+    monkeypatch.setattr(Engine, "warm_up", fails)
+    with pytest.raises(ConfigError, match="no compiler"):
+        Engine.open(engine.bundle.path, options=dataclasses.replace(engine.options, executables_bytes=0))
+    assert len(closed) == 1
