@@ -7,6 +7,7 @@ so nothing grows from step to step. Any other template is for `jaxllm.text_proce
 
 import dataclasses
 from collections.abc import Mapping, Set
+from typing import TypeGuard
 
 from jinja2 import nodes
 
@@ -169,7 +170,7 @@ def _part(node: nodes.Node | None, scope: _Scope) -> bool:
     return False
 
 
-def _is_split(node: nodes.Node | None) -> bool:
+def _is_split(node: nodes.Node | None) -> TypeGuard[nodes.Call]:
     return isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "split"
 
 

@@ -197,8 +197,8 @@ void add_heads(const AttentionShape& s, const Division& d, float* parts, size_t 
   }
 }
 
-// mass [batch][1 + tokens][capacity] += sums [tiles][batch][heads][tokens of a tile][keys], each token's behind
-// the first row.
+// mass [batch][1 + tokens][capacity] += sums [tiles][batch][heads][tokens of a tile][keys], each token's
+// behind the first row.
 void add_sums_by_node(const AttentionShape& s, const Division& d, const float* sums, size_t keys,
                       float* mass) {
   for (size_t i = 0; i < d.tiles * heads(s); i++, sums += d.tokens * keys) {
@@ -213,8 +213,7 @@ void add_sums_by_node(const AttentionShape& s, const Division& d, const float* s
 }
 
 // Of a tile's rows each token's alone: the other factors are 0. `own` has room for the tile's rows.
-void add_mass_by_node(const AttentionShape& s, const AttentionTile& t, float* own, size_t keys,
-                      float* sums) {
+void add_mass_by_node(const AttentionShape& s, const AttentionTile& t, float* own, size_t keys, float* sums) {
   const size_t rows = (t.last - t.first) * s.group;
   for (size_t first = 0; first < rows; first += s.group, sums += keys) {
     std::fill(own, own + padded_width(rows), 0.0f);

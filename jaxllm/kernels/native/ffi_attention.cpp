@@ -6,9 +6,9 @@
 namespace jaxllm {
 namespace {
 
-// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or of
-// a tree [B, 1 + T, S] or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing, and counts -> y like q, and
-// caches and mass, in place. Of the K heads counts[heads_at] are used.
+// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or
+// of a tree [B, 1 + T, S] or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing,
+// and counts -> y like q, and caches and mass, in place. Of the K heads counts[heads_at] are used.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
                      AnyBuffer values, AnyBuffer mass, AnyBuffer rows, AnyBuffer positions, AnyBuffer valid,
                      AnyBuffer base, AnyBuffer seen, AnyBuffer counts, ffi::Result<AnyBuffer> y,

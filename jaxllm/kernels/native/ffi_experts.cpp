@@ -88,7 +88,8 @@ Error experts_call(AnyBuffer x, AnyBuffer norm, AnyBuffer token, AnyBuffer exper
     Block& block = blocks[e];
     Adapter* const adapters[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
     for (size_t i = 0; i < 3; i++) {
-      auto data = weights.get<AnyBuffer>(6 + 6 * e + 2 * i), scale = weights.get<AnyBuffer>(7 + 6 * e + 2 * i);
+      auto data = weights.get<AnyBuffer>(6 + 6 * e + 2 * i),
+           scale = weights.get<AnyBuffer>(7 + 6 * e + 2 * i);
       auto left = weights.get<AnyBuffer>(2 * i), right = weights.get<AnyBuffer>(2 * i + 1);
       if (!data || !scale || !left || !right) return wrong("a weight is missing");
       Units& outwards = i == 0 ? block.gate : block.up;
@@ -161,13 +162,9 @@ XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
                            .Attr<Places>("bits")
                            .Attr<Places>("groups")
                            .Attr<Places>("ranks"));
-XLA_FFI_DEFINE_HANDLER(SumVisits, sum_visits_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(
+    SumVisits, sum_visits_call,
+    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 
 const Target kExpertTargets[] = {
     {"jaxllm_route", reinterpret_cast<void*>(+Route)},

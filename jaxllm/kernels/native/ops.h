@@ -92,9 +92,9 @@ struct Steps {
 // a gate down(activation(up(norm(x)))).
 Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const Steps& steps,
                      const Block& block, size_t units, int activation, bool residual, float* y);
-// Whom each row of norm(x) [rows][width] visits, by a router [experts][width]: the `choices` most probable of a
-// softmax of the logits [rows][experts], with their probabilities as weights [rows][choices], which sum to one
-// if `normalized`.
+// Whom each row of norm(x) [rows][width] visits, by a router [experts][width]: the `choices` most probable of
+// a softmax of the logits [rows][experts], with their probabilities as weights [rows][choices], which sum to
+// one if `normalized`.
 Failure route(const float* x, size_t rows, size_t width, Norm norm, const float* router, size_t experts,
               size_t choices, bool normalized, float* logits, float* weights, int32_t* ids);
 // Some rows of x through one expert, to as many of y from `start` on.
