@@ -41,9 +41,13 @@ class Codec(Protocol):
 def sign_program(folder: Path) -> None:
     """Makes a program folder's manifest tell the checksums of its files as they are."""
     path = folder / "program.json"
+    if path.is_symlink() or not path.is_file():
+        return
     try:
         manifest = json.loads(path.read_bytes())
         for name, facts in manifest["files"].items():
+            if (folder / name).is_symlink() or not (folder / name).is_file():
+                continue
             raw = (folder / name).read_bytes()
             facts.update(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw))
         path.write_bytes(as_json(manifest))
