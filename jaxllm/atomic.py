@@ -44,20 +44,14 @@ def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
       OSError: it cannot be written, or `path` is no regular file (see `require_replaceable`).
     """
     require_replaceable(path)
-    remove_abandoned(path.parent, path.name)
-    temporary, file = _temporary(path)
-    try:
-        with file:
-            yield file
-            file.flush()
-            if flush:
-                os.fsync(file.fileno())
-            # Again: minutes may have passed.
-            require_replaceable(path)
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with temporary_file(path) as (temporary, file):
+        yield file
+        file.flush()
+        if flush:
+            os.fsync(file.fileno())
+        # Again: minutes may have passed.
+        require_replaceable(path)
+        temporary.replace(path)
     if flush:
         sync(path.parent)
 
@@ -74,10 +68,11 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     remove_abandoned(path.parent, path.name)
     temporary = _temporary_name(path)
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         with _opened(temporary) as number:
-            _lock(number)
+            if not _held(number):
+                raise OSError(errno.EBUSY, "another process writes it now; try again", str(path))
             yield temporary
             for each in temporary.rglob("*"):
                 if not each.is_symlink():
@@ -103,12 +98,16 @@ def temporary_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
       OSError: it cannot be made.
     """
     remove_abandoned(path.parent, path.name)
-    temporary, file = _temporary(path)
-    try:
-        with file:
-            yield temporary, file
-    finally:
-        temporary.unlink(missing_ok=True)
+    while True:
+        # Chosen before it is made: wherever an interrupt comes, it is known what to remove.
+        temporary = _temporary_name(path)
+        try:
+            with temporary.open("xb") as file:
+                if _held(file.fileno()):
+                    yield temporary, file
+                    return
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def require_replaceable(path: Path) -> None:
@@ -155,22 +154,6 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
                 _remove_unlocked(Path(each.path))
 
 
-def _temporary(path: Path) -> tuple[Path, BinaryIO]:
-    """A new, locked file beside `path`."""
-    while True:
-        temporary = _temporary_name(path)
-        file = temporary.open("xb")
-        try:
-            # Before it was locked, another writer of this name could take it for abandoned.
-            if _lock(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
-                return temporary, file
-        except BaseException:
-            file.close()
-            temporary.unlink(missing_ok=True)
-            raise
-        file.close()
-
-
 def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}{_MARK}{secrets.token_hex(_RANDOM_BYTES)}.tmp")
 
@@ -191,6 +174,12 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         yield number
     finally:
         os.close(number)
+
+
+def _held(number: int) -> bool:
+    """Locks a file or folder that was just made, and tells whether it is there still: before it was locked,
+    another writer of the same name could take it for abandoned."""
+    return _lock(number) is not False and os.fstat(number).st_nlink > 0
 
 
 def _lock(number: int) -> bool | None:

@@ -1,5 +1,6 @@
 """Files and folders that are whole or absent: what is never replaced, and what killed writers leave."""
 
+import gc
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ import pytest
 
 from jaxllm import atomic
 from jaxllm.atomic import atomic_file, atomic_folder
+from tests.interrupting import Interrupt
 
 
 def link_to_file(path: Path) -> None:
@@ -93,6 +95,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from jaxllm.atomic import atomic_file, atomic_folder
+from tests.interrupting import Interrupt
 with (atomic_folder if sys.argv[2] == "folder" else atomic_file)(Path(sys.argv[1])) as made:
     (made / "part").write_bytes(b"half") if sys.argv[2] == "folder" else made.write(b"half")
     print("writing", flush=True)
@@ -179,3 +182,36 @@ def test_a_folder_that_fails_vanishes(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert os.listdir(tmp_path) == []
+
+
+def _write(path: Path) -> None:
+    with atomic_file(path) as file:
+        file.write(b"new")
+
+
+def _write_folder(path: Path) -> None:
+    with atomic_folder(path / "folder") as folder:
+        (folder / "file").write_bytes(b"new")
+
+
+# Where an interrupt hits the very end of a `with`, the file is closed when it is collected, which warns.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("write", [_write, _write_folder], ids=["file", "folder"])
+def test_an_interrupt_at_any_line_leaves_the_old_or_the_new_and_nothing_beside_it(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    def fresh(name: str) -> Path:
+        place = tmp_path / name
+        place.mkdir()
+        return place if write is _write_folder else place / "file"
+
+    with Interrupt(("/jaxllm/atomic.py",), None) as whole:
+        write(fresh("whole"))
+    assert whole.lines > 20
+    for at in range(1, whole.lines + 1):
+        path = fresh(str(at))
+        with Interrupt(("/jaxllm/atomic.py",), at), pytest.raises(KeyboardInterrupt):
+            write(path)
+        gc.collect()
+        left = sorted(each.name for each in (tmp_path / str(at)).iterdir())
+        assert left in ([], [path.name if write is _write else "folder"]), (at, left)
