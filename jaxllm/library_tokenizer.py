@@ -56,7 +56,10 @@ class LibraryTokenizer:
 
     def token_id(self, token: str) -> int | None:
         """The id of a token as text, if there is one."""
-        return self._tokenizer.token_to_id(token)
+        try:
+            return self._tokenizer.token_to_id(token)
+        except UnicodeEncodeError:  # Half a surrogate pair is no text, so no token is called that.
+            return None
 
     def vocabulary(self) -> dict[str, int]:
         """The id of every token."""
