@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# What is asked of twenty minutes.
-_MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _MINUTES = 20_000, 500, 1_000, 750, 20.0
+# What twenty minutes do on two cores.
+_MUTATIONS, _KILLS, _FAULTS, _INTERRUPTS, _MINUTES = 60_000, 1_500, 3_000, 2_250, 20.0
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
