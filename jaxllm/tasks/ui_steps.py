@@ -41,7 +41,7 @@ def read(data: Path, split: Split) -> Iterator[TaskExample]:
             for goal in goals.values():
                 if held_out(f"{app}\0{goal['task']}", HELD_OUT_SHARE) == (split == "valid"):
                     yield from (example(app, goal["task"], step) for step in goal["profile"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{path} does not hold steps per app and goal: {error!r}") from error
 
 

@@ -147,7 +147,7 @@ def use_tasks(case: Case) -> None:
     from jaxllm.tasks import find_task
 
     for name in ("sentiment", "news", "chat-summary", "ui-step"):
-        find_task(name).read(case.path, "valid")
+        list(find_task(name).read(case.path, "valid"))
 
 
 def use_program(case: Case) -> None:

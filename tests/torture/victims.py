@@ -136,8 +136,9 @@ def _write_tasks(folder: Path, _: Path) -> None:
     for name, line in lines.items():
         (folder / "tasks" / name).mkdir(parents=True)
         (folder / "tasks" / name / "valid.jsonl").write_text(3 * (json.dumps(line) + "\n"))
-    step = {"label": ["button", "Save"], "history": [], "state": "<button id=0>Save</button>"}
-    app = {"notes": {"save a note": {"task": "save a note", "profile": [step]}}}
+    step = {"label": [0, "Save"], "history": "", "state": "<button id=0>Save</button>"}
+    # Of so many goals some are held out.
+    app = {"notes": {f"save {n}": {"task": f"save {n}", "profile": [step]} for n in range(12)}}
     (folder / "tasks" / "ui_automation").mkdir()
     (folder / "tasks" / "ui_automation" / "steps.json").write_text(json.dumps(app))
 
