@@ -6,10 +6,11 @@ import os
 import random
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from tests.serving.contexts.mutations import places
 from tests.torture.codecs import Codec
 
 # Values that a careful reader has to refuse, whatever it expected.
@@ -89,14 +90,6 @@ def apply_edits(source: Path, edits: Sequence[Edit], codecs: Mapping[str, Codec]
         raw = path.read_bytes()
         path.write_bytes(_edited(raw, edit, codecs[edit.file]))
     return into
-
-
-def places(node: Any, at: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]:
-    """Every place of a document."""
-    within = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for step, child in within:
-        yield (*at, step)
-        yield from places(child, (*at, step))
 
 
 def value_at(node: Any, at: Sequence[Step]) -> Any:

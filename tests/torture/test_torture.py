@@ -5,9 +5,10 @@ import random
 
 import pytest
 
+from tests.serving.contexts.mutations import places
 from tests.torture.case import Case
 from tests.torture.codecs import BundleFile, Json
-from tests.torture.edits import Edit, apply_edits, draw_edits, places, value_at
+from tests.torture.edits import Edit, apply_edits, draw_edits, value_at
 from tests.torture.kinds import KINDS
 from tests.torture.mutations import REGRESSIONS, mutate, replay_regressions, use_edited
 from tests.torture.outcome import Outcome, Tally

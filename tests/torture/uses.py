@@ -4,8 +4,10 @@ Each ends in peace, raises one of the project's own errors, or fails an assertio
 untrue.
 """
 
+import dataclasses
 import functools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,8 +107,6 @@ def use_adapter(case: Case) -> None:
     with Bundle.open(file) as bundle:
         read_adapter(case.path, bundle.cfg)
     if case.deep:
-        import dataclasses
-
         engine = Engine.open(file, options=dataclasses.replace(_OPTIONS, adapter_rank=4), warm_up=False)
         try:
             engine.set_adapter(case.path)
@@ -163,12 +163,8 @@ def use_program(case: Case) -> None:
 
 def use_graphs(case: Case) -> None:
     """Opens an engine whose kept graphs were harmed: it compiles instead, and says what it always says."""
-    import dataclasses
-
     options = dataclasses.replace(_OPTIONS, executables_bytes=1 << 28)
     file = case.victims / WITHOUT_FILES / "model.jaxllm"
-    import os
-
     before = os.environ["JAXLLM_CACHE"]
     os.environ["JAXLLM_CACHE"] = str(case.path)
     try:
@@ -182,8 +178,6 @@ def use_graphs(case: Case) -> None:
 @functools.cache
 def context_engine(file: Path) -> Engine:
     """The engine of contexts, opened once in a process."""
-    import dataclasses
-
     return Engine.open(file, options=dataclasses.replace(_OPTIONS, kv_codec="raw"))
 
 
