@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: demo test test-fast test-export torture check clean
+.PHONY: demo test test-fast test-export torture check docs dist test-dist clean
 
 demo: $(VENV)/.demo
 	$(BIN)/jaxllm demo
@@ -38,8 +38,22 @@ check: $(VENV)/.dev
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/* tests/kernels/native_check*
 
+# The documentation's site, into site/; fails at any link that leads nowhere. Takes no network.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
+# The source distribution, and the wheel that is built from it, into dist/. Fails without a C++ compiler: a wheel
+# lacks its native kernels only where pip builds it.
+dist: $(VENV)/.dev
+	rm -rf dist
+	JAXLLM_NATIVE=1 $(BIN)/python -m build
+
+# Installs both into fresh environments away from the sources, and runs the demo there.
+test-dist: dist
+	JAXLLM_DIST=dist $(BIN)/python -m pytest tests/test_dist.py
+
 clean:
-	rm -rf $(VENV) $(VENV)-export build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-export build dist site *.egg-info
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .

@@ -1,28 +1,47 @@
-"""`jaxllm bench NAME`."""
+"""`jaxllm bench NAME`: names the benchmarks. A benchmark's module is imported when it is used."""
 
 import click
 
-from benchmarks.commands.contexts import contexts_command
-from benchmarks.commands.elastic import elastic_command
-from benchmarks.commands.engine import engine_command
-from benchmarks.commands.experts import experts_command
-from benchmarks.commands.export import export_command
-from benchmarks.commands.prefill import prefill_command
-from benchmarks.commands.speculative import speculative_command
+from serving.commands.lazy import LazyGroup
+
+SECTIONS = {
+    "Benchmarks": {
+        "engine": (
+            "benchmarks.commands.engine:engine_command",
+            "Measure load, build and run times, speed and memory beside other engines.",
+        ),
+        "elastic": (
+            "benchmarks.commands.elastic:elastic_command",
+            "Measure the cost of a model's levels, and right answers in time.",
+        ),
+        "speculative": (
+            "benchmarks.commands.speculative:speculative_command",
+            "Measure a model larger than memory, with drafts and without.",
+        ),
+        "contexts": (
+            "benchmarks.commands.contexts:contexts_command",
+            "Measure switching between contexts of apps, and the quality of compressed ones.",
+        ),
+        "experts": (
+            "benchmarks.commands.experts:experts_command",
+            "Measure a mixture of experts larger than memory.",
+        ),
+        "prefill": (
+            "benchmarks.commands.prefill:prefill_command",
+            "Measure the speed and the loss of integer prefill.",
+        ),
+        "export": (
+            "benchmarks.commands.export:export_command",
+            "Measure exported programs beside the live engine.",
+        ),
+    }
+}
 
 
-@click.group("bench")
+@click.group("bench", cls=LazyGroup, sections=SECTIONS)
 def bench_command() -> None:
-    """Measure this machine: one subcommand per claim."""
+    """Measure this machine: one subcommand per claim.
 
-
-for each in (
-    engine_command,
-    elastic_command,
-    speculative_command,
-    contexts_command,
-    experts_command,
-    prefill_command,
-    export_command,
-):
-    bench_command.add_command(each)
+    Without options each runs about a minute on two cores, on packaged models and samples; --full takes the
+    sizes of the published tables. Peers that are not installed are named and left out.
+    """

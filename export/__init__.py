@@ -1,5 +1,4 @@
-"""Portable programs of a model, for devices that trace nothing: StableHLO, TFLite, LiteRT-LM, IREE.
+"""Exports programs of a model for devices that run no model code: StableHLO, TFLite, LiteRT-LM, IREE.
 
-All come from one source, the steps of `jaxllm.programs.steps` with their weights as arguments; what runs them
-is `serving/programs`.
+All formats come from one source, the steps of `jaxllm.steps.exported` with their weights as arguments.
 """

@@ -1,10 +1,10 @@
-"""Packages that only exporting needs, found when they are needed."""
+"""Checks that packages which only exports need are installed."""
 
 import importlib.util
 
 from jaxllm.errors import ConfigError
 
-# What each format needs to be written: the extra that has it, and its modules.
+# Format -> the extra that it needs, and the modules of that extra.
 _NEEDS = {
     "stablehlo": ("stablehlo", ("flatbuffers",)),
     "tflite": ("export", ("flatbuffers", "litert_converter", "ai_edge_litert")),
@@ -14,10 +14,10 @@ _NEEDS = {
 
 
 def require_format(kind: str) -> None:
-    """Checks that what writes a format is installed.
+    """Checks that the packages of a format are installed.
 
     Raises:
-      ConfigError: it is not; the message has the command that installs it.
+      ConfigError: one is not; the message has the command that installs it.
     """
     extra, modules = _NEEDS[kind]
     require_extra(extra, *modules)
@@ -33,7 +33,7 @@ def require_extra(extra: str, *modules: str) -> None:
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; run "
-            f"`pip install 'jaxllm[{extra}]'`, in an environment of its own (see README, Export)"
+            f"`pip install 'jaxllm[{extra}]'`, in an environment of its own (see docs/guides/export.md)"
         )
 
 

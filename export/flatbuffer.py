@@ -1,9 +1,9 @@
-"""A `.tflite` model as its file has it: buffers and scales that are shared, and weights at half precision.
+"""Rewrites a `.tflite` file with shared buffers and scales, and weights at half precision.
 
-Buffers lie behind the flatbuffer, each at a place and of a size (`Buffer.offset`, `Buffer.size` of the
-schema), so that two may read the same bytes: what is equal is stored once, and so is the beginning of a
-larger one, which is what a level's matrices are of the whole model's. Scales and zero points of channels come
-with every use of a matrix: equal tables of them are written once, to which all uses point.
+Buffers are stored after the flatbuffer, each with an offset and a size (`Buffer.offset`, `Buffer.size` of the
+schema), so that two may refer to the same bytes: equal buffers are stored once, and so is a buffer that is a
+prefix of a larger one, as a level's matrices are of the whole model's. Scales and zero points of channels
+come with every use of a matrix: equal vectors of them are written once.
 """
 
 import copy
@@ -18,25 +18,25 @@ import xxhash
 
 _IDENTIFIER = b"TFL3"
 _ALIGN = 64
-# Smaller buffers stay where they are: shapes, axes and the like.
+# Smaller buffers, such as shapes and axes, stay in the flatbuffer.
 _LEAST_SHARED_BYTES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
-    """What buffers take, apart and as they are stored."""
+    """Bytes of all buffers: stored apart, and as they are shared."""
 
     apart_bytes: int
     stored_bytes: int
 
 
 def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes, Sharing]:
-    """The model with every buffer's bytes stored once, also those that begin a larger buffer.
+    """The model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
 
     Args:
       data: the model.
-      halves: float16 matrices (or stacks, flattened to matrices); constants of the model that are one of them
-        in float32, turned or not, are stored as they are here.
+      halves: float16 matrices (or stacks, flattened to matrices); constants of the model that equal one of
+        them in float32, transposed or not, are stored as float16.
     """
     import flatbuffers
 
@@ -52,7 +52,7 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
     begins: dict[tuple[int, bytes], int] = {}
     homes: list[int] = [0] * len(large)
     lengths = sorted({len(content) for _, content in large})
-    # From the largest down: whatever begins a smaller buffer's home is there before it.
+    # From the largest down, so that a buffer is stored before its prefixes.
     for index in sorted(range(len(large)), key=lambda each: -len(large[each][1])):
         content = large[index][1]
         key = (len(content), xxhash.xxh3_128_digest(content))
@@ -73,7 +73,7 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
         builder.Finish(model.Pack(builder), _IDENTIFIER)
         return bytes(builder.Output())
 
-    # Places are behind the flatbuffer, whose size does not depend on them.
+    # Offsets are after the flatbuffer, whose size does not depend on them.
     end = len(packed())
     places = []
     for blob in blobs:
@@ -90,7 +90,7 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
 
 
 def _share_scales(model: Any) -> None:
-    """Makes equal tables of scales and zero points one, which is written once by each builder."""
+    """Makes equal vectors of scales and zero points one object, which the builder writes once."""
     found: dict[tuple[Any, ...], Any] = {}
     for graph in model.subgraphs:
         for tensor in graph.tensors:
@@ -105,14 +105,14 @@ def _share_scales(model: Any) -> None:
 
 
 def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarray]) -> None:
-    """Stores constants that are `halves`, widened, at half precision, each behind an operator that XNNPACK
-    runs once, when it packs weights."""
+    """Stores constants that equal one of `halves` at half precision, each followed by a dequantize operator,
+    which XNNPACK runs once, when it packs weights."""
     wide = [each.reshape(len(each), -1).astype(np.float32) for each in halves]
     layouts = [*wide, *(each.T for each in wide)]
     known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each)) for each in layouts}
     dequantize = schema.OperatorCodeT()
     dequantize.builtinCode = dequantize.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
-    # Its version that takes halves.
+    # The operator's version that takes float16.
     dequantize.version = 3
     model.operatorCodes.append(dequantize)
     replaced = set()
@@ -131,7 +131,7 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
             graph.tensors.append(source)
             added.append(operator)
             replaced.add(tensor.buffer)
-            # The first buffer is that of all that is no constant.
+            # Buffer 0 stands for tensors that are no constants.
             tensor.buffer = 0
         graph.operators[:0] = added
     for index in replaced:

@@ -1,4 +1,4 @@
-"""A folder of programs as it is written: whole or not at all."""
+"""Writes a folder of programs, whole or not at all."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ import jaxllm
 from export.quantized import left_out
 from export.signatures import ExportPlan
 from export.subject import Subject
-from jaxllm.atomic import atomic_folder
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import (
+from jaxllm.files.atomic import atomic_folder
+from jaxllm.program_folder.manifest import (
     Manifest,
     Precision,
     ProgramFormat,
@@ -25,10 +25,10 @@ from jaxllm.programs.manifest import (
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A folder that takes the name `path` when the block ends well, and vanishes otherwise.
+    """A folder that gets the name `path` if the block ends without an error, and is removed otherwise.
 
     Raises:
-      ConfigError: there is something of that name.
+      ConfigError: `path` exists already.
     """
     if path.exists():
         raise ConfigError(f"{path} exists already; remove it or name another output")
@@ -51,7 +51,8 @@ def finish(
     holds_weights: bool,
     made_with: dict[str, str] | None = None,
 ) -> Manifest:
-    """Writes tokenizer and manifest beside the programs; `holds_weights` says that these need no others."""
+    """Writes tokenizer and manifest beside the programs; `holds_weights`: the programs contain their
+    weights."""
     without = left_out(subject, precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder, subject.tokenizer)
     levels = {

@@ -1,7 +1,7 @@
-"""IREE modules (`.vmfb`) of the StableHLO programs: for this host, where each is run once, and for Android.
+"""Compiles the StableHLO programs to IREE modules (`.vmfb`), for this host and for Android.
 
-Their caller passes the weights, in the order of their names, then the caches, tokens and positions. For
-Android it is checked that they hold machine code for its processor: nothing here can run it.
+Callers pass the weights in the order of their names, then caches, tokens and positions. Modules for this host
+are run once; those for Android cannot run here, and are checked to contain machine code for its processor.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ from export.stablehlo import traced
 from export.subject import Subject
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.programs.manifest import WEIGHTS, Manifest, Signature
-from jaxllm.programs.weights import write_weights
-from serving.progress import Progress
+from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.weights import write_weights
+from serving.host.progress import Progress
 
 SUFFIX = ".vmfb"
 HOST, ANDROID = "host", "aarch64-linux-android"
@@ -36,10 +36,10 @@ _TARGETS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _ELF = b"\x7fELF"
-# Of an ELF header, where the machine is, and which.
+# Offset of the machine field in an ELF header, and its value for AArch64.
 _MACHINE_OFFSET, _AARCH64 = 18, 183
 _FLOAT = np.dtype(np.float32)
-# Of the largest logit or cached value: sums in another order.
+# Relative to the largest logit or cached value; sums are in another order.
 _TOLERANCE = 1e-4
 
 
@@ -56,18 +56,17 @@ def export_iree(
     Args:
       subject: the model, in float32.
       out: the folder to make.
-      plan: which signatures.
-      targets: `HOST`, `ANDROID` or both.
+      plan: the signatures. targets: `HOST`, `ANDROID` or both.
       progress: called with ("export", modules done, modules in all).
 
     Raises:
       ConfigError: the compiler is not installed, refuses the model, or the folder exists.
-      ProgramError: a module computes something else than the graph, or is for another processor.
+      ProgramError: a module computes other results than the step, or is for another processor.
     """
     require_format("iree")
     from iree import compiler
 
-    # Each module takes seconds to compile, for a caller of one's own: short caches if they are asked for.
+    # Short caches only on request, because each module takes seconds to compile.
     plan = dataclasses.replace(plan, cache_tokens=plan.cache_tokens or ()).resolved(subject.cfg)
     signatures = [each for level in subject.levels for each in plan.signatures(level, str)]
     with new_folder(out) as folder:
@@ -122,7 +121,7 @@ def require_machine(module: bytes, name: str) -> None:
       ProgramError: there is none, or some is for another processor.
     """
     machines, at = set(), module.find(_ELF)
-    # What is cut off before it says its machine is none.
+    # A header that ends before its machine field does not count.
     while 0 <= at <= len(module) - _MACHINE_OFFSET - 2:
         machines.add(struct.unpack_from("<H", module, at + _MACHINE_OFFSET)[0])
         at = module.find(_ELF, at + 1)
@@ -134,10 +133,10 @@ def require_machine(module: bytes, name: str) -> None:
 
 
 def run_once(module: bytes, signature: Signature, subject: Subject, plan: ExportPlan) -> None:
-    """Runs a module of this host on random caches, and the graph that it was made of.
+    """Compares a module for this host with its step, on random caches.
 
     Raises:
-      ProgramError: they differ.
+      ProgramError: the results differ.
     """
     from iree import runtime
 

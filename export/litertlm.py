@@ -1,7 +1,8 @@
-"""One `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, its tokenizer, what ends text.
+"""Writes a `.litertlm` file for Google's LiteRT-LM runtime: the `.tflite` model, its tokenizer and end
+tokens.
 
-The runtime knows prefill and decode signatures of one model over caches of one length: a bundle holds neither
-levels nor token trees nor short caches.
+The runtime supports prefill and decode signatures of one model over caches of one length, so the file has no
+levels, token trees or short caches.
 """
 
 import dataclasses
@@ -16,14 +17,14 @@ from export.quantized import Ranges, left_out
 from export.signatures import ExportPlan
 from export.subject import Subject
 from export.tflite import FILE, tflite_model
-from jaxllm.atomic import atomic_file
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import Precision
-from serving.progress import Progress
+from jaxllm.files.atomic import atomic_file
+from jaxllm.program_folder.manifest import Precision
+from serving.host.progress import Progress
 
 SUFFIX = ".litertlm"
-# For a model without a chat template: its messages one behind the other.
+# For a model without a chat template: the contents of messages one after the other.
 _PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['content'] if m['content'] is string else m['content'][0]['text'] }}"
     "{% endfor %}"
@@ -48,7 +49,7 @@ def export_litertlm(
     if list(subject.levels) != [WHOLE] or plan.verify_tokens or plan.cache_tokens:
         raise ConfigError(
             "a LiteRT-LM bundle holds no levels, no token trees and caches of one length; leave --level, "
-            "--verify and --cache out, or export as tflite"
+            "--verify-tokens and --cache-tokens out, or export as tflite"
         )
     plan = dataclasses.replace(plan, cache_tokens=())
     if out.exists():
@@ -69,7 +70,7 @@ def export_litertlm(
 
 
 def metadata(subject: Subject, plan: ExportPlan) -> Any:
-    """What the runtime is told of the model, as the message that it reads."""
+    """Facts about the model as the runtime's protocol buffer message."""
     from litert_lm_builder.runtime.proto import llm_metadata_pb2
 
     message, tokenizer = llm_metadata_pb2.LlmMetadata(), subject.tokenizer

@@ -1,7 +1,7 @@
-"""From StableHLO bytes to one `.tflite` model, by LiteRT's converter alone.
+"""Converts StableHLO bytes to one `.tflite` model with LiteRT's converter.
 
-The converter's Python modules are half internal: they are used here and nowhere else, at the version that the
-extra pins. It takes no loops, sorts, bit operations or bfloat16 products.
+Parts of the converter's Python modules are internal: they are used only here, at the version that the extra
+pins. The converter does not support loops, sorts, bit operations or bfloat16 products.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ _LEGALIZE = "builtin.module(vhlo-legalize-stablehlo,reconcile-unrealized-casts)"
 
 
 class Traced(NamedTuple):
-    """A signature as the converter takes it: StableHLO bytes whose first arguments are `weights`, and names
-    of the other arguments and of the results."""
+    """A signature for the converter: StableHLO bytes whose first arguments are `weights`, and the names of
+    the other arguments and of the results."""
 
     name: str
     code: bytes
@@ -27,7 +27,7 @@ class Traced(NamedTuple):
 
 
 def convert(signatures: Sequence[Traced]) -> bytes:
-    """One model of all signatures, with their weights as constants.
+    """Converts all signatures to one model, with their weights as constants.
 
     Raises:
       ConfigError: the converter refuses the model.
@@ -70,7 +70,7 @@ def convert(signatures: Sequence[Traced]) -> bytes:
 
 
 def _put_constants(module: Any, weights: Sequence[np.ndarray]) -> None:
-    """Makes constants of the first arguments of a module's `main`."""
+    """Replaces the first arguments of a module's `main` by constants."""
     from litert_converter.mlir import ir
 
     (main,) = [each for each in module.body.operations if _symbol(each) == "main"]
@@ -102,7 +102,7 @@ def _symbol(operation: Any) -> str:
 
 
 def _marks_to_calls(module: Any) -> int:
-    """Rewrites the composites of `quantized.py` as calls that the converter knows; how many there were."""
+    """Rewrites the composites of `quantized.py` as calls that the converter supports, and counts them."""
     from litert_converter.mlir import ir
     from litert_converter.mlir.dialects import stablehlo
 
@@ -121,7 +121,7 @@ def _marks_to_calls(module: Any) -> int:
                 continue
             facts = ir.DictAttr(operation.attributes["composite_attributes"])
             if not len(ir.DenseElementsAttr(facts["scale"])):
-                # The converter takes those without scales as they are.
+                # The converter supports composites without scales.
                 continue
             with ir.InsertionPoint(operation), operation.location:
                 # Constants of the decomposition come before the operand.

@@ -1,10 +1,10 @@
-"""Products that a compiler is told to do in integers, and the scales that they need.
+"""Marks products for a compiler to compute in integers, and finds their scales.
 
-`int8` has weights at 8 bits with a scale per output channel, and quantizes activations while it runs, a scale
-per row; `w8a8` has fixed scales of activations too, one per tensor and no shadow, found on a text: inputs,
+`int8` has weights at 8 bits with one scale per output channel, and dynamic activations with one scale per
+token. `w8a8` has static scales of activations too, one per tensor without a shadow, found on a text: inputs,
 weights and outputs are marked, and the runtime multiplies int8 by int8 into int8. Marks are composites that
-`mlir.py` translates (`quant.fake_quant`); a runtime that does not know them computes floats. The vocabulary's
-table keeps dynamic scales in both: its products choose tokens.
+`mlir.py` translates (`quant.fake_quant`); a runtime without support for them computes floats. The embedding
+matrix has dynamic scales in both, because its products choose tokens.
 """
 
 import dataclasses
@@ -22,34 +22,34 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import LEFT, RIGHT, Precision
-from jaxllm.programs.steps import with_adapters
+from jaxllm.program_folder.manifest import LEFT, RIGHT, Precision
 from jaxllm.quant import FirstUnits, OwnProduct, QArray, Weight
+from jaxllm.steps.exported import with_adapters
 
 FAKE_QUANT = "quant.fake_quant"
-# The names under which int8 rows of the table travel beside the weights.
+# Suffixes of the names of the embedding's int8 levels and their scales among the weights.
 LEVELS, SCALE = ".levels", ".scale"
 _TOP = 127
-# Of the calibration text, run at once.
+# Tokens of the calibration text per forward pass.
 CALIBRATION_WINDOW_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class Ranges:
-    """The largest magnitudes that a product's inputs and outputs had."""
+    """The largest magnitudes of a product's inputs and outputs."""
 
     inputs: float
     outputs: float
 
 
 def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) -> tuple[str, ...]:
-    """What of a bundle its programs do without, for manifests and people.
+    """Features of a bundle that its programs do not have, for manifests and people.
 
-    `w8a8` has one step a tensor and nothing for what clips at it. A bundle that was calibrated for integer
-    prefill has a shadow for just that, because its model may have channels that no single step fits.
+    `w8a8` has one step per tensor, and no shadow for values that it clips. A bundle that was calibrated for
+    integer prefill has a shadow, because its model may have channels with outliers that no single step fits.
 
     Raises:
-      ConfigError: that is so, and nobody has said that it may be left out.
+      ConfigError: the bundle has a shadow, and `without_shadow` is false.
     """
     if precision != "w8a8" or not subject.calibrated:
         return ()
@@ -63,12 +63,13 @@ def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) ->
 
 
 def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
-    """The model with matrices that are exactly their 8-bit levels times scales, and the scales by name.
+    """The model with matrices that equal their 8-bit levels times scales, and the scales by name.
 
-    A scale goes with each output channel: of `[U, D]` whose last axis is contracted one per unit, else one
-    per column. The table of the vocabulary comes as levels too, so that rows are read where products are.
-    Adapters' sides have a scale per row, which of the side that is used second is one for all: its rows' own
-    go to the other side, because channels there are many and a scale weighs as much as their numbers.
+    There is one scale per output channel: per unit of `[U, D]` if its last axis is contracted, else per
+    column. The embedding matrix is also stored as levels, which serve both look-ups and products. The adapter
+    factor that is used first has a scale per row; the second has one scale for all, and the scales of its
+    rows are multiplied into the first, because the second has many channels and a scale per channel would
+    take as much memory as its numbers.
     """
     arrays, scales = dict(subject.arrays), {}
     for name, spec in param_specs(subject.cfg).items():
@@ -97,7 +98,8 @@ def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]
 def _quantized_sides(
     first: np.ndarray, second: np.ndarray
 ) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """The sides `[r, *]` of an adapter in the order of their use, as levels times scales, and these."""
+    """The factors `[r, *]` of an adapter in the order of their use, as levels times scales, and the
+    scales."""
     one, other = (side.astype(np.float32).reshape(len(side), -1) for side in (first, second))
     tops = _row_tops(other)
     one, other = one * tops, other / tops
@@ -109,7 +111,7 @@ def _quantized_sides(
 
 
 def _row_tops(matrix: np.ndarray) -> np.ndarray:
-    """The largest magnitudes of rows `[R, 1]`, of which none is zero."""
+    """The largest magnitude of each row `[R, 1]`, never zero."""
     return np.maximum(np.abs(matrix).max(axis=1, keepdims=True), np.float32(1e-12))
 
 
@@ -120,7 +122,8 @@ def annotated(
     scales: Mapping[str, np.ndarray],
     ranges: Mapping[str, Ranges],
 ) -> Params:
-    """The parameters with marks around their products; those without `ranges` are dynamic, and adapters."""
+    """The parameters with marks around their products. Products without `ranges`, and those of adapters, have
+    dynamic activations."""
     specs, marked = param_specs(cfg), dict(weights)
     for name, each in scales.items():
         if name not in weights:
@@ -155,13 +158,15 @@ def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[str, Ranges]:
 
     Args:
       subject: the whole model, as it will be exported.
-      tokens: at least two; windows of `CALIBRATION_WINDOW_TOKENS` are run apart.
+      tokens: at least two; windows of `CALIBRATION_WINDOW_TOKENS` are run separately.
 
     Raises:
       ConfigError: there is too little text.
     """
     if len(tokens) < 2:
-        raise ConfigError(f"{len(tokens)} tokens are no text to calibrate on; give a longer --calibrate file")
+        raise ConfigError(
+            f"{len(tokens)} tokens are no text to calibrate on; give a longer text (--calibration-text)"
+        )
     cfg, found = subject.cfg, {}
 
     def observed(name: str, rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
@@ -180,7 +185,7 @@ def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[str, Ranges]:
     window = min(CALIBRATION_WINDOW_TOKENS, cfg.window_tokens)
     with portable_graphs():
         for at in range(0, len(tokens), window):
-            # Step by step, not compiled: what passes through a product must be there to be looked at.
+            # Not compiled, because the observer needs the values of each product's inputs and outputs.
             row = jnp.asarray(np.asarray(tokens[at : at + window], np.int32)[None])
             hidden, _ = forward(params, row, cfg=cfg)
             logits(params, hidden[:, -1], cfg=cfg)
@@ -196,7 +201,7 @@ def _product(
         return _plain(fake_quant(rows, np.zeros(0)), weight, -1)
     inputs, outputs = (np.array([max(each, 1e-6) / _TOP]) for each in (ranges.inputs, ranges.outputs))
     out = fake_quant(_plain(fake_quant(rows, inputs), weight, -1), outputs)
-    # Integers must not spread into what comes behind, the cache above all.
+    # Keeps the converter from propagating int8 into following operations, above all the cache.
     return jax.lax.optimization_barrier(out)
 
 

@@ -1,7 +1,8 @@
-"""The bucket table as flat, named signatures: which there are, and the shapes of what they take.
+"""Plans the programs of an export as named signatures, and gives the shapes of their arguments.
 
-One signature per level, number of new tokens and length of caches (see `jaxllm.programs.steps` for names and
-shapes). All lengths are the engine's, so that a loop over programs cuts prompts and grows caches as it does.
+There is one signature per level, number of new tokens and cache length (see `jaxllm.steps.exported` for names
+and shapes). All lengths are the engine's, so that a loop over programs divides prompts and grows caches as
+the engine does.
 """
 
 import dataclasses
@@ -14,8 +15,8 @@ import numpy as np
 from export.subject import Subject
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import Signature, level_signatures
-from jaxllm.programs.shapes import input_shapes
+from jaxllm.program_folder.manifest import Signature, level_signatures
+from jaxllm.program_folder.shapes import input_shapes
 from serving.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKENS, cache_lengths
 
 _MAX_TREE = 256
@@ -23,14 +24,13 @@ _MAX_TREE = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportPlan:
-    """Which programs are made.
+    """The programs to export.
 
     Attributes:
-      context_tokens: room of the longest caches; 0 chooses the model's window, up to 2048.
+      context_tokens: length of the longest caches; 0 chooses the model's window, up to 2048.
       chunk_tokens: prefill chunk lengths, ascending.
-      verify_tokens: sizes of token trees that programs verify; also how text is scored in few calls.
-      cache_tokens: lengths of caches besides the whole context, for sequences that are shorter; None chooses
-        those that the engine has.
+      verify_tokens: sizes of token trees to verify; these programs also score text in few dispatches.
+      cache_tokens: cache lengths besides the whole context, for shorter sequences; None chooses the engine's.
       levels: of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle may become w8a8 (see `export.quantized.left_out`).
     """
@@ -55,7 +55,8 @@ class ExportPlan:
             raise ConfigError(f"levels are percentages, got {self.levels}")
 
     def resolved(self, cfg: ModelConfig) -> "ExportPlan":
-        """With a context that fits the model, caches no longer than it, and no chunk longer than both.
+        """The plan with a context that fits the model, caches no longer than it, and chunks no longer than
+        both.
 
         Raises:
           ConfigError: the context is longer than the model's window, or something does not fit it.
@@ -81,7 +82,7 @@ class ExportPlan:
         return dataclasses.replace(self, context_tokens=context, chunk_tokens=chunks, cache_tokens=caches)
 
     def signatures(self, level: int, file: Callable[[str], str]) -> list[Signature]:
-        """The signatures of a level, of a plan that is resolved; `file` says where one of a name is kept."""
+        """The signatures of a level of a resolved plan; `file`: name of a signature -> its file."""
         return level_signatures(
             level,
             chunk_tokens=self.chunk_tokens,
@@ -91,7 +92,7 @@ class ExportPlan:
         )
 
     def room(self, signature: Signature) -> int:
-        """Positions in the caches of a signature."""
+        """Positions of a signature's caches (S)."""
         return signature.cache_tokens or self.context_tokens
 
 

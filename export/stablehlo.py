@@ -1,7 +1,7 @@
-"""StableHLO programs with the weights beside them: what any JAX runs, without the code that made them.
+"""Exports StableHLO programs with the weights beside them, which any JAX runs without model code.
 
-Weights are arguments, so that all programs share one copy, and a level takes the beginnings of its arrays.
-Artifacts are `jax.export`'s, each for all platforms asked for. Caches are donated by whoever runs them.
+Weights are arguments, so that all programs share one copy, and a level uses prefixes of its arrays. Artifacts
+are those of `jax.export`, each for all requested platforms. The caller of a program donates its caches.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from export.subject import Subject
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.programs.manifest import WEIGHTS, Manifest, Signature
-from jaxllm.programs.steps import step_of
-from jaxllm.programs.weights import read_weights, write_weights
-from serving.progress import Progress
+from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
+from jaxllm.program_folder.weights import read_weights, write_weights
+from jaxllm.steps.exported import step_of
+from serving.host.progress import Progress
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 SUFFIX = ".jaxexport"
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
-# Of the largest logit or cached value: what two compilations of one graph may differ by.
+# Allowed difference of two compilations of one step, relative to the largest logit or cached value.
 _TOLERANCE = {"f32": 1e-5, "bf16": 2e-2}
 
 
@@ -40,19 +40,19 @@ def export_stablehlo(
     platforms: Sequence[str] = PLATFORMS,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Writes a folder of StableHLO programs, each tried against the graph that it was made of.
+    """Writes a folder of StableHLO programs, each compared with its step.
 
     Args:
       subject: the model, with weights of `DTYPES[precision]`.
       out: the folder to make.
-      plan: which programs.
+      plan: the programs.
       precision: of weights, activations and caches.
-      platforms: that they run on, of `PLATFORMS`.
+      platforms: on which they run, of `PLATFORMS`.
       progress: called with ("export", programs done, programs in all).
 
     Raises:
       ConfigError: an option is out of its domain, the folder exists, or the extra is missing.
-      ProgramError: a program computes something else than the graph (see `verify`).
+      ProgramError: a program computes other results than its step (see `verify`).
     """
     require_format("stablehlo")
     unknown = [each for each in platforms if each not in PLATFORMS]
@@ -89,7 +89,7 @@ def export_stablehlo(
 def traced(
     signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str, platforms: Sequence[str]
 ) -> jax.export.Exported:
-    """A signature's program. Weights that it does not use stay arguments: all programs take the same."""
+    """A signature's program. Unused weights stay arguments, so that all programs take the same ones."""
     dtype = DTYPES[precision]
     step = step_of(signature, subject.levels[signature.level].cfg, dtype)
     shapes = step_shapes(signature, subject, plan, dtype)
@@ -98,11 +98,11 @@ def traced(
 
 
 def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPlan, *, precision: str) -> None:
-    """Runs a program from its file and the graph it was made of, on weights from their files and as they were
-    read.
+    """Compares a program from its file, with the weights from theirs, with its step and the subject's
+    weights.
 
     Raises:
-      ProgramError: they differ.
+      ProgramError: the results differ.
     """
     caches, inputs, wanted = trial(signature, subject, plan, DTYPES[precision])
     stored = read_weights(folder / WEIGHTS, model=subject.model)

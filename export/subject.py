@@ -1,5 +1,5 @@
-"""What is exported: a bundle's weights as dense arrays, its levels with their adapters, and what no portable
-program can hold."""
+"""Reads a bundle to export: weights as dense arrays, and levels with their adapters; refuses what no program
+supports."""
 
 import dataclasses
 import hashlib
@@ -16,13 +16,13 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.lora import adapter_digest, merge, parameters_of
+from jaxllm.models.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
-from jaxllm.programs.manifest import LEFT, RIGHT, Argument, ProgramLevel
+from jaxllm.program_folder.manifest import LEFT, RIGHT, Argument, ProgramLevel
 from jaxllm.quant import dequantize
-from jaxllm.tokenizer import TokenizerFiles
+from jaxllm.text.tokenizer import TokenizerFiles
 
-# Widths that other runtimes hold too; fewer bits are in the order that native kernels read.
+# Weight formats that other runtimes support; fewer bits are stored in the order of the native kernels.
 PORTABLE_WEIGHTS = ("f32", "bf16", "int8")
 
 
@@ -32,12 +32,12 @@ class Subject:
 
     Attributes:
       name: for people.
-      model: fingerprint of the bundle, and of the adapter that was folded in.
-      arrays: by name, each stored once: dense weights of the whole model `[*U, D]`, and sides of the levels'
-        adapters.
-      levels: the sub-models and which of the arrays each takes, 100 among them.
+      model: fingerprint of the bundle, and of a merged adapter.
+      arrays: by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of the
+        levels' adapters.
+      levels: the sub-models and the arrays of each; 100 is among them.
       tokenizer: the model's.
-      calibrated: whether the bundle was calibrated for integer prefill, with a shadow for what clips.
+      calibrated: whether the bundle is calibrated for integer prefill with a shadow.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Subject:
         return self.levels[WHOLE].cfg
 
     def weights(self, level: int) -> dict[str, np.ndarray]:
-        """What a level's programs take, by name: views of the arrays."""
+        """The weight arguments of a level's programs by name, as views of the arrays."""
         return self.levels[level].views(self.arrays)
 
 
@@ -69,12 +69,12 @@ def read_subject(
     Args:
       path: the bundle.
       levels: to export besides the whole model, in percent.
-      adapter: a low-rank adapter of the model in PEFT's layout, to be folded into the weights.
+      adapter: a low-rank adapter of the model in PEFT's layout, to merge into the weights.
       dtype: of the dense weights; None is float32.
 
     Raises:
       CheckpointError: the bundle or the adapter cannot be read.
-      ConfigError: the bundle has something that no portable program holds, which the message names.
+      ConfigError: the bundle has something that portable programs do not support; the message names it.
     """
     if path.is_dir():
         raise CheckpointError(
@@ -86,7 +86,7 @@ def read_subject(
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
-            # Here, because its files' library takes time to import.
+            # Imported here, because safetensors takes time to import.
             from jaxllm.checkpoints.peft_folder import read_adapter
 
             lora, change = read_adapter(adapter, bundle.cfg)
@@ -124,7 +124,7 @@ def read_subject(
 
 
 def require_portable(bundle: Bundle) -> None:
-    """Raises ConfigError if a bundle has something that no portable program holds."""
+    """Raises ConfigError if a bundle has something that portable programs do not support."""
     layout = bundle.layout
     if layout.weights not in PORTABLE_WEIGHTS:
         raise ConfigError(
@@ -138,8 +138,8 @@ def _shape(cfg: ModelConfig, name: str, whole: tuple[int, ...]) -> tuple[int, ..
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """An adapter as programs take it: `[r, *U]`, scaled, and `[r, D]`; at half precision, as a bundle stores
-    it, where the scaled numbers are exactly that (programs widen what they multiply by)."""
+    """The factors of an adapter for programs: `[r, *U]`, scaled, and `[r, D]`; as float16, as a bundle stores
+    them, if that is exact for the scaled numbers (programs convert them to float32)."""
     sides = {}
     for name in parameters_of(recovery.adapter):
         left, right = (recovery.adapter[f"{name}{side}"] for side in (LEFT, RIGHT))

@@ -1,10 +1,11 @@
-"""One `.tflite` model of all signatures, for LiteRT on phones: its weights are constants that all share.
+"""Exports one `.tflite` model of all signatures, for LiteRT on phones; its weights are shared constants.
 
-Precisions: `f32`; `int8`, weights at 8 bits and dynamic activations; `w8a8`, activations at fixed scales too,
-without the shadow that a calibrated bundle has.
-A level's matrices are the beginnings of the whole model's, and lie on the same bytes; where a level contracts
-over units (o, down), it multiplies by the whole matrix, with zeros for the units that it has not: the runtime
-stores those matrices by output, so that a level's part is no beginning.
+Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, with static scales of
+activations too, without the shadow of a calibrated bundle.
+
+A level's matrices are prefixes of the whole model's, and share their bytes. Where a level contracts over
+units (o, down), it multiplies by the whole matrix, with zero activations for missing units: the runtime
+stores these matrices by output, so that a level's part is no prefix.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import portable_graphs
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.programs.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
-from jaxllm.programs.steps import ParamsOf, step_of, with_adapters
+from jaxllm.program_folder.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
 from jaxllm.quant import FirstUnits, Weight
-from serving.progress import Progress
+from jaxllm.steps.exported import ParamsOf, step_of, with_adapters
+from serving.host.progress import Progress
 
 FILE = "model.tflite"
 PRECISIONS = ("f32", "int8", "w8a8")
@@ -54,17 +55,17 @@ def export_tflite(
     Args:
       subject: the model, in float32.
       out: the folder to make.
-      plan: which signatures.
-      precision: of `PRECISIONS`.
+      plan: the signatures.
+      precision: one of `PRECISIONS`.
       ranges: for w8a8, of activations (see `quantized.calibrate`).
       progress: called with ("export", signatures traced, signatures in all).
 
     Returns:
-      The manifest, and what the weights take.
+      The manifest, and the bytes of the weights.
 
     Raises:
-      ConfigError: the model has something that the format does not hold, an option is out of its domain, the
-        folder exists, or the extra is missing.
+      ConfigError: the format does not support the model, an option is out of its domain, the folder exists,
+        or the extra is missing.
     """
     require_format("tflite")
     plan = plan.resolved(subject.cfg)
@@ -98,12 +99,12 @@ def tflite_model(
     ranges: Mapping[str, Ranges] | None = None,
     progress: Progress | None = None,
 ) -> tuple[bytes, Sharing]:
-    """The model's bytes, and what its weights take (see `export_tflite`); `plan` is resolved."""
+    """The model as bytes, and the bytes of its weights (see `export_tflite`); `plan` is resolved."""
     require_holdable(subject.cfg)
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
     if (precision == "w8a8") != bool(ranges):
-        raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibrate FILE")
+        raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
     scales: dict[str, np.ndarray] = {}
     if precision != "f32":
@@ -123,13 +124,13 @@ def tflite_model(
         )
         if progress is not None:
             progress("export", done + 1, len(signatures))
-    # The converter widens them.
+    # The converter turns them into float32.
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
     return share_buffers(convert(traced), halves)
 
 
 def require_holdable(cfg: ModelConfig) -> None:
-    """Raises ConfigError if a model has something that `.tflite` files do not hold."""
+    """Raises ConfigError if `.tflite` models cannot express a model."""
     if cfg.experts:
         raise ConfigError(
             "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export "
@@ -138,7 +139,8 @@ def require_holdable(cfg: ModelConfig) -> None:
 
 
 def with_whole_outputs(subject: Subject, level: int, *, tables: bool) -> ProgramLevel:
-    """A level whose matrices over units are the whole model's; with the int8 rows of the table, if any."""
+    """A level whose matrices that contract units are the whole model's; with the embedding's int8 levels, if
+    any."""
     entry = subject.levels[level]
     specs = param_specs(subject.cfg)
     weights = {

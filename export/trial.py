@@ -1,4 +1,4 @@
-"""A program beside the graph that it was made of: run once on the same inputs, before it is shipped."""
+"""Compares a program with its step, once on the same inputs, before it is shipped."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,17 +11,17 @@ from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
 from jaxllm.kernels.native import portable_graphs
-from jaxllm.programs.manifest import Signature, cache_shapes
-from jaxllm.programs.steps import step_of
+from jaxllm.program_folder.manifest import Signature, cache_shapes
+from jaxllm.steps.exported import step_of
 
 
 class Trial(NamedTuple):
-    """What to call a program with, and what must come out.
+    """Arguments of a program, and its expected results.
 
     Attributes:
       caches: random, by name.
       inputs: tokens, positions and, for a tree, its mask.
-      wanted: of the graph, by name.
+      wanted: results of the step by name.
     """
 
     caches: dict[str, np.ndarray]
@@ -30,7 +30,7 @@ class Trial(NamedTuple):
 
 
 def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype) -> Trial:
-    """Runs the graph of a signature with activations and caches of `dtype`."""
+    """Runs the step of a signature with activations and caches of `dtype`."""
     cfg, room = subject.levels[signature.level].cfg, plan.room(signature)
     inputs, draw = example_inputs(signature, cfg, room), np.random.default_rng(0)
     caches = {
@@ -42,8 +42,8 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
 
 
 def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) -> tuple[np.ndarray, ...]:
-    """Tokens, positions and, for a tree, a mask to try a program with: a chunk whose last token is padding,
-    or a tree of two branches."""
+    """Tokens, positions and, for a tree, a mask: a chunk whose last token is padding, or a tree of two
+    branches."""
     count = signature.tokens
     draw = np.random.default_rng(count)
     tokens = draw.integers(0, cfg.vocab_size, (1, count)).astype(np.int32)
@@ -63,21 +63,21 @@ def example_inputs(signature: Signature, cfg: ModelConfig, cache_tokens: int) ->
 def require_alike(
     got: Mapping[str, Any], wanted: Mapping[str, jax.Array], *, name: str, tolerance: float
 ) -> None:
-    """Checks what the program `name` gave.
+    """Checks the results of the program `name`.
 
     Args:
       got, wanted: logits and caches by name.
       name: for people.
-      tolerance: most that a number may be off, as a share of the largest of its array (of 1 at least).
+      tolerance: allowed difference, relative to the largest magnitude of the array (at least 1).
 
-    Raises:
-      ProgramError: it is something else than the graph gave.
+      Raises:
+      ProgramError: a result differs by more.
     """
     for output, each in wanted.items():
         this, that = (np.asarray(array, np.float32) for array in (got[output], each))
         worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
         if not worst <= tolerance * max(1.0, largest):
             raise ProgramError(
-                f"the program {name} differs from the graph that it was made of by {worst:.3g} in {output}; "
+                f"the program {name} differs from its step by {worst:.3g} in {output}; "
                 "report this model and the versions of jax and of what compiled it"
             )

@@ -1,8 +1,8 @@
-"""What a decoder is: frozen, hashable, validated.
+"""The configuration of a decoder: frozen, hashable, validated when it is made.
 
-`ModelConfig` holds every fact that changes the mathematics of a decoder and nothing else; it is the
-static argument of all compiled graphs. It is independent of the checkpoint's own vocabulary: each
-file in `jaxllm/models` translates one Hugging Face `model_type` into it.
+`ModelConfig` has every fact that changes the mathematics of a decoder and nothing else; it is a static
+argument of every compiled step. It does not use any checkpoint's key names: each file in
+`jaxllm/models/architectures` translates one Hugging Face `model_type` into it.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from jaxllm.errors import ConfigError
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
-# Bounds on what a config file may ask for: far above any real model, far below what would exhaust
-# an address space when multiplied.
+# Bounds on values of a config file: far above any real model, and low enough that products of two of them
+# stay far below an address space.
 MAX_DIMENSION = 1 << 24
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
-# The level, in percent, that is the whole model.
+# The level of the whole model, in percent.
 WHOLE = 100
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -34,11 +34,12 @@ def _require_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _require_numbers(config: Any, *names: str) -> None:
-    """Checks that fields are numbers that fit a float32, and makes floats of whole ones."""
+    """Checks that fields are finite numbers within float32's range, and converts integers to floats."""
     for name in names:
         value = getattr(config, name)
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        # A comparison takes whole numbers of any size, and is false for NaN.
+        # Not `math.isfinite`: it raises for integers that no float64 can represent. The comparison is false
+        # for NaN.
         valid = number and abs(value) <= _LARGEST_FLOAT32
         _require(valid, f"{name} must be a finite number, got {value!r:.80}")
         object.__setattr__(config, name, float(value))
@@ -52,11 +53,12 @@ def _require_flags(config: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding with its length scaling.
+    """Rotary position embedding (RoPE, arXiv 2104.09864) with its length scaling.
 
-    `dim` is the number of leading head dimensions that rotate (even, at most the head size). The
-    scaling kinds follow the `rope_type` of Hugging Face configs: linear (position interpolation),
-    llama3 (Llama 3.1, piecewise by wavelength), yarn (arXiv 2309.00071).
+    `dim` is the number of leading head dimensions that are rotated: even, at most the head size. `kind` is
+    the `rope_type` of Hugging Face configs: linear (position interpolation), llama3 (Llama 3.1, piecewise by
+    wavelength) or yarn (arXiv 2309.00071). The other fields are the parameters of these scalings, under the
+    names that Hugging Face configs give them.
     """
 
     dim: int
@@ -104,7 +106,8 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerUnits:
-    """What a sub-model has of one layer: its first kv-groups, and its first neurons (of each expert)."""
+    """The size of one layer of a sub-model: its first `kv_heads` kv groups and first `neurons` neurons (of
+    each expert, in a mixture)."""
 
     kv_heads: int
     neurons: int
@@ -114,23 +117,22 @@ class LayerUnits:
 class ModelConfig:
     """Shape and mathematics of one decoder.
 
-    Letters used for shapes everywhere: D `hidden_size`, L `layers`, N `heads`, K `kv_heads`,
+    Letters of shapes: D `hidden_size`, L `layers`, N `heads`, K `kv_heads`,
     G = N/K, H `head_dim`, F `ffn_size`, V `vocab_size`, E `experts`.
 
-    `attention_windows` has one entry per layer: 0 means full causal attention, w > 0 means a token
-    sees itself and the w-1 tokens before it. Layers with a window use `local_rope` when it is set.
+    `attention_windows` has one entry per layer: 0 is full causal attention; with w > 0 a token attends to
+    itself and the w - 1 tokens before it. Layers with a window use `local_rope` where it is set.
 
-    With `experts` above 0 the model is a mixture of experts: in the layers that `sparse_layers` marks
-    (one entry per layer, all of them unless told otherwise) the feed-forward block is E gated experts of
-    `expert_ffn_size` neurons (`ffn_size` unless told otherwise), of which each token visits
-    `experts_per_token`. Their outputs are weighted by the router's probabilities, divided by their sum
-    if `normalize_expert_weights`.
+    With `experts` above 0 the model is a mixture of experts. In the layers that `sparse_layers` marks (one
+    entry per layer; all by default) the feed-forward block is E gated experts of `expert_ffn_size` neurons
+    (`ffn_size` by default), of which the router chooses `experts_per_token` for each token. Their outputs are
+    weighted by the router's probabilities; with `normalize_expert_weights` these are divided by their sum.
 
-    With `qk_norm` an RMS norm goes over each head's query and key, with `joint_qk_norm` over those of all
-    heads together. With `qkv_clip` above 0 queries, keys and values are then kept within it.
+    With `qk_norm` each head's query and key are RMS-normalized; with `joint_qk_norm` the norm goes over all
+    heads together. With `qkv_clip` above 0 queries, keys and values are then clipped to ±`qkv_clip`.
 
-    A sub-model has its own `layer_units`, one entry per layer; without them a model is whole. All else is
-    the whole model's, `kv_heads`, `heads` and `ffn_size` too.
+    `layer_units` of a sub-model has one entry per layer; it is empty for the whole model. All other fields of
+    a sub-model, also `kv_heads`, `heads` and `ffn_size`, are those of the whole model.
     """
 
     model_type: str
@@ -262,7 +264,7 @@ class ModelConfig:
                 "of them: such a model has no sub-models with fewer",
             )
         if all(each == self._whole_layer(layer) for layer, each in enumerate(units)):
-            # One config for one model: the largest sub-model is the whole one.
+            # Equal models have equal configs: a sub-model with all units is the whole model.
             object.__setattr__(self, "layer_units", ())
 
     def _all_neurons(self, layer: int) -> int:
@@ -272,12 +274,12 @@ class ModelConfig:
         return LayerUnits(kv_heads=self.kv_heads, neurons=self._all_neurons(layer))
 
     def units(self, layer: int) -> LayerUnits:
-        """How many kv-groups layer `layer` has, and how many neurons (or each of its experts)."""
+        """The numbers of kv groups and neurons (of each expert, in a mixture) of layer `layer`."""
         return self.layer_units[layer] if self.layer_units else self._whole_layer(layer)
 
     @property
     def whole(self) -> "ModelConfig":
-        """The model that this is a sub-model of; itself where it is none."""
+        """The config of the whole model; itself if this is no sub-model."""
         return dataclasses.replace(self, layer_units=()) if self.layer_units else self
 
     @property
@@ -301,7 +303,7 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModelConfig":
-        """Read what `to_json` wrote.
+        """The config that `to_json` gave as a dict.
 
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
@@ -319,45 +321,3 @@ class ModelConfig:
             return cls(**fields)
         except TypeError as error:
             raise ConfigError(f"malformed model config: {error}") from error
-
-
-Kind = Literal[
-    "prefill", "decode", "sample", "score", "branches", "routing", "start", "grow", "plan", "load", "restore",
-    "embed", "encode", "rows", "layer", "tree", "norm", "head", "draft", "follow", "settle", "keep", "verify",
-    "attend", "attend_tree", "expert", "combine",
-    "int_project", "int_attend", "int_finish", "int_project_shadow", "int_attend_shadow", "int_widen",
-    "int_widen_shadow", "int_narrow", "int_narrow_shadow", "int_layer", "int_layer_shadow",
-]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bucket:
-    """One compiled graph: its kind, how many new tokens it takes and how long its cache is.
-
-    Kinds: prefill (one chunk), decode (up to `tokens` tokens a dispatch), sample (the first token of
-    an answer), score (log-probabilities of a chunk), branches (log-probabilities of tokens in `rows` rows
-    of packed documents with many ends, without a cache), routing (the experts that tokens visit, likewise),
-    start (an empty cache), grow (a cache moved into the next length; `tokens` is the length it comes from),
-    plan (the tiny LM's pass over a row); and of stored contexts load (chunks into a cache), restore (chunks
-    into one layer's cache, and the layer's pass over `tokens` tokens of other chunks), embed (what the first
-    layer takes of those), encode (`tokens` tokens of one layer as chunks of `bits`). Of models whose weights
-    come by pieces: rows (what the first layer takes of `tokens` tokens, of their rows of the table alone),
-    layer (one layer over a chunk), tree (the same over a token tree), norm (what the head takes of `rows` of
-    `tokens` tokens), head (logits of `rows` rows for `bits` tokens of the vocabulary). Of token trees with
-    `tokens` nodes: draft (the draft grows one), verify (the target reads one and decides), settle (the
-    decision alone, of its logits), keep (what was accepted into the target's cache), follow (into the
-    draft's). Of mixtures whose experts come one by one: attend and attend_tree (a sparse layer over a chunk
-    or a tree, up to its experts), expert (one tile of one expert, of width `bits`), combine (what the layer
-    makes of them). Of integer prefill int_project and so on (the subgraphs of a layer, see
-    `jaxllm.prefill.subgraphs`; `rows` is how many channels have rows in floats). `level` is the sub-model's,
-    in percent; graphs that have no weights and no cache are of the whole model. `layer` is the first of all
-    layers that share a graph of one layer.
-    """
-
-    kind: Kind
-    tokens: int = 0
-    cache_tokens: int = 0
-    rows: int = 1
-    level: int = WHOLE
-    layer: int = 0
-    bits: int = 0

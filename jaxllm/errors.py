@@ -1,7 +1,7 @@
-"""The errors that callers of jaxllm can expect, and act on.
+"""Errors that jaxllm raises on purpose, for callers to handle.
 
-Every message says what was wrong, the offending value, what is allowed and what to do. The command
-line prints the message on one line and exits with 1.
+Every message says what was wrong, the offending value, what is allowed and what to do. The command line
+prints the message on one line and exits with 1.
 """
 
 
@@ -18,8 +18,8 @@ class CheckpointError(JaxllmError):
 
 
 class Unreadable(CheckpointError):
-    """A file's content is unknown, because storage refused to give it or a newer version wrote it: it may be
-    whole, so that nothing of it is moved or removed."""
+    """A file could not be read, because storage failed or a newer version wrote it. It may be intact, so it
+    is neither moved nor removed."""
 
 
 class BundleError(CheckpointError):
@@ -27,19 +27,20 @@ class BundleError(CheckpointError):
 
 
 class ProgramError(CheckpointError):
-    """An exported program is incomplete, corrupt, of another version, or of other weights than are there."""
+    """An exported program is incomplete, corrupt, of another version, or does not belong to the weights
+    given."""
 
 
 class ContextGone(JaxllmError):
-    """What a context held is no longer of use: its model changed, or its data is lost."""
+    """A stored context cannot be used any more: its model changed, or its data is lost."""
 
 
 class BudgetExceeded(JaxllmError):
-    """What was asked for does not fit the memory or storage that there is for it."""
+    """A request does not fit the memory or storage budget."""
 
 
 class BucketMissing(JaxllmError):
-    """A graph was asked for that the bucket table does not hold (nothing compiles after warm-up)."""
+    """A bucket is not in the bucket table (nothing compiles after warm-up)."""
 
 
 class ContextOverflow(JaxllmError):
@@ -47,7 +48,7 @@ class ContextOverflow(JaxllmError):
 
 
 class NotFinite(JaxllmError):
-    """A model's numbers overflowed or are no numbers, so that no token can be chosen by them."""
+    """A model's logits are infinite or NaN, so that no token can be chosen."""
 
 
 class TemplateError(JaxllmError):
@@ -59,5 +60,5 @@ class ObjectiveMissed(JaxllmError):
 
 
 def one_line(reason: object) -> str:
-    """Another library's message as part of ours: one line of at most 300 characters."""
+    """Another library's error message on one line of at most 300 characters, to quote in ours."""
     return " ".join(str(reason).split())[:300] or type(reason).__name__

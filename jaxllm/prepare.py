@@ -1,4 +1,5 @@
-"""From a Hugging Face folder to a bundle, and from a mixture's bundle to one whose experts lie apart."""
+"""Prepares bundles from Hugging Face folders, and from a mixture's bundle one with its experts stored
+apart."""
 
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -31,15 +32,15 @@ def prepare(
     """Writes the model in `folder` as the bundle `out`, one tensor in memory at a time.
 
     Args:
-      folder: config.json, safetensors and a tokenizer; or, with `expert_bits`, a mixture's bundle, whose
-        weights stay as they are but for experts that get narrower.
-      out: the bundle's path; written whole or not at all.
-      weights: width of the matrices; None keeps the checkpoint's own (float16 becomes f32).
-      name: the model's name, for people; the folder's own by default.
-      ignore_keys: config keys to ignore although this package does not know them.
-      expert_bits: of a mixture, to store each expert by itself with so many bits, all alike or
-        `[L_sparse, E]` (see `write_bundle`), so that it runs in less memory; 0 stores them together, at
-        `weights`.
+      folder: with config.json, safetensors and a tokenizer; or, with `expert_bits`, the path of a mixture's
+        bundle, of which only experts that get fewer bits are converted.
+      out: the bundle's path; it is written whole or not at all.
+      weights: format of matrices; None keeps the checkpoint's (float16 becomes f32).
+      name: the model's name, for people; the folder's name by default.
+      ignore_keys: unknown config keys to ignore.
+      expert_bits: to store each expert of a mixture by itself with this bitwidth, one for all or `[L_sparse,
+        E]` (see `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the
+        format `weights`.
       parts: additions to the model, by name.
       progress: called with ("prepare", parameters done, parameters in all).
 
@@ -97,7 +98,7 @@ def _experts_apart(
     expert_bits: int | np.ndarray,
     parts: Mapping[str, Part] | None,
 ) -> None:
-    """`prepare` of a bundle."""
+    """`prepare` from a bundle."""
     with Bundle.open(path) as bundle:
         own, cfg = bundle.layout.weights, bundle.cfg
         if not np.any(expert_bits):
@@ -114,7 +115,7 @@ def _experts_apart(
 
 
 def weight_format_of(folder: str | os.PathLike[str], cfg: ModelConfig | None = None) -> WeightFormat:
-    """The weight format that loses nothing of the checkpoint's first matrix."""
+    """The weight format that stores the checkpoint's first parameter without loss."""
     folder = Path(folder)
     _, first = next(iter(read_params(folder, cfg or read_config(folder))))
     return _OWN_FORMAT[first.dtype.name]

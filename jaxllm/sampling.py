@@ -1,7 +1,7 @@
-"""From logits to a token: penalties, filters and the draw, as pure functions over arrays.
+"""Samples tokens from logits: penalties, filters and the draw, as pure functions over arrays.
 
-`Sampling` is what a caller asks for; `SamplerState` is the same as arrays, so that one compiled graph
-serves every request. Top-k and top-p find their threshold by bisection on the ordered bit patterns of
+`Sampling` has a request's options; `SamplerState` has them as arrays, so that one bucket serves every
+request. Top-k and top-p find their threshold by bisection on the ordered bit patterns of
 the logits instead of sorting the vocabulary: 32 counting passes, exact, and far cheaper than a sort
 of 150k floats on a CPU. Tokens that tie with the last one kept are kept too.
 
@@ -17,20 +17,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
-# What graphs give for a token where no logit is left that one can be chosen by.
+# Stands for a token where the logits allow none to be chosen.
 NO_TOKEN = -1
-# Processors take smaller floats for 0.
+# Processors may flush smaller floats to 0.
 _LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen. The default is greedy.
+    """Sampling options of a request. The default is greedy.
 
     Attributes:
       temperature: 0 is greedy; otherwise logits are divided by it.
@@ -38,8 +39,8 @@ class Sampling:
       top_p: keep the fewest most likely tokens whose probabilities reach it; 1 keeps all.
       min_p: drop tokens less likely than `min_p` times the most likely one.
       repetition_penalty: above 1 makes tokens of the prompt and the answer less likely (CTRL).
-      presence_penalty: subtracted from the logits of tokens that the answer holds already.
-      frequency_penalty: subtracted once for every time the answer holds the token.
+      presence_penalty: subtracted from the logits of tokens that are in the answer already.
+      frequency_penalty: subtracted once for each occurrence of the token in the answer.
       logit_bias: (token id, added value) pairs; -inf forbids the token.
       seed: of the draw; the same seed gives the same answer. None lets the engine choose one.
     """
@@ -69,12 +70,12 @@ class Sampling:
         _check("presence_penalty", self.presence_penalty, -100, 100, "-100 to 100 (0 is off)")
         _check("frequency_penalty", self.frequency_penalty, -100, 100, "-100 to 100 (0 is off)")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise ConfigError(f"logit_bias holds {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
+            raise ConfigError(f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIASES}")
         for token, value in self.logit_bias:
             if not isinstance(token, int) or token < 0:
                 raise ConfigError(f"logit_bias takes (token id, number) pairs, got {(token, value)}")
             if value != -math.inf:
-                # An infinite logit leaves no finite distribution to draw from.
+                # With an infinite logit there is no finite distribution to draw from.
                 allowed = f"{-MAX_BIAS:g} to {MAX_BIAS:g}, or -inf to forbid the token"
                 _check(f"logit_bias of token {token}", value, -MAX_BIAS, MAX_BIAS, allowed)
         if self.seed is not None and not (isinstance(self.seed, int) and 0 <= self.seed < 1 << 64):
@@ -96,13 +97,20 @@ def _check(name: str, value: float, low: float, high: float, allowed: str) -> No
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
-    """A request's sampling as arrays, and what its penalties remember.
+    """A request's sampling options as arrays, and the counts of its penalties.
 
-    Invariants: scalars are float32 or int32 `[]`; `penalized` `[]` bool, whether any penalty or bias
-    changes a logit; `bias` `[V]` float32; `in_prompt` `[B, V]` bool; `counts` `[B, V]` int32, how often
-    the answer holds each token; `seed` `[2]` uint32; `drawn` `[]` int32, tokens drawn so far (the draw's
-    key is a function of the two, so that neither the chunking of the prompt nor the number of tokens per
-    dispatch changes an answer).
+    The key of a draw is a function of `seed` and `drawn`, so that neither the chunks of the prompt nor the
+    number of tokens per dispatch change an answer.
+
+    Attributes:
+      temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty: `[]` float32.
+      top_k: `[]` int32.
+      penalized: `[]` bool, whether any penalty or bias changes a logit.
+      bias: `[V]` float32.
+      in_prompt: `[B, V]` bool, whether the prompt has each token; or one row for the whole batch.
+      counts: `[B, V]` int32, how often the answer has each token.
+      seed: `[2]` uint32.
+      drawn: `[]` int32, number of tokens drawn so far.
     """
 
     temperature: jax.Array
@@ -118,6 +126,19 @@ class SamplerState:
     counts: jax.Array
     seed: jax.Array
     drawn: jax.Array
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the state is traced."""
+        axes.check(jnp.float32, "V", bias=self.bias)
+        axes.check(jnp.bool_, "* V", in_prompt=self.in_prompt)
+        axes.check(jnp.int32, "B V", counts=self.counts)
+        axes.check(jnp.uint32, "2", seed=self.seed)
+        axes.check(jnp.float32, "", temperature=self.temperature, top_p=self.top_p, min_p=self.min_p)
+        axes.check(jnp.float32, "", repetition_penalty=self.repetition_penalty)
+        axes.check(jnp.float32, "", presence_penalty=self.presence_penalty)
+        axes.check(jnp.float32, "", frequency_penalty=self.frequency_penalty)
+        axes.check(jnp.bool_, "", penalized=self.penalized)
+        axes.check(jnp.int32, "", top_k=self.top_k, drawn=self.drawn)
 
 
 def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, seed: int) -> SamplerState:
@@ -150,20 +171,23 @@ def sampler_state(sampling: Sampling, prompt: Sequence[int], vocab_size: int, se
         seed=np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32),
         drawn=np.int32(0),
     )
-    # Arrays of the host: a graph takes them as they are, and nothing is dispatched here.
+    # Host arrays: they are passed to the bucket, and nothing is dispatched here.
     return SamplerState(**cast(dict[str, jax.Array], host))
 
 
 def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerState]:
-    """Chooses one token per row of `logits` `[B, V]` float32: ids `[B]` int32, and the new state.
+    """Chooses a token for each sequence from `logits` `[B, V]` float32: ids `[B]` int32, and the new state.
 
-    A row that holds NaN or a positive infinity, or of which everything is forbidden, gives `NO_TOKEN`.
+    Logits with NaN or positive infinity, or with all tokens forbidden, give `NO_TOKEN`.
     """
-    # Most requests have no penalties, which then would cost more than all else that a choice takes.
+    axes = Axes("sample")
+    axes.check(jnp.float32, "B V", logits=logits)
+    state.check(axes)
+    # Skipped for most requests: penalties cost more than the rest of the choice.
     logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
 
     def draw(logits: jax.Array) -> jax.Array:
-        # From the largest down, so that no temperature, however small, makes it infinite.
+        # Relative to the largest, so that division by a small temperature gives no positive infinity.
         logits = logits - jnp.max(logits, axis=-1, keepdims=True)
         kept = filtered(logits / state.temperature, state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
@@ -176,22 +200,23 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
 
 
 def likeliest(logits: jax.Array) -> jax.Array:
-    """The first of each row's most likely tokens `[B]` int32, or `NO_TOKEN` (see `sample`)."""
+    """The most likely token of each sequence, the first of equals, `[B]` int32, or `NO_TOKEN` (see
+    `sample`)."""
     return _if_finite(logits, largest(logits))
 
 
 def _if_finite(logits: jax.Array, token: jax.Array) -> jax.Array:
-    # Of a row with NaN or infinity, such a one is the largest, and the rest is NaN once it is subtracted: to
-    # look at the chosen one is enough.
+    # Only the chosen logit is checked: NaN and infinity are always the largest of their row, and once an
+    # infinity is subtracted the others are NaN or -inf.
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return jnp.where(jnp.isfinite(chosen), token, NO_TOKEN)
 
 
 def largest(logits: jax.Array) -> jax.Array:
-    """The first index of each row's largest value, or of its first NaN, as `jnp.argmax`: `[B]` int32."""
+    """The index of each row's largest value or NaN, the first of equals, as `jnp.argmax`: `[B]` int32."""
 
     def in_two_passes(logits: jax.Array) -> jax.Array:
-        # XLA:CPU vectorizes both: a tenth of the time of its argmax.
+        # XLA:CPU vectorizes both passes; they take a tenth of the time of its argmax.
         top = jnp.max(logits, axis=-1, keepdims=True)
         index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         return jnp.min(jnp.where((logits == top) | jnp.isnan(logits), index, logits.shape[-1]), axis=-1)
@@ -212,7 +237,7 @@ def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
 
 
 def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
-    """`[B, V]` logits with the tokens that top-k, top-p and min-p drop at -inf."""
+    """`[B, V]` logits, -inf for tokens that top-k, top-p and min-p drop."""
     vocab = logits.shape[-1]
     top_k_on = (state.top_k > 0) & (state.top_k < vocab)
     logits = jax.lax.cond(top_k_on, lambda x: keep_top_k(x, state.top_k), lambda x: x, logits)
@@ -222,7 +247,7 @@ def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
 
 
 def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """Drops all but the `k` largest of each row (and those equal to the k-th)."""
+    """Keeps the `k` largest logits of each row, and those equal to the k-th."""
     return _keep_above(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
 
 

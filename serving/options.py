@@ -9,12 +9,12 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.kv.codecs import ChunkFormat
-from jaxllm.lora import LoraConfig
-from serving.direct_io import Storage
-from serving.experts.options import ExpertOptions
-from serving.prefill.options import PrefillOptions
-from serving.speculative.options import TreeShape
-from serving.user_cache import executables_bytes
+from jaxllm.models.lora import LoraConfig
+from serving.host.direct_io import Storage
+from serving.host.user_cache import executables_bytes
+from serving.int8_prefill.options import PrefillOptions
+from serving.speculation.options import TreeShape
+from serving.weights.experts.options import ExpertOptions
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -45,19 +45,20 @@ class EngineOptions:
         where native kernels serve quantized weights, else the activations'.
       adapter_rank: highest rank of the low-rank adapters that may be put on the model while it runs (see
         `Engine.set_adapter`); 0 for none, and faster products.
-      adapter_targets: what they may change, of `jaxllm.lora.TARGETS`; all matrices of the layers by default.
+      adapter_targets: of `jaxllm.models.lora.TARGETS`, what they may change; by default all
+        matrices of layers.
       kv_codec: how contexts that outlive calls are stored: a name of `jaxllm.kv.codecs.CODECS`, or "raw".
         Empty where there are none: no graphs are made for them, and nobody counts what is attended to.
       kv_chunk_tokens: of a stored chunk.
       memory_bytes: most memory for weights, caches and activations together; 0 for no limit. Where it is less
         than the model needs, layers are read from storage each time they are used (see
-        `serving.streaming`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
+        `serving.weights`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
       storage: how they are read.
       read_ahead: whether the next layer is read while one is computed; only to measure what that brings.
       experts: of a mixture whose experts are stored apart, how they are kept and foreseen where there is too
         little memory for all.
-      prefill: how prompts are read by an int8 bundle with a calibration (see `serving.prefill`).
-      trees: sizes of token trees, where the model drafts or verifies (see `serving.speculative`).
+      prefill: how prompts are read by an int8 bundle with a calibration (see `serving.int8_prefill`).
+      trees: sizes of token trees, where the model drafts or verifies (see `serving.speculation`).
       levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
       executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
         none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -24,31 +24,33 @@ from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.sampling import Sampling
-from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
-from jaxllm.tasks.example import TaskExample
+from jaxllm.text.droppable import PromptTokens, prompt_tokens
+from jaxllm.text.prompts import Prompt
+from serving.bundles import levels_of
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
-from serving.generation import DEFAULT_MAX_TOKENS, Generation, GenerationConfig
-from serving.models import levels_of
-from serving.objectives import Cost, Objective, meets
+from serving.host.progress import Progress
+from serving.loading import LoadedModel
 from serving.options import EngineOptions
-from serving.planner import Plan, Planner, Proposer
-from serving.prefill.times import reads_both_ways
-from serving.profile import (
+from serving.planned_answer import PlannedAnswer, PlannedCall
+from serving.planning.objectives import Objective
+from serving.planning.planner import Plan, Planner, Proposer
+from serving.planning.prefill_times import has_both_modes
+from serving.planning.profile import (
     DeviceProfile,
     choose_prefill,
     load_profile,
     profile_path,
     save_profile,
 )
-from serving.profiling import measure
-from serving.progress import Progress
-from serving.reach import described, unmet
-from serving.slack import CONFIDENCE, Slack
-from serving.speculative.options import SpeculationOptions
-from serving.tiny_lm import TinyPlanner
+from serving.planning.profiling import measure
+from serving.planning.reach import described, unmet
+from serving.planning.safety_margin import CONFIDENCE, SafetyMargin
+from serving.planning.tiny_lm import TinyPlanner
+from serving.request import DEFAULT_MAX_TOKENS, GenerationConfig
+from serving.speculation.options import SpeculationOptions
 
 ANYTHING = Slo(ttft=1.0, tpot=1.0)
 _log = logging.getLogger(__name__)
@@ -67,75 +69,6 @@ class Binding:
     strict: bool = False
 
 
-class Answer(Iterator[str]):
-    """An answer as it comes: iterate for pieces of text, then read what it took.
-
-    Attributes:
-      plan: the sub-model, the prompt's kept tokens and what they should take.
-      objective: what was asked of its time.
-      generation: the answer's text, tokens and timings.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        objective: Objective,
-        generation: Generation,
-        profile: DeviceProfile,
-        reading_ms: float = 0.0,
-        slack: Slack | None = None,
-    ) -> None:
-        self.plan, self.objective, self.generation = plan, objective, generation
-        self._profile, self._reading_ms, self._slack = profile, reading_ms, slack
-        self._begun = False
-
-    def __next__(self) -> str:
-        piece = next(self.generation)
-        self._begin()
-        return piece
-
-    def result(self) -> "Answer":
-        """Runs to the end and returns itself."""
-        # Who takes the pieces one by one may keep the next ones waiting: then time per token says nothing.
-        whole = not self._begun
-        self.generation.result()
-        self._begin()
-        if whole and self._slack is not None:
-            self._slack.saw_further(self.plan.expected, self.cost)
-        return self
-
-    def _begin(self) -> None:
-        if not self._begun and self._slack is not None and self.generation.tokens:
-            self._slack.saw_first(self.plan.expected, self.cost)
-        self._begun = True
-
-    def close(self) -> None:
-        """Stops."""
-        self.generation.close()
-
-    @property
-    def text(self) -> str:
-        """The answer so far."""
-        return self.generation.text
-
-    @property
-    def cost(self) -> Cost:
-        """What the answer took so far, from the request on; its energy is by the profile."""
-        timings, tokens, plan = self.generation.timings, len(self.generation.tokens), self.plan
-        known = self._profile.energy is not None
-        return Cost(
-            ttft_ms=self._reading_ms + plan.planning_ms + timings.ttft_ms,
-            tpot_ms=timings.tpot_ms(tokens),
-            tokens=tokens,
-            joules=self._profile.joules(plan.level, len(plan.kept), tokens) if known else None,
-        )
-
-    @property
-    def held(self) -> bool:
-        """Whether the answer, as far as it is there, met its objective."""
-        return meets(self.objective, self.cost, self.plan.whole)
-
-
 class LLMService:
     """Answers the calls of all apps with one elastic model. Not thread-safe: one call at a time.
 
@@ -147,7 +80,11 @@ class LLMService:
     """
 
     def __init__(
-        self, engine: Engine, profile: DeviceProfile, planner: Planner, contexts: Contexts | None = None
+        self,
+        engine: Engine[LoadedModel],
+        profile: DeviceProfile,
+        planner: Planner,
+        contexts: Contexts | None = None,
     ) -> None:
         self.engine, self.profile, self.planner, self.contexts = engine, profile, planner, contexts
         self._apps: dict[str, Binding] = {}
@@ -185,7 +122,7 @@ class LLMService:
         Raises:
           JaxllmError: the model cannot be opened, or lacks a level.
         """
-        slack = Slack(confidence)
+        margin = SafetyMargin(confidence)
         options = options or EngineOptions()
         levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
         options = dataclasses.replace(options, levels=levels)
@@ -194,12 +131,12 @@ class LLMService:
         with contextlib.ExitStack() as opened:
             engine = Engine.open(model, options=options, speculation=speculation, progress=progress)
             opened.callback(engine.close)
-            path = profile_path(engine.bundle, engine.options)
+            path = profile_path(engine.model.bundle, engine.options)
             profile = load_profile(path)
             if (
                 profile is None
-                or not set(engine.table.levels) <= set(profile.levels)
-                or (reads_both_ways(engine) and profile.prefill is None)
+                or not set(engine.levels) <= set(profile.levels)
+                or (has_both_modes(engine) and profile.prefill is None)
             ):
                 profile = measure(engine, progress=progress).beside(profile)
                 save_profile(profile, path)
@@ -208,7 +145,7 @@ class LLMService:
             if kept is not None:
                 # Else nobody could open the store again before this process ends.
                 opened.callback(kept.close)
-            service = cls(engine, profile, planner_of(engine, profile, proposer, slack=slack), kept)
+            service = cls(engine, profile, planner_of(engine, profile, proposer, margin=margin), kept)
             service._rehearse()
             if missed := described(service.unmet(), profile.tokens):
                 _log.info("objectives that no choice meets on this device: %s", missed)
@@ -228,7 +165,7 @@ class LLMService:
         config = GenerationConfig(max_tokens=2)
         # The smallest level, whose graphs native kernels share with all others.
         ids = prompt.ids[: self.engine.options.context_tokens - config.max_tokens].tolist()
-        self.engine.stream(ids, config, level=self.engine.table.levels[0]).result()
+        self.engine.stream(ids, config, level=self.engine.levels[0]).result()
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
         """The objectives that this device cannot meet at some prompt lengths, whatever the service chose,
@@ -306,7 +243,7 @@ class LLMService:
 
     def call(
         self,
-        prompt: str | TaskExample,
+        prompt: str | Prompt,
         *,
         app: str = "",
         slo: Objective | str | None = None,
@@ -315,11 +252,11 @@ class LLMService:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
-    ) -> Answer:
+    ) -> PlannedAnswer:
         """Answers a prompt in time.
 
         Args:
-          prompt: what the user says; or a question, which brings its instruction along.
+          prompt: what the user says; or a `Prompt`, which brings its instruction along.
           app: whose call it is, one that was bound; empty for none.
           slo: the objective, or ratios as text such as "<40,70>"; None for the app's, or for all the time
             that the whole model takes.
@@ -339,7 +276,7 @@ class LLMService:
         bound = self._apps.get(app, Binding(ANYTHING))
         objective = Slo.parse(slo) if isinstance(slo, str) else slo or bound.objective
         # A plan takes graphs, too.
-        self.engine.table.require_usable()
+        self.engine.runner.require_usable()
         began = time.perf_counter()
         read = self.read(prompt, instruction)
         reading_ms = 1000 * (time.perf_counter() - began)
@@ -354,7 +291,7 @@ class LLMService:
             read, plan, objective, reading_ms=reading_ms, max_tokens=max_tokens, stop=stop, sampling=sampling
         )
 
-    def read(self, prompt: str | TaskExample, instruction: str = "") -> PromptTokens:
+    def read(self, prompt: str | Prompt, instruction: str = "") -> PromptTokens:
         """A prompt as the model reads it, and what of it may go.
 
         Raises:
@@ -369,7 +306,7 @@ class LLMService:
                 raise ConfigError("the prompt is empty; give it at least one word")
             # Without a template an instruction and a prompt are plain lines; a prompt alone is gone on from.
             chat = bool(instruction) or tokenizer.has_chat_template
-            prompt = TaskExample(user=prompt, answer="", system=instruction, form="chat" if chat else "text")
+            prompt = Prompt(user=prompt, system=instruction, form="chat" if chat else "text")
         return prompt_tokens(tokenizer, prompt, now=datetime.now())
 
     def run(
@@ -382,19 +319,27 @@ class LLMService:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
-    ) -> Answer:
+    ) -> PlannedAnswer:
         """Answers a prompt as a plan says; `reading_ms` is what `read` took."""
-        config = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling())
+        engine, config = (
+            self.engine,
+            GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling()),
+        )
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
-        plan = dataclasses.replace(plan, prefill=self.engine.prefill_mode(len(ids), plan.level))
-        generation = self.engine.stream(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
-        return Answer(plan, objective, generation, self.profile, reading_ms, self.planner.slack)
+        request = engine.request(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
+        margin = self.planner.safety_margin
+        call = PlannedCall(plan, objective, self.profile, reading_ms=reading_ms, margin=margin)
+        return PlannedAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
 
 
 def planner_of(
-    engine: Engine, profile: DeviceProfile, proposer: Proposer | None = None, *, slack: Slack | None = None
+    engine: Engine[LoadedModel],
+    profile: DeviceProfile,
+    proposer: Proposer | None = None,
+    *,
+    margin: SafetyMargin | None = None,
 ) -> Planner:
     """Plans for the levels that an engine serves, with its bundle's tiny LM if there is no other proposer."""
-    if proposer is None and (tiny := read_tiny_lm(engine.bundle)) is not None:
-        proposer = TinyPlanner(tiny, engine.table.levels, engine.table.store)
-    return Planner(profile, engine.table.levels, proposer, slack=slack)
+    if proposer is None and (tiny := read_tiny_lm(engine.model.bundle)) is not None:
+        proposer = TinyPlanner(tiny, engine.levels, engine.runner.table.store())
+    return Planner(profile, engine.levels, proposer, safety_margin=margin)

@@ -7,7 +7,7 @@ Half of the window is kept, so that feeding again takes less than one token for 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,9 @@ class Sliding:
 
     Attributes:
       sink_tokens: the first tokens of the sequence, which stay; fewer than half of the window.
-      leaving: called when tokens are about to be forgotten and the session has them still; None for nobody.
     """
 
     sink_tokens: int
-    leaving: Callable[[], None] | None = None
 
 
 def slid(tokens: Sequence[int], *, sink_tokens: int, most: int) -> list[int]:

@@ -1,28 +1,30 @@
-"""The package is imported, and not what lies beside a script under its name."""
+"""The wheel holds the packages and nothing else, and a script beside a clone imports what is installed."""
 
+import email
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import jaxllm
+
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("benchmarks", "export", "jaxllm", "serving", "training")
 BUILD = """
 import sys
 from setuptools import build_meta
-print(build_meta.build_editable(sys.argv[1]))
+getattr(build_meta, f"build_{sys.argv[1]}")(sys.argv[2])
 """
-USE = """
-import sys, site
-site.addsitedir(sys.argv[1])
-import jaxllm
-from serving.models import default_bundle, packaged_models
-print(jaxllm.__file__, default_bundle().exists(), packaged_models())
-"""
-# As setuptools' finders of editable packages are, which come behind all folders of the path.
-BEHIND = """
+# An import hook behind the whole path, as setuptools installs for editable packages of other layouts.
+HOOK = """
 import importlib.util, sys
 from pathlib import Path
 class Finder:
@@ -32,48 +34,148 @@ class Finder:
 sys.meta_path.append(Finder())
 import serving
 """
+USE = """
+import sys, site
+site.addsitedir(sys.argv[1])
+import jaxllm, serving
+print(jaxllm.__file__)
+print(serving.__file__)
+"""
 
 
-@pytest.fixture
-def scripts(tmp_path: Path) -> Path:
-    """A folder for a script, with a clone of the project beside it."""
-    clone = tmp_path / "scripts" / "jaxllm"
-    (clone / "jaxllm" / "assets").mkdir(parents=True)
-    (clone / "jaxllm" / "__init__.py").touch()
-    return clone.parent
-
-
-def run(
-    script: str, folder: Path, *arguments: object, flags: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess:
-    # By a file, whose folder then leads the path.
+def run_script(script: str, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a script from a file in `folder`, which Python then searches first, without this environment's
+    packages (`-S`): jaxllm may be one of them."""
     path = folder / "script.py"
     path.write_text(script)
-    apart = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        [sys.executable, *flags, str(path), *map(str, arguments)],
-        cwd=folder, env=apart, capture_output=True, text=True,
+        [sys.executable, "-S", str(path), *map(str, arguments)],
+        cwd=folder, env=environment, capture_output=True, text=True,
     )  # fmt: skip
+
+
+def build(kind: str, project: Path, output: Path) -> Path:
+    """Builds an `sdist`, a `wheel` or an `editable` wheel without native kernels; returns its file."""
+    output.mkdir()
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, kind, str(output)],
+        cwd=project, env={**os.environ, "JAXLLM_NATIVE": "0"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr[-2000:]
+    (file,) = output.iterdir()
+    return file
+
+
+def sources(project: Path) -> set[str]:
+    """The files of the packages that a wheel holds: all but the native sources and what was built."""
+    files = [path for package in PACKAGES for path in (project / package).rglob("*") if path.is_file()]
+    built = {".pyc", ".pyd", ".so"}
+    kept = [path for path in files if path.suffix not in built and path.parent.name != "native"]
+    return {str(path.relative_to(project)) for path in kept}
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of the project in a folder named `jaxllm`, without the native library."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("scripts") / "jaxllm"
+    folder.mkdir()
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so")
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, folder)
+        elif path.name in (*PACKAGES, "tests"):
+            shutil.copytree(path, folder / path.name, ignore=unwanted)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of `clone`, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(build("sdist", clone, folder / "dist")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"jaxllm-{jaxllm.__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is built from `sdist`."""
+    return build("wheel", sdist, tmp_path_factory.mktemp("wheel") / "dist")
+
+
+@pytest.fixture(scope="module")
+def install(clone: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that installs the `wheel`, or `editable` the `clone`, into a folder of its own."""
+
+    def install(kind: str) -> Path:
+        folder = tmp_path_factory.mktemp(kind)
+        file = wheel if kind == "wheel" else build(kind, clone, folder / "dist")
+        zipfile.ZipFile(file).extractall(folder / "site")
+        return folder / "site"
+
+    return install
 
 
 @pytest.mark.slow
-def test_an_editable_install_comes_before_a_clone_beside_the_script(scripts: Path, tmp_path: Path) -> None:
-    pytest.importorskip("setuptools")
-    built = subprocess.run(
-        [sys.executable, "-c", BUILD, str(tmp_path)],
-        cwd=ROOT, env={**os.environ, "JAXLLM_NATIVE": "0"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert built.returncode == 0, built.stderr[-2000:]
-    site = tmp_path / "site"
-    zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
-    used = run(USE, scripts, site)
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if not name.endswith("/")}
+        metadata = f"jaxllm-{jaxllm.__version__}.dist-info"
+        facts = email.message_from_bytes(archive.read(f"{metadata}/METADATA"))
+    described = {name for name in files if name.startswith(f"{metadata}/")}
+    assert f"{metadata}/licenses/LICENSE" in described
+    assert files - described == sources(ROOT)
+    assert (facts["Name"], facts["Version"]) == ("jaxllm", jaxllm.__version__)
+    assert facts["License-Expression"] == "Apache-2.0"
+    assert wheel.name.startswith(f"jaxllm-{jaxllm.__version__}-cp311-abi3-")
+
+
+@pytest.mark.slow
+def test_the_source_distribution_is_a_whole_project(sdist: Path) -> None:
+    assert sources(sdist) == sources(ROOT)
+    for folder in ("jaxllm/kernels/native", "tests"):
+        wanted = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        found = {path.relative_to(sdist) for path in (sdist / folder).rglob("*")}
+        assert {path for path in wanted if path.suffix != ".pyc"} <= found
+    for name in ("CHANGELOG.md", "LICENSE", "Makefile", "README.md", "constraints.txt", "setup.py"):
+        assert (sdist / name).is_file()
+    assert not [path for path in sdist.rglob("*") if path.suffix in (".pyc", ".so")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_a_script_beside_a_clone_imports_what_is_installed(
+    kind: str, clone: Path, install: Callable[[str], Path]
+) -> None:
+    site = install(kind)
+    used = run_script(USE, clone.parent, site)
     assert used.returncode == 0, used.stderr[-2000:]
-    assert used.stdout.startswith(f"{ROOT / 'jaxllm' / '__init__.py'} True ['")
+    root = site if kind == "wheel" else clone
+    assert used.stdout.splitlines() == [str(root / name / "__init__.py") for name in ("jaxllm", "serving")]
 
 
-def test_a_clone_that_is_found_first_is_named(scripts: Path) -> None:
-    # Without the packages that are installed, ours among them.
-    used = run(BEHIND, scripts, ROOT, flags=("-S",))
+def test_a_clone_that_is_found_first_is_named(tmp_path: Path) -> None:
+    clone = tmp_path / "jaxllm"
+    (clone / "jaxllm").mkdir(parents=True)
+    used = run_script(HOOK, tmp_path, ROOT)
     assert used.returncode == 1
-    assert f"ImportError: {scripts / 'jaxllm'} is found under the name jaxllm" in used.stderr
+    assert f"ImportError: {clone} is found under the name jaxllm" in used.stderr
     assert "pip install -e" in used.stderr.splitlines()[-1]
+
+
+def test_the_version_is_written_once() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "jaxllm.__version__"}
+    literal = re.compile(rf"""["']{re.escape(jaxllm.__version__)}["']""")
+    written = [
+        name for name in sources(ROOT) if name.endswith(".py") and literal.search((ROOT / name).read_text())
+    ]
+    assert written == ["jaxllm/__init__.py"]
+
+
+def test_the_changelog_describes_this_version() -> None:
+    headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", jaxllm.__version__]

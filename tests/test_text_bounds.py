@@ -1,4 +1,4 @@
-"""Templates and tokenizers of unknown make end within their bounds, and long texts are refused unread."""
+"""Templates and tokenizers of unknown cost end within their bounds, and long texts are refused unread."""
 
 import contextlib
 import dataclasses
@@ -15,21 +15,22 @@ import pytest
 import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers
 
-from jaxllm import chat_template, text_process
-from jaxllm.chat_template import ChatTemplate, ConfinedTemplate
-from jaxllm.confined_tokenizer import ConfinedTokenizer
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, JaxllmError, TemplateError
-from jaxllm.library_tokenizer import LibraryTokenizer
-from jaxllm.marked_text import MarkedText
-from jaxllm.ordinary_tokenizers import KNOWN_EXPRESSIONS, is_ordinary
-from jaxllm.template_bounds import is_bounded
-from jaxllm.template_program import parse
-from jaxllm.text_process import TextProcess
-from jaxllm.tokenizer import Tokenizer, TokenizerFiles, open_tokenizer
+from jaxllm.text import chat_template
+from jaxllm.text import child_process as text_process
+from jaxllm.text.chat_template import ChatTemplate, ConfinedTemplate
+from jaxllm.text.child_process import TextProcess
+from jaxllm.text.confined_tokenizer import ConfinedTokenizer
+from jaxllm.text.library_tokenizer import LibraryTokenizer
+from jaxllm.text.marked_text import MarkedText
+from jaxllm.text.template_bounds import is_bounded
+from jaxllm.text.template_program import parse
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles, open_tokenizer
+from jaxllm.text.tokenizer_bounds import KNOWN_EXPRESSIONS, is_ordinary
 from tests.checkpoints import mutations
-from tests.test_tokenizer import CHATML, FILES, GEMMA, LIBRARY, LLAMA3, MISTRAL, TOKENIZER, TOOLS
+from tests.text.test_tokenizer import CHATML, FILES, GEMMA, LIBRARY, LLAMA3, MISTRAL, TOKENIZER, TOOLS
 from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from training.tokenizer import ROLE_TEMPLATE
+from training.data.tokenizer import ROLE_TEMPLATE
 
 HI = [{"role": "user", "content": "hi"}]
 MEMORY_BYTES = 1 << 29
@@ -143,8 +144,8 @@ def changed(**parts):
     ids=lambda parts: next(iter(parts)),
 )
 def test_bombs_are_errors(parts, monkeypatch):
-    monkeypatch.setattr("jaxllm.confined_tokenizer.LOAD_S", 5.0)
-    monkeypatch.setattr("jaxllm.confined_tokenizer.CALL_S", 2.0)
+    monkeypatch.setattr("jaxllm.text.confined_tokenizer.LOAD_S", 5.0)
+    monkeypatch.setattr("jaxllm.text.confined_tokenizer.CALL_S", 2.0)
     text = changed(**parts)
     assert not is_ordinary(text)
     # One of them may be harmless to this text.
@@ -156,7 +157,7 @@ def test_bombs_are_errors(parts, monkeypatch):
 
 @needs_limits
 def test_a_bomb_does_not_take_the_next_text_with_it(monkeypatch):
-    monkeypatch.setattr("jaxllm.confined_tokenizer.CALL_S", 2.0)
+    monkeypatch.setattr("jaxllm.text.confined_tokenizer.CALL_S", 2.0)
     doubled = {"type": "Sequence", "normalizers": [mutations._replace({"String": "x"}, "xx")] * 40}
     confined = ConfinedTokenizer(changed(normalizer=doubled), (), {})
     harmless, bomb = MarkedText.of_template("abc"), MarkedText.of_template("x")
@@ -205,7 +206,7 @@ def test_published_kinds_of_tokenizers_run_here():
 
 
 def test_no_mutation_of_a_tokenizer_is_uncaught(monkeypatch):
-    monkeypatch.setattr("jaxllm.confined_tokenizer.CALL_S", 2.0)
+    monkeypatch.setattr("jaxllm.text.confined_tokenizer.CALL_S", 2.0)
     source = json.loads(FILES.tokenizer_json)
     refused = 0
     # The random ones: the known ones are above, and take their time.
@@ -240,7 +241,7 @@ def test_a_panic_is_an_error():
 def test_a_child_dies_with_its_parent(busy):
     program = (
         "import sys, threading, time\n"
-        "from jaxllm.text_process import TextProcess\n"
+        "from jaxllm.text.child_process import TextProcess\n"
         "p = TextProcess(memory_bytes=1 << 29)\n"
         "ask = lambda source: p.ask({'operation': 'render', 'source': source, 'variables': {}, 'now': None},"
         " limit_s=1)\n"

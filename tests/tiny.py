@@ -18,7 +18,7 @@ from jaxllm.checkpoints.huggingface import write_folder
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.models import parameters
-from jaxllm.tokenizer import TokenizerFiles
+from jaxllm.text.tokenizer import TokenizerFiles
 
 WINDOW_TOKENS = 128
 MERGES = (("h", "e"), ("l", "l"), ("Ġ", "t"), ("he", "ll"), ("Ġt", "he"))

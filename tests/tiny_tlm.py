@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.slo import marks
-from jaxllm.encoder.config import EncoderConfig
-from jaxllm.marked_text import MarkedText
-from jaxllm.models.tlm import TlmConfig, init_tlm
-from jaxllm.tasks.droppable import PromptTokens
+from jaxllm.models.encoder.config import EncoderConfig
+from jaxllm.models.tiny_lm import TlmConfig, init_tlm
+from jaxllm.text.droppable import PromptTokens
+from jaxllm.text.marked_text import MarkedText
 from tests.tiny import VOCAB_SIZE
 
 ENCODER = EncoderConfig(

@@ -1,1 +1,11 @@
-"""Making what the core consumes: tokenizers, models, and the recipes that made the packaged one."""
+"""Makes models: from texts to Hugging Face folders, adapters and bundles.
+
+    settings, recipes/    what a run is told
+    data/                 from files to the batch of a step
+    loop/                 the loop that trains any job
+    pretrain/ lora/ tiny_lm/ elastic/ calibrate/    one room per kind of run
+    commands/             the subcommands of `jaxllm`
+
+In a room `recipe.py` describes a run, `job.py` defines what the loop trains, and `run.py` takes a run from
+its sources to its result in a folder of its own.
+"""

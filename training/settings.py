@@ -1,4 +1,4 @@
-"""How a job is trained, whatever is trained: steps, batches, optimizer, precision, checkpoints."""
+"""Holds the settings that all kinds of training share: steps, batches, optimizer, precision, checkpoints."""
 
 import dataclasses
 from typing import Any, Literal, Self
@@ -10,23 +10,23 @@ Precision = Literal["float32", "bfloat16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """The settings that every job of the loop shares.
+    """Settings of the loop, whatever it trains.
 
     Attributes:
       steps: optimizer steps of the whole run.
       batch: B, rows per step over all devices.
-      row_tokens: T, tokens of a row; the longest document seen whole.
+      row_tokens: T, tokens of a row; longer documents are cut.
       peak_learning_rate: reached after `warmup_steps` and left on a cosine.
       final_learning_rate_share: of the peak, reached at the last step.
       warmup_steps: of linear warm-up.
       optimizer: "adamw", or "muon" for the matrices of layers (AdamW for the rest).
-      muon_learning_rate_factor: Muon's learning rate over AdamW's.
+      muon_learning_rate_factor: Muon's learning rate divided by AdamW's.
       weight_decay: on matrices only.
       beta1, beta2: AdamW's.
-      clip_norm: the gradient's global norm is cut to this.
-      accumulate: a step's rows are taken in so many parts, one after another, whose gradients add up.
+      clip_norm: largest global norm of the gradient.
+      accumulate: parts of a step's batch, computed one after another, whose gradients add up.
       precision: of activations and products; parameters, optimizer and losses are float32.
-      remat: layers keep nothing but their input for the backward pass and are computed again.
+      remat: layers keep their input alone for the backward pass, and are computed again there.
       seed: of initial parameters, order and dropout.
       checkpoint_steps: steps between two checkpoints, each with its held-out loss.
       log_steps: steps between two lines of metrics.
@@ -82,8 +82,7 @@ class TrainSettings:
             )
 
     def within(self, window_tokens: int) -> Self:
-        """These settings for a model of a shorter window than rows are long: rows of the whole window, and as
-        many more of them in a step as that makes room for."""
+        """The settings with rows no longer than a model's window, and more of them in a step instead."""
         if self.row_tokens <= window_tokens:
             return self
         batch = self.batch * (self.row_tokens // window_tokens)

@@ -1,86 +1,89 @@
-"""`jaxllm bench contexts`: app contexts."""
+"""`jaxllm bench contexts`: switching between the contexts of apps."""
 
 import dataclasses
 from pathlib import Path
 
 import click
 
-from benchmarks.commands.options import device_option, report_options, shape_option, shape_weights_option
-from benchmarks.contexts import quality as compression
-from benchmarks.contexts import run
-from benchmarks.contexts.figures import draw
-from benchmarks.devices import PHONES, Device
-from benchmarks.report import emit
-from benchmarks.shapes import shape_folder
-from jaxllm.bundle import WeightFormat
-from serving.console import progress_bars
-from serving.contexts.switching import PATTERNS
+from benchmarks.commands.options import (
+    PHONES,
+    ModelOrShape,
+    Reporting,
+    data_option,
+    device_option,
+    model_options,
+    parts_option,
+    report_options,
+    tell,
+)
+from benchmarks.contexts import PARTS
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
+
+PATTERNS = ("random", "markov", "gaussian")
 
 
-@click.command("contexts")
-@click.option("-m", "--model", type=click.Path(path_type=Path), help="A bundle or a Hugging Face folder.")
-@shape_option("Instead of a model: random weights of this size.  [default: 110m]")
-@shape_weights_option
+@click.command("contexts", cls=EngineCommand)
+@model_options(weights=True)
+@data_option
 @click.option(
-    "--quality",
-    type=click.Path(path_type=Path),
-    metavar="BUNDLE",
-    help="Measure what compression costs this trained model too, on --data.",
-)
-@click.option("--data", type=click.Path(path_type=Path), help="The folder of texts and tasks.")
-@click.option("--only-quality", is_flag=True, help="Leave out all that is timed.")
-@click.option(
-    "--contexts", "counts", type=click.IntRange(min=1), multiple=True, help="Only so many active contexts."
+    "--contexts",
+    "counts",
+    type=click.IntRange(min=1),
+    multiple=True,
+    help="Number of active contexts. Repeatable.  [default: 4; with --full 2, 4, 8 and 16]",
 )
 @click.option(
-    "--pattern", "patterns", type=click.Choice(list(PATTERNS)), multiple=True, help="Only this pattern."
+    "--pattern",
+    "patterns",
+    type=click.Choice(PATTERNS),
+    multiple=True,
+    help="Order in which contexts are called. Repeatable.  [default: random; with --full all]",
 )
 @device_option(PHONES)
-@click.option("--only-switches", is_flag=True, help="Leave out ablations, sizes of chunks and speed.")
+@parts_option(PARTS)
 @report_options
 def contexts_command(
-    model: Path | None,
-    shape: str | None,
-    weights: WeightFormat,
-    quality: Path | None,
+    subject: ModelOrShape,
     data: Path | None,
-    only_quality: bool,
     counts: tuple[int, ...],
     patterns: tuple[str, ...],
-    devices: tuple[Device, ...],
-    only_switches: bool,
-    quick: bool,
-    plot: Path | None,
-    as_json: bool,
+    devices: tuple[str, ...],
+    parts: tuple[str, ...],
+    report: Reporting,
 ) -> None:
-    """How long it takes to switch between the contexts of apps in a tight memory budget, beside other ways to
-    keep them."""
-    if shape is not None and model is not None:
-        raise click.UsageError("--shape and --model exclude each other")
-    if (quality is None) != (data is None) or (only_quality and quality is None):
-        raise click.UsageError("quality is measured of a trained model: --quality BUNDLE --data DIR")
-    plan = run.Plan.quick() if quick else run.Plan()
+    """Measure switching between contexts of apps, and the quality of compressed ones.
+
+    Contexts share a tight memory budget; ours and the baselines of LLMS evict, store and restore them.
+
+    \b
+    Example:
+      jaxllm bench contexts
+      jaxllm bench contexts --shape 110m --only switching --contexts 8 --device emmc
+    """
+    from benchmarks.contexts import quality, run
+    from benchmarks.contexts.figures import draw
+    from benchmarks.measuring.storage import named_devices
+
+    plan = run.Plan.quick() if report.quick else run.Plan()
     chosen = tuple(sorted(set(counts))) or plan.contexts
     plan = dataclasses.replace(
         plan,
         contexts=chosen,
         fitting=min(plan.fitting, chosen[-1]),
         patterns=patterns or plan.patterns,
-        devices=devices or plan.devices,
-        variants=not only_switches,
+        devices=named_devices(devices) or plan.devices,
+        parts=parts,
     )
-    judged = compression.QualityPlan.quick() if quick else compression.QualityPlan()
+    sizes = quality.QualityPlan.quick() if report.quick else quality.QualityPlan()
     rows = []
     with progress_bars() as progress:
-        if not only_quality:
-            path = shape_folder(shape or "110m", progress) if model is None else model
-            rows += run.run(
-                path,
-                weights if model is None else None,
-                plan,
-                progress,
-                tell=lambda message: click.echo(message, err=True),
-            )
-        if quality is not None and data is not None:
-            rows += compression.quality_rows(quality, data, judged, progress)
-    emit("contexts", rows, as_json=as_json, plot=plot, draw=draw)
+        path = subject.path(progress)
+        weights = subject.weights if subject.shape else None
+        if plan.timed:
+            rows += run.run(path, weights, plan, progress, tell)
+        if "quality" in parts and subject.shape is None:
+            rows += quality.quality_rows(path, data, sizes, progress)
+        elif "quality" in parts:
+            tell("without quality: random weights have none")
+    report.emit("contexts", rows, draw)

@@ -1,31 +1,32 @@
-"""`jaxllm bench engine`: the engine."""
+"""`jaxllm bench engine`: the engine beside other engines."""
 
 from pathlib import Path
 
 import click
 
-from benchmarks import engine
-from benchmarks.commands.options import report_options, shape_option
-from benchmarks.peers import PEERS
-from benchmarks.report import emit
-from jaxllm.bundle import WEIGHT_FORMATS
-from serving.console import context_option, progress_bars
-from serving.options import EngineOptions
-
-
-@click.command("engine")
-@click.option(
-    "-m",
-    "--model",
-    type=click.Path(path_type=Path),
-    help="A bundle or a Hugging Face model folder. [default: the packaged model]",
+from benchmarks.commands.options import (
+    ModelOrShape,
+    Reporting,
+    model_options,
+    report_options,
+    tell,
+    threads_option,
 )
-@shape_option("Instead of a model: random weights of this size, made once and kept in the cache directory.")
+from jaxllm.formats import WEIGHT_FORMATS
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
+from serving.commands.shared_options import context_option
+
+PEERS = ("llama.cpp", "transformers")
+
+
+@click.command("engine", cls=EngineCommand)
+@model_options()
 @click.option(
     "--weights",
     multiple=True,
     type=click.Choice(WEIGHT_FORMATS),
-    help="Weight width for a folder or a shape. Repeatable: one run compares them. [default: its own]",
+    help="Weight width for a folder or a shape. Repeatable: one run compares them.  [default: its own]",
 )
 @context_option
 @click.option(
@@ -34,58 +35,54 @@ from serving.options import EngineOptions
     multiple=True,
     default=("all",),
     type=click.Choice([*PEERS, "all", "none"]),
-    help="Another engine to run beside ours, on the same weights. Repeatable. [default: all installed]",
+    help="Another engine that runs the same weights. Repeatable.  [default: all that are installed]",
 )
-@click.option(
-    "--threads",
-    type=int,
-    default=0,
-    metavar="N",
-    help="Cores that each system computes with. [default: all that this process may use]",
-)
+@threads_option
 @click.option(
     "--text",
     type=click.Path(path_type=Path),
     metavar="FILE",
     help="Measure every system's perplexity on this UTF-8 text too.",
 )
-@click.option("--separator", help="Split the text into documents at this string, scored apart.")
+@click.option(
+    "--separator", metavar="TEXT", help="Split the text into documents at this string, scored apart."
+)
 @report_options
 def engine_command(
-    model: Path | None,
-    shape: str | None,
+    subject: ModelOrShape,
     weights: tuple[str, ...],
     context_tokens: int,
     peers: tuple[str, ...],
     threads: int,
     text: Path | None,
     separator: str | None,
-    quick: bool,
-    plot: Path | None,
-    as_json: bool,
+    report: Reporting,
 ) -> None:
-    """Load, build and run times of a model, its prefill and decode rates, memory and perplexity, beside
-    other engines that run the same weights at the same width."""
-    if shape is not None and model is not None:
-        raise click.UsageError("--shape and --model exclude each other")
+    """Measure load, build and run times, speed and memory beside other engines.
+
+    All engines run the same weights at the same width, in turns, each in a process of its own.
+
+    \b
+    Example:
+      jaxllm bench engine
+      jaxllm bench engine --shape 250m --weights int8 --peer llama.cpp --full
+    """
+    from benchmarks.engine import run
+    from serving.options import EngineOptions
+
     if separator == "":
         raise click.UsageError("--separator must not be empty")
-    subject = engine.Subject(
-        model=model,
-        shape=shape,
+    asked = run.Subject(
+        model=subject.model,
+        shape=subject.shape,
         weights=weights,
         peers=() if "none" in peers else peers,
         threads=threads,
         text=text,
         separator=separator,
     )
-    plan = engine.Plan.quick() if quick else engine.Plan()
+    plan = run.Plan.quick() if report.quick else run.Plan()
+    options = EngineOptions(context_tokens=context_tokens)
     with progress_bars() as progress:
-        rows = engine.run(
-            subject,
-            options=EngineOptions(context_tokens=context_tokens),
-            plan=plan,
-            progress=progress,
-            tell=lambda message: click.echo(message, err=True),
-        )
-    emit("engine", rows, as_json=as_json, plot=plot)
+        rows = run.run(asked, options=options, plan=plan, progress=progress, tell=tell)
+    report.emit("engine", rows)

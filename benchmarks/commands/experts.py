@@ -5,67 +5,81 @@ from pathlib import Path
 
 import click
 
-from benchmarks.commands.options import device_option, report_options, shape_option
-from benchmarks.devices import BOARDS, Device
-from benchmarks.experts import run
-from benchmarks.experts.figures import draw
-from benchmarks.experts.systems import random_mixed
-from benchmarks.report import emit
-from benchmarks.shapes import MIXTURES, shape_folder
-from serving.console import progress_bars
-from serving.user_cache import cache_folder
+from benchmarks.commands.options import (
+    BOARDS,
+    MIXTURE_SHAPES,
+    ModelOrShape,
+    Reporting,
+    device_option,
+    model_options,
+    parts_option,
+    report_options,
+    text_option,
+)
+from benchmarks.experts import PARTS
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
 
 
-@click.command("experts")
+@click.command("experts", cls=EngineCommand)
+@model_options("moe", shapes=MIXTURE_SHAPES)
 @click.option(
-    "--folder",
+    "--checkpoint",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="The Hugging Face folder of a mixture of experts; baselines are made of it.",
+    metavar="DIR",
+    help="The Hugging Face folder that the model was calibrated from; baselines are made of it.  "
+    "[default: the model's own weights as floats]",
 )
 @click.option(
-    "-m",
-    "--model",
-    "models",
+    "--other-loss",
+    "others",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A bundle that `jaxllm calibrate` made of it. Repeatable: the first is ours, others have other "
-    "losses.",
+    metavar="BUNDLE",
+    help="The same mixture calibrated to another tolerable loss. Repeatable.",
 )
-@shape_option("Instead: random weights of this size, for speed alone.", MIXTURES)
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    metavar="FILE",
-    help="A UTF-8 text that prompts are pieces of. [default: tokens drawn at random]",
-)
-@device_option(BOARDS)
-@click.option(
-    "--only-systems", is_flag=True, help="Leave out ablations, sweeps, and predictors and policies replayed."
-)
+@text_option
+@device_option(BOARDS, "tx2-ssd")
+@parts_option(PARTS)
 @report_options
 def experts_command(
-    folder: Path | None,
-    models: tuple[Path, ...],
-    shape: str | None,
+    subject: ModelOrShape,
+    checkpoint: Path | None,
+    others: tuple[Path, ...],
     text: Path | None,
-    devices: tuple[Device, ...],
-    only_systems: bool,
-    quick: bool,
-    plot: Path | None,
-    as_json: bool,
+    devices: tuple[str, ...],
+    parts: tuple[str, ...],
+    report: Reporting,
 ) -> None:
-    """What a token takes of a mixture of experts larger than memory, beside other ways to run it."""
-    if (shape is None) != (folder is not None and bool(models)) or (shape and (folder or models)):
-        raise click.UsageError("give either --shape, or --folder and --model")
-    plan = run.Plan.quick() if quick else run.Plan()
-    plan = dataclasses.replace(plan, devices=devices or plan.devices, text=text)
-    if only_systems:
-        plan = dataclasses.replace(plan, variants=False, watched_tokens=0)
+    """Measure a mixture of experts larger than memory.
+
+    Times tokens of ours and of EdgeMoE's baselines, and judges predictors and eviction policies.
+
+    \b
+    Example:
+      jaxllm bench experts
+      jaxllm bench experts --shape moe-1b --only systems --device sd
+    """
+    from benchmarks.experts import run
+    from benchmarks.experts.figures import draw
+    from benchmarks.experts.systems import random_mixed
+    from benchmarks.measuring.storage import named_devices
+    from benchmarks.models.checkpoint import Checkpoint
+    from benchmarks.samples.stories import stories_file
+    from serving.host.user_cache import cache_folder
+
+    if subject.shape is not None and (checkpoint is not None or others or text is not None):
+        raise click.UsageError("--shape goes with none of --checkpoint, --other-loss and --text")
+    plan = run.Plan.quick() if report.quick else run.Plan()
+    plan = dataclasses.replace(plan, devices=named_devices(devices) or plan.devices, parts=parts)
     cache = cache_folder() / "benchmarks" / "experts"
     with progress_bars() as progress:
-        if shape is not None:
-            folder = shape_folder(shape, progress)
-            models = (random_mixed(folder, cache / f"{shape}.jaxllm", progress),)
-        assert folder is not None
-        rows = run.run(folder, models, cache, plan, progress)
-    emit("experts", rows, as_json=as_json, plot=plot, draw=draw)
+        if subject.shape is not None:
+            folder = subject.path(progress)
+            model = random_mixed(folder, cache / f"{subject.shape}.jaxllm", progress)
+        else:
+            model = subject.path(progress)
+            folder = checkpoint or Checkpoint.find(model).folder(progress)
+            plan = dataclasses.replace(plan, text=text or stories_file(None))
+        rows = run.run(folder, (model, *others), cache, plan, progress)
+    report.emit("experts", rows, draw)

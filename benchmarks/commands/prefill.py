@@ -1,54 +1,50 @@
-"""`jaxllm bench prefill`: prompts read in integers."""
+"""`jaxllm bench prefill`: integer prefill."""
 
 import dataclasses
 from pathlib import Path
 
 import click
 
-from benchmarks.commands.options import report_options, shape_option
-from benchmarks.prefill import run
-from benchmarks.report import emit
-from benchmarks.shapes import DENSE
-from serving.console import progress_bars
-
-
-@click.command("prefill")
-@shape_option("Time random weights of this size, with outliers put in.", DENSE)
-@click.option(
-    "--folder",
-    "folders",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Judge ways to quantize activations of this trained model, a Hugging Face folder, as it is and with "
-    "outliers put in. Repeatable.",
+from benchmarks.commands.options import (
+    DENSE_SHAPES,
+    ModelOrShape,
+    Reporting,
+    data_option,
+    model_options,
+    parts_option,
+    report_options,
+    tell,
 )
-@click.option("--data", type=click.Path(path_type=Path), help="The folder of texts and tasks, for --folder.")
-@click.option("--only-all-cores", is_flag=True, help="Of a shape: on all cores together alone.")
-@click.option("--only-two-processors", is_flag=True, help="Of a shape: on two processors alone.")
-@click.option("--repeats", type=click.IntRange(min=1), help="Of each prompt of a shape.  [default: 5]")
+from benchmarks.prefill import PARTS
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
+
+
+@click.command("prefill", cls=EngineCommand)
+@model_options("draft", shapes=DENSE_SHAPES)
+@data_option
+@parts_option(PARTS)
 @report_options
 def prefill_command(
-    shape: str | None,
-    folders: tuple[Path, ...],
-    data: Path | None,
-    only_all_cores: bool,
-    only_two_processors: bool,
-    repeats: int | None,
-    quick: bool,
-    plot: Path | None,
-    as_json: bool,
+    subject: ModelOrShape, data: Path | None, parts: tuple[str, ...], report: Reporting
 ) -> None:
-    """Integer prefill: its speed, graphs and schedule on one processor and two, and what it costs a trained
-    model, beside other ways to quantize activations. Without options a phone alone is simulated."""
-    if bool(folders) != (data is not None):
-        raise click.UsageError("accuracy is judged of a trained model: --folder DIR --data DIR")
-    if (only_all_cores or only_two_processors) and shape is None:
-        raise click.UsageError("--only-all-cores and --only-two-processors are about a --shape")
-    plan = run.Plan.quick() if quick else run.Plan()
-    if repeats is not None:
-        plan = dataclasses.replace(plan, speed=dataclasses.replace(plan.speed, repeats=repeats))
-    if only_all_cores != only_two_processors:
-        plan = dataclasses.replace(plan, processors=(1,) if only_all_cores else (2,))
+    """Measure the speed and the loss of integer prefill.
+
+    Runs prompts on one processor and on two, and compares the loss of a trained model with that of other
+    quantizers of activations. The order of subgraphs is simulated on a phone, too.
+
+    \b
+    Example:
+      jaxllm bench prefill
+      jaxllm bench prefill --shape 110m --only two-processors
+    """
+    from benchmarks.prefill import run
+
+    plan = run.Plan.quick() if report.quick else run.Plan()
+    if subject.shape is not None and "accuracy" in parts:
+        tell("without accuracy: random weights have none")
+        parts = tuple(each for each in parts if each != "accuracy")
+    plan = dataclasses.replace(plan, parts=parts)
     with progress_bars() as progress:
-        rows = run.run(shape, list(folders), data, plan, progress)
-    emit("prefill", rows, as_json=as_json, plot=plot)
+        rows = run.run(subject.model, subject.shape, data, plan, progress)
+    report.emit("prefill", rows)

@@ -1,111 +1,115 @@
-"""`jaxllm bench speculative`: a model larger than memory."""
+"""`jaxllm bench speculative`: a model larger than memory, with drafts."""
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.commands.options import device_option, report_options, shape_option
-from benchmarks.devices import PHONES, Device
-from benchmarks.report import emit
-from benchmarks.shapes import shape_folder
-from benchmarks.speculative import run
-from benchmarks.speculative.grown import grown_bundle
-from benchmarks.speculative.memory import memory_rows
-from serving.console import Size, progress_bars
-from serving.models import find_model, open_model
+from benchmarks.commands.options import (
+    DENSE_SHAPES,
+    PHONES,
+    ModelOrShape,
+    Reporting,
+    data_option,
+    device_option,
+    model_options,
+    parts_option,
+    report_options,
+)
+from benchmarks.speculative import PARTS
+from jaxllm.option_types import Share
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
+
+if TYPE_CHECKING:
+    from benchmarks.measuring.report import Row
+    from serving.host.progress import Progress
+
+_SHAPE_SHARES = (0.25, 0.5, 0.75)
 
 
-@click.command("speculative")
-@click.option("-m", "--model", type=click.Path(path_type=Path), help="The target. [default: default]")
+@click.command("speculative", cls=EngineCommand)
+@model_options(shapes=DENSE_SHAPES)
 @click.option(
-    "--draft", type=click.Path(path_type=Path), default="draft", show_default=True, help="Its draft."
-)
-@click.option(
-    "--coarse", type=click.Path(path_type=Path), help="The target at 4 bits, for STI. [default: no STI]"
-)
-@click.option("--data", type=click.Path(path_type=Path), help="The folder of the tasks' files.")
-@shape_option(
-    "Instead of models and tasks: random weights of this size at 8 bits, for what memory and disk do."
-)
-@click.option(
-    "--memory",
-    "budgets",
-    type=Size(),
-    multiple=True,
-    metavar="SIZE",
-    help="A budget for the shape. Repeatable. [default: 25, 50 and 75 % of its weights]",
-)
-@click.option(
-    "--share",
-    "shares",
-    type=click.FloatRange(0, 1, min_open=True),
-    multiple=True,
-    default=(0.5,),
+    "--draft",
+    type=click.Path(path_type=Path),
+    default="draft",
     show_default=True,
-    help="Memory for weights, as a share of the target's. Repeatable.",
-)
-@device_option(PHONES)
-@click.option(
-    "--prompts", type=click.IntRange(min=1), metavar="N", help="Timed prompts of each task. [default: 10]"
+    metavar="MODEL",
+    help="A small model of the same tokenizer, which drafts.",
 )
 @click.option(
-    "--same",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Compare so many answers with the target's own. [default: 200]",
-)
-@click.option(
-    "--grow",
+    "--enlarge",
     type=click.IntRange(min=2),
     metavar="N",
-    help="Make the target N times as deep and wide by units that cancel: the same answers of a model much "
-    "larger than its draft.",
+    help="Make the model N times as deep and wide by units that cancel: the same answers of a model that is "
+    "much larger than its draft.",
 )
-@click.option("--only-systems", is_flag=True, help="Leave out ours without each technique in turn.")
+@data_option
+@click.option(
+    "--memory-share",
+    "shares",
+    type=Share(above_zero=True),
+    multiple=True,
+    help="Memory for weights, as a share of the model's. Repeatable.  "
+    "[default: 50%; for a shape 25%, 50% and 75%]",
+)
+@device_option(PHONES)
+@parts_option(PARTS)
 @report_options
 def speculative_command(
-    model: Path | None,
+    subject: ModelOrShape,
     draft: Path,
-    coarse: Path | None,
+    enlarge: int | None,
     data: Path | None,
-    shape: str | None,
-    budgets: tuple[int, ...],
     shares: tuple[float, ...],
-    devices: tuple[Device, ...],
-    prompts: int | None,
-    same: int | None,
-    grow: int | None,
-    only_systems: bool,
-    quick: bool,
-    plot: Path | None,
-    as_json: bool,
+    devices: tuple[str, ...],
+    parts: tuple[str, ...],
+    report: Reporting,
 ) -> None:
-    """What a token takes of a model larger than memory, with a draft and with other ways to go about it."""
-    if (data is None) == (shape is None):
-        raise click.UsageError("give either --data, for prompts, or --shape")
-    if grow is not None and shape is not None:
-        raise click.UsageError("--grow is for a trained target; a --shape has its size")
+    """Measure a model larger than memory, with drafts and without.
+
+    Times tokens of ours and of LLMCad's baselines. Of random weights, measures the memory and the reading
+    of a process alone.
+
+    \b
+    Example:
+      jaxllm bench speculative
+      jaxllm bench speculative --enlarge 4 --memory-share 25% --device eufs
+    """
+    from benchmarks.measuring.storage import named_devices
+    from benchmarks.speculative import run
+    from benchmarks.speculative.enlarged import enlarged_bundle
+    from serving.bundles import find_model
+
+    if enlarge is not None and subject.shape is not None:
+        raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
     with progress_bars() as progress:
-        if shape is not None:
-            with open_model(shape_folder(shape, progress), weights="int8", progress=progress) as bundle:
-                chosen = budgets or tuple(int(share * bundle.weight_bytes) for share in (0.25, 0.5, 0.75))
-                rows = memory_rows(bundle.path, chosen, progress)
+        if subject.shape is not None:
+            rows = _shape_rows(subject, shares or _SHAPE_SHARES, progress)
         else:
-            assert data is not None
-            plan = run.Plan.quick() if quick else run.Plan()
+            assert subject.model is not None
+            plan = run.Plan.quick() if report.quick else run.Plan()
             plan = dataclasses.replace(
                 plan,
-                shares=shares,
-                devices=devices or plan.devices,
-                prompts=prompts or plan.prompts,
-                same=plan.same if same is None else same,
-                ablations=not only_systems,
+                shares=shares or plan.shares,
+                devices=named_devices(devices) or plan.devices,
+                parts=parts,
             )
-            target = find_model(model)
-            if grow is not None:
-                target = grown_bundle(target, grow, progress)
-                coarse = None if coarse is None else grown_bundle(coarse, grow, progress)
-            subject = run.Subject(model=target, draft=find_model(draft), coarse=coarse, data=data)
-            rows = run.run(subject, plan, progress)
-    emit("speculative", rows, as_json=as_json, plot=plot)
+            narrow = run.four_bit_bundle(subject.model, progress)
+            target = subject.model
+            if enlarge is not None:
+                target, narrow = (enlarged_bundle(each, enlarge, progress) for each in (target, narrow))
+            asked = run.Subject(model=target, draft=find_model(draft), narrow=narrow, data=data)
+            rows = run.run(asked, plan, progress)
+    report.emit("speculative", rows)
+
+
+def _shape_rows(subject: ModelOrShape, shares: tuple[float, ...], progress: "Progress") -> "list[Row]":
+    from benchmarks.speculative.memory import memory_rows
+    from serving.bundles import open_model
+
+    with open_model(subject.path(progress), weights="int8", progress=progress) as bundle:
+        budgets = [int(share * bundle.weight_bytes) for share in shares]
+        return memory_rows(bundle.path, budgets, progress)

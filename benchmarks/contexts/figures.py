@@ -1,11 +1,11 @@
-"""Figures of the bench: switching over the number of contexts, ablations, sizes of chunks, and quality."""
+"""Draws switching over the number of contexts, ablations, sizes of chunks, and quality."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, check_plot, label_bars
+from benchmarks.measuring.report import Row, check_plot, label_bars
 
 _CELL = re.compile(r"(?P<pattern>\w+), (?P<contexts>\d+) contexts in (?P<budget>[\d.]+ MB), (?P<device>.+)$")
 _BARS = {
@@ -13,12 +13,12 @@ _BARS = {
     "chunk size": "mean switch (ms)",
     "perplexity": "perplexity",
     "accuracy": "right answers (share)",
-    "recall": "what a passage's chunk makes its rest likelier (nats per token)",
+    "recall": "likelihood that a stored chunk adds to its rest (nats per token)",
 }
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws what the rows have into a folder, a PNG each."""
+    """Draws the figures that the rows allow into a folder, a PNG each."""
     check_plot(folder)
     import matplotlib.pyplot as plt
 
@@ -61,6 +61,6 @@ def _lines(rows: Sequence[Row]) -> dict[tuple[str, str], dict[str, dict[int, flo
 
 
 def _drawn_in(row: Row) -> str:
-    """The figure of bars that a row belongs to; empty for none."""
+    """The bar figure that a row belongs to; empty for none."""
     begin = row.case.partition(":")[0]
     return begin if begin in _BARS else row.metric if row.metric in _BARS else ""

@@ -1,12 +1,12 @@
-"""What compression costs in quality: a trained model goes on from contexts that came back from storage.
+"""Measures what compression costs in quality: a trained model continues contexts restored from storage.
 
-All systems get the same contexts, each computed once; then all of its chunks are stored in a form and decoded
-again, and the model reads on from there:
+Each context is computed once; all of its chunks are stored in an encoding and decoded again, and the model
+continues from there:
 
-- perplexity of a text behind its own beginning,
-- right answers to tasks' questions that were stored themselves, behind other questions with their answers,
-- a passage of one chunk, each in turn, that is begun again at the end: how much likelier its rest is than
-  with other text in the passage's place (`recall`). That is what the model still finds of the chunk.
+- `perplexity` of a text behind its own beginning,
+- `accuracy` of answers to tasks' questions that were stored themselves, behind other questions with answers,
+- `recall` of each chunk in turn: its beginning is repeated at the end of the context, and what is measured is
+  how much likelier its rest is than with other text in the chunk's place.
 """
 
 import dataclasses
@@ -16,25 +16,25 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.contexts.forms import EIGHT, RAW, Stored, copied
+from benchmarks.contexts.encodings import EIGHT, RAW, Stored, copied
 from benchmarks.contexts.systems import OURS
-from benchmarks.report import Row, compared
+from benchmarks.measuring.report import Row, compared
+from benchmarks.samples.questions import read_examples
+from benchmarks.samples.stories import story_tokens
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
-from serving.contexts.graphs import ContextGraphs
+from jaxllm.text.prompts import end_of_turn_id, prompt_ids
+from serving.contexts.chunk_io import ChunkIO
 from serving.engine import Engine
-from serving.evaluation.tasks import read_questions
+from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.progress import Progress
-from serving.trace import TRACE_TASKS
+from serving.traces.trace import TRACE_TASKS
 
-# Ours, and a form with less, where it matters more which chunks are narrow.
+# Ours, and one of fewer bytes, where it matters more which chunks are narrow.
 RATIOS = {OURS: 0.5, f"{OURS}-ratio-0.375": 0.375}
-_TEXT, _SEPARATOR = Path("text", "tinystories_valid.txt"), "<|endoftext|>"
-# Of a chunk: how much of it is said again before its rest is asked for.
+# Of a chunk: the share of it that is repeated before its rest is scored.
 _BEGUN_SHARE = 0.5
 
 
@@ -45,8 +45,8 @@ class QualityPlan:
     Attributes:
       texts: windows that perplexity is measured in.
       questions: of each task.
-      passages: that are begun again, over all chunks in turn.
-      context_share: of the window that is stored; the rest is read on.
+      passages: chunks whose beginning is repeated, all chunks in turn.
+      context_share: of the window that is stored; the rest is fed behind it.
       codec: of chunks.
       seed: of all draws.
     """
@@ -61,15 +61,17 @@ class QualityPlan:
     @classmethod
     def quick(cls) -> "QualityPlan":
         """Fits in seconds for a model of some million parameters."""
-        return cls(texts=12, questions=4, passages=12)
+        return cls(texts=6, questions=1, passages=6)
 
 
-def quality_rows(model: Path, data: Path, plan: QualityPlan, progress: Progress | None = None) -> list[Row]:
-    """Perplexity, accuracy and recall of every form.
+def quality_rows(
+    model: Path, data: Path | None, plan: QualityPlan, progress: Progress | None = None
+) -> list[Row]:
+    """Perplexity, accuracy and recall of every encoding.
 
     Args:
       model: a bundle of a trained model.
-      data: the folder of texts and tasks, whose validation halves are read.
+      data: the folder of texts and tasks, whose validation halves are read; None takes packaged samples.
       plan: how much.
       progress: called with (stage, done, total).
 
@@ -78,37 +80,38 @@ def quality_rows(model: Path, data: Path, plan: QualityPlan, progress: Progress 
     """
     engine = Engine.open(model, options=EngineOptions(kv_codec=plan.codec), progress=progress)
     window = engine.options.context_tokens
-    engine.table.fill(engine.table.score_buckets(window), progress)
-    graphs = ContextGraphs(engine.table)
-    held = int(plan.context_share * window) // graphs.chunk_tokens * graphs.chunk_tokens
-    stories = _stories(engine, data)
+    engine.runner.scorer().prepare(window, progress)
+    chunk_io = ChunkIO(engine.runner)
+    held = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
+    stories = story_tokens(engine.tokenizer, data)
     return [
-        *_perplexity(graphs, stories, held, plan, progress),
-        *_accuracy(engine, graphs, data, held, plan, progress),
-        *_passages(graphs, stories, held, plan, progress),
+        *_perplexity(chunk_io, stories, held, plan, progress),
+        *_accuracy(engine, chunk_io, data, held, plan, progress),
+        *_passages(chunk_io, stories, held, plan, progress),
     ]
 
 
 def _perplexity(
-    graphs: ContextGraphs, stories: list[int], held: int, plan: QualityPlan, progress: Progress | None
+    chunk_io: ChunkIO, stories: list[int], held: int, plan: QualityPlan, progress: Progress | None
 ) -> list[Row]:
-    window, table = graphs.table.options.context_tokens, graphs.table
+    window, scorer = chunk_io.runner.options.context_tokens, chunk_io.runner.scorer()
     loss, count, sizes = {}, 0, {}
     for number, text in enumerate(_windows(stories, window, plan.texts)):
-        stored = Stored.of(graphs, text[:held], RATIOS, plan.seed + number)
+        stored = Stored.of(chunk_io, text[:held], RATIOS, plan.seed + number)
         later = text[held - 1 :]
-        for form in stored.forms:
-            # The first token behind the context is told by the context's last one, which is stored, not fed.
-            scores = table.score(later[1:-1], later[2:], stored.back(form))
-            loss[form] = loss.get(form, 0.0) - float(scores.sum(dtype="float64"))
-            sizes[form] = stored.bytes_of(form)
+        for encoding in stored.encodings:
+            # The first token behind the context is predicted by the last stored one, which is not fed.
+            scores = scorer.score(later[1:-1], later[2:], stored.restored(encoding))
+            loss[encoding] = loss.get(encoding, 0.0) - float(scores.sum(dtype="float64"))
+            sizes[encoding] = stored.bytes_of(encoding)
         count += len(later) - 2
         _tell(progress, "perplexity", number + 1, plan.texts)
-    values = {form: math.exp(each / count) for form, each in loss.items()}
+    values = {encoding: math.exp(each / count) for encoding, each in loss.items()}
     notes = {
-        form: f"{value / values[EIGHT] - 1:+.2%} against {EIGHT}; {sizes[form] / held:,.0f} bytes per token; "
+        encoding: f"{value / values[EIGHT] - 1:+.2%} against {EIGHT}; "
+        f"{sizes[encoding] / held:,.0f} bytes per token; "
         f"{count:,} tokens"
-        for form, value in values.items()
+        for encoding, value in values.items()
     }
     return compared(
         values, ours=OURS, case=f"text behind {held} stored tokens", metric="perplexity", unit="",
@@ -117,9 +120,14 @@ def _perplexity(
 
 
 def _accuracy(
-    engine: Engine, graphs: ContextGraphs, data: Path, held: int, plan: QualityPlan, progress: Progress | None
+    engine: Engine,
+    chunk_io: ChunkIO,
+    data: Path | None,
+    held: int,
+    plan: QualityPlan,
+    progress: Progress | None,
 ) -> list[Row]:
-    examples = read_questions(TRACE_TASKS, data, plan.questions).examples
+    examples = read_examples(TRACE_TASKS, data, plan.questions)
     end = end_of_turn_id(engine.tokenizer)
     right: dict[str, list[bool]] = {}
     asked = sum(len(each) for each in examples.values())
@@ -129,31 +137,31 @@ def _accuracy(
         for place, example in enumerate(group):
             done += 1
             question = branching(engine.tokenizer, example, end)
-            # Before it the others of its task with their answers, the newest of them whole.
+            # The other questions of its task with their answers come before it, the last of them whole.
             history = [token for each in [*said[place + 1 :], *said[:place]] for token in each]
             whole = [*history, *question.trunk]
             # What does not fill a chunk is fed anew, the last token at least.
-            tail = len(question.trunk) % graphs.chunk_tokens or graphs.chunk_tokens
-            size = min(held, (len(whole) - tail) // graphs.chunk_tokens * graphs.chunk_tokens)
+            tail = len(question.trunk) % chunk_io.chunk_tokens or chunk_io.chunk_tokens
+            size = min(held, (len(whole) - tail) // chunk_io.chunk_tokens * chunk_io.chunk_tokens)
             if not 0 < len(question.trunk) - tail <= size:
                 continue
             before, trunk = whole[-tail - size : -tail], whole[-tail:]
-            stored = Stored.of(graphs, before, RATIOS, plan.seed + done)
-            for form in stored.forms:
-                back = stored.back(form)
-                scores = [_score(graphs, copied(back), trunk, list(each)) for each in question.branches]
+            stored = Stored.of(chunk_io, before, RATIOS, plan.seed + done)
+            for encoding in stored.encodings:
+                restored = stored.restored(encoding)
+                scores = [_score(chunk_io, copied(restored), trunk, list(each)) for each in question.branches]
                 chosen = example.options[int(np.argmax(scores))]
-                right.setdefault(form, []).append(chosen == example.answer)
+                right.setdefault(encoding, []).append(chosen == example.answer)
             _tell(progress, "questions", done, asked)
     if not right:
         raise ConfigError(
             f"no question is stored in whole chunks of {held} tokens; take a model of a longer window"
         )
-    shares = {form: float(np.mean(each)) for form, each in right.items()}
+    shares = {encoding: float(np.mean(each)) for encoding, each in right.items()}
     notes = {
-        form: f"{np.mean(np.array(each) == np.array(right[EIGHT])):.1%} judged as by {EIGHT}; "
+        encoding: f"{np.mean(np.array(each) == np.array(right[EIGHT])):.1%} judged as by {EIGHT}; "
         f"{len(each)} questions of {', '.join(TRACE_TASKS)}"
-        for form, each in right.items()
+        for encoding, each in right.items()
     }
     return compared(
         shares, ours=OURS, case=f"questions in up to {held} stored tokens", metric="accuracy", unit="share",
@@ -162,64 +170,56 @@ def _accuracy(
 
 
 def _passages(
-    graphs: ContextGraphs, stories: list[int], held: int, plan: QualityPlan, progress: Progress | None
+    chunk_io: ChunkIO, stories: list[int], held: int, plan: QualityPlan, progress: Progress | None
 ) -> list[Row]:
-    table, size = graphs.table, graphs.chunk_tokens
+    scorer, size = chunk_io.runner.scorer(), chunk_io.chunk_tokens
     chunks, begun = held // size, round(_BEGUN_SHARE * size)
     gains: dict[str, list[float]] = {}
     texts = list(_windows(stories, held + size, plan.passages))
     for number, text in enumerate(texts):
-        # All chunks in turn, spread over the context however few passages there are.
+        # Where there are fewer passages than chunks they are spread over the context.
         at = size * (number * chunks // len(texts) if len(texts) < chunks else number % chunks)
         context, other = text[:held], text[held:]
         passage = context[at : at + size]
 
         def rest(cache: KVCache, passage: list[int] = passage) -> float:
-            return float(table.score(passage[:-1], passage[1:], cache)[begun - 1 :].mean())
+            return float(scorer.score(passage[:-1], passage[1:], cache)[begun - 1 :].mean())
 
-        without = Stored.of(graphs, [*context[:at], *other, *context[at + size :]], {}, plan.seed)
-        unseen = rest(without.back(RAW))
-        stored = Stored.of(graphs, context, RATIOS, plan.seed + number)
-        for form in stored.forms:
-            gains.setdefault(form, []).append(rest(stored.back(form)) - unseen)
+        without = Stored.of(chunk_io, [*context[:at], *other, *context[at + size :]], {}, plan.seed)
+        unseen = rest(without.restored(RAW))
+        stored = Stored.of(chunk_io, context, RATIOS, plan.seed + number)
+        for encoding in stored.encodings:
+            gains.setdefault(encoding, []).append(rest(stored.restored(encoding)) - unseen)
         _tell(progress, "passages", number + 1, len(texts))
-    values = {form: float(np.mean(each)) for form, each in gains.items()}
+    values = {encoding: float(np.mean(each)) for encoding, each in gains.items()}
     notes = {}
-    for form, each in gains.items():
+    for encoding, each in gains.items():
         lost = np.array(each) - np.array(gains[EIGHT])
-        notes[form] = (
+        notes[encoding] = (
             f"{lost.mean():+.4f} ± {lost.std() / math.sqrt(len(lost)):.4f} against {EIGHT}; {len(each)} "
             f"passages, in turn of {chunks} chunks"
         )
     return compared(
-        values, ours=OURS, case=f"passage of {held} stored tokens begun again", metric="recall",
+        values, ours=OURS, case=f"passage of {held} stored tokens repeated", metric="recall",
         unit="nats/token", notes=notes,
     )  # fmt: skip
 
 
-def _score(graphs: ContextGraphs, cache: KVCache, trunk: list[int], branch: list[int]) -> float:
+def _score(chunk_io: ChunkIO, cache: KVCache, trunk: list[int], branch: list[int]) -> float:
     """Log-probability of an answer behind the end of a question."""
     whole = [*trunk, *branch]
-    scores = graphs.table.score(whole[:-1], whole[1:], cache)
+    scores = chunk_io.runner.scorer().score(whole[:-1], whole[1:], cache)
     return float(scores[len(trunk) - 1 :].sum())
 
 
 def _said(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
-    """A question with its right answer, as it stands in a context."""
+    """Token ids of a question with its right answer, as a context holds them."""
     answer = engine.tokenizer.encode(example.answer, add_special_tokens=False)
     return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
 
 
-def _stories(engine: Engine, data: Path) -> list[int]:
-    """All of the validation text as tokens."""
-    from serving.console import read_text
-
-    texts = [each.strip() for each in read_text(data / _TEXT).split(_SEPARATOR)]
-    return [token for each in texts if each for token in engine.tokenizer.encode(each)]
-
-
 def _windows(tokens: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
-    """So many pieces, spread over all of the text.
+    """Pieces of a length, spread evenly over the text.
 
     Raises:
       ConfigError: there is too little text.

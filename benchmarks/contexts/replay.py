@@ -1,4 +1,4 @@
-"""A switching trace on one system: how long each switch takes."""
+"""Replays a switching trace on one system, and times each switch."""
 
 import dataclasses
 import shutil
@@ -11,24 +11,24 @@ import numpy as np
 
 from benchmarks.contexts.histories import Histories, random_tokens
 from benchmarks.contexts.systems import System
-from benchmarks.devices import Device
+from benchmarks.measuring.storage import Device
 from serving.contexts.manager import Contexts
 from serving.contexts.restore import Restoration
 from serving.contexts.switching import ContextCall
 from serving.engine import Engine
 
-# The first calls are not counted: what is in memory is then as the system leaves it, not as it was filled.
+# The first calls are not counted: memory is then as the system leaves it, not as it was filled.
 _UNCOUNTED = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Switches:
-    """What a trace's switches took on one system.
+    """The switches of a trace on one system.
 
     Attributes:
-      restorations: of each switch, how the context came back.
-      finish_ms: of each call, what keeping the context took besides (see `ContextAnswer`).
-      caching: how storage was read; empty where nothing was.
+      restorations: of each switch, how the context was restored.
+      finish_ms: of each call, the time to keep the context after it (see `ContextAnswer`).
+      caching: how storage was read; empty where it was not.
     """
 
     restorations: Sequence[Restoration]
@@ -47,7 +47,7 @@ class Switches:
 
     @property
     def note(self) -> str:
-        """Where the chunks came from, and how times are spread."""
+        """The sources of chunks, and the spread of times."""
         found = self.restorations
         times = [each.took_ms for each in found]
         parts = [(len(each.read), len(each.computed), each.resident) for each in found]
@@ -75,9 +75,9 @@ def replay(
       system: keeps the contexts.
       engine: answers, by the system's codec.
       trace: of contexts that are numbered like the histories.
-      histories: what was said before; a context's calls fit behind its own.
+      histories: of the contexts before the trace; a context's calls fit behind its own.
       budget_bytes: of all chunks in memory.
-      device: whose storage it is.
+      device: whose storage chunks are on.
       folder: a store is made in it, and removed.
       seed: of the prompts' tokens.
     """

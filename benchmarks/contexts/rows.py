@@ -1,27 +1,26 @@
-"""The rows of switching: how long a switch takes on every system, and keeping what was said; and how many
-contexts that allows."""
+"""Makes rows of switches: times to switch and to keep a context, and how many contexts a limit allows."""
 
 from collections.abc import Mapping
 
 from benchmarks.contexts.replay import Switches
 from benchmarks.contexts.systems import OURS
-from benchmarks.devices import Device
-from benchmarks.report import Row, compared
+from benchmarks.measuring.report import Row, compared
+from benchmarks.measuring.storage import Device
 
-# Of a mean switch: what nobody notices, and what hardly anybody does.
+# Mean switches that are not noticed, or hardly.
 LIMITS_MS = (10.0, 25.0)
 
 
 def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> list[Row]:
-    """Mean switching latency of every system, and the mean time that keeping a context takes besides, ours
-    against each other."""
+    """Mean switching latency of every system, and the mean time to keep a context after a call, ours against
+    each other."""
     notes = {}
     for name, each in found.items():
         how = device.note or {"direct": "read by O_DIRECT", "buffered": "read through the page cache"}.get(
             each.caching, "nothing on storage"
         )
         notes[name] = f"{each.note}; {how}"
-    kept = "making room for what was said, coding and storing it; what a call said is flushed by every system"
+    kept = "makes room for the call's tokens, encodes and stores them; every system flushes them"
     return [
         *compared(
             {name: each.mean_ms for name, each in found.items()},
@@ -36,7 +35,7 @@ def switch_rows(case: str, found: Mapping[str, Switches], device: Device) -> lis
 
 
 def most_contexts(case: str, found: Mapping[int, Mapping[str, Switches]], limit_ms: float) -> list[Row]:
-    """The most active contexts, of the numbers tried, with which a system's mean switch stays in a limit.
+    """The largest number of active contexts, of those tried, whose mean switch stays within a limit.
 
     Args:
       case: of the rows.
@@ -48,7 +47,7 @@ def most_contexts(case: str, found: Mapping[int, Mapping[str, Switches]], limit_
     most = {}
     for system in systems:
         within = [found[count][system].mean_ms <= limit_ms for count in tried]
-        # Of the numbers up to the first that is too many.
+        # Numbers below the first that is too large.
         held = within.index(False) if False in within else len(within)
         most[system] = tried[held - 1] if held else 0
     note = f"tried: {', '.join(map(str, tried))}"

@@ -1,4 +1,4 @@
-"""The whole bench: switching on every system, ablations, chunk sizes, speed beside no contexts, quality."""
+"""Runs the timed parts: switching on every system, ablations, chunk sizes, and answering in contexts."""
 
 import dataclasses
 import itertools
@@ -7,24 +7,25 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.contexts import PARTS
 from benchmarks.contexts.histories import Histories
 from benchmarks.contexts.replay import Switches, replay
 from benchmarks.contexts.rows import LIMITS_MS, most_contexts, switch_rows
 from benchmarks.contexts.speed import speed_rows
 from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS, System
-from benchmarks.devices import PHONES, REAL, Device, named_devices
-from benchmarks.report import Row
+from benchmarks.measuring.report import Row
+from benchmarks.measuring.storage import PHONES, REAL, Device, named_devices
 from jaxllm.bundle import WeightFormat
 from jaxllm.errors import ConfigError
-from serving.contexts.graphs import ContextGraphs
+from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import most_bytes
 from serving.contexts.switching import ContextCall, Lengths, make_switching
 from serving.engine import Engine
+from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.progress import Progress
 
-# Prompts and answers of a window of 2,048 tokens, as those of apps that ask for little: what they add is what
-# has to be written. Of a shorter window they are as large a share.
+# Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
+# written. In a shorter window they are the same share.
 _WINDOW_TOKENS = 2048
 _LENGTHS: tuple[Lengths, ...] = ((32, 4), (64, 6), (96, 8), (128, 12))
 CHUNK_TOKENS = 16
@@ -37,11 +38,11 @@ class Plan:
     Attributes:
       patterns: of traces.
       contexts: numbers of active contexts, ascending.
-      fitting: so many of ours fit into the budget, all chunks in memory.
+      fitting: number of contexts of ours that fit into the budget with all of their chunks.
       calls: of each trace.
-      devices: whose storage chunks are on; on the first one all patterns are run, on others the first.
+      devices: whose storage chunks are on; the first one runs all patterns, others the first pattern.
       chunk_tokens: sizes of chunks to compare, besides the paper's.
-      variants: whether ours is run without its techniques and in other chunks, and beside no contexts at all.
+      parts: of `PARTS`, those to run.
       repeats: of each timing of inference.
       seed: of all draws.
     """
@@ -52,13 +53,18 @@ class Plan:
     calls: int = 30
     devices: tuple[Device, ...] = named_devices(PHONES)
     chunk_tokens: tuple[int, ...] = (8, 32, 64)
-    variants: bool = True
+    parts: tuple[str, ...] = PARTS
     repeats: int = 5
     seed: int = 0
 
+    @property
+    def timed(self) -> bool:
+        """Whether anything is timed."""
+        return set(self.parts) != {"quality"}
+
     @classmethod
     def quick(cls) -> "Plan":
-        """Fits in a minute for a hundred million parameters."""
+        """Fits in a minute for the packaged model."""
         return cls(
             patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(),
             repeats=2,
@@ -67,7 +73,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One trace on one device: what systems are compared in.
+    """A trace on a device, on which systems are compared.
 
     Attributes:
       pattern: of the trace.
@@ -89,10 +95,10 @@ class Cell:
 
 
 class Bench:
-    """Engines by codec and size of chunks, and contexts with a past, each made once.
+    """Engines by codec and size of chunks, and contexts with a history, each made once.
 
     Attributes:
-      plan: says how much is run.
+      plan: sizes of the run.
     """
 
     def __init__(
@@ -106,7 +112,7 @@ class Bench:
         self._traces: dict[tuple[str, int], tuple[list[ContextCall], Histories]] = {}
 
     def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS) -> Engine:
-        """That stores by a codec, in chunks of a size; an empty codec stands for one without contexts."""
+        """The engine that stores by a codec, in chunks of a size; an empty codec keeps no contexts."""
         key = codec, chunk_tokens
         if key not in self._engines:
             options = EngineOptions(kv_codec=codec, kv_chunk_tokens=chunk_tokens)
@@ -121,7 +127,7 @@ class Bench:
         return self.engine(SYSTEMS[0].codec).options.context_tokens
 
     def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], Histories]:
-        """Calls, and what was said before them: so much that they end at the window at most."""
+        """Calls, and histories before them that leave room for them in the window."""
         plan, key = self.plan, (pattern, contexts)
         if key not in self._traces:
             share = self.window_tokens / _WINDOW_TOKENS
@@ -137,7 +143,7 @@ class Bench:
                 )
             self._traces[key] = (
                 trace,
-                self._pasts().first([min(*each) for each in zip(self._lengths(), room, strict=False)]),
+                self._history().first([min(*each) for each in zip(self._lengths(), room, strict=False)]),
             )
         return self._traces[key]
 
@@ -157,23 +163,23 @@ class Bench:
             )
 
     def budget_bytes(self) -> int:
-        """That holds all chunks of ours of as many contexts as are to fit, as the trace leaves them."""
+        """Bytes of all chunks of ours, of as many contexts as are to fit, at the trace's end."""
         plan = self.plan
         trace, histories = self.trace(plan.patterns[0], plan.fitting)
-        graphs = ContextGraphs(self.engine(SYSTEMS[0].codec).table)
+        chunk_io = ChunkIO(self.engine(SYSTEMS[0].codec).runner)
         options = SYSTEMS[0].options(Path(), 1, REAL.storage)
         ends = [len(tokens) for tokens in histories.tokens]
         for call in trace:
             ends[call.context] += call.prompt_tokens + call.answer_tokens
-        return sum(most_bytes(graphs, options, end // graphs.chunk_tokens) for end in ends)
+        return sum(most_bytes(chunk_io, options, end // chunk_io.chunk_tokens) for end in ends)
 
     def _lengths(self) -> list[int]:
-        """Of the contexts' pasts: from half a window up, evenly, shuffled the same way always."""
+        """Tokens of the contexts' histories: from half a window up, evenly, in a fixed shuffled order."""
         most, count = self.window_tokens, max(self.plan.contexts)
-        places = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
-        return [most // 2 + most // 2 * place // count for place in places]
+        order = [(7 * each) % count for each in range(count)] if count % 7 else range(count)
+        return [most // 2 + most // 2 * rank // count for rank in order]
 
-    def _pasts(self) -> Histories:
+    def _history(self) -> Histories:
         if self._histories is None:
             engine = self.engine(SYSTEMS[0].codec)
             self._histories = Histories.compute(engine, self._lengths(), self.plan.seed, self._progress)
@@ -187,7 +193,7 @@ def run(
     progress: Progress | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """Measures everything but quality.
+    """Measures all that is timed.
 
     Args:
       model: a bundle or a Hugging Face folder.
@@ -198,8 +204,34 @@ def run(
     """
     bench = Bench(model, weights, plan, progress)
     budget, rows = bench.budget_bytes(), []
+    if "switching" in plan.parts:
+        rows += _switching_rows(bench, budget, tell)
+    # Where all of ours fits into the budget, and with twice as many contexts.
+    chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
+    for device, contexts in itertools.product(plan.devices, chosen):
+        cell = Cell(plan.patterns[0], contexts, device, budget)
+        if "ablations" in plan.parts:
+            rows += _variant_rows("ablation", cell, _ablated(bench, cell), tell)
+        if "chunk-sizes" in plan.parts and plan.chunk_tokens and device is plan.devices[0]:
+            rows += _variant_rows("chunk size", cell, _chunked(bench, cell), tell)
+    if "answering" in plan.parts:
+        rows += speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
+    return rows
+
+
+def cells(plan: Plan, budget_bytes: int) -> Iterator[Cell]:
+    """All patterns on the first device, the first pattern on others."""
+    for device in plan.devices:
+        for pattern in plan.patterns if device is plan.devices[0] else plan.patterns[:1]:
+            for contexts in plan.contexts:
+                yield Cell(pattern, contexts, device, budget_bytes)
+
+
+def _switching_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> list[Row]:
+    """Switches on every system, and how many contexts each serves within the limits."""
+    rows = []
     found: dict[Cell, dict[str, Switches]] = {}
-    for cell in cells(plan, budget):
+    for cell in cells(bench.plan, budget):
         found[cell] = {}
         for system in SYSTEMS:
             found[cell][system.name] = each = bench.switches(system, cell)
@@ -217,46 +249,32 @@ def run(
         case = f"{pattern}, {budget / 1e6:.0f} MB, {device.name}"
         for limit_ms in LIMITS_MS:
             rows += most_contexts(case, of, limit_ms)
-    if not plan.variants:
-        return rows
-    rows += _variant_rows(bench, budget, tell)
-    return rows + speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)
-
-
-def cells(plan: Plan, budget_bytes: int) -> Iterator[Cell]:
-    """What is compared: all patterns on the first device, the first one on others."""
-    for device in plan.devices:
-        for pattern in plan.patterns if device is plan.devices[0] else plan.patterns[:1]:
-            for contexts in plan.contexts:
-                yield Cell(pattern, contexts, device, budget_bytes)
-
-
-def _variant_rows(bench: Bench, budget: int, tell: Callable[[str], None]) -> list[Row]:
-    """Ours without one of its techniques, and in chunks of other sizes: where all of it fits, and with twice
-    as many contexts. Ours is run beside them anew, for machines change their pace."""
-    plan, rows = bench.plan, []
-    chosen = [each for each in plan.contexts if each in (plan.fitting, 2 * plan.fitting)]
-    for device, contexts in itertools.product(plan.devices, chosen):
-        cell = Cell(plan.patterns[0], contexts, device, budget)
-        ablated = {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *ABLATIONS)}
-        rows += switch_rows(f"ablation: {cell.name}", ablated, device)
-        for name, each in ablated.items():
-            tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
-        if device is not plan.devices[0] or not plan.chunk_tokens:
-            continue
-        sizes = {OURS: bench.switches(SYSTEMS[0], cell)} | {
-            f"{OURS}-chunks-of-{size}": bench.switches(SYSTEMS[0], cell, size) for size in plan.chunk_tokens
-        }
-        rows += switch_rows(f"chunk size: {cell.name}", sizes, device)
-        for name, each in sizes.items():
-            tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
     return rows
 
 
+def _ablated(bench: Bench, cell: Cell) -> dict[str, Switches]:
+    """Ours with and without each of its techniques. It runs again itself, for machines change their pace."""
+    return {system.name: bench.switches(system, cell) for system in (SYSTEMS[0], *ABLATIONS)}
+
+
+def _chunked(bench: Bench, cell: Cell) -> dict[str, Switches]:
+    """Ours in chunks of other sizes."""
+    return {OURS: bench.switches(SYSTEMS[0], cell)} | {
+        f"{OURS}-chunks-of-{size}": bench.switches(SYSTEMS[0], cell, size) for size in bench.plan.chunk_tokens
+    }
+
+
+def _variant_rows(
+    what: str, cell: Cell, found: dict[str, Switches], tell: Callable[[str], None]
+) -> list[Row]:
+    for name, each in found.items():
+        tell(f"{cell.name}: {name} {each.mean_ms:.1f} ms; {each.note}")
+    return switch_rows(f"{what}: {cell.name}", found, cell.device)
+
+
 def _scratch() -> str | None:
-    """Where stores are made: in the cache folder, which is on storage where that for temporary files may be
-    memory."""
-    from serving.user_cache import cache_folder
+    """The folder for stores: in the cache folder, for the one of temporary files may be in memory."""
+    from serving.host.user_cache import cache_folder
 
     folder = cache_folder() / "benchmarks"
     folder.mkdir(parents=True, exist_ok=True)

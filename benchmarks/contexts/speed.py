@@ -1,4 +1,4 @@
-"""How fast the model answers in a context, and how fast without any."""
+"""Compares the speed of answers in a context with that of an engine without contexts."""
 
 import statistics
 
@@ -6,9 +6,9 @@ import numpy as np
 
 from benchmarks.contexts.histories import random_tokens
 from benchmarks.contexts.systems import OURS
-from benchmarks.report import Row, compared
+from benchmarks.measuring.report import Row, compared
 from serving.engine import Engine
-from serving.generation import GenerationConfig, Session
+from serving.request import GenerationConfig, Session
 
 PLAIN = "no management"
 # Shares of a window.
@@ -19,8 +19,8 @@ def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[
     """Rates of prefill and decoding, in turns, of a prompt and of the next one behind it.
 
     Args:
-      managed: an engine that keeps contexts: it counts what is attended to, in caches that can be stored.
-      plain: the same without.
+      managed: an engine that keeps contexts: it counts attention, in caches that can be stored.
+      plain: the same model without contexts.
       repeats: of each.
       seed: of the prompts.
     """
@@ -37,7 +37,7 @@ def speed_rows(managed: Engine, plain: Engine, repeats: int, seed: int) -> list[
                 done = engines[name].stream(said, config, session=session).result()
                 said += done.tokens
                 if repeat:
-                    # The first time sets things up.
+                    # The first one warms up.
                     fed = done.prompt_tokens - done.reused_tokens
                     prefill[name].append(1000 * fed / done.timings.ttft_ms)
                     decode[name].append(1000 / done.timings.tpot_ms(len(done.tokens)))

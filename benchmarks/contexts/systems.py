@@ -1,17 +1,17 @@
-"""The systems of the bench: options of one manager."""
+"""Describes ours and the baselines as options of one context manager."""
 
 import dataclasses
 from pathlib import Path
 
 from serving.contexts.options import ContextOptions, Writing
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 
 OURS = "jaxllm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class System:
-    """A way to keep contexts.
+    """A system that keeps contexts.
 
     Attributes:
       name: as rows have it.
@@ -27,7 +27,7 @@ class System:
     recompute: bool = True
 
     def options(self, folder: Path, budget_bytes: int, storage: Storage) -> ContextOptions:
-        """In a folder, a budget, and on a device."""
+        """Options of the manager in a folder, with a budget, on storage."""
         return ContextOptions(
             folder=folder,
             budget_bytes=budget_bytes,
@@ -47,7 +47,7 @@ SYSTEMS = (
     System(name="VLLM-S", codec="raw", policy="lru", writing="at-eviction", recompute=False),
     System(name="VLLM-SQ", ratio=1.0, policy="lru", writing="at-eviction", recompute=False),
 )
-# Each of the three techniques off in turn.
+# Without each of the three techniques in turn.
 ABLATIONS = (
     dataclasses.replace(_OURS, name=f"{OURS}-no-compression", ratio=1.0),
     dataclasses.replace(_OURS, name=f"{OURS}-no-pipeline", recompute=False),

@@ -1,4 +1,4 @@
-"""The models of the systems beside ours: how each is opened, and what changing from one to another takes."""
+"""Opens the models of the baselines, and times changing from one to another."""
 
 import contextlib
 import copy
@@ -13,16 +13,19 @@ import numpy as np
 
 from benchmarks.elastic.levels import move
 from jaxllm.bundle import WeightFormat
-from jaxllm.config import WHOLE
+from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import layer_parameters
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params, parameter_count
-from serving.buckets import BucketTable
+from serving.buckets.table import BucketTable
+from serving.bundles import levels_of, open_model
 from serving.engine import Engine
-from serving.models import levels_of, open_model
+from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.progress import Progress
+from serving.runners.make import Runners
+from serving.runners.resident import ResidentRunner
+from serving.weights.model_level import ModelLevel
 
 _READ_BYTES = 1 << 22
 SWAP, PRUNED, LAYERS = "PFS-swap", "LLM-Pruner", "LE (no recovery)"
@@ -33,13 +36,13 @@ RESIDENT = "PFS"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """One model of several.
+    """One of a baseline's models.
 
     Attributes:
-      name: says which.
-      engine: the whole model's, by which it is timed.
+      name: of the model.
+      engine: of the whole model, by which it is timed.
       level: of that engine.
-      change_ms: what changing to it takes.
+      change_ms: time to change to it.
     """
 
     name: str
@@ -61,35 +64,40 @@ def open_elastic(model: Path, progress: Progress | None = None) -> Engine:
 
 
 def open_baselines(
-    engine: Engine, plain: Sequence[Path], pruned: Path | None, progress: Progress | None = None
+    engine: Engine,
+    plain: Sequence[Path],
+    pruned: Path | None,
+    layer_subsets: int = 0,
+    progress: Progress | None = None,
 ) -> dict[str, list[Size]]:
     """The models of every baseline that has its own, ascending by size.
 
     Args:
       engine: ours.
-      plain: PFS, models of other sizes; none leaves it out.
-      pruned: LLM-Pruner, an elastic bundle; None takes ours.
+      plain: models of other sizes, for PFS; none leaves it out.
+      pruned: an elastic bundle, for LLM-Pruner; None takes ours.
+      layer_subsets: how many sizes LE has besides the whole model; 0 stands for all that there are.
       progress: of opening engines.
     """
     found = {}
     if plain:
-        found[SWAP] = plain_models(plain, weights=engine.bundle.layout.weights, options=engine.options)
+        found[SWAP] = plain_models(plain, weights=engine.model.bundle.layout.weights, options=engine.options)
     found[PRUNED] = pruned_models(engine if pruned is None else open_elastic(pruned, progress))
-    importance = engine.bundle.layout.parts["elastic"].facts.get("layer_importance")
+    importance = engine.model.bundle.layout.parts["elastic"].facts.get("layer_importance")
     if importance is not None:
-        found[LAYERS] = layer_wise(engine, importance)
+        found[LAYERS] = layer_wise(engine, importance, layer_subsets)
     return found
 
 
 def widths(engine: Engine, sizes: Sequence[Size]) -> str:
-    """At which widths a baseline's weights are, as notes have it."""
-    theirs = sorted({each.engine.bundle.layout.weights for each in sizes})
-    ours = engine.bundle.layout.weights
+    """The widths of a baseline's weights, for notes."""
+    theirs = sorted({each.engine.model.bundle.layout.weights for each in sizes})
+    ours = engine.model.bundle.layout.weights
     return f"{', '.join(theirs)} weights" + ("" if theirs == [ours] else f", ours {ours}")
 
 
 def sizes_beside(engine: Engine, sizes: Sequence[Size]) -> str:
-    """How many models a baseline has, and their parameters and files beside ours, as notes have it."""
+    """How many models a baseline has, and their parameters and files beside ours, for notes."""
     theirs = [each.engine for each in sizes]
     parameters = sum(parameter_count(each.cfg) for each in theirs) / parameter_count(engine.cfg.whole)
     files = sum(map(_file_bytes, theirs)) / _file_bytes(engine)
@@ -97,11 +105,11 @@ def sizes_beside(engine: Engine, sizes: Sequence[Size]) -> str:
 
 
 def _file_bytes(engine: Engine) -> int:
-    return engine.bundle.path.stat().st_size
+    return engine.model.bundle.path.stat().st_size
 
 
 def plain_models(paths: Sequence[Path], *, weights: WeightFormat, options: EngineOptions) -> list[Size]:
-    """PFS: plain models, each with what reading it takes.
+    """The models of PFS, each with the time to read it.
 
     Folders are prepared at the width `weights`; a bundle has its own (see `widths`).
     """
@@ -121,9 +129,8 @@ def plain_models(paths: Sequence[Path], *, weights: WeightFormat, options: Engin
 def swap_ms(file: Path) -> float:
     """Milliseconds to read a file from its beginning to its end, its pages dropped from the cache before.
 
-    That is the least that a system can take that holds one model at a time: placing the weights is not in it.
-    Pages that some process maps cannot be dropped, nor can those of a file in memory; what is measured then
-    is reading the page cache, which is less.
+    A system that holds one model at a time takes at least as long: placing the weights is not counted. Pages
+    that a process maps cannot be dropped, nor those of a file in memory; then the page cache is read, faster.
     """
     times = []
     for _ in range(3):
@@ -140,25 +147,39 @@ def swap_ms(file: Path) -> float:
 
 
 def pruned_models(engine: Engine) -> list[Size]:
-    """LLM-Pruner: the levels of a bundle, each moved when it is changed to."""
-    return [Size(f"{level} %", engine, level, move(engine, level)[0]) for level in engine.table.levels]
+    """The models of LLM-Pruner: the levels of a bundle, each copied when it is changed to."""
+    return [Size(f"{level} %", engine, level, move(engine, level)[0]) for level in engine.levels]
 
 
-def layer_wise(engine: Engine, importance: Sequence[float]) -> list[Size]:
-    """LE: sub-models of the most important layers alone, over the same weights, and as they are: unlike our
-    levels they have no recovery training.
+def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) -> list[Size]:
+    """The models of LE: sub-models of the most important layers, over the same weights, without the recovery
+    training that our levels have.
+
+    Args:
+      engine: serves the whole model.
+      importance: of each layer.
+      subsets: how many numbers of layers, spread evenly; 0 takes every one.
 
     Raises:
       ConfigError: there is not one importance per layer.
     """
-    whole, cfg = engine.at(WHOLE).table, engine.cfg.whole
+    whole, cfg = engine.runner_at(WHOLE), engine.cfg.whole
     if len(importance) != cfg.layers:
         raise ConfigError(f"{len(importance)} importances of layers for a model of {cfg.layers}")
     # A table of its own: numbers of layers are no levels.
-    params = whole_params(whole.params)
-    store = None if whole.store is None else whole.store.of(cfg, params)
-    table = BucketTable(cfg, params, engine.options, store)
-    for count in range(1, min(cfg.layers, WHOLE)):
+    params, store = whole_params(whole.params), whole.table.store()
+    table, runners = BucketTable(), dict[int, ResidentRunner]()
+
+    def add(level: int, part: ModelConfig, params: Params) -> None:
+        model = ModelLevel(part, params, engine.options, level=level)
+        table.add_level(level, model.shapes, None if store is None else store.of(part, params))
+        runners[level] = ResidentRunner(model, table)
+
+    add(WHOLE, cfg, params)
+    counts = range(1, min(cfg.layers, WHOLE))
+    if subsets:
+        counts = sorted({*np.linspace(1, counts[-1], min(subsets, len(counts))).round().astype(int).tolist()})
+    for count in counts:
         kept = sorted(np.argsort(-np.asarray(importance), kind="stable")[:count].tolist())
         part = dataclasses.replace(
             cfg,
@@ -166,22 +187,23 @@ def layer_wise(engine: Engine, importance: Sequence[float]) -> list[Size]:
             attention_windows=tuple(cfg.attention_windows[each] for each in kept),
             sparse_layers=tuple(cfg.sparse_layers[each] for each in kept) if cfg.sparse_layers else (),
         )
-        table.add_level(count, part, _of_layers(params, kept))
-    other = copy.copy(engine)
-    other.table = table
+        add(count, part, _of_layers(params, kept))
+    model = copy.copy(engine.model)
+    model.runners = Runners(runners, runners, table)
+    other = Engine(model)
     other.warm_up()
-    return [Size(f"{table.at(each).cfg.layers} layers", other, each) for each in table.levels]
+    return [Size(f"{runners[each].cfg.layers} layers", other, each) for each in sorted(runners)]
 
 
 def _of_layers(params: Params, kept: Sequence[int]) -> Params:
     """The parameters of a model with these layers alone."""
-    places = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
+    renamed = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
     chosen = {}
     for name, value in params.items():
         if not name.startswith("layers."):
             chosen[name] = value
             continue
         prefix = ".".join(name.split(".")[:2]) + "."
-        if prefix in places:
-            chosen[places[prefix] + name.removeprefix(prefix)] = value
+        if prefix in renamed:
+            chosen[renamed[prefix] + name.removeprefix(prefix)] = value
     return chosen

@@ -1,4 +1,4 @@
-"""The paper's figures again: accuracy and times over levels, and accuracy in time of every system."""
+"""Draws the paper's figures: accuracy and times over levels, and accuracy in time of every system."""
 
 import re
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic.rows import ALL, LIMITED, METRICS
-from benchmarks.report import Row, check_plot
+from benchmarks.measuring.report import Row, check_plot
 
 _SHORT = {ALL: "all", LIMITED: "limited"}
 _LEVEL = re.compile(r"level (\d+)(?:, prompt (\d+))?$")
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws what the rows have into a folder, a PNG each: levels' accuracy, their times, the trace."""
+    """Draws the figures that the rows allow into a folder, a PNG each: levels' accuracy, times, the trace."""
     check_plot(folder)
     import matplotlib.pyplot as plt
 
@@ -40,11 +40,11 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         }
         if not trace:
             continue
-        cases, systems = (list(dict.fromkeys(each[place] for each in trace)) for place in (0, 1))
+        cases, systems = (list(dict.fromkeys(each[part] for each in trace)) for part in (0, 1))
         figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
         width = 0.9 / len(systems)
-        for place, system in enumerate(systems):
-            at = [x + (place + 0.5) * width - 0.45 for x in range(len(cases))]
+        for number, system in enumerate(systems):
+            at = [x + (number + 0.5) * width - 0.45 for x in range(len(cases))]
             axes.bar(at, [trace[case, system] for case in cases], width, label=system)
         axes.set_xticks(range(len(cases)), [_SHORT.get(case, case) for case in cases])
         axes.set_ylabel(label)

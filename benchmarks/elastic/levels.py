@@ -1,4 +1,4 @@
-"""What levels cost: time to the first token and per token, memory, and what a copy of one takes."""
+"""Measures the cost of levels: time to the first token and per token, memory, and copying one."""
 
 import json
 import math
@@ -13,29 +13,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.elastic.systems import OURS
-from benchmarks.memory import peak_resident_bytes
-from benchmarks.report import Row
+from benchmarks.elastic.policies import OURS
+from benchmarks.measuring.memory import peak_resident_bytes
+from benchmarks.measuring.report import Row
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import Params, param_specs
 from serving.engine import Engine
-from serving.generation import GenerationConfig
 from serving.options import EngineOptions
-from serving.profile import DeviceProfile
+from serving.planning.profile import DeviceProfile
+from serving.request import GenerationConfig
 
 # Prompt of the process whose memory is measured.
 _PROMPT_TOKENS = 64
 
 
 def time_rows(profile: DeviceProfile) -> list[Row]:
-    """Times of every level, each against the whole model's."""
+    """Rows of every level's times, each against the whole model's."""
     rows = []
-    for metric, table in (("ttft_ms", profile.ttft_ms), ("tpot_ms", profile.tpot_ms)):
-        whole = table[profile.levels.index(WHOLE)]
-        for level, times in zip(profile.levels, table, strict=True):
+    for metric, times_of in (("ttft_ms", profile.ttft_ms), ("tpot_ms", profile.tpot_ms)):
+        whole = times_of[profile.levels.index(WHOLE)]
+        for level, times in zip(profile.levels, times_of, strict=True):
             for tokens, value, of_whole in zip(profile.tokens, times, whole, strict=True):
                 rows.append(
                     Row(
@@ -52,18 +52,18 @@ def time_rows(profile: DeviceProfile) -> list[Row]:
 
 
 def own_bytes(engine: Engine, level: int) -> int:
-    """Bytes of a level's weights that are not the whole model's memory, its recovery adapter left aside."""
-    shared = {_place(leaf) for leaf in jax.tree.leaves(engine.table.at(WHOLE).params)}
+    """Bytes of a level's weights outside of the whole model's memory, without its recovery adapter."""
+    shared = {_address(leaf) for leaf in jax.tree.leaves(engine.runner_at(WHOLE).params)}
     own = 0
-    for leaf in jax.tree.leaves(_without_adapters(engine.table.at(level).params)):
-        own += 0 if _place(leaf) in shared else leaf.nbytes
+    for leaf in jax.tree.leaves(_without_adapters(engine.runner_at(level).params)):
+        own += 0 if _address(leaf) in shared else leaf.nbytes
     return own
 
 
 def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
     """Peak memory of a process that serves all levels, against one that serves the whole model.
 
-    Both read their graphs from disk, as a service does from its second start on: each runs twice.
+    Both read their buckets from disk, as a service does from its second start on: each runs twice.
     """
     peaks = {}
     for name, asked in (("all levels", levels), ("whole model", ())):
@@ -87,15 +87,15 @@ def memory_rows(model: Path, levels: Sequence[int]) -> list[Row]:
 
 
 def move(engine: Engine, level: int) -> tuple[float, int]:
-    """Milliseconds and bytes of making the units of a level anew, from the whole model's in memory."""
-    whole, part = engine.cfg.whole, engine.table.at(level).cfg
+    """Milliseconds and bytes of copying the units of a level out of the whole model in memory."""
+    whole, part = engine.cfg.whole, engine.runner_at(level).cfg
     sizes, kept = (
         {name: math.prod(spec.shape) for name, spec in param_specs(cfg).items()} for cfg in (whole, part)
     )
     parts = [
-        # As many bytes as the level has, wherever in the buffer they are.
+        # As many bytes as the level has, from anywhere in the buffer.
         np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
-        for name, weight in whole_params(engine.table.at(WHOLE).params).items()
+        for name, weight in whole_params(engine.runner_at(WHOLE).params).items()
         if is_unit_parameter(name)
         for leaf in jax.tree.leaves(getattr(weight, "base", weight))
     ]
@@ -113,15 +113,15 @@ def _without_adapters(params: Params | CountedSubModel) -> list[Any]:
     return [*weights, params.counts] if isinstance(params, CountedSubModel) else weights
 
 
-def _place(leaf: jax.Array) -> int:
+def _address(leaf: jax.Array) -> int:
     return leaf.unsafe_buffer_pointer()
 
 
 def _peak(model: str, levels: Sequence[int]) -> int:
-    """Bytes of this process's most memory after it answered at every level."""
+    """Peak memory of this process in bytes, after it answered at every level."""
     engine = Engine.open(model, options=EngineOptions(levels=tuple(levels)))
     config = GenerationConfig(max_tokens=4, ignore_eos=True)
-    for level in engine.table.levels:
+    for level in engine.levels:
         engine.stream(list(range(_PROMPT_TOKENS)), config, level=level).result()
     return peak_resident_bytes()
 

@@ -1,36 +1,36 @@
-"""The rows of the trace: how right and how much in time every system is, and what the service really took."""
+"""Makes rows of the trace: right answers and answers in time of every system, and times of the service."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from benchmarks.elastic.bootstrap import lead, said
 from benchmarks.elastic.decisions import Asked
-from benchmarks.elastic.resampling import lead, said
-from benchmarks.elastic.systems import OURS, Choices
-from benchmarks.report import Row, compared
+from benchmarks.elastic.policies import OURS, Choices
+from benchmarks.measuring.report import Row, compared
 from jaxllm.elastic.slo import Slo
-from serving.slack import CONFIDENCE
-from serving.trace import Outcome, totals
+from serving.planning.safety_margin import CONFIDENCE
+from serving.traces.trace import Outcome, totals
 
 ALL = "all six"
 # Without <100,100>, which every answer meets.
 LIMITED = "the five with a limit"
-# Of right answers alone, and of those that were in time, too.
+# Shares of right answers, and of right answers in time.
 METRICS = ("accuracy", "right_and_held")
 
 
 def cases(slos: Iterable[Slo]) -> list[str]:
-    """What requests of these objectives are told by: each objective, those with a limit, and all."""
+    """The cases of rows: each objective, those with a limit, and all."""
     known = list(dict.fromkeys(slos))
     limited = [LIMITED] if any(slo.has_limit for slo in known) else []
     return [*map(str, known), *limited, ALL]
 
 
 def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str, str]) -> list[Row]:
-    """Every system, by objective and in all, ours against each other on the same requests.
+    """Shares of every system, by objective and over all, ours against each other on the same requests.
 
     Args:
-      found: what each did, ours among them.
+      found: the choices of each, ours among them.
       asked: the trace.
       remarks: by system, how it ran.
     """
@@ -38,7 +38,7 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
     rows = []
     for case in cases(slos):
         chosen = np.array([case in cases([slo]) for slo in slos])
-        questions = np.asarray(asked.places)[chosen]
+        questions = np.asarray(asked.indices)[chosen]
         held = {
             system: f"in time by the tables {each.held[chosen].mean():.1%}" for system, each in found.items()
         }
@@ -62,12 +62,12 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
 
 
 def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bool = True) -> list[Row]:
-    """What the service really did, by objective and in all: its answers written out, its times by the clock.
+    """Rows of requests that the service answered, by objective and over all, timed by the clock.
 
     Args:
       outcomes: of the requests.
-      met: whether each one's objective was met, as the device was then.
-      answers: whether the model that was asked knows any; else times alone are told.
+      met: whether each one's objective was met, at the device's speed at that moment.
+      answers: whether the model is trained; otherwise rows are about times alone.
     """
     both = list(zip(outcomes, met, strict=True))
     rows = []
@@ -80,7 +80,7 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
         sure = np.array([outcome.confident for outcome, _ in pairs])
         right = np.array([outcome.right for outcome, _ in pairs])
         note = (
-            f"{each.requests} requests really asked, {each.failed} of them failed; {possible.mean():.1%} had "
+            f"{each.requests} requests replayed, {each.failed} of them failed; {possible.mean():.1%} had "
             f"a choice in time, of which {_share(held[possible])} were; {sure.mean():.1%} had one that is so "
             f"in {CONFIDENCE:.0%} of cases, by how late answers came before, of which {_share(held[sure])} "
             f"were; against the profile alone {each.held:.1%} were in time; level {each.level:.0f} and "
@@ -101,28 +101,28 @@ def _share(flags: np.ndarray) -> str:
 
 
 def planning_rows(outcomes: Sequence[Outcome], asked: Asked, pass_ms: np.ndarray) -> list[Row]:
-    """What planning took of the whole model's time to the first token, in the service; none if no request of
-    the replay had to be planned.
+    """The share of planning in the whole model's time to the first token, in the service; none if no request
+    of the replay had to be planned.
 
     Args:
       outcomes: of the trace's first requests.
       asked: the trace.
-      pass_ms: `[N]`, what a pass of the tiny LM over each question takes alone.
+      pass_ms: `[N]`, time of the tiny LM's pass over each question.
     """
     whole_ms = asked.whole_ms[0]
-    # An objective with room for everything asks nobody.
-    places = [
-        (outcome, place)
-        for outcome, place in zip(outcomes, asked.places, strict=False)
+    # Without a limit nothing is planned.
+    planned = [
+        (outcome, index)
+        for outcome, index in zip(outcomes, asked.indices, strict=False)
         if outcome.failure is None and outcome.source != "whole"
     ]
-    if not places:
+    if not planned:
         return []
-    share = np.median([outcome.planning_ms / whole_ms[place] for outcome, place in places])
-    alone = np.median([pass_ms[place] / whole_ms[place] for _, place in places])
+    share = np.median([outcome.planning_ms / whole_ms[index] for outcome, index in planned])
+    alone = np.median([pass_ms[index] / whole_ms[index] for _, index in planned])
     note = (
-        f"of the whole model's TTFT, median over {len(places)} requests of the replay that were planned; the "
-        f"tiny LM's pass alone {alone:.1%}"
+        f"of the whole model's TTFT, median over {len(planned)} requests of the replay that were planned; "
+        f"the tiny LM's pass alone {alone:.1%}"
     )
     return [
         Row(case="planning", system=OURS, metric="ttft_share", value=float(share), unit="share", note=note)

@@ -1,8 +1,7 @@
-"""What another level costs the request that asks for it: its time to the first token beside that of the same
-level again, in turns.
+"""Times the change to another level: a request's time to the first token beside one that stays at its level.
 
-To take another level's table is an attribute of a Python object, which tells nothing: what counts is what the
-next dispatch takes longer, from new arguments, and memory that the last request did not read.
+Choosing another level sets an attribute of a Python object, and costs nothing by itself; the next dispatch
+takes longer, for it has new arguments and reads memory that the last request did not read.
 """
 
 import dataclasses
@@ -10,11 +9,11 @@ import dataclasses
 import numpy as np
 
 from benchmarks.elastic.levels import move, own_bytes
-from benchmarks.elastic.systems import OURS
-from benchmarks.report import Row
+from benchmarks.elastic.policies import OURS
+from benchmarks.measuring.report import Row
 from serving.engine import Engine
-from serving.generation import GenerationConfig
-from serving.progress import Progress
+from serving.host.progress import Progress
+from serving.request import GenerationConfig
 
 # Prompt of the requests that are timed.
 PROMPT_TOKENS = 64
@@ -23,7 +22,7 @@ _RESAMPLINGS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Added:
-    """What changing to a level adds to a request's time to the first token.
+    """Time that changing to a level adds to a request's time to the first token.
 
     Attributes:
       median_ms: over pairs of a request that changes the level and one that does not.
@@ -38,7 +37,7 @@ class Added:
 
     @classmethod
     def of(cls, changed_ms: np.ndarray, stayed_ms: np.ndarray, seed: int = 0) -> "Added":
-        """From times `[pairs]` of either kind."""
+        """Computes it from times `[pairs]` of either kind."""
         longer = np.asarray(changed_ms, np.float64) - stayed_ms
         drawn = np.random.default_rng(seed).integers(0, len(longer), (_RESAMPLINGS, len(longer)))
         low, high = np.percentile(np.median(longer[drawn], axis=1), (2.5, 97.5))
@@ -46,10 +45,10 @@ class Added:
 
 
 def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None) -> list[Row]:
-    """What changing the level adds to the next time to the first token, and what a system takes to copy the
-    level's weights that moves them.
+    """The time that changing the level adds to the next time to the first token, and the time to copy the
+    level's weights, for a system that moves them.
 
-    A ratio is given only where ours can be told from nothing.
+    There is a ratio only where ours differs from zero.
     """
     added = added_by_level(engine, rounds=rounds, progress=progress)
     rows = []
@@ -77,10 +76,10 @@ def switch_rows(engine: Engine, *, rounds: int, progress: Progress | None = None
 def added_by_level(engine: Engine, *, rounds: int, progress: Progress | None = None) -> dict[int, Added]:
     """Times requests that change the level and requests that stay, in pairs.
 
-    Every request that is timed comes behind another one: of a random other level, or of its own. Which of a
-    pair comes first is drawn, and prompts are new ones.
+    Every timed request follows another one: of a random other level, or of its own. The order in a pair and
+    the prompts are drawn.
     """
-    levels, config = engine.table.levels, GenerationConfig(max_tokens=1)
+    levels, config = engine.levels, GenerationConfig(max_tokens=1)
     draw = np.random.default_rng(0)
     times = {(level, changes): [] for level in levels for changes in (False, True)}
 

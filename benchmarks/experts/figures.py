@@ -1,19 +1,19 @@
-"""Figures of the bench: time per token by storage, what each technique brings, predictors and policies."""
+"""Draws times per token by storage and technique, predictors, and eviction policies."""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row, check_plot, label_bars
+from benchmarks.measuring.report import Row, check_plot, label_bars
 
 _LAYER = re.compile(r"predictor: layer (\d+)$")
 _ROOM = re.compile(r"eviction: (\d+) experts$")
 _BUFFER = re.compile(r"buffer of (\d+) experts: ")
 _LOSS = re.compile(r"tolerable loss (\d+)%$")
-# What a figure of lines shows: cases, metric, the axes' names.
+# Line figures: cases, metric, the axes' names.
 _LINES = {
-    "predictors": (_LAYER, "hit_rate", "sparse layer", "visits that were foreseen (share)"),
+    "predictors": (_LAYER, "hit_rate", "sparse layer", "visits that were predicted (share)"),
     "evictions": (_ROOM, "hit_rate", "room (experts)", "visits to experts in memory (share)"),
     "buffers": (_BUFFER, "tpot_ms", "room (experts at 4 bits)", "time per token (ms)"),
     "losses": (_LOSS, "tpot_ms", "tolerable loss (%)", "time per token (ms)"),
@@ -21,9 +21,10 @@ _LINES = {
 
 
 def draw(rows: Sequence[Row], folder: Path) -> None:
-    """Draws what the rows have into a folder, a PNG each."""
+    """Draws the figures that the rows allow into a folder, a PNG each."""
     check_plot(folder)
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     def saved(name: str, figure: Any) -> None:
         figure.savefig(folder / f"experts_{name}.png", dpi=150)
@@ -41,7 +42,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
         for system, points in lines.items():
             axes.plot(*zip(*sorted(points.items()), strict=True), marker="o", label=system)
         axes.set_xlabel(across)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(upwards)
         axes.legend()
         saved(name, figure)

@@ -1,4 +1,4 @@
-"""What predictors foresee and eviction policies keep, on the experts that a model visited."""
+"""Judges predictors and eviction policies by the experts that a model visited."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from jaxllm.experts.eviction import Policy, Residents
 from jaxllm.experts.token_experts import TokenExperts
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
-from serving.experts.predictors import Predictor, make_predictor
-from serving.generation import GenerationConfig
+from serving.request import GenerationConfig
+from serving.weights.experts.predictors import Predictor, make_predictor
 
 _UNKNOWN = np.zeros(0, np.int32)
 COMPARED = ("paths", "router", "tokens", "frequency")
@@ -20,12 +20,12 @@ COMPARED = ("paths", "router", "tokens", "frequency")
 
 @dataclasses.dataclass(frozen=True)
 class Watched:
-    """What a model did.
+    """The visits of a model's tokens to experts, and their predictions.
 
     Attributes:
       visits: `[L_sparse, M, k]` int, of M decoded tokens.
-      hits: by predictor, of each layer the share of visits that it foresaw when the layer before was
-        computed, of the first one when the token was known.
+      hits: by predictor, the share of each layer's visits that it predicted when the layer before was
+        computed, of the first layer when the token was known.
     """
 
     visits: np.ndarray
@@ -33,38 +33,38 @@ class Watched:
 
 
 class _Watching(Predictor):
-    """Asks all predictors at each layer of a decoded token, and foresees nothing."""
+    """Asks all predictors at each layer of a decoded token, and predicts nothing itself."""
 
     def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
         self._all = {name: make_predictor(name, counts, tokens) for name in COMPARED}
-        self._foreseen: dict[str, list[np.ndarray]] = {name: [] for name in COMPARED}
+        self._predicted: dict[str, list[np.ndarray]] = {name: [] for name in COMPARED}
         self.passes: list[np.ndarray] = []
         self.found: dict[str, list[list[float]]] = {name: [] for name in COMPARED}
 
     def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
-        """Tells all what will be read."""
+        """Tells all predictors the tokens of the next pass."""
         for each in self._all.values():
             each.begin(tokens)
 
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> None:
-        """Keeps what each predictor says of the next layer."""
+        """Keeps each predictor's order of the next layer's experts."""
         if steps == 1:
             for name, each in self._all.items():
                 chances = each.probabilities(visited, ahead, 1)
                 assert chances is not None
-                self._foreseen[name].append(np.argsort(-chances, kind="stable"))
+                self._predicted[name].append(np.argsort(-chances, kind="stable"))
 
     def learn(self, visited: list[np.ndarray]) -> None:
-        """Compares with what was visited."""
+        """Compares predictions with visits."""
         tokens, choices = visited[0].shape
-        for name, foreseen in self._foreseen.items():
-            # Behind the last layer the next token's first one was foreseen, before that token was known.
+        for name, predicted in self._predicted.items():
+            # After the last layer the next token's first layer was predicted, before that token was known.
             if tokens == 1:
-                pairs = zip(visited, foreseen[:-1], strict=True)
+                pairs = zip(visited, predicted[:-1], strict=True)
                 self.found[name].append(
                     [float(np.isin(each[0], best[:choices]).mean()) for each, best in pairs]
                 )
-            self._foreseen[name] = []
+            self._predicted[name] = []
         if tokens == 1:
             self.passes.append(np.stack(visited)[:, 0])
         for each in self._all.values():
@@ -72,9 +72,9 @@ class _Watching(Predictor):
 
 
 def watch(engine: Engine, counts: PathCounts, prompts: Sequence[Sequence[int]], tokens: int) -> Watched:
-    """Lets an engine whose experts are streamed answer, and looks at the experts that it visits."""
-    watching = _Watching(counts, read_token_experts(engine.bundle))
-    engine.table.experts.predictor = watching  # pyright: ignore
+    """Observes the experts that an engine visits in its answers; its experts are streamed."""
+    watching = _Watching(counts, read_token_experts(engine.model.bundle))
+    engine.runner.layers.experts.predictor = watching  # pyright: ignore
     for number, prompt in enumerate(prompts):
         sampling = Sampling(temperature=1.0, seed=number)
         engine.generate(prompt, GenerationConfig(max_tokens=tokens, ignore_eos=True, sampling=sampling))
@@ -87,9 +87,9 @@ def hit_ratio(visits: np.ndarray, policy: Policy, room: int, frequency: np.ndarr
 
     Args:
       visits: in the order in which tokens pass layers.
-      policy: who leaves.
+      policy: chooses the expert to evict.
       room: at least k.
-      frequency: `[L, E]` visits before.
+      frequency: `[L, E]` earlier visits.
     """
     layers, tokens, _ = visits.shape
     frequency = frequency.astype(np.float64).copy()

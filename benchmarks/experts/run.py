@@ -1,4 +1,4 @@
-"""The whole bench: what a token takes in every system, what each technique brings, and what widths cost."""
+"""Runs all parts: time per token of every system and without each technique, losses, and predictors."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.devices import BOARDS, REAL, Device, named_devices
+from benchmarks.experts import PARTS
 from benchmarks.experts.replay import COMPARED, hit_ratio, watch
 from benchmarks.experts.systems import (
     OURS,
@@ -17,17 +17,19 @@ from benchmarks.experts.systems import (
     opened,
     planned_bytes,
 )
-from benchmarks.report import Row, compared, median
+from benchmarks.measuring.report import Row, compared, median
+from benchmarks.measuring.storage import BOARDS, REAL, Device, named_devices
+from benchmarks.samples.stories import SEPARATOR
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import expert_facts, read_path_counts
 from jaxllm.errors import ConfigError
 from jaxllm.experts.eviction import POLICIES
 from jaxllm.sampling import Sampling
-from serving.console import read_text
+from serving.commands.console import read_text
 from serving.engine import Engine
-from serving.experts.options import ExpertOptions
-from serving.generation import GenerationConfig
-from serving.progress import Progress
+from serving.host.progress import Progress
+from serving.request import GenerationConfig
+from serving.weights.experts.options import ExpertOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ class Plan:
     """Sizes of one run.
 
     Attributes:
-      devices: where experts are read from.
+      devices: that experts are read from.
       tokens: of each answer.
       repeats: answers of each system.
       prompt_tokens: of each prompt.
@@ -43,8 +45,8 @@ class Plan:
       share: room of ours, as a share of all experts.
       buffers: further rooms, in times the experts of a token at one layer, for the sweep and for the replay
         of eviction policies.
-      watched_tokens: that predictors and policies are judged on; 0 leaves that out.
-      variants: whether ours runs without each technique and with other rooms and losses, too.
+      watched_tokens: by which predictors and policies are judged.
+      parts: of `PARTS`, those to run; all but systems on the first storage alone.
       text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
     """
 
@@ -56,7 +58,7 @@ class Plan:
     share: float = 0.25
     buffers: tuple[int, ...] = (2, 5, 10, 20)
     watched_tokens: int = 400
-    variants: bool = True
+    parts: tuple[str, ...] = PARTS
     text: Path | None = None
 
     @classmethod
@@ -74,7 +76,8 @@ def run(
 
     Args:
       folder: a mixture's Hugging Face folder.
-      mixed: bundles that `jaxllm calibrate` made of it; the first is ours, the others are of other losses.
+      mixed: bundles that `jaxllm quantize-experts` made of it; the first is ours, the others are of other
+        losses.
       cache: a folder for the baselines' bundles.
       plan: sizes.
       progress: called with (stage, done, total).
@@ -94,14 +97,18 @@ def run(
     )
     for number, device in enumerate(plan.devices):
         setting = dataclasses.replace(fast, storage=device.storage)
-        rows += _system_rows(setting, device, plan, first=number == 0)
-        if number == 0 and plan.variants:
-            rows += _ablation_rows(setting, device, plan)
-            rows += _budget_rows(setting, device, plan, choices)
-            rows += _loss_rows(setting, device, plan, mixed)
+        if "systems" in plan.parts:
+            rows += _system_rows(setting, device, plan, first=number == 0)
+        if number == 0:
+            if "ablations" in plan.parts:
+                rows += _ablation_rows(setting, device, plan)
+            if "buffers" in plan.parts:
+                rows += _buffer_rows(setting, device, plan, choices)
+            if "losses" in plan.parts:
+                rows += _loss_rows(setting, device, plan, mixed)
         if progress is not None:
             progress("Measuring", number + 1, stages)
-    if plan.watched_tokens:
+    if "predictors" in plan.parts:
         rows += _watched_rows(fast, plan, choices)
     if progress is not None:
         progress("Measuring", stages, stages)
@@ -109,12 +116,14 @@ def run(
 
 
 def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
-    """The experts of a token at one layer, and all that there are, of the model that all bundles are of."""
+    """The experts of a token at one layer, and all experts, of the model that all bundles hold."""
     found = set()
     for path in mixed:
         with Bundle.open(path) as bundle:
             if not bundle.layout.experts_apart:
-                raise ConfigError(f"{path} stores its experts together; make a bundle by `jaxllm calibrate`")
+                raise ConfigError(
+                    f"{path} stores its experts together; make a bundle by `jaxllm quantize-experts`"
+                )
             found.add(bundle.cfg)
     if len(found) != 1:
         raise ConfigError("the bundles are of several models; give those that were made of one folder")
@@ -123,16 +132,16 @@ def _choices(mixed: Sequence[Path]) -> tuple[int, int]:
 
 
 def _token_ms(engines: dict[str, Engine], plan: Plan) -> dict[str, float]:
-    """Time per token of each system, the median of answers to prompts that all get, by turns."""
+    """Time per token of each system, the median over answers to the same prompts, in turns."""
     found: dict[str, list[float]] = {name: [] for name in engines}
     for number, prompt in enumerate(_prompts(next(iter(engines.values())), plan)):
-        # Drawn: greedy, a model of random weights says one token for ever, and visits the same experts.
+        # Drawn: a greedy answer of random weights repeats one token, and visits the same experts.
         sampling = Sampling(temperature=1.0, seed=number)
         config = GenerationConfig(max_tokens=plan.tokens, ignore_eos=True, sampling=sampling)
         order = list(engines) if number % 2 else list(engines)[::-1]
         for name in order:
             answer = engines[name].generate(prompt, config)
-            # The first answer warms up: graphs run for the first time, and buffers are empty.
+            # The first answer warms up: code runs for the first time, and expert buffers are empty.
             if number:
                 found[name].append(answer.timings.tpot_ms(len(answer.tokens)))
     return {name: median(each) for name, each in found.items()}
@@ -143,7 +152,7 @@ def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
     shape = (plan.repeats + 1, plan.prompt_tokens)
     if plan.text is None:
         return draw.integers(0, engine.cfg.vocab_size, shape).tolist()
-    ids = np.array(engine.tokenizer.encode(read_text(plan.text)))
+    ids = np.array(engine.tokenizer.encode(read_text(plan.text).replace(SEPARATOR, "\n")))
     if len(ids) < 2 * plan.prompt_tokens:
         raise ConfigError(f"{plan.text}: {len(ids)} tokens are too few for prompts; give a longer text")
     at = draw.integers(0, len(ids) - plan.prompt_tokens, shape[0])
@@ -152,11 +161,11 @@ def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
 
 def _note(engine: Engine, device: Device) -> str:
     parts = [device.note] if device.note else []
-    if engine.streamed is not None:
-        facts = engine.streamed.facts()
+    if engine.model.streamed is not None:
+        facts = engine.model.streamed.facts()
         parts.append(f"{facts['caching']} reads")
         if "hit_rate" in facts:
-            parts.append(f"{facts['hit_rate']:.0%} of experts were there, {facts['foreseen']} foreseen")
+            parts.append(f"{facts['hit_rate']:.0%} of experts were in memory, {facts['foreseen']} prefetched")
     return "; ".join(parts)
 
 
@@ -192,7 +201,7 @@ def _ablation_rows(setting: Setting, device: Device, plan: Plan) -> list[Row]:
     return _timed(names, setting, device, plan, f"ablation: {device.name}")
 
 
-def _budget_rows(setting: Setting, device: Device, plan: Plan, choices: int) -> list[Row]:
+def _buffer_rows(setting: Setting, device: Device, plan: Plan, choices: int) -> list[Row]:
     rows = []
     for buffer in plan.buffers:
         room = dataclasses.replace(setting, buffer_experts=buffer * choices)
@@ -202,7 +211,7 @@ def _budget_rows(setting: Setting, device: Device, plan: Plan, choices: int) -> 
 
 
 def _loss_rows(setting: Setting, device: Device, plan: Plan, mixed: Sequence[Path]) -> list[Row]:
-    """What widths cost, and what a token takes with them, by tolerable loss."""
+    """Losses of the experts' widths and times per token, by tolerable loss."""
     rows = []
     for path in mixed:
         with Bundle.open(path) as bundle:
@@ -221,7 +230,7 @@ def _loss_rows(setting: Setting, device: Device, plan: Plan, mixed: Sequence[Pat
 def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
     """Predictors by layer, and eviction policies by room, on the same visits."""
     engine = opened(OURS, setting)
-    counts = read_path_counts(engine.bundle)
+    counts = read_path_counts(engine.model.bundle)
     each = max(1, plan.context_tokens - plan.prompt_tokens - 1)
     runs = -(-plan.watched_tokens // each)
     prompts = _prompts(engine, dataclasses.replace(plan, repeats=runs))[:runs]
@@ -229,7 +238,7 @@ def _watched_rows(setting: Setting, plan: Plan, choices: int) -> list[Row]:
     engine.close()
     rows = []
     names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
-    # Without statistics of a text who goes by them alone guesses.
+    # Predictors that use a text's statistics alone are left out where there are none.
     told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
     for layer in range(len(watched.visits)):
         case = f"predictor: layer {layer}"

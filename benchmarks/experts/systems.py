@@ -1,7 +1,7 @@
-"""The systems that run a mixture of experts, EdgeMoE's baselines among them.
+"""Opens the systems that run a mixture of experts: ours, its ablations, and EdgeMoE's baselines.
 
-All have the same graphs, reader and kernels. Ours has a buffer for experts; what is loaded on demand has room
-for those of one token at one layer, as EdgeMoE's baselines have.
+All have the same buckets, reader and kernels. Ours has a buffer for experts; systems that load on demand have
+room for the experts of one token at one layer, as EdgeMoE's baselines.
 
 - IO-FREE: all experts in memory, as the checkpoint has them.
 - IO-EXP: an expert is read when the router has chosen it, as the checkpoint has it.
@@ -19,13 +19,13 @@ from jaxllm.bundle import Bundle, Part
 from jaxllm.bundle.experts import expert_facts, expert_parts, read_path_counts, read_token_experts
 from jaxllm.checkpoints.huggingface import read_config
 from jaxllm.prepare import prepare
-from serving.direct_io import Storage
 from serving.engine import Engine
-from serving.experts.options import ExpertOptions
-from serving.experts.store import ExpertStore
+from serving.host.direct_io import Storage
+from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.progress import Progress
-from serving.streaming.footprint import budget_with_experts, fixed_bytes
+from serving.weights.experts.options import ExpertOptions
+from serving.weights.experts.store import ExpertStore
+from serving.weights.footprint import budget_with_experts, fixed_bytes
 
 OURS = "jaxllm"
 _FLOAT_BITS = {"f32": 32, "bf16": 16}
@@ -33,32 +33,32 @@ _FLOAT_BITS = {"f32": 32, "bf16": 16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bundles:
-    """One mixture, stored in all the ways that systems want it.
+    """One mixture, stored as each system needs it.
 
     Attributes:
       mixed: calibrated, experts apart at their own widths.
-      floats: experts apart, as the checkpoint has them.
-      coarse: experts apart, all at 4 bits.
-      together: as the checkpoint has it, for memory alone.
+      floats: experts apart, at the checkpoint's width.
+      four_bit: experts apart, all at 4 bits.
+      together: at the checkpoint's width with experts within layers, to be held in memory.
       layers: all matrices at 4 bits, layer by layer.
     """
 
     mixed: Path
     floats: Path
-    coarse: Path
+    four_bit: Path
     together: Path
     layers: Path
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all systems are given.
+    """The same model, memory and storage for all systems.
 
     Attributes:
       bundles: the model.
       buffer_experts: room of ours, in experts at 4 bits.
       context_tokens: of every context.
-      storage: where experts are read from.
+      storage: that experts are read from.
     """
 
     bundles: Bundles
@@ -72,7 +72,7 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | No
 
     Args:
       folder: the checkpoint.
-      mixed: made of it by `jaxllm calibrate`.
+      mixed: made of it by `jaxllm quantize-experts`.
       cache: the folder for the others.
       progress: see `prepare`.
     """
@@ -91,15 +91,15 @@ def make_bundles(folder: Path, mixed: Path, cache: Path, progress: Progress | No
 
     bits = _FLOAT_BITS.get(weights, 16)
     made("floats", parts, weights=weights, expert_bits=bits)
-    made("coarse", parts, weights=weights, expert_bits=4)
+    made("four_bit", parts, weights=weights, expert_bits=4)
     made("together", weights="f32" if bits == 32 else "bf16")
     made("layers", weights="int4")
     return Bundles(**found)
 
 
 def random_mixed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
-    """A bundle of a mixture of random weights, every other expert at 2 bits and the others at 4: what widths
-    such weights deserve nobody can say. Made unless it is there."""
+    """The bundle of a mixture of random weights, made unless it is there: every other expert has 2 bits, the
+    others 4, for random weights cannot be calibrated."""
     if not out.exists():
         cfg = read_config(folder)
         sparse = sum(map(cfg.is_sparse, range(cfg.layers)))
@@ -110,7 +110,7 @@ def random_mixed(folder: Path, out: Path, progress: Progress | None = None) -> P
 
 
 def opened(name: str, setting: Setting) -> Engine:
-    """A system by its name: a baseline's, or ours with what is left out behind it."""
+    """Opens a system by its name: a baseline's, or ours with the suffix of an ablation."""
     bundles = setting.bundles
     if name == "IO-FREE":
         return Engine.open(bundles.together, options=_options(setting))
@@ -118,9 +118,9 @@ def opened(name: str, setting: Setting) -> Engine:
         ours = _planned_bytes(bundles.mixed, setting)
         return Engine.open(bundles.layers, options=_options(setting, memory_bytes=ours))
     if name in ("IO-EXP", "IO-QEXP"):
-        path = bundles.floats if name == "IO-EXP" else bundles.coarse
+        path = bundles.floats if name == "IO-EXP" else bundles.four_bit
         return _with_buffer(path, setting, 0, ExpertOptions(predictor="none"))
-    path = bundles.coarse if name == f"{OURS}-no-widths" else bundles.mixed
+    path = bundles.four_bit if name == f"{OURS}-no-widths" else bundles.mixed
     how = {
         f"{OURS}-no-preloading": ExpertOptions(predictor="none"),
         f"{OURS}-paths": ExpertOptions(predictor="paths"),
@@ -133,25 +133,25 @@ def opened(name: str, setting: Setting) -> Engine:
 
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
 _ABLATIONS = ("no-widths", "no-preloading", "no-buffer", "lru")
-# These foresee by the statistics of a text.
+# These predict by the statistics of a text.
 _BY_STATISTICS = ("paths", "tokens")
 
 
 def ablations(bundle: Bundle) -> tuple[str, ...]:
-    """What is left out of ours in turn, of a bundle: without statistics nothing is foreseen by them."""
+    """Names of our ablations on a bundle; predictors by statistics need those in it."""
     known = bool(read_path_counts(bundle).alone.any())
     return tuple(f"{OURS}-{what}" for what in (*_ABLATIONS, *(_BY_STATISTICS if known else ())))
 
 
 def planned_bytes(engine: Engine) -> int:
     """Memory that a system takes for weights, caches and activations."""
-    if engine.streamed is not None:
-        return engine.streamed.facts()["planned_bytes"]
-    return engine.bundle.weight_bytes + fixed_bytes(engine.cfg, engine.options)
+    if engine.model.streamed is not None:
+        return engine.model.streamed.facts()["planned_bytes"]
+    return engine.model.bundle.weight_bytes + fixed_bytes(engine.cfg, engine.options)
 
 
 def _buffer_bytes(setting: Setting) -> int:
-    with Bundle.open(setting.bundles.coarse) as bundle:
+    with Bundle.open(setting.bundles.four_bit) as bundle:
         return setting.buffer_experts * ExpertStore(bundle).largest_bytes
 
 

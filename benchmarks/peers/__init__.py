@@ -1,10 +1,10 @@
-"""Systems that `jaxllm bench engine` measures beside ours, each in a child process of its own.
+"""Systems that run the same weights as ours, each in a child process of its own.
 
 A peer is one file here and one line below.
 """
 
 from benchmarks.peers.jaxllm_engine import JaxllmEngine
-from benchmarks.peers.llama_cpp import LlamaCpp
+from benchmarks.peers.llama import LlamaCpp
 from benchmarks.peers.peer import Opening, Peer, Progress, Session
 from benchmarks.peers.programs import LiveSteps, Programs
 from benchmarks.peers.torch_transformers import TorchTransformers

@@ -1,4 +1,4 @@
-"""The child's side: `python -m benchmarks.peers.child` opens one model and answers commands about it.
+"""Serves one open model in a child process: `python -m benchmarks.peers.child`.
 
 One JSON object per line on standard input, one per line back (before it any number of
 `{"progress": [stage, done, total]}`):
@@ -8,10 +8,10 @@ One JSON object per line on standard input, one per line back (before it any num
                                                         -> {"prefill_ms": 1, "decode_ms": 2, "ids": [...]}
     {"do": "score", "tokens": [ids], "targets": [ids]}  -> {"loss": nats}
 
-Every answer also has `cpu_s`, what the command took of all cores, and `peak_bytes`, the most memory held
-since the command before. A failure is `{"error": text}`. The clock is read here, so that no pipe is timed;
-times are medians of the repeats. The end of standard input ends the process at once, whatever it is doing: it
-cannot outlive its parent.
+Every answer also has `cpu_s`, the processor time of the command, and `peak_bytes`, the peak of memory since
+the command before. A failure is `{"error": text}`. The clock is read here, so that no pipe is timed; times
+are medians of the repeats. The end of standard input ends the process at once: it cannot outlive its
+parent.
 """
 
 import json
@@ -24,7 +24,7 @@ import traceback
 from statistics import median
 from typing import Any, TextIO
 
-from benchmarks.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.measuring.memory import peak_resident_bytes, reset_peak_memory
 from benchmarks.peers import SYSTEMS, Opening, Session
 from jaxllm.errors import JaxllmError, one_line
 
@@ -45,7 +45,7 @@ class Server:
             answer = self._answer(command)
         except JaxllmError as error:
             answer = {"error": one_line(error)}
-        except Exception as error:  # Whatever a library raises: the parent has to hear of it.
+        except Exception as error:  # Whatever a library raises is told to the parent.
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {one_line(error)}"}
         answer |= {"cpu_s": time.process_time() - began_cpu, "peak_bytes": peak_resident_bytes()}
@@ -80,7 +80,7 @@ class Server:
 
 
 def _kernel_ms(session: Session) -> float:
-    """Time spent in native kernels so far, where a session tells it."""
+    """Time spent in native kernels so far; 0 where a session does not count it."""
     told = getattr(session, "kernel_ms", None)
     return told() if told is not None else 0.0
 

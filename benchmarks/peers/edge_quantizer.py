@@ -1,7 +1,7 @@
-"""Google's own way to TFLite at 8 bits: AI Edge Quantizer on the float model that we export.
+"""Quantizes an exported float TFLite model to 8 bits with Google's AI Edge Quantizer.
 
-Weights of fully connected layers and tables become 8-bit by output channel, activations are quantized while
-the model runs (`dynamic_wi8_afp32`). The folder is then ours but for that file, and the same loop runs it.
+Weights of fully connected layers and embeddings become 8-bit by output channel, activations are quantized
+while the model runs (`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from benchmarks.peers.process import last_words
 from jaxllm.errors import JaxllmError
-from jaxllm.programs.manifest import MANIFEST, Manifest, StoredFile
+from jaxllm.program_folder.manifest import MANIFEST, Manifest, StoredFile
 
 PACKAGE = "ai-edge-quantizer"
 _MODULE = "ai_edge_quantizer"
-# In a process of its own: it brings its own LiteRT, and says much. It tells tensors apart by their names, of
-# which a model of several graphs has each more than once.
+# In a process of its own: it brings its own LiteRT, and logs a lot. It identifies tensors by their names,
+# which several signatures of a model share.
 _SCRIPT = """
 import pathlib, sys
 from ai_edge_quantizer import quantizer, recipe
@@ -38,12 +38,12 @@ renamed.unlink()
 
 
 def missing() -> str | None:
-    """The package that is not installed, if it is not."""
+    """Names the package where it is not installed; None where it is."""
     return None if importlib.util.find_spec(_MODULE) else PACKAGE
 
 
 def quantize_folder(floats: Path, out: Path) -> None:
-    """Writes a folder of TFLite programs again, its model quantized.
+    """Writes a copy of a folder of TFLite programs with its model quantized.
 
     Args:
       floats: made by `jaxllm export --format tflite`.

@@ -1,4 +1,4 @@
-"""GGUF files of Hugging Face folders, made once and kept in the user's cache directory."""
+"""Makes GGUF files of Hugging Face folders once, and keeps them in the user's cache directory."""
 
 import fcntl
 import hashlib
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.peers.gguf_file import quantize_gguf, write_gguf
 from benchmarks.peers.peer import Progress
-from serving.user_cache import cache_folder
+from serving.host.user_cache import cache_folder
 
 # Changes whenever the same folder would make another file.
 _VERSION = "1"
@@ -26,12 +26,12 @@ def gguf_of(folder: Path, file_type: str, *, threads: int, progress: Progress) -
     Raises:
       CheckpointError: the folder cannot be read.
     """
-    place = cache_folder() / "benchmarks" / "gguf" / _digest(str(folder.resolve()))
-    place.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder() / "benchmarks" / "gguf" / _digest(str(folder.resolve()))
+    cache.mkdir(parents=True, exist_ok=True)
     key = _content_key(folder)
-    wanted, floats = place / f"{key}-{file_type}.gguf", place / f"{key}-F32.gguf"
-    with _alone(place):
-        for older in place.glob("*.gguf"):
+    wanted, floats = cache / f"{key}-{file_type}.gguf", cache / f"{key}-F32.gguf"
+    with _locked(cache):
+        for older in cache.glob("*.gguf"):
             if not older.name.startswith(key):
                 older.unlink()
         if not wanted.exists():
@@ -41,7 +41,7 @@ def gguf_of(folder: Path, file_type: str, *, threads: int, progress: Progress) -
             if wanted != floats:
                 quantize_gguf(floats, wanted, file_type, threads)
             if not keep:
-                # Several times the size of what was asked for, and soon made again.
+                # Several times the size of the file that was asked for, and quickly made again.
                 floats.unlink()
     return wanted
 
@@ -54,7 +54,7 @@ def _write_floats(folder: Path, path: Path, progress: Progress) -> None:
 
 
 def _content_key(folder: Path) -> str:
-    """Names what a folder holds by name, size and time of its config and weights."""
+    """A key of a folder's content: name, size and time of its config and weights."""
     parts = [_VERSION]
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         stat = path.stat()
@@ -67,8 +67,8 @@ def _digest(text: str) -> str:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lets one process at a time make files in a folder."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks a folder against other processes that make files in it."""
     with (folder / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,11 +1,11 @@
-"""Our parameters as a GGUF file of llama.cpp's `llama` architecture, at any of its widths.
+"""Writes our parameters as a GGUF file of llama.cpp's `llama` architecture, at any of its widths.
 
 The float weights are written once, in float32 so that llama.cpp's own quantizer starts from what the
 checkpoint holds; it makes the other formats. No vocabulary is written: benchmarks feed token ids.
 
-Rotary pairs are the one thing that differs. Hugging Face's Llama turns dimension j of a head together with
-j + H/2; llama.cpp's turns 2j together with 2j + 1. So the rows of q and k are interleaved within each head,
-as llama.cpp's converter does; scores, sums over a head's dimensions, do not see a common order of q and k.
+Only rotary pairs differ. Hugging Face's Llama rotates dimension j of a head together with j + H/2;
+llama.cpp's rotates 2j together with 2j + 1. So the rows of q and k are interleaved within each head, as
+llama.cpp's converter does; scores, sums over a head's dimensions, do not depend on a common order.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from benchmarks.peers.peer import Progress
 from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 
-# Our format names -> names of llama.cpp's file types, and what each is for our widths.
+# llama.cpp's file types by the names of its formats.
 FILE_TYPES = {
     "F32": "LLAMA_FTYPE_ALL_F32",
     "BF16": "LLAMA_FTYPE_MOSTLY_BF16",
@@ -46,7 +47,7 @@ _LAYER_NAMES = {
 
 
 def refusal(cfg: ModelConfig) -> str | None:
-    """Why the `llama` architecture of GGUF has no words for a model, None if it has."""
+    """The reason why the `llama` architecture of GGUF cannot describe a model, None if it can."""
     if cfg.model_type not in ("llama", "mistral"):
         return f"model_type {cfg.model_type} is not written as GGUF, only llama and mistral are"
     if cfg.rope is None or cfg.rope.kind not in ("default", "linear") or any(cfg.attention_windows):
@@ -139,9 +140,10 @@ def interleave_halves(rows: np.ndarray) -> np.ndarray:
     return rows.reshape(heads, 2, size // 2, width).swapaxes(1, 2).reshape(heads, size, width)
 
 
-def _add_config(writer, cfg: ModelConfig) -> None:
+def _add_config(writer: Any, cfg: ModelConfig) -> None:
     import gguf
 
+    assert cfg.rope is not None  # `refusal` says so
     writer.add_context_length(cfg.window_tokens)
     writer.add_embedding_length(cfg.hidden_size)
     writer.add_block_count(cfg.layers)

@@ -1,29 +1,31 @@
-"""Ours: the engine as the service runs it, and with one dispatch per token.
+"""Runs our engine, as the service does and with one dispatch per token.
 
 A decode block runs several tokens on the device before the host sees them; `one token per dispatch` is the
 loop that engines without on-device sampling run.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.peers.peer import Opening, Progress, Session
+from jaxllm.bundle import WeightFormat
 from jaxllm.config import ModelConfig
+from serving.runners.runner import prefill_prompt
 
 BLOCKS, ONE_TOKEN = "blocks of tokens", "one token per dispatch"
 
 
 class Ours:
-    """What our own forms of a model have in common: they are here, and run what was made for them."""
+    """The base of our own systems: always installed, and able to run every model."""
 
     slow = False
 
     def missing(self) -> str | None:
-        """Nothing: it is us."""
+        """None: it is this package."""
         return None
 
     def refusal(self, cfg: ModelConfig) -> str | None:
-        """None: it has been opened as one of our models."""
+        """None: the model was opened as one of ours."""
         return None
 
 
@@ -33,7 +35,7 @@ class JaxllmEngine(Ours):
     name = "jaxllm"
 
     def systems(self, weights: str) -> Mapping[str, str]:
-        """One row, at the width that is asked for."""
+        """One system, at the width that is asked for."""
         return {self.name: weights}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
@@ -42,7 +44,7 @@ class JaxllmEngine(Ours):
 
 
 class EngineSession:
-    """An engine, driven below its streaming: prompt in, ids out."""
+    """An engine whose runner is called directly: prompt in, ids out."""
 
     settings = (BLOCKS, ONE_TOKEN)
 
@@ -50,9 +52,12 @@ class EngineSession:
         from serving.engine import Engine
         from serving.options import EngineOptions
 
-        given = {k: tuple(v) if isinstance(v, list) else v for k, v in opening.options.items()}
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in opening.options.items()
+        }
         options = EngineOptions(**given)
-        weights = opening.format if opening.model.is_dir() else None
+        weights = cast(WeightFormat, opening.format) if opening.model.is_dir() else None
         self._engine = Engine.open(
             opening.model, weights=weights, options=options, warm_up=False, progress=progress
         )
@@ -62,28 +67,28 @@ class EngineSession:
         self._token: Any = None
 
     def facts(self) -> dict[str, Any]:
-        """What opening took, and the sizes of the weights."""
+        """Times of opening, and the sizes of the weights."""
         import jax
 
         from jaxllm.models.parameters import parameter_count
 
         engine = self._engine
-        tensors, cfg = engine.bundle.layout.tensors, engine.cfg
+        tensors, cfg = engine.model.bundle.layout.tensors, engine.cfg
         step_bytes = sum(
             tensor.size_bytes
             for name, tensor in tensors.items()
-            # Of an embedding table one row is read; a tied one is the head too, and read whole.
+            # One row of an embedding is read; a tied one is the head too, and read whole.
             if not name.startswith("embed.") or (cfg.tied_head and name == "embed.tokens")
         )
-        weight_bytes = engine.bundle.weight_bytes
+        weight_bytes = engine.model.bundle.weight_bytes
         device = jax.devices()[0]
         memory = device.memory_stats() if device.platform != "cpu" else None
         return {
             "backend": jax.default_backend(),
-            "load_ms": engine.load_ms,
-            "build_ms": engine.table.build_ms,
-            "graphs": len(engine.table.bucket_ms),
-            "graphs_read": len(engine.table.loaded),
+            "load_ms": engine.model.load_ms,
+            "build_ms": engine.runner.table.build_ms,
+            "buckets": len(engine.runner.table.bucket_ms),
+            "buckets_read": len(engine.runner.table.loaded),
             "weight_bytes": weight_bytes,
             "bits_per_weight": 8 * weight_bytes / parameter_count(cfg),
             "step_bytes": step_bytes,
@@ -103,12 +108,12 @@ class EngineSession:
 
         from jaxllm.sampling import Sampling, sampler_state
 
-        table = self._engine.table
+        runner = self._engine.runner
         # As the service does for a prompt of this length: the cache grows when decoding needs it to.
-        cache = table.start(len(prompt))
+        cache = runner.start(len(prompt))
         sampler = sampler_state(Sampling(), prompt, self._engine.cfg.vocab_size, 0)
-        logits, self._cache = table.prefill(cache, prompt, 0)
-        self._token, self._sampler = table.sample(logits, sampler)
+        logits, self._cache = prefill_prompt(runner, cache, prompt, 0)
+        self._token, self._sampler = runner.sample(logits, sampler)
         self._length = len(prompt)
         return int(np.asarray(self._token)[0])
 
@@ -116,16 +121,16 @@ class EngineSession:
         """See `Session.decode`."""
         import numpy as np
 
-        from serving.text import MAX_STOP_IDS
+        from serving.text_stream import MAX_STOP_IDS
 
-        table = self._engine.table
+        runner = self._engine.runner
         block = self._engine.options.decode_block if setting == BLOCKS else 1
         no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
         ids: list[int] = []
         while len(ids) < tokens:
             limit = min(block, tokens - len(ids))
-            cache = table.make_room(self._cache, self._length + limit)
-            rows, count, self._cache, self._sampler = table.decode(
+            cache = runner.make_room(self._cache, self._length + limit)
+            rows, count, self._cache, self._sampler = runner.decode(
                 self._token, cache, self._sampler, no_stop, limit
             )
             got = np.asarray(rows)[0, : int(count)]
@@ -136,6 +141,6 @@ class EngineSession:
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
         """See `Session.score`."""
-        table = self._engine.table
-        table.fill(table.score_buckets(len(tokens)))
-        return table.score(tokens, targets).tolist()
+        scorer = self._engine.runner.scorer()
+        scorer.prepare(len(tokens))
+        return scorer.score(tokens, targets).tolist()

@@ -1,7 +1,7 @@
-"""`python -m benchmarks.peers.litert_lm_child`: Google's LiteRT-LM on a bundle, by its own clock.
+"""Runs Google's LiteRT-LM on a bundle, by its own clock: `python -m benchmarks.peers.litert_lm_child`.
 
-Its runtime takes text and keeps its tokens to itself, so that it cannot answer as a `Session` does. One JSON
-object on standard input, one on standard output:
+Its runtime takes text and does not give its tokens, so that it cannot be a `Session`. One JSON object on
+standard input, one on standard output:
 
     {"model": path, "threads": 2, "context_tokens": 1024, "prefill": 256, "decode": 128, "rounds": 3,
      "texts": [...], "answer_tokens": 32, "cache": folder}
@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from benchmarks.memory import peak_resident_bytes
+from benchmarks.measuring.memory import peak_resident_bytes
 
 
 def measure(order: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""What a benchmark asks of a system under test.
+"""States the protocols of systems under test.
 
-A `Peer` describes one system (ours among them) and opens a model in it; it lives in the benchmark's
-process and, by the same name, in the child process that does the work. A `Session` is the open model: it
-exists in the child alone (see `child.py`), where every system gets the same cores, the same prompts and the
-same clock. Libraries are imported inside of methods, so that a peer which is not installed costs nothing.
+A `Peer` describes one system (ours among them) and opens a model in it; it exists in the benchmark's process
+and, by the same name, in the child process that runs the model. A `Session` is the open model: it exists in
+the child alone (see `child.py`), where every system gets the same cores, the same prompts and the same clock.
+Libraries are imported inside of methods, so that a peer that is not installed costs nothing.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from jaxllm.config import ModelConfig
-from serving.progress import Progress
+from serving.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a child process is told to open.
+    """A model for a child process to open.
 
     Attributes:
       peer: a name in the registry.
@@ -43,22 +43,21 @@ class Opening:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Opening":
         """Reads what `to_json` wrote."""
-        return cls(**data | {"model": Path(data["model"])})
+        fields: dict[str, Any] = {**data, "model": Path(data["model"])}
+        return cls(**fields)
 
 
 class Session(Protocol):
-    """An open model. One answer at a time; the calls come in the order prefill, decode, decode, ...
+    """An open model. One answer at a time; the calls come in the order prefill, decode, decode, ..."""
 
-    Attributes:
-      settings: ways to run that the benchmark tries (the first is the usual one); per case it keeps the
-        fastest, so that a peer is shown at its best.
-    """
-
-    settings: Sequence[str]
+    @property
+    def settings(self) -> Sequence[str]:
+        """Names of settings that the benchmark tries, the usual one first; per case the fastest counts."""
+        ...
 
     def facts(self) -> dict[str, Any]:
         """Numbers and text about the open model, for rows: weight_bytes, bits_per_weight, step_bytes (of
-        weights that one decoded token reads) and whatever else the peer can tell."""
+        weights that one decoded token reads) and others that the peer knows."""
         ...
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
@@ -79,22 +78,22 @@ class Peer(Protocol):
 
     Attributes:
       name: as rows and the command line call it.
-      slow: so slow that a quick run leaves it out unless it is named.
+      slow: whether a quick run leaves it out unless it is named.
     """
 
     name: str
     slow: bool
 
     def missing(self) -> str | None:
-        """Names what has to be installed first; None when nothing has."""
+        """Names the packages that are not installed; None when all are."""
         ...
 
     def refusal(self, cfg: ModelConfig) -> str | None:
-        """Why this system cannot run such a model; None when it can."""
+        """The reason why this system cannot run such a model; None when it can."""
         ...
 
     def systems(self, weights: str) -> Mapping[str, str]:
-        """The system names of its rows beside our `weights`, and the format that each of them runs."""
+        """The systems to compare with our `weights`, by name, and the format that each of them runs."""
         ...
 
     def open(self, opening: Opening, progress: Progress) -> Session:
@@ -103,9 +102,9 @@ class Peer(Protocol):
 
 
 def missing_packages(*packages: str) -> str | None:
-    """Those of the importable packages that are not installed, as text; None when all are.
+    """Names the packages that are not installed; None when all are.
 
-    Nothing is imported: that would take seconds, and belongs into the child.
+    None of them is imported, which would take seconds.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return " and ".join(missing) or None

@@ -1,8 +1,8 @@
-"""The parent's side: one child process per system, all treated alike.
+"""Starts one child process per system, and sends it commands.
 
 Every system, ours included, runs in a process of its own, pinned to the same cores. Systems share neither
-allocator nor thread pools, and only the one that is asked computes: before each timed command the others
-are waited for until they sleep (OpenMP workers spin for a while after their work).
+allocator nor thread pools, and only one computes at a time: before each timed command the parent waits until
+the others sleep (OpenMP workers spin for a while after their work).
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.quiet import Disturbance, wait_until_asleep
 from benchmarks.peers.peer import Opening, Progress
-from benchmarks.quiet import Disturbance, wait_until_asleep
 from jaxllm.errors import JaxllmError, one_line
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
@@ -33,13 +33,13 @@ class Child:
     """A system with an open model in a process of its own. A context manager; closing it ends the process.
 
     Attributes:
-      label: what messages call it.
-      facts: what its session tells about the model (see `Session.facts`).
-      settings: ways to run that it offers.
-      open_peak_bytes: most memory it held resident while it opened the model.
-      peak_bytes: most that it held since, where the system lets the two be told apart.
-      disturbed: whether other processes took noticeable time of the cores during the last command; None
-        where the system does not tell.
+      label: its name in messages.
+      facts: of its session (see `Session.facts`).
+      settings: of its session (see `Session`).
+      open_peak_bytes: peak of resident memory while it opened the model.
+      peak_bytes: peak since then, where the operating system can reset it.
+      disturbed: whether other processes took noticeable processor time during the last command; None where
+        that is not known.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Child:
         """Starts the process and opens the model.
 
         Args:
-          label: what messages call it.
-          opening: what it opens.
+          label: its name in messages.
+          opening: the model to open.
           progress: called as the child reports it.
-          command: the program; anything that keeps the protocol of `child.py`.
+          command: a program that speaks the protocol of `child.py`.
 
         Raises:
           PeerFailed: it did not start, or could not open the model.
@@ -65,7 +65,10 @@ class Child:
         self.peak_bytes = 0
         self.disturbed: bool | None = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        self._process: subprocess.Popen | None = _start(command, opening.threads, self._stderr)
+        self._process: subprocess.Popen[bytes] | None = _start(command, opening.threads, self._stderr)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._commands, self._answers = self._process.stdin, self._process.stdout
         try:
             opened = self._ask({"do": "open", "opening": opening.to_json()}, progress)
         except BaseException:
@@ -97,13 +100,13 @@ class Child:
         if process is None:
             return
         with contextlib.suppress(OSError):
-            process.stdin.close()
+            self._commands.close()
         try:
             process.wait(_CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        process.stdout.close()
+        self._answers.close()
         self._stderr.close()
 
     def wait_until_asleep(self) -> None:
@@ -116,13 +119,13 @@ class Child:
             raise PeerFailed(f"{self.label} is closed; start it again")
         disturbance = Disturbance()
         try:
-            self._process.stdin.write(json.dumps(command).encode() + b"\n")
-            self._process.stdin.flush()
+            self._commands.write(json.dumps(command).encode() + b"\n")
+            self._commands.flush()
             answer = self._read(progress)
         except BrokenPipeError:
             answer = None
         if answer is None:
-            raise PeerFailed(f"{self.label} {self._death()}")
+            raise PeerFailed(f"{self.label} {self._death(self._process)}")
         self.disturbed = disturbance.ended(own_s=answer["cpu_s"])
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
         if "error" in answer:
@@ -131,7 +134,7 @@ class Child:
 
     def _read(self, progress: Progress | None) -> dict[str, Any] | None:
         """The answer to a command, None if the process ends instead."""
-        for line in self._process.stdout:
+        for line in self._answers:
             try:
                 message = json.loads(line)
             except ValueError as error:
@@ -143,9 +146,9 @@ class Child:
                 progress(*message["progress"])
         return None
 
-    def _death(self) -> str:
-        """How the process ended, with the last words of its standard error."""
-        code = self._process.wait()
+    def _death(self, process: "subprocess.Popen[bytes]") -> str:
+        """How the process ended, with the last line of its standard error."""
+        code = process.wait()
         how = f"exited with {code}"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
@@ -158,7 +161,7 @@ class Child:
 
 
 def last_words(stderr: str) -> str:
-    """What a process that failed said last, in one line."""
+    """The last line of a failed process's standard error."""
     lines = stderr.strip().splitlines()
     return one_line(lines[-1]) if lines else "it said nothing"
 
@@ -177,7 +180,7 @@ def _pinned(threads: int) -> Iterator[None]:
         os.sched_setaffinity(0, cores)
 
 
-def _start(command: Sequence[str], threads: int, stderr: Any) -> subprocess.Popen:
+def _start(command: Sequence[str], threads: int, stderr: Any) -> "subprocess.Popen[bytes]":
     root = str(Path(__file__).parents[2])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {

@@ -1,7 +1,7 @@
-"""Exported programs, run by the loop that `jaxllm generate --program` runs; and the same steps jitted live,
-to tell what exporting costs.
+"""Runs exported programs in the loop of `jaxllm generate --program`, and the same steps jitted live, whose
+difference is the cost of exporting.
 
-`model` of their opening is a folder of programs, or for the live steps a bundle.
+The `model` of their opening is a folder of programs, or for the live steps a bundle.
 """
 
 import time
@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.peers.jaxllm_engine import Ours
 from benchmarks.peers.peer import Opening, Progress, Session
+from serving.runners.runner import prefill_prompt
 
 STEP = "one token per step"
 
@@ -20,17 +21,17 @@ class Programs(Ours):
     name = "programs"
 
     def systems(self, weights: str) -> Mapping[str, str]:
-        """None beside a width: `benchmarks.export` names them."""
+        """None: `benchmarks.export` names them."""
         return {}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
         """Opens a folder, and gets its programs ready."""
-        from serving.programs.engine import ProgramEngine
+        from serving.engine import Engine
 
-        engine = ProgramEngine.open(opening.model, threads=opening.threads)
+        engine = Engine.open_program(opening.model, threads=opening.threads)
         engine.warm_up(progress=progress)
-        facts = {"load_ms": engine.load_ms, "build_ms": engine.build_ms}
-        return ProgramSession(engine.table, facts)
+        facts = {"load_ms": engine.model.load_ms, "build_ms": engine.model.build_ms}
+        return ProgramSession(engine.runner, facts)
 
 
 class LiveSteps(Programs):
@@ -47,7 +48,7 @@ class LiveSteps(Programs):
         from jaxllm.kernels.native import portable_graphs
         from jaxllm.quant import dequantize
         from serving.programs.live import LiveExecutor
-        from serving.programs.table import ProgramTable
+        from serving.programs.runner import ProgramRunner
 
         began = time.perf_counter()
         with portable_graphs(), Bundle.open(opening.model) as bundle:
@@ -65,36 +66,36 @@ class LiveSteps(Programs):
             for signature in executor.manifest.signatures:
                 # One after the other: threads would not know that graphs are to be portable.
                 executor.compile(signature)
-        # What is left: the ways from short caches into longer ones.
+        # The copies from short caches into longer ones are left.
         executor.prepare(executor.manifest.signatures)
         facts = {"load_ms": 1000 * (loaded - began), "build_ms": 1000 * (time.perf_counter() - loaded)}
-        return ProgramSession(ProgramTable(executor), facts)
+        return ProgramSession(ProgramRunner(executor), facts)
 
 
 class ProgramSession:
-    """A table of programs, driven below its streaming."""
+    """A runner of programs, called directly."""
 
     settings = (STEP,)
 
-    def __init__(self, table: Any, facts: dict[str, Any]) -> None:
-        self._table, self._facts = table, facts
+    def __init__(self, runner: Any, facts: dict[str, Any]) -> None:
+        self._runner, self._facts = runner, facts
         self._held: list[int] = []
         self._token: Any = None
         self._cache: Any = None
         self._sampler: Any = None
 
     def facts(self) -> dict[str, Any]:
-        """What opening took."""
+        """Times of opening."""
         return self._facts
 
     def prefill(self, prompt: Sequence[int], setting: str) -> int:
         """See `Session.prefill`."""
         from jaxllm.sampling import Sampling, sampler_state
 
-        table = self._table
-        sampler = sampler_state(Sampling(), prompt, table.cfg.vocab_size, 0)
-        logits, self._cache = table.prefill(table.start(len(prompt)), prompt, 0)
-        self._token, self._sampler = table.sample(logits, sampler)
+        runner = self._runner
+        sampler = sampler_state(Sampling(), prompt, runner.cfg.vocab_size, 0)
+        logits, self._cache = prefill_prompt(runner, runner.start(len(prompt)), prompt, 0)
+        self._token, self._sampler = runner.sample(logits, sampler)
         self._held = list(prompt)
         return int(self._token[0])
 
@@ -102,11 +103,11 @@ class ProgramSession:
         """See `Session.decode`."""
         import numpy as np
 
-        from serving.text import MAX_STOP_IDS
+        from serving.text_stream import MAX_STOP_IDS
 
-        table = self._table
+        runner = self._runner
         no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
-        rows, _, self._cache, self._sampler = table.decode(
+        rows, _, self._cache, self._sampler = runner.decode(
             self._token, self._cache, self._sampler, no_stop, tokens, self._held
         )
         block = rows[0].tolist()
@@ -116,4 +117,4 @@ class ProgramSession:
 
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
         """See `Session.score`."""
-        return self._table.score(tokens, targets).tolist()
+        return self._runner.score(tokens, targets).tolist()

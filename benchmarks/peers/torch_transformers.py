@@ -1,7 +1,7 @@
-"""transformers on torch, on the same Hugging Face folder, in float32 or bfloat16.
+"""Runs transformers on torch, on the same Hugging Face folder, in float32 or bfloat16.
 
-`inference_mode`, scaled-dot-product attention, logits of the last token alone, and both of its caches: the
-one that grows and the one of a fixed length.
+It uses `inference_mode`, scaled-dot-product attention, logits of the last token alone, and both of its
+caches: the one that grows and the one of a fixed length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,11 +25,11 @@ class TorchTransformers:
         return missing_packages("torch", "transformers")
 
     def refusal(self, cfg: ModelConfig) -> str | None:
-        """None: every model here is one of theirs."""
+        """None: it can run every model of ours."""
         return None
 
     def systems(self, weights: str) -> Mapping[str, str]:
-        """Both widths, whatever ours is: it has no others without further packages."""
+        """Both widths, whatever ours is: others take further packages."""
         return {f"{self.name}-{width}": width for width in _DTYPES}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
@@ -51,7 +51,7 @@ class TransformersSession:
         self._torch, self._transformers = torch, transformers
         self._context_tokens = opening.context_tokens
         self._format = opening.format
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             opening.model,
             dtype=getattr(torch, _DTYPES[opening.format]),
             attn_implementation="sdpa",
@@ -64,15 +64,15 @@ class TransformersSession:
         self._seen = 0
 
     def facts(self) -> dict[str, Any]:
-        """Sizes of the weights; a table that is shared counts once."""
+        """Sizes of the weights; a shared embedding counts once."""
         weights = list(self._model.parameters())
         weight_bytes = sum(each.numel() * each.element_size() for each in weights)
-        table = self._model.get_input_embeddings().weight
-        tied = self._model.get_output_embeddings().weight is table
+        embedding = self._model.get_input_embeddings().weight
+        tied = self._model.get_output_embeddings().weight is embedding
         return {
             "weight_bytes": weight_bytes,
             "bits_per_weight": 8 * weight_bytes / sum(each.numel() for each in weights),
-            "step_bytes": weight_bytes - (0 if tied else table.numel() * table.element_size()),
+            "step_bytes": weight_bytes - (0 if tied else embedding.numel() * embedding.element_size()),
             "format": self._format,
         }
 
@@ -106,11 +106,11 @@ class TransformersSession:
         """Feeds ids `[1, T]`; the likeliest next one `[1, 1]`."""
         torch = self._torch
         with torch.inference_mode():
-            places = torch.arange(self._seen, self._seen + ids.shape[1])
+            positions = torch.arange(self._seen, self._seen + ids.shape[1])
             self._seen += ids.shape[1]
             out = self._model(
                 ids,
-                position_ids=places[None],
+                position_ids=positions[None],
                 past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,

@@ -1,1 +1,8 @@
-"""What integer prefill saves and costs, beside other ways to quantize activations and to order the work."""
+"""`jaxllm bench prefill`: the speed and the loss of integer prefill (mllm-NPU, arXiv 2407.05858).
+
+`simulated_phone` and `run` order a prompt's subgraphs on a simulated phone, `speed` times prompts on one and
+on two processors, `accuracy` compares our static steps with other `activation_quantizers`.
+"""
+
+# That a run may be limited to.
+PARTS = ("simulation", "one-processor", "two-processors", "accuracy")

@@ -1,9 +1,8 @@
-"""What each way to quantize activations costs a trained model, as it is and with outliers put into it.
+"""Measures what quantizing activations costs a trained model, as it is and with outliers put in.
 
-Perplexity of a text that nobody was calibrated on, and right answers to tasks' questions, by the whole
-model's pass over the text under the way's products: what prefill does to what comes behind it. Small trained
-models have no outliers; those of large ones are put in without changing the function
-(`jaxllm.prefill.outliers`), and rows say so. One number per model and way, on the same tokens.
+Perplexity of a text that no system was calibrated on, and right answers to tasks' questions, by the whole
+model's pass over the text under each quantizer's products. Small trained models have no outliers; those of
+large ones are put in without changing the function (`jaxllm.int8_prefill.outliers`), and rows say so.
 """
 
 import dataclasses
@@ -15,27 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.prefill.ways import OURS, PER_TENSOR, WAYS, rule_of, turned_steps
-from benchmarks.report import Row, compared
+from benchmarks.measuring.report import Row, compared
+from benchmarks.models.checkpoint import Checkpoint
+from benchmarks.prefill.activation_quantizers import OURS, PER_TENSOR, QUANTIZERS, rotated_steps, rule_of
+from benchmarks.samples.questions import read_examples
+from benchmarks.samples.stories import stories_file, story_tokens
 from jaxllm.bundle.layout import contracted_axis
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.calibration import channel_tops, largest_of
+from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
+from jaxllm.int8_prefill.reference import observed, scores_by_rule
 from jaxllm.models.parameters import param_specs
-from jaxllm.prefill.calibration import channel_tops, largest_of
-from jaxllm.prefill.fitting import fit_calibration, per_tensor_weights, whole_rows
-from jaxllm.prefill.outliers import OutlierRecipe, with_outliers
-from jaxllm.prefill.reference import observed, scores_by_rule
 from jaxllm.quant import quantize, to_blocks
 from jaxllm.tasks.branching import branching
-from jaxllm.tasks.prompts import end_of_turn_id
-from jaxllm.tokenizer import Tokenizer
-from serving.console import read_text
-from serving.evaluation.tasks import read_questions
-from serving.progress import Progress
+from jaxllm.text.prompts import end_of_turn_id
+from jaxllm.text.tokenizer import Tokenizer
+from serving.host.progress import Progress
 
-_TEXT, _SEPARATOR = Path("text", "tinystories_valid.txt"), "<|endoftext|>"
 # One channel in so many is an outlier, as in large models.
 _CHANNELS = 64
 
@@ -45,11 +44,13 @@ class AccuracyPlan:
     """Sizes.
 
     Attributes:
-      rows: of text, to judge on; a quarter as many, at least 2,048 tokens, to calibrate on and to hold out.
+      rows: of text, to score; a quarter as many, at least 2,048 tokens, calibrate, and as many are held out.
       row_tokens: of each.
       tasks: whose questions are asked.
       questions: of each task.
       factor: of the outliers that are put in.
+      outliers: whether the model is measured as it is (False), with outliers put in (True), or both.
+      quantizers: of `QUANTIZERS`, to compare; `float` and ours are among them.
     """
 
     rows: int = 64
@@ -57,11 +58,14 @@ class AccuracyPlan:
     tasks: tuple[str, ...] = ("sentiment", "news", "emotion")
     questions: int = 60
     factor: int = 64
+    outliers: tuple[bool, ...] = (False, True)
+    quantizers: tuple[str, ...] = QUANTIZERS
 
     @classmethod
     def quick(cls) -> "AccuracyPlan":
-        """Fits in half a minute for a model of some hundred thousand parameters."""
-        return cls(rows=12, questions=10, tasks=("sentiment",))
+        """Fits in half a minute for a model of a million parameters."""
+        quantizers = tuple(each for each in QUANTIZERS if each != PER_TENSOR)
+        return cls(rows=8, tasks=(), outliers=(True,), quantizers=quantizers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,33 +79,31 @@ class _Subject:
 
 
 def accuracy_rows(
-    folders: list[Path], data: Path, plan: AccuracyPlan, progress: Progress | None = None
+    model: Path, data: Path | None, plan: AccuracyPlan, progress: Progress | None = None
 ) -> list[Row]:
-    """Perplexity and accuracy of every way.
+    """Perplexity and accuracy of every quantizer.
 
     Args:
-      folders: of trained models in Hugging Face's layout.
-      data: the folder of texts and tasks.
+      model: a trained model, a bundle or a Hugging Face folder.
+      data: the folder of texts and tasks; None takes packaged samples.
       plan: how much.
       progress: called with (stage, done, total).
 
     Raises:
       ConfigError: there is too little text.
     """
-    rows, done = [], 0
-    for folder in folders:
-        cfg, tokenizer = read_config(folder), Tokenizer(read_tokenizer(folder))
-        plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
-        recipe = OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
-        for kind, params in (
-            ("as it is", plain),
-            ("with outliers put in", with_outliers(cfg, plain, recipe)),
-        ):
-            case = f"{folder.resolve().parent.name if folder.name == 'hf' else folder.name}, {kind}"
-            rows += _rows_of(_subject(cfg, params), tokenizer, data, plan, case)
-            done += 1
-            if progress is not None:
-                progress("accuracy", done, 2 * len(folders))
+    progress = progress or (lambda *_: None)
+    checkpoint = Checkpoint.find(model)
+    folder = checkpoint.folder(progress)
+    cfg, tokenizer = checkpoint.cfg, Tokenizer(read_tokenizer(folder))
+    plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
+    recipe = OutlierRecipe(channels=max(1, cfg.hidden_size // _CHANNELS), factor=plan.factor)
+    rows = []
+    for done, outliers in enumerate(plan.outliers, start=1):
+        params = with_outliers(cfg, plain, recipe) if outliers else plain
+        case = f"{checkpoint.name}, {'with outliers put in' if outliers else 'as it is'}"
+        rows += _rows_of(_subject(cfg, params), tokenizer, data, plan, case)
+        progress("accuracy", done, len(plan.outliers))
     return rows
 
 
@@ -112,27 +114,32 @@ def _subject(cfg: ModelConfig, params: dict[str, np.ndarray]) -> _Subject:
         if specs[name].role != "vector":
             kept = to_blocks(quantize(value, bits=8, axis=contracted_axis(specs[name])))
         stored[name] = jax.tree.map(jnp.asarray, kept)
-    # The vocabulary's tables are the same for all ways.
-    tables = {name: value for name, value in params.items() if specs[name].role == "embed"}
-    stored |= tables
+    # The embeddings are the same for all quantizers.
+    arrays = {name: value for name, value in params.items() if specs[name].role == "embed"}
+    stored |= arrays
     shared = jax.tree.map(jnp.asarray, per_tensor_weights(cfg, params))  # pyright: ignore[reportArgumentType]
     return _Subject(
         cfg, {name: jnp.asarray(value) for name, value in params.items()}, stored, {**stored, **shared}
     )
 
 
-def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: AccuracyPlan, case: str) -> list[Row]:
+def _rows_of(
+    subject: _Subject, tokenizer: Tokenizer, data: Path | None, plan: AccuracyPlan, case: str
+) -> list[Row]:
     cfg = subject.cfg
     length = min(plan.row_tokens, cfg.window_tokens)
-    texts = [text.strip() for text in read_text(data / _TEXT).split(_SEPARATOR)]
-    tokens = [token for text in texts if text for token in tokenizer.encode(text)]
-    rows = whole_rows(tokens, length)
-    calibrating = max(plan.rows // 4, -(-2048 // length))
+    rows = whole_rows(story_tokens(tokenizer, data), length)
+    calibrating = max(plan.rows // 4, -(-LEAST_TOKENS // length))
     if len(rows) < 2 * calibrating + plan.rows:
-        raise ConfigError(f"{data / _TEXT} has {len(rows)} rows of {length} tokens; give more text")
+        raise ConfigError(
+            f"{stories_file(data)} has {len(rows)} rows of {length} tokens, and this takes "
+            f"{2 * calibrating + plan.rows}; give more text with --data"
+        )
     known, held_out = rows[:calibrating], rows[calibrating : 2 * calibrating]
     judged = rows[2 * calibrating :][: plan.rows]
-    weights = {OURS: subject.stored, PER_TENSOR: subject.per_tensor}
+    weights = {OURS: subject.stored}
+    if PER_TENSOR in plan.quantizers:
+        weights[PER_TENSOR] = subject.per_tensor
     fitted = {
         name: fit_calibration(cfg, subject.floats, stored, known, held_out).calibration
         for name, stored in weights.items()
@@ -142,11 +149,11 @@ def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: Accuracy
     questions = _questions(tokenizer, data, plan, cfg)
     nats: dict[str, float] = {}
     right: dict[str, float] = {}
-    for name in WAYS:
+    for name in plan.quantizers:
         stored, calibration = weights.get(name, subject.stored), fitted.get(name, fitted[OURS])
         taken, make = rule_of(name, cfg, subject.floats, stored, tops, calibration)
         if name == "Hadamard":
-            taken = turned_steps(taken, _seen_behind(subject, taken, known))
+            taken = rotated_steps(taken, _seen_behind(subject, taken, known))
         params = weights.get(name, subject.floats)
 
         @jax.jit
@@ -178,26 +185,26 @@ def _rows_of(subject: _Subject, tokenizer: Tokenizer, data: Path, plan: Accuracy
     return found
 
 
-def _seen_behind(subject: _Subject, tables: Any, texts: list[np.ndarray]) -> Any:
-    """The largest magnitudes of inputs behind the rotation of `Hadamard`."""
+def _seen_behind(subject: _Subject, arrays: Any, texts: list[np.ndarray]) -> Any:
+    """The largest magnitudes of the products' inputs after the rotation of `Hadamard`."""
 
     def look(layer: int, product: int, x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(x @ tables[layer][product][1]), axis=0)
+        return jnp.max(jnp.abs(x @ arrays[layer][product][1]), axis=0)
 
     seen = jax.jit(lambda params, row: observed(params, row, look, cfg=subject.cfg))
     return largest_of([jax.device_get(seen(subject.floats, row)) for row in texts])
 
 
 def _questions(
-    tokenizer: Tokenizer, data: Path, plan: AccuracyPlan, cfg: ModelConfig
+    tokenizer: Tokenizer, data: Path | None, plan: AccuracyPlan, cfg: ModelConfig
 ) -> list[tuple[list[tuple[list[int], int]], int]]:
-    """Of each question its options as (tokens, where the option begins), and the right one's place."""
+    """Each question's options as (tokens, where the option begins), and the index of the right one."""
     if not tokenizer.has_chat_template:
-        # A model that was trained on no tasks answers by chance.
+        # A model without a chat template was not trained on tasks, and answers by chance.
         return []
     found = []
     end = end_of_turn_id(tokenizer)
-    for examples in read_questions(plan.tasks, data, plan.questions).examples.values():
+    for examples in read_examples(plan.tasks, data, plan.questions).values():
         for example in examples:
             asked = branching(tokenizer, example, end)
             options = [([*asked.trunk, *branch], len(asked.trunk)) for branch in asked.branches]
@@ -211,7 +218,7 @@ def _accuracy(score: Any, questions: list[tuple[list[tuple[list[int], int]], int
     for options, answer in questions:
         sums = []
         for tokens, begin in options:
-            # A few lengths, so that few graphs are compiled; what is behind a token changes nothing of it.
+            # Padded to few lengths, so that little is compiled; a token does not see those behind it.
             row = np.zeros(-(-len(tokens) // 128) * 128 + 1, np.int32)
             row[: len(tokens)] = tokens
             sums.append(float(score(row)[begin - 1 : len(tokens) - 1].sum()))

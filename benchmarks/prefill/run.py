@@ -1,17 +1,18 @@
-"""The rows of `jaxllm bench prefill`: speed of random weights, and accuracy of trained models."""
+"""Runs all parts and makes their rows: simulation, speed on one and two processors, accuracy."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring.report import Row, compared
+from benchmarks.prefill import PARTS
 from benchmarks.prefill.accuracy import AccuracyPlan, accuracy_rows
-from benchmarks.prefill.phone import CHUNK_TOKENS, MODEL, shadowed_layers, stated_phone
-from benchmarks.prefill.shape import calibrated_shapes
+from benchmarks.prefill.models import calibrated_model, calibrated_shapes
+from benchmarks.prefill.simulated_phone import CHUNK_TOKENS, MODEL, shadowed_layers, stated_phone
 from benchmarks.prefill.speed import OURS, SpeedPlan, bundles_of, measured
-from benchmarks.report import Row, compared
-from jaxllm.prefill.schedule import ORDERS, prompt_subgraphs
-from jaxllm.prefill.simulator import lower_bound_ms, simulate
-from serving.progress import Progress
+from jaxllm.int8_prefill.schedule import ORDERS, prompt_subgraphs
+from jaxllm.int8_prefill.simulator import lower_bound_ms, simulate
+from serving.host.progress import Progress
 
 _RATE = "prefill_tokens_per_s"
 _RANDOM = "random weights with outliers put in"
@@ -24,43 +25,65 @@ class Plan:
     Attributes:
       speed: of what is timed.
       accuracy: of what is judged.
-      processors: how many prompts are read on, one after the other: 1 with all cores, 2 apart.
-      simulated_tokens: prompts that the phone of `phone.py` is simulated on.
+      simulated_tokens: prompts that the phone of `simulated_phone.py` is simulated on.
+      parts: of `PARTS`, those to run.
     """
 
     speed: SpeedPlan = dataclasses.field(default_factory=SpeedPlan)
     accuracy: AccuracyPlan = dataclasses.field(default_factory=AccuracyPlan)
-    processors: tuple[int, ...] = (1, 2)
     simulated_tokens: tuple[int, ...] = (256, 512, 1024)
+    parts: tuple[str, ...] = PARTS
 
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for small shapes and models, once their files are made."""
         return cls(
-            speed=SpeedPlan(lengths=(64, 256), repeats=2, chunk_tokens=(64,)), accuracy=AccuracyPlan.quick()
+            speed=SpeedPlan(lengths=(256,), repeats=2, chunk_tokens=(64,)), accuracy=AccuracyPlan.quick()
         )
 
 
-def speed_rows(shape: str, plan: Plan, progress: Progress) -> list[Row]:
-    """Rates, graphs and schedules of a shape of random weights.
+def run(
+    model: Path | None, shape: str | None, data: Path | None, plan: Plan, progress: Progress
+) -> list[Row]:
+    """Measures the parts that the plan names.
 
     Args:
-      shape: of `benchmarks.shapes.SHAPES`.
+      model: a bundle or a folder; None for a shape.
+      shape: a name of `benchmarks.models.shapes.SHAPES`, for speed alone.
+      data: the folder of texts and tasks; None takes packaged samples.
       plan: how much.
       progress: called with (stage, done, total).
     """
-    paths = bundles_of(*calibrated_shapes(shape, progress))
-    rows = []
-    for done, processors in enumerate(plan.processors):
-        progress("Measuring", done, len(plan.processors))
-        found = measured(paths, plan.speed, processors=processors)
-        rows += _all_core_rows(shape, found, plan) if processors == 1 else _two_rows(shape, found, plan)
-    progress("Measuring", len(plan.processors), len(plan.processors))
+    rows = simulated_rows(plan) if "simulation" in plan.parts else []
+    if {"one-processor", "two-processors"} & {*plan.parts}:
+        rows += _speed_rows(model, shape, plan, progress)
+    if model is not None and "accuracy" in plan.parts:
+        rows += accuracy_rows(model, data, plan.accuracy, progress)
+    return rows
+
+
+def _speed_rows(model: Path | None, shape: str | None, plan: Plan, progress: Progress) -> list[Row]:
+    """Rates, buckets and schedules of a calibrated model, or of random weights."""
+    if shape is not None:
+        name, note, bundles = shape, _RANDOM, calibrated_shapes(shape, progress)
+    else:
+        assert model is not None
+        name, note, bundles = model.stem, "", calibrated_model(model, progress)
+    paths, rows = bundles_of(*bundles), []
+    parts = [each for each in ("one-processor", "two-processors") if each in plan.parts]
+    for done, part in enumerate(parts):
+        progress("Measuring", done, len(parts))
+        found = measured(paths, plan.speed, processors=1 if part == "one-processor" else 2)
+        if part == "one-processor":
+            rows += _one_processor_rows(name, found, plan, note)
+        else:
+            rows += _two_processor_rows(name, found, plan)
+    progress("Measuring", len(parts), len(parts))
     return rows
 
 
 def simulated_rows(plan: Plan) -> list[Row]:
-    """What orders of subgraphs take on a simulated phone (see `phone.py`)."""
+    """Makespans of a prompt's subgraphs in each order on a simulated phone (see `simulated_phone.py`)."""
     rows = []
     phone = stated_phone()
     times = phone.times(MODEL, CHUNK_TOKENS)
@@ -87,32 +110,20 @@ def simulated_rows(plan: Plan) -> list[Row]:
     return rows
 
 
-def run(
-    shape: str | None, folders: list[Path], data: Path | None, plan: Plan, progress: Progress
-) -> list[Row]:
-    """Everything that was asked for: the simulation always, speed of a shape, accuracy of folders."""
-    rows = simulated_rows(plan)
-    if shape is not None:
-        rows += speed_rows(shape, plan, progress)
-    if folders and data is not None:
-        rows += accuracy_rows(folders, data, plan.accuracy, progress)
-    return rows
-
-
 def _of_order(order: str) -> str:
     return OURS if order == "out-of-order" else f"{OURS}-{order}"
 
 
-def _all_core_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
-    """What prompts take on all cores together, and what the engines take besides."""
+def _one_processor_rows(shape: str, found: dict[str, Any], plan: Plan, note: str) -> list[Row]:
+    """Rates of prompts on all cores together, sizes of float rows, and times to build the engines."""
     rows = []
     ms = found["ms"]
     for length in plan.speed.lengths:
         rates = {name: 1000 * length / each[str(length)] for name, each in ms.items()}
         spent = ms[OURS][str(length)] / ms["naive-int8"][str(length)] - 1
-        notes: dict[str, str | None] = dict.fromkeys(rates, _RANDOM)
-        notes[OURS] = f"{_RANDOM}; shadow takes {spent:.1%} of naive-int8's time"
-        case = f"{shape}, prompt of {length} tokens, all cores"
+        notes: dict[str, str | None] = dict.fromkeys(rates, note)
+        notes[OURS] = "; ".join(filter(None, [note, f"shadow takes {spent:.1%} of naive-int8's time"]))
+        case = f"{shape}, prompt of {length} tokens, one processor"
         rows += compared(rates, ours=OURS, case=case, metric=_RATE, unit="tokens/s", notes=notes)
     share = found["row_bytes"] / found["weight_bytes"]
     return [
@@ -127,41 +138,41 @@ def _all_core_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
         ),
         *(
             Row(
-                case=f"{shape}, all graphs of an engine",
+                case=f"{shape}, all buckets of an engine",
                 system=name,
                 metric="build_ms",
                 value=spent,
                 unit="ms",
-                note=f"{found['graphs'][name]} graphs",
+                note=f"{found['buckets'][name]} buckets",
             )
             for name, spent in found["build_ms"].items()
         ),
     ]
 
 
-def _graph_rows(shape: str, found: dict[str, Any]) -> list[Row]:
+def _bucket_rows(shape: str, found: dict[str, Any]) -> list[Row]:
     shared, apart = found["sharing"]["shared"], found["sharing"]["apart"]
     rows = []
     for metric, unit, key in (
-        ("graphs", "", "graphs"),
-        ("graph_bytes", "bytes", "bytes"),
+        ("buckets", "", "buckets"),
+        ("bucket_bytes", "bytes", "bytes"),
         ("build_ms", "ms", "build_ms"),
     ):
         rows += compared(
-            {OURS: float(shared[key]), "chunk-and-layer-graphs": float(apart[key])},
+            {OURS: float(shared[key]), "bucket-per-chunk-and-layer": float(apart[key])},
             ours=OURS,
             case=f"{shape}, subgraphs of the longest prompt",
             metric=metric,
             unit=unit,
-            notes={"chunk-and-layer-graphs": "counted from those that are shared"},
+            notes={"bucket-per-chunk-and-layer": "counted by those that are shared"},
             lower_is_better=True,
         )
     return rows
 
 
-def _two_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
-    """What prompts take on an integer and a float processor, and the subgraphs that they are cut into."""
-    rows = _graph_rows(shape, found)
+def _two_processor_rows(shape: str, found: dict[str, Any], plan: Plan) -> list[Row]:
+    """Makespans of prompts on an integer and a float processor, and buckets of their subgraphs."""
+    rows = _bucket_rows(shape, found)
     for length in plan.speed.lengths:
         known = {name: each[str(length)] for name, each in found["spans"].items()}
         spans = {name: each["real_ms"] for name, each in known.items()}

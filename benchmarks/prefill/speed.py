@@ -1,11 +1,9 @@
-"""How fast prompts are read: by the engines of each system, in processes of their own.
+"""Times the prefill of each system's engine, in processes of their own.
 
-On all cores together: floats and static steps alone (naive-int8), of prompts that are padded to the longest,
-as one graph for all of them takes, and in chunks that share graphs; native kernels that look at activations
-(K-Quant); static steps with shadow (ours). On an integer and a float processor: static steps with and without
-shadow, in order and out of order, beside what the simulator says of the same subgraphs.
-
-The weights are random, with outliers put into them: that is labelled, and only speed is measured of them.
+On one processor, of all cores: floats and static steps without shadow (naive-int8), of prompts padded to the
+longest, as a single bucket takes them, and in chunks that share buckets; native kernels that quantize by the
+activations at hand (K-Quant); static steps with shadow (ours). On an integer and a float processor: static
+steps with and without shadow, in order and out of order, beside the simulator's times of the same subgraphs.
 """
 
 import dataclasses
@@ -21,24 +19,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.quiet import wait_for_quiet
+from benchmarks.measuring.quiet import wait_for_quiet
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.prefill import prefill_parts, read_prefill
-from jaxllm.config import Bucket
 from jaxllm.errors import JaxllmError
-from jaxllm.prefill.schedule import ORDERS, PROCESSORS, Dispatcher, Order, Subgraph
-from jaxllm.prefill.simulator import lower_bound_ms, simulate
-from jaxllm.prefill.subgraphs import stages_of
+from jaxllm.int8_prefill.schedule import ORDERS, PROCESSORS, Dispatcher, Order, Subgraph
+from jaxllm.int8_prefill.simulator import lower_bound_ms, simulate
+from jaxllm.int8_prefill.subgraphs import stages_of
+from serving.buckets.integer_stage import IntegerStageBucket
+from serving.buckets.table import BucketTable
 from serving.engine import Engine
+from serving.host.user_cache import cache_folder
+from serving.int8_prefill.options import PrefillOptions
+from serving.int8_prefill.processors import prepare_processors
 from serving.options import EngineOptions
-from serving.prefill.options import PrefillOptions
-from serving.prefill.processors import prepare_processors
-from serving.prefill.table import IntegerTable
+from serving.runners.int8_prefill import Int8Prefill
+from serving.runners.runner import prefill_prompt
 
 OURS = "jaxllm"
-# Behind the name of a system whose prompts are filled up to the longest.
+# Suffix of a system whose prompts are padded to the longest.
 _PADDED = "-padded"
-# Of the bundles of a shape.
+# Bundles by what systems run them.
 Paths = dict[str, str]
 
 
@@ -49,7 +50,7 @@ class SpeedPlan:
     Attributes:
       lengths: of prompts, ascending.
       repeats: of each prompt on each system, which take turns.
-      chunk_tokens: of graphs.
+      chunk_tokens: of buckets.
     """
 
     lengths: tuple[int, ...] = (64, 256, 1024)
@@ -58,10 +59,12 @@ class SpeedPlan:
 
 
 def bundles_of(integer: Path, floats: Path) -> Paths:
-    """The bundles that systems take, those that differ in their calibration made beside the first."""
-    bare = integer.with_suffix(".naive.jaxllm")
-    if not bare.exists():
-        with Bundle.open(integer) as bundle:
+    """The bundles that systems take; the one without shadow is made unless it is there."""
+    with Bundle.open(integer) as bundle:
+        folder = cache_folder() / "benchmarks" / "prefill"
+        bare = folder / f"{bundle.fingerprint[:24]}-without-shadow.jaxllm"
+        if not bare.exists():
+            folder.mkdir(parents=True, exist_ok=True)
             known = read_prefill(bundle)
             assert known is not None
             none = dataclasses.replace(known, shadowed=(False,) * len(known.shadowed), channels={}, rows={})
@@ -70,7 +73,7 @@ def bundles_of(integer: Path, floats: Path) -> Paths:
 
 
 def measured(paths: Paths, plan: SpeedPlan, *, processors: int) -> dict[str, Any]:
-    """What a process that measures finds (see `main`).
+    """The measurements of a process of its own (see `main`).
 
     Raises:
       JaxllmError: it failed.
@@ -85,9 +88,12 @@ def measured(paths: Paths, plan: SpeedPlan, *, processors: int) -> dict[str, Any
 
 
 def main(told: str) -> None:
-    """Measures in this process, which nobody else's JAX has touched, and prints one JSON object."""
+    """Measures in this process, before JAX was used, and prints one JSON object."""
     asked = json.loads(told)
-    plan = SpeedPlan(**{name: tuple(v) if isinstance(v, list) else v for name, v in asked["plan"].items()})
+    sizes: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in asked["plan"].items()
+    }
+    plan = SpeedPlan(**sizes)
     paths: Paths = asked["paths"]
     if asked["processors"] == 1:
         found = _on_all_cores(paths, plan)
@@ -107,14 +113,14 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
     }
     padded = {f"{name}{_PADDED}": engines[name] for name in ("float", "naive-int8")}
     times = _times({**engines, **padded}, plan)
-    table = _integer_table(engines[OURS])
+    int8 = _int8(engines[OURS])
     return {
         "ms": times,
-        "build_ms": {name: engine.table.build_ms for name, engine in engines.items()},
-        "graphs": {name: len(engine.table.bucket_ms) for name, engine in engines.items()},
-        "row_bytes": table.calibration.row_bytes,
-        "weight_bytes": engines[OURS].bundle.weight_bytes,
-        "outliers": dataclasses.asdict(table.outliers),
+        "build_ms": {name: engine.runner.table.build_ms for name, engine in engines.items()},
+        "buckets": {name: len(engine.runner.table.bucket_ms) for name, engine in engines.items()},
+        "row_bytes": int8.calibration.row_bytes,
+        "weight_bytes": engines[OURS].model.bundle.weight_bytes,
+        "outliers": dataclasses.asdict(int8.shared.outliers),
     }
 
 
@@ -130,30 +136,30 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         name: _opened(paths[path], PrefillOptions(mode="int8", processors=2, order=order), plan)
         for name, (path, order) in orders.items()
     }
-    tables = {name: _integer_table(engine) for name, engine in engines.items()}
+    prefills = {name: _int8(engine) for name, engine in engines.items()}
     spans: dict[str, dict[int, list[dict[str, float]]]] = {name: {} for name in engines}
 
     def predict(name: str, length: int) -> None:
-        # What a subgraph takes changes with what else the machine does, from moment to moment.
-        table, order = tables[name], engines[name].options.prefill.order
-        table.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
-        passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * length, 0)
-        subgraphs, known = table.subgraphs(passing), table.times(passing)
-        shared, handover_ms = table.times(passing, shared=True), table.measured.handover_ms
+        # Times of subgraphs change with the machine's load, from moment to moment.
+        int8, order = prefills[name], engines[name].options.prefill.order
+        int8.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
+        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
+        subgraphs, known = int8.subgraphs(prompt), int8.times(prompt)
+        shared, handover_ms = int8.times(prompt, shared=True), int8.shared.measured.handover_ms
         simulated = simulate(subgraphs, known, order, overhead_ms=handover_ms, shared=shared).makespan_ms
         bound = lower_bound_ms(subgraphs, known)
         spans[name].setdefault(length, []).append({"simulated_ms": simulated, "bound_ms": bound})
 
     def watch(name: str, length: int) -> None:
-        processors = tables[name].processors
+        processors = prefills[name].shared.processors
         assert processors is not None
         assert processors.trace is not None
         latest = spans[name][length][-1]
         latest["real_ms"] = processors.trace.makespan_ms
-        # No order is faster with the times that the subgraphs took in this very run.
-        table = tables[name]
-        passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * length, 0)
-        subgraphs = table.subgraphs(passing)
+        # No order is faster than the bound by the times that the subgraphs took in this run.
+        int8 = prefills[name]
+        prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
+        subgraphs = int8.subgraphs(prompt)
         took = {subgraphs[run.place]: run.end_ms - run.start_ms for run in processors.trace.runs}
         latest["real_to_own_bound"] = latest["real_ms"] / lower_bound_ms(subgraphs, took.__getitem__)
         latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
@@ -166,19 +172,19 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
             # The first run is not counted.
             medians = {key: statistics.median(run[key] for run in runs[1:]) for key in runs[0]}
             found[name][str(length)] = medians
-    table = tables[OURS]
-    passing = table.begin_passing(table.start(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
-    subgraphs = table.subgraphs(passing)
+    int8 = prefills[OURS]
+    prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
+    subgraphs = int8.subgraphs(prompt)
     return {
         "ms": times,
         "spans": found,
-        "sharing": _sharing(table, plan),
+        "sharing": _sharing(int8, engines[OURS].runner.table, plan),
         "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
     }
 
 
 def _decision_us(subgraphs: Sequence[Subgraph], order: Order) -> float:
-    """What a decision takes, in microseconds: all of a prompt's, one after the other."""
+    """Microseconds of a decision: all of a prompt's are made one after the other."""
     dispatcher = Dispatcher(subgraphs, lambda each: 1.0, order)
     began = time.perf_counter()
     while not dispatcher.done:
@@ -196,16 +202,17 @@ def _opened(path: str, how: PrefillOptions, plan: SpeedPlan) -> Engine:
         cache_tokens=(longest,),
         chunk_tokens=plan.chunk_tokens,
         cache_dtype="float16",
-        # What building takes is measured, not reading.
+        # Nothing is read from disk: building is measured.
         executables_bytes=0,
         prefill=how,
     )
     return Engine.open(path, options=options)
 
 
-def _integer_table(engine: Engine) -> IntegerTable:
-    assert isinstance(engine.table, IntegerTable)
-    return engine.table
+def _int8(engine: Engine) -> Int8Prefill:
+    int8 = engine.runner.int8
+    assert int8 is not None
+    return int8
 
 
 def _times(
@@ -222,16 +229,16 @@ def _times(
         taken: dict[str, list[float]] = {name: [] for name in engines}
         for number in range(plan.repeats + 1):
             order = list(engines) if number % 2 else list(engines)[::-1]
-            tokens: list[int] | None = None
+            vocab_size = engines[order[0]].cfg.vocab_size
+            tokens: list[int] = draw.integers(0, vocab_size, length).tolist()
             for name in order:
                 engine = engines[name]
-                tokens = tokens or draw.integers(0, engine.cfg.vocab_size, length).tolist()
                 before(name, length)
-                cache = jax.block_until_ready(engine.table.start(plan.lengths[-1]))
+                cache = jax.block_until_ready(engine.runner.start(plan.lengths[-1]))
                 missing = (plan.lengths[-1] - length) * name.endswith(_PADDED)
                 wait_for_quiet(0.3)
                 began = time.perf_counter()
-                jax.block_until_ready(engine.table.prefill(cache, tokens + [0] * missing, 0)[0])
+                jax.block_until_ready(prefill_prompt(engine.runner, cache, tokens + [0] * missing, 0)[0])
                 spent_ms = 1000 * (time.perf_counter() - began)
                 after(name, length)
                 if number:
@@ -241,36 +248,36 @@ def _times(
     return found
 
 
-def _sharing(table: IntegerTable, plan: SpeedPlan) -> dict[str, Any]:
-    """Graphs, their memory and the time to build them for prompts of the greatest length: shared by chunks
-    and layers, against one for each chunk and layer, counted from those that were built."""
+def _sharing(int8: Int8Prefill, table: BucketTable, plan: SpeedPlan) -> dict[str, Any]:
+    """Buckets, their memory and the time to build them for prompts of the greatest length: shared by chunks
+    and layers, against one for each chunk and layer, counted by those that were built."""
     chunk, longest = plan.chunk_tokens[-1], plan.lengths[-1]
-    chunks, layers = -(-longest // chunk), table.cfg.layers
-    own = [each for each in table.chunk_buckets(chunk, longest) if each.kind.startswith("int_")]
-    apart = [each for layer in range(layers) for each in _of_layer(table, layer, chunk, longest) * chunks]
-    memory = {bucket: _graph_bytes(table.graph(bucket)) for bucket in own}
+    chunks, layers = -(-longest // chunk), int8.model.cfg.layers
+    apart = [each for layer in range(layers) for each in _of_layer(int8, layer, chunk, longest) * chunks]
+    own = list(dict.fromkeys(apart))
+    memory = {bucket: _compiled_bytes(table.get(bucket)) for bucket in own}
     return {
         "shared": {
-            "graphs": len(own),
+            "buckets": len(own),
             "bytes": sum(memory.values()),
             "build_ms": sum(table.bucket_ms[each] for each in own),
         },
         "apart": {
-            "graphs": len(apart),
+            "buckets": len(apart),
             "bytes": sum(memory[each] for each in apart),
             "build_ms": sum(table.bucket_ms[each] for each in apart),
         },
     }
 
 
-def _of_layer(table: IntegerTable, layer: int, chunk: int, cache: int) -> list[Bucket]:
-    stages = stages_of(table.calibration.shadowed[layer])
-    return [table.subgraph_bucket(layer, stage, chunk, cache) for stage in stages]
+def _of_layer(int8: Int8Prefill, layer: int, chunk: int, cache: int) -> list[IntegerStageBucket]:
+    stages = stages_of(int8.calibration.shadowed[layer])
+    return [int8.stage_bucket(layer, stage, chunk, cache) for stage in stages]
 
 
-def _graph_bytes(graph: Any) -> int:
-    """What a graph takes besides its arguments: code, and memory while it runs."""
-    known = graph.memory_analysis()
+def _compiled_bytes(compiled: Any) -> int:
+    """Bytes of a bucket besides its arguments: code, and memory while it runs."""
+    known = compiled.memory_analysis()
     return int(known.generated_code_size_in_bytes + known.temp_size_in_bytes + known.output_size_in_bytes)
 
 

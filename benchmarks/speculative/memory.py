@@ -1,8 +1,8 @@
-"""What a process really holds that runs a model larger than its budget, and how fast it reads.
+"""Measures the memory of a process that runs a model larger than its budget, and how fast it reads.
 
-Each budget has a process of its own, which runs twice: from its second start on, a service reads its graphs
-from disk. What is compared with the budget is how far the process's resident memory grew above what Python
-and JAX had taken before the model was opened.
+Each budget has a process of its own, which runs twice: from its second start on, a service reads its buckets
+from disk. The growth of the process's resident memory above that of Python and JAX, before the model was
+opened, is compared with the budget.
 """
 
 import concurrent.futures
@@ -13,19 +13,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.memory import peak_resident_bytes, reset_peak_memory
-from benchmarks.report import Row
+from benchmarks.measuring.memory import peak_resident_bytes, reset_peak_memory
+from benchmarks.measuring.report import Row
 from benchmarks.speculative.systems import OURS
 from jaxllm.errors import ConfigError, one_line
-from serving.direct_io import PieceReader, aligned
+from serving.bundles import open_model
 from serving.engine import Engine
-from serving.generation import GenerationConfig
-from serving.models import open_model
+from serving.host.direct_io import PieceReader, aligned
+from serving.host.progress import Progress
 from serving.options import EngineOptions
-from serving.progress import Progress
+from serving.request import GenerationConfig
 
 _PROMPT_TOKENS, _TOKENS, _CONTEXT_TOKENS = 64, 9, 512
-# How the disk is read for comparison: the best of so many blocks at a time, each of so many bytes.
+# The disk is read for comparison in blocks of so many bytes; the best number of blocks at a time counts.
 _DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
 
 
@@ -33,7 +33,7 @@ def memory_rows(model: Path, budgets: Sequence[int], progress: Progress | None =
     """Memory, reading and time per token under several budgets.
 
     Args:
-      model: a bundle that none of the budgets holds.
+      model: a bundle larger than each budget.
       budgets: in bytes.
       progress: called with ("Measuring", budgets done, budgets in all).
 
@@ -52,7 +52,7 @@ def memory_rows(model: Path, budgets: Sequence[int], progress: Progress | None =
                     f"a budget of {budget:,} bytes could not be tried: {one_line(done.stderr[-300:])}"
                 )
             found = json.loads(done.stdout.splitlines()[-1])
-        # Disks of shared machines change from minute to minute: before and after.
+        # Measured before and after: disks of shared machines change from minute to minute.
         disk = (disk + disk_bytes_per_s(model)) / 2
         rows += _rows(f"{model.stem}, budget {budget / 1e6:,.0f} MB", budget, found, disk)
         if progress is not None:
@@ -61,7 +61,7 @@ def memory_rows(model: Path, budgets: Sequence[int], progress: Progress | None =
 
 
 def disk_bytes_per_s(path: Path) -> float:
-    """The fastest that a file is read in blocks, past the page cache, in any of a few ways."""
+    """Bandwidth of a file read in blocks past the page cache, at the best of a few queue depths."""
     return max(_read_once(path, depth) for depth in _DEPTHS)
 
 
@@ -82,8 +82,8 @@ def _read_once(path: Path, depth: int) -> float:
 def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[Row]:
     speed = found["read_bytes"] / found["took_s"]
     plan = (
-        f"{found['resident']:.0f} layers and pieces stay; reads {found['read_bytes'] / 1e6:,.0f} MB for "
-        f"{found['passes']:.0f} passes"
+        f"{found['resident']:.0f} pieces are resident; reads {found['read_bytes'] / 1e6:,.0f} MB "
+        f"for {found['passes']:.0f} passes"
     )
 
     def row(metric: str, value: float, unit: str, **more: object) -> Row:
@@ -96,35 +96,35 @@ def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[
             "bytes",
             baseline="budget",
             ratio=budget / found["peak_bytes"],
-            note=f"above {found['runtime_bytes'] / 1e6:,.0f} MB that Python and JAX hold; {plan}",
+            note=f"above {found['runtime_bytes'] / 1e6:,.0f} MB of Python and JAX; {plan}",
         ),
         row("tpot_ms", found["tpot_ms"], "ms"),
         row(
             "bandwidth_share",
             speed / disk,
             "share",
-            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s, which the disk gives to nothing but reads",
+            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s of reading alone",
         ),
     ]
 
 
 def _measure(model: str, budget: int) -> dict[str, float]:
-    """In a process of its own: answers once, with the model's graphs compiled or read."""
+    """Answers in this process, with the model's buckets compiled or read, and measures the second answer."""
     import jax
     import numpy as np
 
-    # What a process holds before there is a model.
+    # JAX takes memory of its own before there is a model.
     jax.device_put(np.zeros(4)).block_until_ready()
     reset_peak_memory()
     before = peak_resident_bytes()
     with open_model(model) as bundle:
         context = min(_CONTEXT_TOKENS, bundle.cfg.window_tokens)
     engine = Engine.open(model, options=EngineOptions(context_tokens=context, memory_bytes=budget))
-    if engine.streamed is None:
+    if engine.model.streamed is None:
         raise ConfigError(f"all of the model fits into {budget:,} bytes")
     config = GenerationConfig(max_tokens=_TOKENS, ignore_eos=True)
     prompt = list(range(_PROMPT_TOKENS))
-    counts = engine.streamed.counts
+    counts = engine.model.streamed.counts
     engine.generate(prompt, config)
     read, began = counts.read_bytes, time.perf_counter()
     generation = engine.generate(prompt, config)
@@ -134,7 +134,7 @@ def _measure(model: str, budget: int) -> dict[str, float]:
         "tpot_ms": generation.timings.tpot_ms(len(generation.tokens)),
         "read_bytes": counts.read_bytes - read,
         "took_s": time.perf_counter() - began,
-        "resident": len(engine.streamed.plan.resident),
+        "resident": engine.model.streamed.facts()["resident_layers"],
         "passes": _TOKENS,
     }
 

@@ -1,63 +1,65 @@
-"""The systems that answer with a model of which only a part fits into memory: ours, and LLMCad's baselines.
+"""Opens the systems that run a model larger than memory: ours, its ablations, and LLMCad's baselines.
 
-All have the same graphs, the same reader and the same memory for weights: what has a draft has less room for
-layers.
+All have the same buckets, reader and memory for weights: a draft leaves less room for layers.
 
-- Std: a layer is read when it is needed, then computed, for every token.
+- Std: each layer is read when it is needed, then computed, for every token.
 - StdPL: the next layer is read while one is computed.
-- STI (arXiv 2207.05022): the pipeline over weights of fewer bits, here all of them at 4; another answer.
+- STI (arXiv 2207.05022): the pipeline over weights of fewer bits, here 4; its answers differ.
 - SP (arXiv 2211.17192): a draft of a fixed number of tokens in a line, then one verification.
-- BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one takes back what it finds too
-  unlikely; another answer.
+- BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one rejects tokens that it finds
+  too unlikely; its answers differ.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from jaxllm.config import WHOLE
 from jaxllm.kv.cache import KVCache
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.fallback import LEAST
 from jaxllm.speculative.tree import TokenTree
-from serving.direct_io import Storage
+from serving.bundles import open_model
 from serving.engine import Engine
-from serving.models import open_model
+from serving.host.direct_io import Storage
+from serving.loading import LoadedModel
 from serving.options import EngineOptions
-from serving.speculative.drafter import Drafter
-from serving.speculative.drafters import make_drafter
-from serving.speculative.options import SpeculationOptions, TreeShape
-from serving.speculative.table import SpeculativeTable
-from serving.speculative.verdict import Verdict
-from serving.streaming.footprint import drafter_bytes, fixed_bytes, whole_budget
-from serving.streaming.table import StreamedTable
-from serving.streaming.weight_stream import Meanwhile
+from serving.runners.layerwise import LayerwiseRunner
+from serving.runners.verdict import Verdict
+from serving.speculation.drafter import Drafter
+from serving.speculation.drafters import make_drafter
+from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.speculation.speculation import Speculation
+from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
+from serving.weights.prefetch import Meanwhile
 
-OURS = "jaxllm"
-# Lengths that SP is tried with; the best on prompts that are not counted is shown.
+OURS, STDPL = "jaxllm", "StdPL"
+# Lengths of SP's drafts; the best one, on prompts that are not counted, is shown.
 SP_LENGTHS = (2, 4, 7)
-# BLD's thresholds: least probability of a token that the small model may say alone, and most surprise (nats)
-# of the large one at a token that stays. In the middle of the ranges that its paper tunes in.
+# BLD's thresholds: the least probability at which the small model goes on alone, and the most nats of a token
+# that the large one accepts. They are in the middle of the ranges that its paper tunes in.
 _BLD_FALLBACK, _BLD_ROLLBACK, _BLD_LENGTH = 0.6, 3.0, 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all systems are given.
+    """The same models, memory and storage for all systems.
 
     Attributes:
       model: the target, a bundle.
       draft: a small model of its tokenizer.
-      coarse: the target at 4 bits, for STI; None leaves that out.
+      narrow: the target at 4 bits, for STI.
       weights_bytes: memory for weights, the draft's included; caches and activations come on top.
       context_tokens: of every context.
-      storage: where weights are read from.
+      storage: that weights are read from.
     """
 
     model: Path
     draft: Path
-    coarse: Path | None
+    narrow: Path
     weights_bytes: int
     context_tokens: int
     storage: Storage
@@ -82,7 +84,7 @@ def fixed_lines(setting: Setting, length: int) -> Engine:
     """SP with drafts of `length` tokens."""
     trees = TreeShape(nodes=(length + 1,), room=length + 1, tips=1, branches=1)
     return drafted(
-        setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, thrifty=False, lookup=False
+        setting, trees=trees, alpha=LEAST, fallback="fixed", pipelined=False, pausing=False, lookup=False
     )
 
 
@@ -94,30 +96,36 @@ def big_little(setting: Setting) -> Engine:
         trees=TreeShape(nodes=(nodes,), room=nodes + 1, tips=1, branches=1),
         fallback="fixed",
         pipelined=False,
-        thrifty=False,
+        pausing=False,
         lookup=False,
     )
     engine_options = dataclasses.replace(_options(setting, setting.model, options), trees=options.trees)
     bundle = open_model(setting.model)
     reserved = drafter_bytes(options, setting.context_tokens, bundle.cfg)
-    engine = Engine(bundle, engine_options, reserved_bytes=reserved)
-    engine.answer_with(BigLittle(engine.table, _UntilUnsure(make_drafter(engine, options)), options))
+    model = LoadedModel(bundle, engine_options, reserved_bytes=reserved)
+    drafter = _UntilUnsure(make_drafter(model, WHOLE, options))
+    target: Any = model.runner(WHOLE)
+    engine = Engine(model, WHOLE, BigLittle(target, drafter, options))
     engine.warm_up()
     return engine
 
 
-def systems(setting: Setting, *, ablations: bool = True) -> dict[str, Opener]:
-    """Every system by its name, ours first, and ours without each technique in turn where that is asked for;
-    SP is not among them (see `fixed_lines`)."""
+def systems(*, baselines: bool = True, ablations: bool = True) -> dict[str, Opener]:
+    """What opens each system, by name, ours first; SP is not among them (see `fixed_lines`).
+
+    Args:
+      baselines: whether those of LLMCad are among them.
+      ablations: whether ours without each technique in turn is.
+    """
     tree = TreeShape()
-    found: dict[str, Opener] = {
-        OURS: drafted,
-        "Std": lambda s: plain(s, read_ahead=False),
-        "StdPL": plain,
-        "BLD": big_little,
-    }
-    if setting.coarse is not None:
-        found["STI"] = lambda s: plain(s, model=s.coarse)
+    found: dict[str, Opener] = {OURS: drafted}
+    if baselines:
+        found |= {
+            "Std": lambda s: plain(s, read_ahead=False),
+            STDPL: plain,
+            "BLD": big_little,
+            "STI": lambda s: plain(s, model=s.narrow),
+        }
     if not ablations:
         return found
     return found | {
@@ -134,7 +142,7 @@ def systems(setting: Setting, *, ablations: bool = True) -> dict[str, Opener]:
 def _options(
     setting: Setting, model: Path, speculation: SpeculationOptions | None = None, *, read_ahead: bool = True
 ) -> EngineOptions:
-    """An engine's options: memory for the setting's bytes of weights, and for all that comes on top."""
+    """An engine's options: memory for the setting's bytes of weights, and for caches and activations."""
     trees = None if speculation is None else speculation.trees
     asked = EngineOptions(context_tokens=setting.context_tokens, trees=trees)
     with open_model(model) as bundle:
@@ -142,7 +150,7 @@ def _options(
         if speculation is not None:
             around += drafter_bytes(speculation, setting.context_tokens, bundle.cfg)
     if speculation is not None and speculation.model is not None:
-        # Of the draft only what it takes besides weights.
+        # The draft's weights are among those of the setting.
         with open_model(speculation.model) as bundle:
             around -= bundle.weight_bytes
     return dataclasses.replace(
@@ -154,7 +162,7 @@ def _options(
 
 
 class _UntilUnsure:
-    """A drafter that ends its line before the first token it is not sure of (see `Drafter`)."""
+    """A drafter that ends its line before the first token that it is unsure of (see `Drafter`)."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -162,7 +170,7 @@ class _UntilUnsure:
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """See `Drafter`; what `alpha` says of whole paths is not asked for."""
+        """See `Drafter`; `alpha`, a bound for whole paths, is not used."""
         del alpha
         tree = self._drafter.grow(sequence, root, LEAST, 2)
         while (count := int(tree.count)) <= most:
@@ -177,18 +185,17 @@ class _UntilUnsure:
         return dataclasses.replace(tree, count=np.int32(max(1, int(tree.count) - 1)))  # pyright: ignore
 
 
-class BigLittle(SpeculativeTable):
-    """Keeps what the large model does not find too unlikely; greedy alone."""
+class BigLittle(Speculation):
+    """Accepts drafted tokens that the large model does not find too unlikely; greedy alone."""
 
-    def __init__(self, target: object, drafter: Drafter, options: SpeculationOptions) -> None:
-        assert isinstance(target, StreamedTable)
+    def __init__(self, target: LayerwiseRunner, drafter: Drafter, options: SpeculationOptions) -> None:
         super().__init__(_Lenient(target), drafter, options)  # pyright: ignore[reportArgumentType]
 
 
 class _Lenient:
-    """A target that says yes to all that it does not find too unlikely."""
+    """A target that accepts all drafted tokens that it does not find too unlikely."""
 
-    def __init__(self, target: StreamedTable) -> None:
+    def __init__(self, target: LayerwiseRunner) -> None:
         self._target = target
 
     def __getattr__(self, name: str) -> object:
@@ -202,7 +209,7 @@ class _Lenient:
         limit: int,
         meanwhile: Meanwhile | None = None,
     ) -> tuple[Verdict, KVCache, SamplerState]:
-        """See `StreamedTable.verify`."""
+        """See `LayerwiseRunner.verify`."""
         logits, cache = self._target.read_tree(tree, cache, meanwhile)
         logits = logits - logits.max(axis=1, keepdims=True)
         likely = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))

@@ -1,23 +1,24 @@
-"""A prepared model in one file: aligned weights, tokenizer, manifest; atomic, versioned, checksummed.
+"""Reads and writes bundles: a prepared model in one file, aligned, atomic, versioned, checksummed.
 
-    header    64 bytes: magic, version, place and SHA-256 of the manifest
+    header    64 bytes: magic, version, offset, length and SHA-256 of the manifest
     segments  page-aligned: "tokenizer", "embed", "layers.0", "layers.1", ..., "final", parts;
-              behind a layer "layers.0.experts.0", ... where each expert is stored by itself
-    manifest  JSON at the end: config, segments with checksums, tensors with places
+              after a layer "layers.0.experts.0", ... if each expert is stored by itself
+    manifest  JSON at the end: config, segments with checksums, tensors with offsets
 
-Weights lie layer by layer in the order in which a step reads them, each tensor at a multiple of 64
-bytes, so that opening maps the file and copies nothing, and a reader can stream one layer with few
-large aligned reads. The manifest is last because a writer knows the checksums only then.
+Weights are stored layer by layer in the order of a forward pass, each tensor at a multiple of 64 bytes,
+so that opening maps the file without a copy, and a layer can be streamed with few large aligned reads.
+The manifest is last because the writer knows the checksums only then.
 
-Opening checks the manifest whole (its SHA-256, every place, shape and dtype against the config); the
-bytes of a segment are checked when it is first read. Nothing in a file can make a reader allocate
-more than the file's own size, or run code.
+Opening checks the whole manifest (its SHA-256; every offset, shape and dtype against the config); the
+bytes of a segment are checked when it is first read. No file can make a reader allocate more than the
+file's own size, or run code.
 """
 
 from jaxllm.bundle.apart import expert_widths, lay_experts_apart
-from jaxllm.bundle.layout import SUFFIX, WEIGHT_FORMATS, Part, Segment, Tensor, WeightFormat, segment_of
+from jaxllm.bundle.layout import SUFFIX, Part, Segment, Tensor, segment_of
 from jaxllm.bundle.reader import Bundle
-from jaxllm.bundle.writer import EXPERT_BITS, rewrite_bundle, write_bundle
+from jaxllm.bundle.writer import rewrite_bundle, write_bundle
+from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 
 __all__ = [
     "EXPERT_BITS",

@@ -1,6 +1,7 @@
-"""Laying the experts of a bundle apart, each at a width of its own, so that they can be read one by one.
+"""Stores the experts of a bundle apart, each with a bitwidth of its own, so that they can be read one by one.
 
-What has its width already stays as it is: of the same widths it is the same model, and answers alike.
+An expert that has its bitwidth already stays byte for byte: with unchanged bitwidths the answers are the
+same.
 """
 
 import os
@@ -22,7 +23,7 @@ _FLOAT_BITS = {"float32": 32, "float16": 32, "bfloat16": 16}
 
 
 def expert_widths(bundle: Bundle) -> np.ndarray:
-    """The widths `[L_sparse, E]` of a mixture's experts, 16 and 32 for floats."""
+    """The bitwidths `[L_sparse, E]` of a mixture's experts; 16 and 32 are floats."""
     cfg, apart = bundle.cfg, bundle.layout.experts_apart
     found = []
     for layer in filter(cfg.is_sparse, range(cfg.layers)):
@@ -41,18 +42,18 @@ def lay_experts_apart(
     *,
     name: str = "",
 ) -> None:
-    """Writes a bundle again with its experts apart, all other weights byte for byte as they are.
+    """Rewrites a bundle with its experts apart; all other weights stay byte for byte.
 
     Args:
-      path: of the new file, which may be the old one's.
+      path: of the new file; it may replace the source.
       source: an open bundle of a mixture, its experts together or apart.
-      expert_bits: `[L_sparse, E]` int, none wider than it is.
+      expert_bits: `[L_sparse, E]` int, none above the expert's present bitwidth.
       parts: see `rewrite_bundle`.
       name: the model's name, for people; the source's by default.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
-      ConfigError: the model is no such mixture, or a width is wider than it is.
+      ConfigError: the model is no such mixture, or a bitwidth is above the present one.
     """
     cfg = source.cfg
     if not cfg.experts:
@@ -90,14 +91,14 @@ def lay_experts_apart(
 
 
 class _Stacks:
-    """The matrices of stacks of experts, of which those of one layer are in memory."""
+    """Reads matrices of stacks of experts, with the stacks of one layer in memory at a time."""
 
     def __init__(self, source: Bundle) -> None:
         self._source = source
         self._columns: dict[str, np.ndarray | QArray] = {}
 
     def entry(self, name: str, expert: int) -> Stored:
-        """One matrix `[R, C]` as the stack has it."""
+        """One matrix `[R, C]` as the stack stores it."""
         if name not in self._columns:
             layer = name.rsplit(".", 1)[0]
             self._columns = {each: of for each, of in self._columns.items() if each.startswith(layer)}

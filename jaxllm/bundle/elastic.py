@@ -1,4 +1,4 @@
-"""The levels of an elastic bundle: its ladder, and the recovery adapter of each level."""
+"""Reads and writes the levels of an elastic bundle: its ladder, and the recovery adapter of each level."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.units import UnitOrder, check_order, unit_arrays, units_of_arrays
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.lora import TARGETS, adapter_shapes, parameters_of, target_of
+from jaxllm.models.lora import TARGETS, adapter_shapes, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
 
 _LADDER = "elastic"
@@ -21,7 +21,7 @@ _LARGEST_SCALING = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """A low-rank adapter that goes with a level: as `jaxllm.lora` has it, shaped as the sub-model is."""
+    """A low-rank adapter of a level, as `jaxllm.models.lora` has it, shaped as the sub-model is."""
 
     adapter: Mapping[str, np.ndarray]
     scaling: float
@@ -34,16 +34,16 @@ def elastic_parts(
     order: UnitOrder | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Part]:
-    """What makes a bundle elastic, for `write_bundle`.
+    """The parts of an elastic bundle, for `write_bundle`.
 
-    Adapters are stored at half precision, whose steps are finer than those of the weights that they correct;
-    an array with larger numbers than that has stays as it is.
+    Adapters are stored as float16, which is finer than the quantized weights that they correct; an array with
+    numbers beyond float16's range keeps its dtype.
 
     Args:
       ladder: the levels; the units of the bundle's weights must be in order.
       recoveries: adapters by level.
-      order: in which the weights' units are, of the units of the model that the bundle was made from; None if
-        they were not moved.
+      order: order of the weights' units in terms of the original model's units; None if they were not
+        reordered.
       facts: further facts, for people.
     """
     arrays = {} if order is None else unit_arrays(order.groups, order.neurons)
@@ -55,10 +55,10 @@ def elastic_parts(
 
 
 def read_ladder(bundle: Bundle) -> Ladder | None:
-    """The levels of a bundle; None if it has but the whole model.
+    """The levels of a bundle; None if it has only the whole model.
 
     Raises:
-      BundleError: they are malformed or of another model.
+      BundleError: the levels are malformed, or belong to another model.
     """
     part = bundle.layout.parts.get(_LADDER)
     if part is None:
@@ -72,10 +72,10 @@ def read_ladder(bundle: Bundle) -> Ladder | None:
 
 
 def read_order(bundle: Bundle) -> UnitOrder | None:
-    """How units were moved when the bundle was made; None if they were not.
+    """The order in which units were put when the bundle was made; None if they were not reordered.
 
     Raises:
-      BundleError: the order is corrupt, or of another model.
+      BundleError: the order is corrupt, or belongs to another model.
     """
     part = bundle.load_part(_LADDER)
     if part is None or not part.arrays:
@@ -89,10 +89,10 @@ def read_order(bundle: Bundle) -> UnitOrder | None:
 
 
 def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
-    """The adapter of a level, at the precision that it is stored with; None where it has none.
+    """The adapter of a level in its stored precision; None if the level has none.
 
     Raises:
-      BundleError: it is corrupt or malformed.
+      BundleError: the adapter is corrupt or malformed.
     """
     part = bundle.load_part(_recovery(level))
     if part is None:
@@ -112,7 +112,7 @@ def read_recovery(bundle: Bundle, level: int) -> Recovery | None:
 
 
 def release_recovery(bundle: Bundle, level: int) -> None:
-    """Gives back the memory of a level's adapter as it is in the file (see `Bundle.release_part`)."""
+    """Releases the memory of a level's adapter (see `Bundle.release_part`)."""
     bundle.release_part(_recovery(level))
 
 
@@ -149,7 +149,7 @@ def _check_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> None:
 
 
 def _halved(value: np.ndarray) -> np.ndarray:
-    """An array as float16, unless it would no longer be what it was."""
+    """An array as float16, unless that would overflow."""
     with np.errstate(over="ignore"):
         half = np.asarray(value).astype(np.float16)
     return half if value.dtype.kind == "f" and np.isfinite(half).all() else value

@@ -1,4 +1,5 @@
-"""What a bundle knows of its experts besides their weights: how they were chosen, and activation paths."""
+"""Reads and writes a bundle's facts about its experts: how bitwidths were chosen, activation paths, tokens'
+experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,22 +16,22 @@ _PART = "experts"
 def expert_parts(
     counts: PathCounts, facts: Mapping[str, Any] | None = None, tokens: TokenExperts | None = None
 ) -> dict[str, Part]:
-    """Statistics of a text, for `write_bundle`; `facts` are for people."""
+    """The part of a bundle with the statistics of a text, for `write_bundle`; `facts` are for people."""
     of_tokens = {} if tokens is None else tokens.to_arrays()
     return {_PART: Part({**(facts or {})}, {**counts.to_arrays(), **of_tokens})}
 
 
 def expert_facts(bundle: Bundle) -> dict[str, Any]:
-    """How the experts' widths were found; empty where nobody said."""
+    """Facts about how the experts' bitwidths were chosen; empty if there are none."""
     part = bundle.layout.parts.get(_PART)
     return {} if part is None else dict(part.facts)
 
 
 def read_path_counts(bundle: Bundle) -> PathCounts:
-    """The statistics of activation paths; of a bundle without them those of no text.
+    """The statistics of activation paths; empty ones for a bundle without them.
 
     Raises:
-      BundleError: they are corrupt, or of another model.
+      BundleError: the statistics are corrupt, or belong to another model.
     """
     cfg, layers = bundle.cfg, _sparse_layers(bundle)
     part = bundle.load_part(_PART)
@@ -43,10 +44,10 @@ def read_path_counts(bundle: Bundle) -> PathCounts:
 
 
 def read_token_experts(bundle: Bundle) -> TokenExperts:
-    """The experts of tokens; of a bundle without such statistics those of no text.
+    """The statistics of tokens' experts; empty ones for a bundle without them.
 
     Raises:
-      BundleError: they are corrupt, or of another model.
+      BundleError: the statistics are corrupt, or belong to another model.
     """
     cfg, part = bundle.cfg, bundle.load_part(_PART)
     shape = {"layers": _sparse_layers(bundle), "choices": cfg.experts_per_token}
@@ -63,4 +64,4 @@ def _sparse_layers(bundle: Bundle) -> int:
 
 
 def _unusable(bundle: Bundle, error: ConfigError) -> BundleError:
-    return BundleError(f"{bundle.path}: {error}; make it again with `jaxllm calibrate`")
+    return BundleError(f"{bundle.path}: {error}; make it again with `jaxllm quantize-experts`")

@@ -1,4 +1,4 @@
-"""What stands where in a bundle, and the checks that make a file from a stranger safe to read."""
+"""The layout of a bundle, and the checks that make a file from elsewhere safe to read."""
 
 import dataclasses
 import functools
@@ -12,20 +12,17 @@ import numpy as np
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
+from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, param_specs, specs_apart
 from jaxllm.quant import BITS, GROUPS, blocked_shapes
 
-# int4 keeps the vocabulary's tables at 8 bits, int4-all keeps nothing: smaller and faster still, less exact.
-WeightFormat = Literal["f32", "bf16", "int8", "int4", "int4-all"]
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int4", "int4-all")
-
 SUFFIX = ".jaxllm"
 VERSION = 2
-MAGIC = b"JAXLLM\r\n"  # a text-mode copy of the file would break it, and be seen
+MAGIC = b"JAXLLM\r\n"  # \r\n reveals a text-mode copy of the file
 HEADER = struct.Struct("<8sIIQQ32s")
 PAGE = 4096
 ALIGN = 64
-# What arrays of parts may hold.
+# Allowed dtypes of arrays of parts.
 PART_DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8", "int32")
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = {
@@ -40,7 +37,7 @@ DTYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A contiguous, page-aligned run of the file."""
+    """A contiguous, page-aligned range of the file."""
 
     name: str
     offset: int
@@ -62,7 +59,7 @@ class Extent:
         return int(np.prod(self.shape, dtype=object)) * DTYPES[self.dtype].itemsize
 
     def array(self, raw: memoryview | np.ndarray) -> np.ndarray:
-        """The array whose bytes `raw` has, in place."""
+        """The array over the bytes `raw`, without a copy."""
         return np.frombuffer(raw, DTYPES[self.dtype]).reshape(self.shape)
 
 
@@ -85,7 +82,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """An addition to a model: facts that JSON can say, and arrays by name."""
+    """An addition to a model: facts as JSON, and arrays by name."""
 
     facts: dict[str, Any]
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -93,10 +90,9 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class PartLayout:
-    """Where an addition to the model stands: arrays in a segment of the part's name, and facts as JSON.
+    """The location of a part: its arrays, in a segment of the part's name, and its facts as JSON.
 
-    The bundle vouches for places and checksums; what the facts mean and which shapes fit is for those who
-    read the part.
+    The bundle checks offsets and checksums; readers of the part check its facts and shapes.
     """
 
     facts: dict[str, Any]
@@ -132,7 +128,7 @@ class Layout:
 
     @functools.cached_property
     def by_segment(self) -> dict[str, dict[str, Tensor]]:
-        """The parameters of each segment that has some, in file order."""
+        """The parameters of each segment with parameters, in file order."""
         found: dict[str, dict[str, Tensor]] = {}
         for name, tensor in self.tensors.items():
             found.setdefault(tensor.segment, {})[name] = tensor
@@ -140,10 +136,10 @@ class Layout:
 
     @classmethod
     def parse(cls, manifest: Any, *, end: int) -> "Layout":
-        """Reads a manifest; `end` is where the file's segments must end.
+        """Parses and checks a manifest; `end` is the offset at which the file's segments must end.
 
         Raises:
-          ConfigError: anything in it is malformed, out of place or disagrees with the config.
+          ConfigError: the manifest is malformed, has wrong offsets, or disagrees with the config.
         """
         try:
             layout = cls(
@@ -181,7 +177,7 @@ def contracted_axis(spec: ParamSpec) -> Literal[-1, -2]:
 
 
 def check_header(path: Path, header: bytes, size: int) -> tuple[int, int, bytes]:
-    """Place, length and digest of the manifest, once they are plausible."""
+    """Offset, length and digest of the manifest, from a checked header."""
     if len(header) < HEADER.size or header[: len(MAGIC)] != MAGIC:
         raise BundleError(f"{path}: not a jaxllm bundle; make one with `jaxllm prepare HF_DIR -o FILE`")
     _, version, reserved, offset, length, digest = HEADER.unpack(header)
@@ -222,7 +218,7 @@ def _read_tensor(entry: dict[str, Any]) -> Tensor:
                 raise ConfigError(f"malformed place or shape {extent}")
             fields[part] = Extent(extent["offset"], extent["dtype"], shape)
     tensor = Tensor(**fields)
-    # Plain ints: 8.0 and True would pass the comparisons below and fail in a graph.
+    # Exactly int: 8.0 and True would pass the comparisons below, and fail in a compiled step.
     if {type(n) for n in (tensor.bits, tensor.group, tensor.axis)} != {int}:
         raise ConfigError(f"malformed quantization {entry}")
     return tensor
@@ -239,7 +235,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _check_layout(layout: "Layout", end: int) -> None:
-    """Every segment inside the file, every tensor inside its segment and as the config says."""
+    """Checks that every segment is inside the file, and every tensor inside its segment and as the config
+    requires."""
     if layout.weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights {layout.weights!r} is not one of {', '.join(WEIGHT_FORMATS)}")
     if "tokenizer" not in layout.segments:
@@ -265,7 +262,7 @@ def _check_layout(layout: "Layout", end: int) -> None:
 def _check_tensor(name: str, tensor: Tensor, spec: ParamSpec, segments: dict[str, Segment]) -> None:
     _check_place(name, tensor, segment_of(name), segments)
     if tensor.scale is None:
-        # Vectors are used as they are, with no product's conversion in between.
+        # Vectors must be float32: they are used without the conversion that products do.
         kinds = ("float32",) if spec.role == "vector" else ("float32", "bfloat16", "float16")
         if tensor.data.shape != spec.shape or tensor.data.dtype not in kinds:
             raise ConfigError(f"parameter {name} must be {' or '.join(kinds)} of shape {spec.shape}")
@@ -289,7 +286,7 @@ def _check_place(name: str, tensor: Tensor, wanted: str, segments: dict[str, Seg
 
 
 def _quantized_as(tensor: Tensor, spec: ParamSpec) -> bool:
-    """Whether the entry keeps BlockedArray's invariants for a weight of `spec.shape`."""
+    """Whether the entry satisfies the invariants of `BlockedArray` for a weight of `spec.shape`."""
     if tensor.scale is None or spec.role == "vector" or tensor.bits not in BITS:
         return False
     if tensor.axis != contracted_axis(spec) or tensor.group not in (0, *GROUPS):

@@ -1,4 +1,5 @@
-"""The calibration of integer prefill in a bundle: steps, and the float rows of channels with outliers."""
+"""Reads and writes the calibration of integer prefill in a bundle: steps, and float rows of channels with
+outliers."""
 
 import math
 from collections.abc import Mapping
@@ -9,15 +10,15 @@ import numpy as np
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.prefill.calibration import PrefillCalibration
-from jaxllm.prefill.products import PRODUCTS, product_sizes
+from jaxllm.int8_prefill.calibration import PrefillCalibration
+from jaxllm.int8_prefill.products import PRODUCTS, product_sizes
 
 _PART = "prefill"
 _LEAST_STEP, _LARGEST_STEP = 1e-30, 1e30
 
 
 def prefill_parts(calibration: PrefillCalibration, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
-    """The part of a bundle that holds a calibration, for `write_bundle`; `facts` are for people."""
+    """The part of a bundle with a calibration, for `write_bundle`; `facts` are for people."""
     arrays: dict[str, np.ndarray] = {"steps": calibration.steps}
     for (layer, product), channels in calibration.channels.items():
         arrays[f"channels.{layer}.{product}"] = channels
@@ -33,13 +34,13 @@ def prefill_parts(calibration: PrefillCalibration, facts: Mapping[str, Any] | No
 
 
 def prefill_facts(bundle: Bundle) -> dict[str, Any]:
-    """What is said of a bundle's integer prefill; empty where it has none."""
+    """Facts about a bundle's integer prefill; empty if it has none."""
     part = bundle.layout.parts.get(_PART)
     return {} if part is None else dict(part.facts)
 
 
 def release_prefill(bundle: Bundle) -> None:
-    """Gives back the memory that checking a calibration took (see `Bundle.release_part`)."""
+    """Releases the memory of a checked calibration (see `Bundle.release_part`)."""
     bundle.release_part(_PART)
 
 
@@ -47,7 +48,7 @@ def read_prefill(bundle: Bundle) -> PrefillCalibration | None:
     """The calibration of a bundle, its arrays views of the file; None if it has none.
 
     Raises:
-      BundleError: it is corrupt, malformed or of another model.
+      BundleError: the calibration is corrupt, malformed, or belongs to another model.
     """
     part = bundle.load_part(_PART)
     if part is None:
@@ -57,7 +58,7 @@ def read_prefill(bundle: Bundle) -> PrefillCalibration | None:
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise BundleError(
             f"{bundle.path}: its calibration of integer prefill is malformed ({error!s:.300}); make it again "
-            "with `jaxllm calibrate --prefill`"
+            "with `jaxllm calibrate-prefill`"
         ) from error
 
 
@@ -72,10 +73,10 @@ def _checked(bundle: Bundle, part: Part) -> PrefillCalibration:
     if any(len(each) != 2 or any(math.isnan(loss) for loss in each) for each in losses.values()):
         raise ConfigError("its losses are no pairs of numbers")
     steps = _array(arrays, "steps", (len(levels), cfg.layers, len(PRODUCTS)), np.float32)
-    # False for NaN, too.
+    # The comparison is false for NaN.
     if not ((steps >= _LEAST_STEP) & (steps <= _LARGEST_STEP)).all():
         raise ConfigError(f"its steps are not all in [{_LEAST_STEP:g}, {_LARGEST_STEP:g}]")
-    # How many rows were to stay in memory, in bundles of older versions.
+    # Older versions stored here how many rows stay in memory.
     arrays.pop("hot", None)
     channels, rows = {}, {}
     for layer in (layer for layer, with_shadow in enumerate(shadowed) if with_shadow):

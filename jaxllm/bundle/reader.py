@@ -1,4 +1,4 @@
-"""Opening a bundle: map the file, check it, hand its arrays to JAX without a copy."""
+"""Opens bundles: maps the file, checks it, and gives its arrays to JAX without a copy."""
 
 import hashlib
 import json
@@ -11,15 +11,15 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxllm.bundle.held_file import HeldFile
 from jaxllm.bundle.layout import HEADER, Extent, Layout, Part, Tensor, check_header, part_segment
+from jaxllm.bundle.opened_file import OpenedFile
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError
-from jaxllm.input_files import open_regular
+from jaxllm.files.input_files import open_regular
 from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
 from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, by_form, from_blocks
-from jaxllm.tokenizer import TokenizerFiles
+from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
 
@@ -31,16 +31,18 @@ class Bundle:
 
     Attributes:
       path: the file.
-      layout: what the file holds and where.
+      layout: the parsed manifest.
       fingerprint: SHA-256 of the manifest (hence of config, tokenizer and all weights), in hex.
-      held: the open file, which tells whether it is still what was opened; also after `close`.
+      file: the open file, which detects changes in place; also after `close`.
     """
 
-    def __init__(self, path: Path, layout: Layout, fingerprint: str, data: mmap.mmap, held: HeldFile) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, fingerprint: str, data: mmap.mmap, file: OpenedFile
+    ) -> None:
         self.path = path
         self.layout = layout
         self.fingerprint = fingerprint
-        self.held = held
+        self.file = file
         self._data: mmap.mmap | None = data
         self._verified: set[str] = set()
 
@@ -55,7 +57,7 @@ class Bundle:
         try:
             with open_regular(path) as file:
                 # First: what changes from here on is seen.
-                held = HeldFile(path, file)
+                opened = OpenedFile(path, file)
                 size = os.fstat(file.fileno()).st_size
                 offset, length, digest = check_header(path, file.read(HEADER.size), size)
                 file.seek(offset)
@@ -71,7 +73,7 @@ class Bundle:
             layout = Layout.parse(json.loads(raw), end=offset)
         except (ValueError, RecursionError) as error:
             raise BundleError(f"{path}: {error!s:.300}; prepare it again with this version") from error
-        return cls(path, layout, digest.hex(), data, held)
+        return cls(path, layout, digest.hex(), data, opened)
 
     def __enter__(self) -> "Bundle":
         return self
@@ -80,7 +82,7 @@ class Bundle:
         self.close()
 
     def close(self) -> None:
-        """Drops the mapping (the memory goes once no loaded array refers to it)."""
+        """Drops the mapping; its memory is released once no loaded array refers to it."""
         self._data = None
 
     @property
@@ -94,7 +96,7 @@ class Bundle:
         return sum(each.size_bytes for each in self.layout.tensors.values())
 
     def tokenizer_files(self) -> TokenizerFiles:
-        """The tokenizer that came with the model.
+        """The model's tokenizer.
 
         Raises:
           BundleError: its checksum is wrong, or it is no tokenizer.
@@ -110,9 +112,9 @@ class Bundle:
     def load(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
         """All parameters as JAX arrays on the default device.
 
-        On a CPU they alias the mapped file: it is read once, for its checksums, and its pages are shared
-        by all processes that serve the bundle. Only quantized weights that no native kernel will read
-        are put into another order first, in memory of their own.
+        On a CPU they alias the mapped file: it is read once, for its checksums, and all processes that serve
+        the bundle share its pages. Only without native kernels quantized weights are converted to another
+        order, in memory of their own.
 
         Args:
           on_segment: called with (name, bytes) after each segment.
@@ -127,16 +129,16 @@ class Bundle:
         return self.unchecked()
 
     def unchecked(self) -> dict[str, Weight]:
-        """`load` that reads nothing where weights are read in place: nobody has looked at their checksums."""
+        """`load` without checksums: where weights are used in place, nothing is read."""
         found = {
             name: _of_host(tensor, self.layout.specs[name].shape, self._view)
             for name, tensor in self.layout.tensors.items()
         }
-        # One by one: a mapped dict would forget its order.
+        # Not `tree.map` over the dict, which would sort it.
         return {name: jax.tree.map(_put, each) for name, each in self._together(found).items()}
 
     def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
-        """`load` of a model whose experts are stored apart, and are not read.
+        """`load` without the experts, for a model whose experts are stored apart.
 
         Raises:
           BundleError: a segment's checksum is wrong.
@@ -153,7 +155,7 @@ class Bundle:
         return found
 
     def _together(self, found: dict[str, Weight]) -> dict[str, Weight]:
-        """Parameters as models name them, where experts are stored apart."""
+        """Parameters under the models' names, with experts that are stored apart joined to one weight."""
         if not self.layout.experts_apart:
             return found
 
@@ -162,24 +164,24 @@ class Bundle:
                 return found[name]
             matrices = tuple(found[expert_parameter(name, each)] for each in range(self.cfg.experts))
             in_blocks = all(isinstance(each, BlockedArray) for each in matrices)
-            # Kernels take each matrix where it lies; for all else there is code by form, of stacks.
+            # Native kernels read each matrix in place; other paths have code per form, over stacks.
             return Apart(matrices) if in_blocks else by_form(matrices, np.stack)
 
         return {name: whole(name) for name in param_specs(self.cfg)}
 
     @property
     def read_in_place(self) -> bool:
-        """Whether loaded weights are the very bytes of the file, in the file's order."""
+        """Whether loaded weights are the bytes of the file, in the file's order."""
         quantized = any(tensor.scale is not None for tensor in self.layout.tensors.values())
         return jax.default_backend() == "cpu" and (native.kernels().native or not quantized)
 
     def segment_weights(self, segment: str, memory: np.ndarray) -> dict[str, Weight]:
-        """The parameters of a segment whose bytes were brought into other memory.
+        """The parameters of a segment whose bytes were read into other memory.
 
         Args:
           segment: its name.
-          memory: `[segment.size_bytes]` uint8 or more, its start at a multiple of 64 bytes. Where weights are
-            read in place, they are its bytes, whatever these become later.
+          memory: `[segment.size_bytes]` uint8 or more, aligned to 64 bytes. Where weights are used in place,
+            they alias it, so it must not change while they are in use.
         """
         start = self.layout.segments[segment].offset
 
@@ -192,11 +194,12 @@ class Bundle:
         }
 
     def place(self, tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
-        """A weight of `shape` on the default device, stored as `tensor`, of arrays that `view` finds."""
+        """A weight of `shape` on the default device; `tensor` is its manifest entry, `view` gives its
+        arrays."""
         return jax.tree.map(_put, _of_host(tensor, shape, view))
 
     def stored(self, name: str) -> np.ndarray | BlockedArray:
-        """A parameter as it is in the file, in views of it.
+        """A parameter as it is stored, as views of the file.
 
         Raises:
           BundleError: its segment's checksum is wrong.
@@ -206,7 +209,7 @@ class Bundle:
         return _as_stored(tensor, self.layout.specs[name].shape, self._view)
 
     def load_part(self, name: str) -> Part | None:
-        """An addition to the model, its arrays views of the file; None where the bundle has none such.
+        """A part of the bundle, its arrays views of the file; None if the bundle has no such part.
 
         Raises:
           BundleError: its checksum is wrong.
@@ -219,8 +222,8 @@ class Bundle:
         return Part(part.facts, {each: self._view(tensor.data) for each, tensor in part.tensors.items()})
 
     def release_part(self, name: str) -> None:
-        """Gives back the memory that a part's pages take, where the system allows it. Views of them stay
-        valid: what is used again is read from the file again."""
+        """Releases the memory of a part's pages, if the system can. Views of them stay valid: pages that are
+        used again are read from the file again."""
         segment = self.layout.segments.get(part_segment(name))
         if self._data is None or segment is None or not hasattr(mmap, "MADV_DONTNEED"):
             return
@@ -248,10 +251,10 @@ class Bundle:
         self._verified.add(name)
 
     def require_checksum(self, name: str, digest: xxhash.xxh3_128) -> None:
-        """Checks what somebody has read of a segment.
+        """Checks the digest of a segment's bytes that a caller has read.
 
         Raises:
-          BundleError: it is not what was written.
+          BundleError: the checksum is wrong.
         """
         actual, wanted = digest.hexdigest(), self.layout.segments[name].xxh3_128
         if actual != wanted:
@@ -268,7 +271,7 @@ class Bundle:
     def _bytes(self, offset: int, size: int) -> memoryview:
         if self._data is None:
             raise BundleError(f"{self.path}: the bundle is closed; open it again")
-        self.held.require_unchanged()
+        self.file.require_unchanged()
         return memoryview(self._data)[offset : offset + size]
 
     def _view(self, extent: Extent) -> np.ndarray:
@@ -276,7 +279,7 @@ class Bundle:
 
 
 def _of_host(tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]) -> Weight:
-    """A weight of `shape` as the default device takes it, in arrays of the host that `view` finds."""
+    """A weight of `shape` in the form for the default device, as host arrays, which `view` gives."""
     stored, on_cpu = _as_stored(tensor, shape, view), jax.default_backend() == "cpu"
     if isinstance(stored, BlockedArray):
         return stored if on_cpu and native.kernels().native else from_blocks(stored)
@@ -291,7 +294,7 @@ def _put(array: np.ndarray) -> jax.Array:
 def _as_stored(
     tensor: Tensor, shape: tuple[int, ...], view: Callable[[Extent], np.ndarray]
 ) -> np.ndarray | BlockedArray:
-    """A parameter of `shape` as the file has it, of arrays that `view` finds."""
+    """A parameter of `shape` as it is stored; `view` gives its arrays."""
     if tensor.scale is None:
         return view(tensor.data)
     return BlockedArray(

@@ -1,7 +1,7 @@
-"""Some rows of a vocabulary's table in a bundle: where they stand in the file, and the weight that they are.
+"""Locates some rows of an embedding or head matrix in a bundle, to read them without the rest.
 
-A table may be read by pieces, or row by row, where all of it would take too much memory. Quantized rows come
-by panels, as they are stored.
+Such a matrix may be read by pieces or row by row if all of it would take too much memory. Quantized rows are
+stored by panels, and read by panels.
 """
 
 import dataclasses
@@ -14,30 +14,30 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant import PANEL
 
 
-def row_step(table: Tensor) -> int:
-    """Rows that stand together: pieces begin at multiples of it."""
-    return 1 if table.scale is None else PANEL
+def row_step(matrix: Tensor) -> int:
+    """The number of rows of a panel: pieces begin at multiples of it. 1 if the matrix is not quantized."""
+    return 1 if matrix.scale is None else PANEL
 
 
-def rows_at(table: Tensor, first: int, count: int) -> tuple[Extent, ...]:
-    """Where rows `[first, first + count)` stand: their data, and their scales if they are quantized.
+def rows_at(matrix: Tensor, first: int, count: int) -> tuple[Extent, ...]:
+    """The extents of rows `[first, first + count)`: their data, and their scales if they are quantized.
 
     Args:
-      table: of a matrix contracted along its last axis.
+      matrix: entry of a matrix contracted along its last axis.
       first: a multiple of `row_step`.
-      count: up to the next multiple all are there.
+      count: number of rows; the extents are rounded up to whole panels.
 
     Raises:
-      ConfigError: the rows do not begin where rows do.
+      ConfigError: `first` is no multiple of `row_step`.
     """
-    step = row_step(table)
+    step = row_step(matrix)
     if first % step:
-        raise ConfigError(f"rows of this table come by {step}, and {first} is no multiple")
-    extents = (table.data,) if table.scale is None else (table.data, table.scale)
+        raise ConfigError(f"rows of this matrix are stored by {step}, and {first} is no multiple of it")
+    extents = (matrix.data,) if matrix.scale is None else (matrix.data, matrix.scale)
     found = []
     for each in extents:
-        # Scales of whole rows are one for each row; all else leads with rows or panels of them.
-        by_row = len(each.shape) == 1 or table.scale is None
+        # Scales without groups are one per row; other arrays lead with rows, or with panels if quantized.
+        by_row = len(each.shape) == 1 or matrix.scale is None
         start, stop = (first, first + count) if by_row else (first // step, -(-(first + count) // step))
         if by_row and step > 1:
             stop = -(-stop // step) * step
@@ -46,6 +46,6 @@ def rows_at(table: Tensor, first: int, count: int) -> tuple[Extent, ...]:
     return tuple(found)
 
 
-def rows_alone(table: Tensor, extents: Sequence[Extent]) -> Tensor:
-    """The entry of a table that has only the rows that stand at `extents` (see `rows_at`)."""
-    return dataclasses.replace(table, data=extents[0], scale=extents[1] if len(extents) > 1 else None)
+def rows_alone(matrix: Tensor, extents: Sequence[Extent]) -> Tensor:
+    """The entry of a matrix of only the rows at `extents` (see `rows_at`)."""
+    return dataclasses.replace(matrix, data=extents[0], scale=extents[1] if len(extents) > 1 else None)

@@ -1,4 +1,5 @@
-"""The tiny LM of an elastic bundle: its weights, its tokenizer, what its classes and its marks stand for."""
+"""Reads and writes the tiny LM of an elastic bundle: weights, tokenizer, and the meaning of its classes and
+marks."""
 
 import dataclasses
 import json
@@ -11,35 +12,36 @@ from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import WHOLE
-from jaxllm.elastic.reading import MARKS
 from jaxllm.elastic.slo import marks
+from jaxllm.elastic.tiny_lm_input import MARKS
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
-from jaxllm.models.tlm import TlmConfig, tlm_shapes
-from jaxllm.tokenizer import Tokenizer, TokenizerFiles
+from jaxllm.models.tiny_lm import TlmConfig, tlm_shapes
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 _PART = "tiny-lm"
-# JSON in bytes, beside the weights: a large vocabulary would be parsed with every manifest.
+# The tokenizer is an array of JSON bytes beside the weights: in the manifest it would be parsed at every
+# opening.
 _TOKENIZER = "tokenizer"
-# The rows of every recipe of the version whose bundles do not say theirs.
+# `row_tokens` of bundles that do not store it: all recipes of their version had this.
 _UNTOLD_ROW_TOKENS = 256
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TinyLm:
-    """A tiny LM with all that its use takes.
+    """A tiny LM with all data for its use.
 
     Attributes:
       cfg: its shape.
       params: float arrays, those of `tlm_shapes(cfg)`.
-      levels: what the classes of the model stand for, in percent, ascending.
-      prompt_ratios: what the classes of the prompt stand for, in (0, 1], ascending.
-      mark_ids: the token of each of `marks()`.
-      row_tokens: the length of the rows that it was trained on, and is to read.
-      tokenizer: its own; None where it reads the model's tokens.
+      levels: per class of the model, its level in percent, ascending.
+      prompt_ratios: per class of the prompt, its share in (0, 1], ascending.
+      mark_ids: token ids of `marks()`.
+      row_tokens: tokens of a row in training and in use.
+      tokenizer: its own; None if it uses the model's tokens.
 
     Raises:
-      ConfigError: these do not fit each other.
+      ConfigError: the fields do not fit each other.
     """
 
     cfg: TlmConfig
@@ -69,7 +71,7 @@ class TinyLm:
 
 
 def tiny_lm_parts(tiny: TinyLm, facts: Mapping[str, Any] | None = None) -> dict[str, Part]:
-    """The part of a bundle that holds a tiny LM, for `write_bundle`.
+    """The part of a bundle with a tiny LM, for `write_bundle`.
 
     Args:
       tiny: the tiny LM.
@@ -95,7 +97,7 @@ def read_tiny_lm(bundle: Bundle) -> TinyLm | None:
     """The tiny LM of a bundle, its arrays views of the file; None if it has none.
 
     Raises:
-      BundleError: it is corrupt, malformed, or does not fit the bundle's model and levels.
+      BundleError: the tiny LM is corrupt, malformed, or does not fit the bundle's model and levels.
     """
     part = bundle.load_part(_PART)
     if part is None:
@@ -104,7 +106,7 @@ def read_tiny_lm(bundle: Bundle) -> TinyLm | None:
         facts, arrays = part.facts, dict(part.arrays)
         raw = arrays.pop(_TOKENIZER, None)
         if facts["own_tokenizer"] is not (raw is not None):
-            raise ConfigError("it says of its tokenizer what is not so")
+            raise ConfigError("its facts and its arrays disagree on whether it has a tokenizer")
         cfg = TlmConfig.from_json(facts["config"])
         tiny = TinyLm(
             cfg=cfg,
@@ -152,7 +154,7 @@ def _tokenizer(raw: np.ndarray) -> TokenizerFiles:
 
 
 def _check_fit(bundle: Bundle, tiny: TinyLm) -> None:
-    """Raises ConfigError unless every class is a level that the bundle has, and every token has a row."""
+    """Raises ConfigError unless every class is a level of the bundle, and every token has an embedding."""
     ladder = read_ladder(bundle)
     offered = (WHOLE,) if ladder is None else ladder.levels
     if missing := sorted(set(tiny.levels) - set(offered)):

@@ -1,4 +1,4 @@
-"""Writing a bundle: parameters one by one, quantized as their role asks or as they are, the manifest last."""
+"""Writes bundles: parameters one by one, quantized by their role or as they are, and the manifest last."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import jax
 import ml_dtypes
@@ -15,7 +15,6 @@ import numpy as np
 import xxhash
 
 import jaxllm
-from jaxllm.atomic import atomic_file
 from jaxllm.bundle.layout import (
     ALIGN,
     HEADER,
@@ -23,10 +22,8 @@ from jaxllm.bundle.layout import (
     PAGE,
     PART_DTYPES,
     VERSION,
-    WEIGHT_FORMATS,
     Part,
     Segment,
-    WeightFormat,
     contracted_axis,
     part_segment,
     segment_of,
@@ -34,23 +31,23 @@ from jaxllm.bundle.layout import (
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
+from jaxllm.files.atomic import atomic_file
+from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs
 from jaxllm.quant import BlockedArray, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
-from jaxllm.tokenizer import TokenizerFiles
+from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
-# A parameter as it is in the file.
+# A parameter as it is stored.
 Stored = np.ndarray | BlockedArray
-# Widths that an expert may be stored at: those of levels, bfloat16 and float32.
-EXPERT_BITS = (2, 4, 8, 16, 32)
 
 
 def write_bundle(
     path: str | os.PathLike[str],
     *,
     cfg: ModelConfig,
-    params: Iterable[tuple[str, np.ndarray]],
+    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
     weights: WeightFormat,
     tokenizer: TokenizerFiles,
     name: str,
@@ -58,31 +55,35 @@ def write_bundle(
     expert_bits: np.ndarray | None = None,
     on_tensor: Progress | None = None,
 ) -> None:
-    """Writes a bundle; at no moment is there a partial file at `path`.
+    """Writes a bundle; there is never a partial file at `path`.
 
     Args:
       path: of the file; its folder must exist.
       cfg: the model.
-      params: (name, float array) pairs in the order of `param_specs(cfg)`; taken one by one.
-      weights: width to store matrices at. Vectors (norms, biases, positions) stay float32; for int4,
-        the vocabulary tables stay at 8 bits.
+      params: float arrays by name; or (name, float array) pairs in the order of `param_specs(cfg)`, which
+        are consumed one by one.
+      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4, embedding and
+        head stay at 8 bits.
       tokenizer: the model's tokenizer.
       name: the model's name, for people.
       parts: additions to the model, by name.
-      expert_bits: `[L_sparse, E]` int, of a mixture whose experts shall be stored apart, each with the width
-        that it is given here: 8, 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.
+      expert_bits: `[L_sparse, E]` int, to store the experts of a mixture apart, each with its bitwidth: 8, 4,
+        2, or 16 for bfloat16 and 32 for float32. None stores them together.
       on_tensor: called with (name, bytes written) after each parameter.
 
     Raises:
-      ConfigError: a parameter is missing, misshapen or out of order, or cannot be quantized, or is not
-        finite at its width.
+      ConfigError: a parameter is missing, misshapen, out of order, cannot be quantized, or is not finite in
+        its format.
       BundleError: the file cannot be written.
     """
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
+    pairs = (
+        _sorted_pairs(cfg, cast(Mapping[str, np.ndarray], params)) if isinstance(params, Mapping) else params
+    )
     with _written(path) as writer:
         writer.tokenizer(tokenizer)
-        for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
+        for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
             try:
                 stored = stored_form(value, spec, weights, width)
             except ConfigError as error:
@@ -104,16 +105,16 @@ def rewrite_bundle(
     instead: Mapping[str, BlockedArray] | None = None,
     weights: Iterable[tuple[str, Stored]] | None = None,
 ) -> None:
-    """Writes a bundle again with more parts, its weights byte for byte as they are.
+    """Rewrites a bundle with more parts; its weights stay byte for byte.
 
     Args:
-      path: of the new file, which may be the old one's.
+      path: of the new file; it may replace the source.
       source: an open bundle.
-      parts: what is added, or takes the place of parts of the same names.
+      parts: parts to add, or to replace parts of the same names.
       name: the model's name, for people; the source's by default.
-      instead: weights that take the place of those of the same names, in the same format.
-      weights: all weights in the order of `specs_apart`, as they are to be stored, of a mixture whose experts
-        come apart (see `apart.py`); None for the source's own.
+      instead: weights that replace those of the same names, in the same format.
+      weights: all weights as they are stored, in the order of `specs_apart`, to store a mixture's experts
+        apart (see `apart.py`); None for the source's own.
 
     Raises:
       BundleError: the source is corrupt, or the file cannot be written.
@@ -134,7 +135,7 @@ def rewrite_bundle(
 def stored_form(
     value: np.ndarray, spec: ParamSpec, weights: WeightFormat, width: int = 0
 ) -> np.ndarray | BlockedArray:
-    """A parameter at the width that `weights` asks of its role, or at `width` if that is not 0."""
+    """A parameter at the bits that `weights` gives its role, or at `width` bits if that is not 0."""
     bits = 32 if spec.role == "vector" else width or _width(spec, weights)
     if bits in (16, 32):
         stored = np.asarray(value).astype(np.float32 if bits == 32 else ml_dtypes.bfloat16, copy=False)
@@ -159,10 +160,17 @@ def _width(spec: ParamSpec, weights: WeightFormat) -> int:
     return 8 if weights == "int8" or (weights == "int4" and spec.role == "embed") else 4
 
 
+def _sorted_pairs(cfg: ModelConfig, params: Mapping[str, np.ndarray]) -> list[tuple[str, np.ndarray]]:
+    """Parameters in the order of the file; those that are not the model's stand behind all."""
+    places = {name: place for place, name in enumerate(param_specs(cfg))}
+    return sorted(params.items(), key=lambda pair: places.get(pair[0], len(places)))
+
+
 def _in_file_order(
     cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], expert_bits: np.ndarray | None
 ) -> Iterator[tuple[str, ParamSpec, np.ndarray, int]]:
-    """Name, spec, value and width (0: as `weights` says) of parameters, experts apart if they have widths."""
+    """Yields name, spec, value and bits (0: those of `weights`) of parameters, experts apart if they have
+    bitwidths."""
     if expert_bits is not None and cfg.post_norms:
         raise ConfigError("experts of a model with norms behind its blocks cannot be stored apart")
     widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
@@ -178,7 +186,7 @@ def _in_file_order(
             continue
         stacks[param] = value
         if param.endswith(".down"):
-            # A layer's experts lie one behind the other, each as it is used.
+            # All matrices of one expert come before those of the next.
             layer = int(param.split(".")[1])
             for expert, width in enumerate(widths[layer]):
                 for name, stack in stacks.items():
@@ -188,10 +196,10 @@ def _in_file_order(
 
 
 def widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[int, list[int]]:
-    """Of each sparse layer the widths of its experts, given as `[L_sparse, E]`.
+    """Sparse layer -> bitwidths of its experts, from an array `[L_sparse, E]`.
 
     Raises:
-      ConfigError: they are not this mixture's, or none that experts may have.
+      ConfigError: the shape does not fit this mixture, or a bitwidth is not allowed.
     """
     sparse = [layer for layer in range(cfg.layers) if cfg.is_sparse(layer)]
     if expert_bits.shape != (len(sparse), cfg.experts):
@@ -224,7 +232,7 @@ def _paired(
 
 @contextlib.contextmanager
 def _written(path: str | os.PathLike[str]) -> "Iterator[_Writer]":
-    """A file of whose writing nothing is left at `path` unless it ends well."""
+    """A writer of a file that appears at `path` only if the block ends without an error."""
     path = Path(path)
     try:
         with atomic_file(path) as file:
@@ -236,7 +244,7 @@ def _written(path: str | os.PathLike[str]) -> "Iterator[_Writer]":
 
 
 class _Writer:
-    """Lays segments and tensors out in an open file, and keeps what the manifest says of them."""
+    """Writes segments and tensors into an open file, and records their manifest entries."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -255,12 +263,12 @@ class _Writer:
         self._put(json.dumps(tokenizer.to_json()).encode())
 
     def parameter(self, name: str, segment: str, stored: np.ndarray | BlockedArray) -> None:
-        """Writes one parameter behind the last one, in a segment of its own or that one's."""
+        """Writes a parameter after the last one, in the same segment or a new one."""
         self._segment(segment)
         self._tensors[name] = self._tensor(stored)
 
     def part(self, name: str, part: Part) -> None:
-        """Writes an addition to the model."""
+        """Writes a part."""
         self._segment(part_segment(name))
         for each, array in part.arrays.items():
             if np.asarray(array).dtype.name not in PART_DTYPES:
@@ -293,7 +301,7 @@ class _Writer:
         self._file.write(HEADER.pack(MAGIC, VERSION, 0, offset, len(raw), digest))
 
     def _segment(self, name: str) -> None:
-        """Starts segment `name` unless it is the running one."""
+        """Starts segment `name` unless it is the current one."""
         if name == self._name:
             return
         self._close()
@@ -301,7 +309,7 @@ class _Writer:
         self._name, self._start, self._hash = name, self._position, xxhash.xxh3_128()
 
     def _tensor(self, stored: np.ndarray | BlockedArray) -> dict[str, Any]:
-        """Writes arrays into the running segment and returns their manifest entry."""
+        """Writes arrays into the current segment, and returns their manifest entry."""
         assert self._name is not None
         if not isinstance(stored, BlockedArray):
             return {"segment": self._name, "data": self._extent(np.asarray(stored))}

@@ -1,7 +1,7 @@
-"""Hugging Face model folders, in and out: config.json and safetensors, as our config and parameters.
+"""Reads and writes Hugging Face model folders: config.json and safetensors, as our config and parameters.
 
-Only data is read, never a folder's Python files or pickles, and one parameter at a time, so a model
-larger than memory can be converted. Tokenizer files are none of this module's business.
+Only data is read, never a folder's Python files or pickles, and one parameter at a time, so that a model
+larger than memory can be converted. Tokenizers are read by `tokenizer_folder.py`.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,15 +21,15 @@ from jaxllm.checkpoints.safetensors_folder import (
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.input_files import read_json
-from jaxllm.models import architecture
+from jaxllm.files.input_files import read_json
+from jaxllm.models.architectures import architecture
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Architecture, Tensor
 
 CONFIG_FILE = "config.json"
 
-# Said aloud, because transformers would take those of the family's first model, past the end of a small
-# vocabulary.
+# Written explicitly, because transformers' defaults are the ids of the family's first model, which may be
+# past the end of a small vocabulary.
 _NO_TOKEN_IDS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -38,7 +38,7 @@ def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConf
 
     Args:
       folder: a Hugging Face model folder.
-      ignore_keys: unknown keys of the config that the caller knows not to change the mathematics.
+      ignore_keys: unknown keys of the config to ignore.
 
     Raises:
       CheckpointError: config.json is missing or is not a JSON object.
@@ -49,25 +49,25 @@ def read_config(folder: Path, *, ignore_keys: Collection[str] = ()) -> ModelConf
 
 
 def read_params(folder: Path, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
-    """Our parameters out of a folder's weights, lazily and in the order of `param_specs(cfg)`.
+    """Yields our parameters from a folder's weights, lazily and in the order of `param_specs(cfg)`.
 
     Names, shapes and types of all tensors are checked by this call, before anything is yielded.
 
     Args:
       folder: a Hugging Face model folder with `model.safetensors`, whole or sharded with its index.
-      cfg: what `read_config` made of the folder.
+      cfg: the result of `read_config` for the folder.
 
     Returns:
       An iterator over (name, array) in the stored type: float32, float16 or bfloat16 (ml_dtypes);
       norm weights that are stored as w and used as 1 + w come as 1 + w in float32.
 
     Raises:
-      CheckpointError: weights are missing, truncated or corrupt, are not safetensors, hold tensors of
-        another model, or disagree with the config.
+      CheckpointError: weights are missing, truncated or corrupt, are not safetensors, have tensors of another
+        model, or disagree with the config.
     """
     weights = SafetensorsFolder(Path(folder))
     specs = param_specs(cfg)
-    # Several tensors where each holds one expert, in order.
+    # Parameter -> its tensors: several, in order, if each is one expert.
     sources: dict[str, list[tuple[str, Tensor]]] = {name: [] for name in specs}
     for stored, tensor in _locate(architecture(cfg.model_type), cfg, weights).items():
         weights.check(stored, tensor.shape(specs))
@@ -114,7 +114,7 @@ def write_folder(
     config["torch_dtype"] = np.dtype(params["embed.tokens"].dtype).name
     tensors: Tensors = {}
     for tensor in family.tensors(cfg):
-        # Taking the one from 1 + w again keeps all bits of w in float32 alone.
+        # Subtracting 1 from 1 + w keeps all bits of w in float32 alone.
         types = [np.float32] if tensor.plus_one else [params[name].dtype for name in tensor.params]
         tensors[_stored_name(tensor, family.prefixes[0])] = (
             np.result_type(*types),
@@ -125,11 +125,12 @@ def write_folder(
 
 
 def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) -> dict[str, Tensor]:
-    """The stored name of every tensor that the model needs; nothing else may be stored."""
+    """The stored name of every tensor of the model; raises CheckpointError for other tensors."""
     names = weights.names()
     tensors = family.tensors(cfg)
-    # One prefix for the whole folder, by the first tensor (the embedding); the usual prefix when none
-    # fits, for the message below.
+    # One prefix for the whole folder, found by the first tensor (the embedding). If none fits, the usual
+    # prefix, for the
+    # message below.
     first = tensors[0].name
     prefix = next((each for each in family.prefixes if each + first in names), family.prefixes[0])
     located = {_stored_name(tensor, prefix): tensor for tensor in tensors}
@@ -138,7 +139,7 @@ def _locate(family: Architecture, cfg: ModelConfig, weights: SafetensorsFolder) 
             f"{weights.folder} lacks {some(missing)} of a {cfg.model_type} model with this config; the "
             "weights belong to another config, or are incomplete"
         )
-    # A tied head is sometimes stored all the same; a buffer holds what is computed here.
+    # A tied head is sometimes stored all the same; buffers are computed here.
     tied = {tensor.name for tensor in family.top_tensors if "head" in tensor.params and cfg.tied_head}
     extra = {name for name in names - located.keys() - tied if not name.endswith(family.buffers)}
     if extra:

@@ -1,7 +1,7 @@
-"""Hugging Face folders of MobileBERT, in and out: config.json and safetensors, as our encoder.
+"""Reads and writes Hugging Face folders of MobileBERT: config.json and safetensors, as our encoder.
 
-What stands on the encoder (pooler, language-model and classifier heads) is left aside. Only data is read,
-never pickles. Tokenizer files are none of this module's business.
+Pooler, language-model and classifier heads are ignored. Only data is read, never pickles. Tokenizers are read
+by `tokenizer_folder.py`.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,24 +20,24 @@ from jaxllm.checkpoints.safetensors_folder import (
     some,
     write_checkpoint,
 )
-from jaxllm.encoder.config import EncoderConfig
-from jaxllm.encoder.parameters import encoder_shapes
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.input_files import read_json
+from jaxllm.files.input_files import read_json
 from jaxllm.models.config_reader import ConfigReader
+from jaxllm.models.encoder.config import EncoderConfig
+from jaxllm.models.encoder.parameters import encoder_shapes
 from jaxllm.models.translate import read_activation, write_activation
 
-# A model that was saved with a head has its encoder's tensors under the first.
+# The first is the prefix of a model that was saved with a head.
 _PREFIXES = ("mobilebert.", "")
 _HEADS = ("cls.", "classifier.", "qa_outputs.", "mobilebert.pooler.", "pooler.")
 
 _NORMS = {"no_norm": "no_norm", "layer_norm": "layer"}
-# Dropouts, and what belongs to the heads.
+# Dropouts, and settings of the heads.
 _INERT_KEYS = frozenset(
     ["attention_probs_dropout_prob", "classifier_activation", "hidden_dropout_prob", "tie_word_embeddings"]
 )
 
-# Ours to theirs, without `.scale`, `.bias`, `_bias` and `.weight`.
+# Our name -> transformers' name, without `.scale`, `.bias`, `_bias` and `.weight`.
 _BELOW = {
     "embed.tokens": "embeddings.word_embeddings",
     "embed.positions": "embeddings.position_embeddings",
@@ -58,7 +58,7 @@ _WITHIN = {
     "widen": "output.bottleneck.dense",
     "widen_norm": "output.bottleneck.LayerNorm",
 }
-# The last feed-forward block has a place of its own.
+# Names of a layer's feed-forward blocks but the last, which has names of its own.
 _BLOCK = {
     "up": "ffn.{}.intermediate.dense",
     "down": "ffn.{}.output.dense",
@@ -74,7 +74,7 @@ def read_encoder(
 
     Args:
       folder: with config.json and `model.safetensors`, whole or sharded with its index.
-      ignore_keys: unknown keys of the config that the caller knows not to change the mathematics.
+      ignore_keys: unknown keys of the config to ignore.
 
     Returns:
       The config, and all of `encoder_shapes` in the stored type: float32, float16 or bfloat16 (ml_dtypes).
@@ -126,7 +126,7 @@ def write_encoder(
         for name, shape in shapes.items()
     }
     if not cfg.projects_embeddings:
-        # transformers makes this matrix always, and would tell its user that a random one is new.
+        # transformers always has this matrix, and would warn that it is randomly initialized.
         size, stored = cfg.hidden_size, _BELOW["embed.projection"]
         dtype = np.dtype(params["embed.tokens"].dtype)
         tensors[f"{stored}.weight"] = dtype, (size, size), lambda: np.eye(size, dtype=dtype)
@@ -139,7 +139,7 @@ def config_from_hf(config: Mapping[str, Any], *, ignore_keys: Collection[str] = 
 
     Args:
       config: the JSON object.
-      ignore_keys: unknown keys that the caller knows to be harmless.
+      ignore_keys: unknown keys to ignore.
 
     Raises:
       ConfigError: the model_type is another, or a key is unknown, or its value not supported or malformed.
@@ -161,7 +161,7 @@ def config_from_hf(config: Mapping[str, Any], *, ignore_keys: Collection[str] = 
         "true_hidden_size", (None, narrow if bottleneck else hidden), "it follows from the other sizes"
     )
     narrow_attention = reader.flag("use_bottleneck_attention", False)
-    # Beside the other one, this flag's matrix is there and never used.
+    # With `use_bottleneck_attention`, the matrix of this flag exists but is never used.
     shared = reader.flag("key_query_shared_bottleneck", True) and not narrow_attention
     cfg = EncoderConfig(
         vocab_size=reader.integer("vocab_size", 30522),
@@ -207,13 +207,13 @@ def _config_to_hf(cfg: EncoderConfig) -> dict[str, Any]:
         "layer_norm_eps": cfg.norm_eps,
         "hidden_act": write_activation(cfg.activation),
         "type_vocab_size": cfg.type_vocab_size,
-        # The pooler would need a matrix.
+        # True would need a matrix for the pooler.
         "classifier_activation": False,
     }
 
 
 def stored_name(cfg: EncoderConfig, name: str) -> str:
-    """What transformers' `MobileBertModel` calls our parameter `name`."""
+    """The name of our parameter `name` in transformers' `MobileBertModel`."""
     ending = "bias" if name.endswith("bias") else "weight"
     name = name.removesuffix("_bias").removesuffix(".bias").removesuffix(".scale")
     if name in _BELOW:
@@ -228,10 +228,10 @@ def stored_name(cfg: EncoderConfig, name: str) -> str:
 
 
 def _locate(cfg: EncoderConfig, weights: SafetensorsFolder) -> dict[str, str]:
-    """The stored name of every parameter; of the encoder nothing else may be stored."""
+    """The stored name of every parameter; raises CheckpointError for other tensors of the encoder."""
     names = weights.names()
     embedding = stored_name(cfg, "embed.tokens")
-    # One prefix for the whole folder; the usual one when none fits, for the message below.
+    # One prefix for the whole folder. If none fits, the usual one, for the message below.
     prefix = next((each for each in _PREFIXES if each + embedding in names), _PREFIXES[0])
     located = {name: prefix + stored_name(cfg, name) for name in encoder_shapes(cfg)}
     if missing := set(located.values()) - names:
@@ -249,7 +249,7 @@ def _locate(cfg: EncoderConfig, weights: SafetensorsFolder) -> dict[str, str]:
 
 
 def _never_read(cfg: EncoderConfig, within: str, name: str) -> bool:
-    """Whether a stored tensor is none of the encoder's, or is one that it has and does not use."""
+    """Whether a stored tensor does not belong to the encoder, or is one that the encoder does not use."""
     unused = {"embeddings.position_ids"}
     if not cfg.projects_embeddings:
         unused |= {f"{_BELOW['embed.projection']}.{ending}" for ending in ("weight", "bias")}

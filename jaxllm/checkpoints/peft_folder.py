@@ -1,9 +1,9 @@
-"""Low-rank adapters as folders in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
+"""Reads and writes low-rank adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT names the input's factor of a linear map A `[r, in]` and the output's B `[out, r]`. Ours are the units'
-factor `left` and the width's factor `right`, whichever side of the product the units are on. Where the
-checkpoint holds several of our matrices in one tensor (Phi-3's q, k and v), their adapters are one of PEFT's
-with the sum of their ranks.
+PEFT calls the factor on the input's side of a linear map A `[r, in]`, and the one on the output's side B
+`[out, r]`. Ours are `left`, on the units' side, and `right`, on the model width's side. If the checkpoint has
+several of our matrices in one tensor (Phi-3's q, k and v), their adapters are one adapter of PEFT with the
+sum of their ranks.
 """
 
 import dataclasses
@@ -17,9 +17,17 @@ from safetensors import SafetensorError, safe_open
 from jaxllm.checkpoints.safetensors_folder import FLOAT_TYPES, some, write_checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.input_files import read_json
-from jaxllm.lora import MAX_RANK, TARGETS, Adapter, LoraConfig, adapter_shapes, parameters_of, target_of
-from jaxllm.models import architecture
+from jaxllm.files.input_files import read_json
+from jaxllm.models.architectures import architecture
+from jaxllm.models.lora import (
+    MAX_RANK,
+    TARGETS,
+    Adapter,
+    LoraConfig,
+    adapter_shapes,
+    parameters_of,
+    target_of,
+)
 from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.models.translate import Tensor
 
@@ -27,7 +35,7 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _BASE = "base_model.model."
-# Settings that change the mathematics, and the only values with which it is plain LoRA.
+# Settings that change the mathematics -> the values of plain LoRA.
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -42,18 +50,18 @@ _PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """One linear map of the checkpoint, and the parameters of ours that it holds."""
+    """One linear map of the checkpoint, and our parameters in it."""
 
     name: str
     tensor: Tensor
-    # Of each parameter, its first row and the one behind its last, among the tensor's units.
+    # Parameter -> its first and last + 1 row among the tensor's units.
     rows: Mapping[str, tuple[int, int]]
     units: int
     width: int
     by_units: bool
 
     def our_name(self, param: str) -> str:
-        """What this holds of `param`, for messages."""
+        """The name of the part of `param` in this map, for messages."""
         return param if self.tensor.expert is None else f"{param}[{self.tensor.expert}]"
 
 
@@ -66,7 +74,7 @@ def write_adapter(
       folder: made if missing; each of its two files is replaced whole or not at all.
       cfg: the model.
       lora: the adapter's config.
-      adapter: see `jaxllm.lora`.
+      adapter: see `jaxllm.models.lora`.
       base: name or path of the model, for `base_model_name_or_path`.
 
     Raises:
@@ -74,7 +82,7 @@ def write_adapter(
     """
     names = parameters_of(adapter)
     if not lora.rank:
-        raise ConfigError("an adapter of rank 0 changes nothing, and PEFT has no words for it")
+        raise ConfigError("an adapter of rank 0 changes nothing, and PEFT cannot express it")
     written, patterns, tensors = set(), {}, {}
     for module in _modules(cfg):
         own = [name for name in module.rows if name in names]
@@ -121,12 +129,12 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
     """Reads an adapter of a model.
 
     Returns:
-      Its config, and its arrays (see `jaxllm.lora`) in float32. Modules with a rank or alpha of their own
-      have the difference to the config's scaling in `left`.
+      Its config, and its arrays (see `jaxllm.models.lora`) in float32. If a module has a rank or alpha of its
+      own, `left` is multiplied by its scaling over the config's.
 
     Raises:
-      CheckpointError: the files are missing, corrupt, or of another model.
-      ConfigError: it is no plain LoRA.
+      CheckpointError: the files are missing, corrupt, or belong to another model.
+      ConfigError: the adapter is no plain LoRA.
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG_FILE, "give a folder that PEFT's save_pretrained wrote")
@@ -195,7 +203,7 @@ def _units(spec: ParamSpec, tensor: Tensor) -> int:
 
 
 def _factors(cfg: ModelConfig, module: _Module, adapter: Adapter, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """`left` `[units, r]` and `right` `[r, D]` of what a module holds of a parameter."""
+    """`left` `[units, r]` and `right` `[r, D]` of a parameter's part in a module."""
     left, right = (np.asarray(adapter[f"{name}.{part}"], np.float32) for part in ("left", "right"))
     wanted = adapter_shapes(cfg, name, right.shape[-2])
     if (left.shape, right.shape) != wanted:
@@ -211,7 +219,7 @@ def _factors(cfg: ModelConfig, module: _Module, adapter: Adapter, name: str) -> 
 def _joined(
     module: _Module, factors: Mapping[str, tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One pair of factors for all parameters of a module."""
+    """One pair of factors for all parameters of a module: the sum of their ranks."""
     rights = [right for _, right in factors.values()]
     shared = all(np.array_equal(right, rights[0]) for right in rights)
     right = rights[0] if shared else np.concatenate(rights)
@@ -251,7 +259,7 @@ def _read_config(folder: Path, config: Mapping[str, Any]) -> LoraConfig:
 
 
 def _own_scaling(config: Mapping[str, Any], module: str, rank: int, lora: LoraConfig) -> float:
-    """A module's scaling over the config's."""
+    """A module's scaling divided by the config's."""
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ConfigError(f"alpha_pattern of an adapter must be an object, got {patterns!r:.80}")
@@ -289,12 +297,12 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _relative(module: str) -> str:
-    """A module's name within its layer, which PEFT matches as an ending."""
+    """A module's name within its layer, which PEFT matches as a suffix."""
     parts = module.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdecimal()), -1)
     return ".".join(parts[number + 1 :])
 
 
 def _conv1d(cfg: ModelConfig) -> bool:
-    """Whether the checkpoint stores maps input first (GPT-2), which PEFT must be told."""
+    """Whether the checkpoint stores maps as `[in, out]` (GPT-2), which PEFT's config must say."""
     return any(not module.by_units and module.tensor.transposed for module in _modules(cfg))

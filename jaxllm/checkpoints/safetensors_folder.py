@@ -1,7 +1,8 @@
-"""The tensors of a model folder, by their stored names: one safetensors file, or shards with an index.
+"""Reads and writes the tensors of a model folder by stored name: one safetensors file, or shards with an
+index.
 
-Reading is lazy: a tensor's bytes are touched when a slice of it is taken. Pickles are never opened, and
-an index cannot lead out of its folder. What the tensors mean is none of this module's business.
+Files are read lazily: a tensor's bytes are touched when a slice of it is taken. Pickles are never opened, and
+an index cannot lead out of its folder.
 """
 
 import json
@@ -10,27 +11,27 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-# Its import teaches numpy the name "bfloat16", which safetensors relies on.
+# The import registers the dtype "bfloat16" with NumPy, on which safetensors relies.
 import ml_dtypes  # noqa: F401
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.input_files import read_json
+from jaxllm.files.atomic import atomic_file
+from jaxllm.files.input_files import read_json
 from jaxllm.quant.finite import all_finite
 
-# By stored name: the type (one of `FLOAT_TYPES`), the shape, and what makes the values.
+# Stored name -> dtype (one of `FLOAT_TYPES`), shape, and a function that gives the values.
 Tensors = dict[str, tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]]
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# Types that weights may have: numpy's name to that of safetensors.
+# Allowed dtypes of weights: NumPy's name -> safetensors' name.
 FLOAT_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# How many names a message lists before it only counts them.
+# How many names a message lists; the others are counted.
 _NAMED = 3
 
 
@@ -58,15 +59,15 @@ class SafetensorsFolder:
         return set(self._file_of)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Type (in safetensors' words) and shape of a tensor, without reading it."""
+        """Dtype (safetensors' name) and shape of a tensor, without reading it."""
         stored = self._slices(name)
         return stored.get_dtype(), tuple(stored.get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Looks at a tensor's type and shape, without reading it.
+        """Checks a tensor's dtype and shape, without reading it.
 
         Raises:
-          CheckpointError: its shape is not `shape`, or its type not one of `FLOAT_TYPES`.
+          CheckpointError: its shape is not `shape`, or its dtype not one of `FLOAT_TYPES`.
         """
         dtype, stored = self.describe(name)
         if stored != shape:
@@ -81,10 +82,10 @@ class SafetensorsFolder:
             )
 
     def read(self, name: str, take: Callable[[Any], np.ndarray]) -> np.ndarray:
-        """What `take` makes of a tensor, which it indexes by slices.
+        """The result of `take`, which gets a tensor to index by slices.
 
         Raises:
-          CheckpointError: the file cannot be read, or what is taken is not made of finite numbers.
+          CheckpointError: the file cannot be read, or the result has numbers that are not finite.
         """
         try:
             values = take(self._slices(name))
@@ -118,14 +119,15 @@ class SafetensorsFolder:
         )
 
     def _read_index(self) -> dict[str, str]:
-        """Which shard holds each tensor, checked against the shards."""
+        """Tensor name -> its shard, checked against the shards."""
         path = self.folder / INDEX_FILE
         file_of = read_json(path, "download it again").get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise CheckpointError(f"{path} has no 'weight_map' object; download it again")
         for file in sorted(set(map(str, file_of.values()))):
-            # A plain name, so that an index from elsewhere cannot reach outside of its folder. Links are
-            # followed: Hugging Face's cache is made of them.
+            # Only plain names, so that an index cannot lead out of its folder. Links are followed, because
+            # Hugging Face's
+            # cache consists of them.
             if Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
                 raise CheckpointError(
                     f"{path} names the shard {file!r}; a shard must be a .safetensors file in the same "
@@ -149,10 +151,10 @@ def write_checkpoint(
       config_path: of the config; its folder is made if it is missing.
       config: a JSON object.
       weights_path: of the safetensors file, in the same folder.
-      tensors: what goes there, made one at a time.
+      tensors: to write; their values are made one at a time.
     """
     config_path.parent.mkdir(parents=True, exist_ok=True)
-    # The inner file takes its name first; the config, already written, follows at once.
+    # The inner file is renamed first; the config, already written, follows at once.
     with atomic_file(config_path) as config_file, atomic_file(weights_path) as weights_file:
         config_file.write(json.dumps(config, indent=2).encode() + b"\n")
         _write_safetensors(weights_file, tensors)
@@ -163,7 +165,7 @@ def _write_safetensors(file: BinaryIO, tensors: Tensors) -> None:
 
     The format: the header's length (8 bytes, little-endian), the header (JSON, padded to 8 bytes), data.
     """
-    # The metadata is what transformers asks for before it loads a file.
+    # transformers requires this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape, _) in tensors.items():
@@ -184,10 +186,10 @@ def _write_safetensors(file: BinaryIO, tensors: Tensors) -> None:
 
 
 def check_parameters(shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Any]) -> None:
-    """Looks at parameters that are to be written.
+    """Checks parameters before they are written.
 
     Raises:
-      CheckpointError: they are not those of `shapes`, by name and shape, or not floats.
+      CheckpointError: their names or shapes are not those of `shapes`, or they are not floats.
     """
     if params.keys() != shapes.keys():
         wrong = params.keys() ^ shapes.keys()
@@ -206,7 +208,7 @@ def check_parameters(shapes: Mapping[str, tuple[int, ...]], params: Mapping[str,
 
 
 def some(names: Collection[str]) -> str:
-    """The first few of `names`, in order, and how many more there are."""
+    """The first few of `names`, sorted, and the number of the others, for messages."""
     shown = ", ".join(sorted(names)[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
 

@@ -1,9 +1,8 @@
-"""The tokenizer of a Hugging Face model folder, in and out.
+"""Reads and writes the tokenizer of a Hugging Face model folder.
 
-Reads `tokenizer.json` and what its neighbours say about special tokens, the end of an answer and the
-chat template. Older folders hold a SentencePiece model or a vocabulary and merges instead: these are
-converted by transformers, where it is installed. Code that a folder names or carries (`auto_map`) is
-never run.
+Reads `tokenizer.json`, and from the files beside it the special tokens, end tokens and chat template. Older
+folders have a SentencePiece model, or a vocabulary and merges: these are converted with transformers, if it
+is installed. Code in a folder or named by it (`auto_map`) is never run.
 """
 
 import json
@@ -11,25 +10,25 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, one_line
-from jaxllm.input_files import read_bytes
-from jaxllm.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
+from jaxllm.files.atomic import atomic_file
+from jaxllm.files.input_files import read_bytes
+from jaxllm.text.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
 
 # The largest published tokenizer.json files take about 40 MiB.
 MAX_FILE_BYTES = 256 << 20
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
-# What transformers can convert. Without one of these it may invent an empty tokenizer.
+# Files that transformers can convert. Without one of these it may make an empty tokenizer.
 _VOCABULARY_PATTERNS = ("*.model", "*.spm", "*.tiktoken", "vocab.json", "vocab.txt")
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
-    """Read the tokenizer of the model in `folder`.
+    """Reads the tokenizer of the model in `folder`.
 
-    The ids that end an answer are the union of what `generation_config.json`, `config.json` and the
-    tokenizer's own end token say, in this order.
+    The ids that end an answer are those of `generation_config.json`, `config.json` and the tokenizer's own
+    end token, in this order, each once.
 
     Raises:
       CheckpointError: a file is missing, oversized or malformed, or needs transformers to convert.
@@ -65,11 +64,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Write `files` so that `read_tokenizer` and transformers' AutoTokenizer read them.
+    """Writes `files` so that `read_tokenizer` and transformers' AutoTokenizer read them.
 
-    Writes `tokenizer.json`, `tokenizer_config.json` and, for a model that chats,
-    `chat_template.jinja`, replacing earlier ones. Ids in `eos_ids` besides the end token's belong in
-    the model's `config.json`, which is not written here.
+    Writes `tokenizer.json`, `tokenizer_config.json` and, if there is a chat template, `chat_template.jinja`,
+    replacing earlier ones. Ids in `eos_ids` besides the end token's belong in the model's `config.json`,
+    which is not written here.
 
     Raises:
       OSError: the folder cannot be written.
@@ -85,7 +84,7 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
     _write(folder / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
     template = folder / "chat_template.jinja"
     if files.chat_template is None:
-        template.unlink(missing_ok=True)  # One left from another model would be taken for this one's.
+        template.unlink(missing_ok=True)  # One of another model would be used with this tokenizer.
     else:
         _write(template, files.chat_template)
 
@@ -96,7 +95,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _convert(folder: Path) -> tuple[str, dict[str, str]]:
-    """The text of a `tokenizer.json` made by transformers, and the special tokens it knows of."""
+    """The text of a `tokenizer.json` made by transformers, and the special tokens that it gives."""
     if not any(match for pattern in _VOCABULARY_PATTERNS for match in folder.glob(pattern)):
         raise CheckpointError(
             f"{folder} has no tokenizer.json, nor a vocabulary to make one from; "
@@ -126,7 +125,8 @@ def _convert(folder: Path) -> tuple[str, dict[str, str]]:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template, from the newest place where Hugging Face keeps one to the oldest."""
+    """The chat template, from the first of Hugging Face's locations that has one, the newest location
+    first."""
     text = _read_text(folder / "chat_template.jinja")
     if text is not None:
         return text
@@ -169,7 +169,7 @@ def _special_tokens(path: Path) -> dict[str, str]:
 
 
 def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
-    """The ids at `key` of a config: absent, one or a list."""
+    """The token ids at `key` of a config, which may be absent, one id or a list."""
     value = model.get(key)
     for id_ in value if isinstance(value, list) else [] if value is None else [value]:
         if not isinstance(id_, int) or isinstance(id_, bool):
@@ -184,7 +184,7 @@ def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty when there is no such file."""
+    """The JSON object in a file; empty if there is no such file."""
     text = _read_text(path)
     if text is None:
         return {}
@@ -198,7 +198,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str | None:
-    """The text of a file, None when there is no such file."""
+    """The text of a file; None if there is no such file."""
     try:
         data = read_bytes(path, MAX_FILE_BYTES)
     except FileNotFoundError:

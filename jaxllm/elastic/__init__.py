@@ -1,1 +1,1 @@
-"""Elastic models (ELMS): units in the order of their importance, and sub-models that are prefixes of them."""
+"""Elastic models (ELMS): units in the order of importance, levels, sub-models, SLOs, shorter prompts."""

@@ -1,6 +1,7 @@
-"""The adapters of all matrices of a model in one buffer, so that a graph has one operand for all of them.
+"""Puts the adapters of all matrices of a model into one buffer, so that a bucket has one argument for all of
+them.
 
-An operand costs a graph memory and every call of it time; two for each matrix would triple their number.
+Each argument takes memory in a bucket and time in every dispatch; two per matrix would triple their number.
 """
 
 import math
@@ -12,17 +13,17 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import param_specs
 
-# A CPU's XLA takes memory that begins here as it is.
+# XLA on a CPU uses host memory of this alignment without a copy.
 _ALIGN_BYTES = 64
 
 
 class AdapterPlace(NamedTuple):
-    """Where a matrix `[*U, D]` has its adapter: see `jaxllm.quant.AdaptedFromBuffer`.
+    """Location of the adapter of a matrix `[*U, D]` in the buffer (see `jaxllm.quant.AdaptedFromBuffer`).
 
     Attributes:
-      name: the parameter.
-      at: of the buffer's floats the first.
-      rank: r, of `[r, *U]` and `[r, D]` one behind the other.
+      name: of the parameter.
+      at: index of its first float in the buffer.
+      rank: r: the factors `[r, *U]` and `[r, D]` are stored one after the other.
     """
 
     name: str
@@ -31,9 +32,10 @@ class AdapterPlace(NamedTuple):
 
 
 def adapter_places(cfg: ModelConfig, ranks: Mapping[str, int]) -> tuple[AdapterPlace, ...]:
-    """Places of adapters of some ranks, by parameter: one behind the other in the model's order.
+    """Locations of adapters with given ranks by parameter, one after the other in the model's order.
 
-    Those of a layer lie together, as in every layer of its kind, and memory may be shared from each on.
+    The adapters of a layer are contiguous, in the same layout for all layers of a kind, and each begins
+    aligned, so that a layer's part of the buffer can be passed without a copy.
     """
     places, end = [], 0
     for name in sorted(ranks, key=list(param_specs(cfg)).index):
@@ -47,14 +49,14 @@ def fill_buffer(
     places: Sequence[AdapterPlace],
     adapters: Sequence[tuple[Mapping[str, np.ndarray], float]],
 ) -> np.ndarray:
-    """A buffer `[N]` float32 with the sum of some adapters: the ranks of each behind those of the one before.
+    """A buffer `[N]` float32 with the sum of some adapters, their ranks one after the other.
 
-    What has no adapter is zeros, and takes no memory until it is read.
+    Parts without an adapter are zero, and take no memory until they are read.
 
     Args:
       cfg: the whole model.
-      places: of at least as many ranks as the adapters have together; not empty.
-      adapters: of the whole model or of a sub-model, as `jaxllm.lora` has them, and their scalings.
+      places: locations, not empty, of at least the sum of the adapters' ranks.
+      adapters: (adapter, scaling) pairs, of the whole model or of a sub-model, as in `jaxllm.models.lora`.
     """
     buffer = _aligned_zeros(max(_end(cfg, place) for place in places))
     specs = param_specs(cfg)
@@ -76,7 +78,7 @@ def fill_buffer(
 
 
 def _end(cfg: ModelConfig, place: AdapterPlace) -> int:
-    """Where the next place may begin."""
+    """First aligned index after a location."""
     *units, width = param_specs(cfg)[place.name].shape
     step = _ALIGN_BYTES // 4
     return place.at + -(-place.rank * (math.prod(units) + width) // step) * step

@@ -1,39 +1,39 @@
-"""Prompts made shorter: which tokens stay, by a score for each (ELMS, arXiv 2409.09071, section 3.4).
+"""Shortens prompts: chooses the tokens to keep by their scores (ELMS, arXiv 2409.09071, section 3.3).
 
-Words stay or go whole (LLMLingua-2, arXiv 2403.12968, section 3.3), and what must not go never does. A word
-is what stands between white space; words are numbered by the text alone, so that scores of one tokenizer's
-tokens can be carried over to another's. Everything works on whole arrays: a prompt may be long, and a request
-waits for it. Who gives the scores, and what of a prompt may go, is said elsewhere (`models/tlm.py`,
-`tasks/droppable.py`).
+Words are kept or dropped whole (LLMLingua-2, arXiv 2403.12968, section 3.3), and forced tokens are never
+dropped. Words are separated by white space and numbered by the text alone, so that scores of one tokenizer's
+tokens can be transferred to another's. All functions work on whole arrays, because prompts may be long and
+requests wait. Scores come from `models/tiny_lm.py`; `text/droppable.py` says which parts of a prompt may be
+dropped.
 """
 
 import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# No word: of tokens that stand for no text, and of texts without any.
+# Word number of tokens that stand for no text.
 NO_WORD = -1
 
-# Whether a character is white space, by its code point; of all further ones the last entry says that they
-# are not.
+# Whether a character is white space, by code point. The last entry is False and stands for all higher code
+# points.
 _WHITE = np.array([chr(code).isspace() for code in range(0x3002)])
 
 
 def words_of(offsets: np.ndarray, text: str, boundaries: np.ndarray | None = None) -> np.ndarray:
-    """The word that each token belongs to, counted from the text's beginning.
+    """The number of the word that each token belongs to, counted from the beginning of the text.
 
-    White space belongs to the word behind it, which byte-level tokenizers join it to, and at the end to the
-    last word. A token that reaches over several words belongs to the first.
+    White space belongs to the word after it, as in byte-level tokenizers, and at the end to the last word. A
+    token that spans several words belongs to the first.
 
     Args:
-      offsets: `[T, 2]` int, the characters of `text` that each token stands for, `[first, last + 1)`; empty
+      offsets: `[T, 2]` int, the characters `[first, last + 1)` of `text` that each token stands for; empty
         for tokens that a tokenizer adds.
-      text: what was tokenized.
-      boundaries: places between characters, `[n]` int, where a word ends even without white space, as at the
-        markers of a chat's turns.
+      text: the tokenized text.
+      boundaries: `[n]` int, indices of characters before which a word ends even without white space, such as
+        at turn markers of a chat.
 
-    Returns:
-      `[T]` int64; `NO_WORD` where there is none.
+      Returns:
+      `[T]` int64; `NO_WORD` for tokens without text.
     """
     starts, ends = _words(text, boundaries)
     offsets = np.asarray(offsets).reshape(-1, 2)
@@ -45,12 +45,12 @@ def words_of(offsets: np.ndarray, text: str, boundaries: np.ndarray | None = Non
 
 
 def word_count(text: str, boundaries: np.ndarray | None = None) -> int:
-    """How many words `words_of` counts."""
+    """The number of words that `words_of` counts."""
     return len(_words(text, boundaries)[0])
 
 
 def forced_tokens(offsets: np.ndarray, droppable: np.ndarray) -> np.ndarray:
-    """Which tokens must stay: those that do not lie wholly in what may go.
+    """Which tokens must be kept: all but those entirely within a droppable span.
 
     Args:
       offsets: see `words_of`.
@@ -72,20 +72,20 @@ def forced_tokens(offsets: np.ndarray, droppable: np.ndarray) -> np.ndarray:
 def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio: float) -> np.ndarray:
     """Chooses the tokens of a shorter prompt.
 
-    What must stay does, with the rest of its words. Further words are taken, best first and of equal ones the
-    earlier first, as long as all that is kept is at most `ratio` of the prompt, so a smaller ratio always
-    keeps a part of what a larger one does.
+    Forced tokens are kept, with the rest of their words. Further words are added by score, of equal scores
+    the earlier first, while at most `ratio` of the prompt is kept. So a smaller ratio keeps a subset of what
+    a larger one keeps.
 
     Args:
-      scores: `[T]` float, how much each token should be kept, such as the probability; a word has the mean of
+      scores: `[T]` float, such as the probability of keeping each token; the score of a word is the mean of
         its tokens.
-      words: `[T]` int, see `words_of`; tokens of no word stay.
-      forced: `[T]` bool, what must stay.
-      ratio: of the tokens to keep, in (0, 1]; 1 keeps all. More are kept where more are forced; where nothing
-        must stay, the best word does, because a model must read something.
+      words: `[T]` int, see `words_of`; tokens of no word are kept.
+      forced: `[T]` bool, tokens that must be kept.
+      ratio: share of the tokens to keep, in (0, 1]; 1 keeps all. More are kept if more are forced. If none is
+        forced, at least the best word is kept, because a model needs a prompt.
 
     Returns:
-      `[T]` bool, True = stays.
+      `[T]` bool, True = kept.
 
     Raises:
       ConfigError: the shapes differ, the ratio is out of its domain, a score is not finite, or there is no
@@ -108,8 +108,11 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
 
 
 def stays_anyway(words: np.ndarray, forced: np.ndarray) -> int:
-    """How many tokens `keep_tokens` keeps whatever the ratio: the forced ones with the rest of their words,
-    and those of no word; where there are none, as many as the longest word has, which may be the best."""
+    """The most tokens that `keep_tokens` keeps at the smallest ratio.
+
+    These are the forced tokens with the rest of their words, and tokens of no word; if there are none, the
+    tokens of the longest word, which may be the best.
+    """
     words, forced = np.asarray(words), np.asarray(forced, bool)
     must = int(np.sum((words == NO_WORD) | np.isin(words, words[forced])))
     return must or int(np.bincount(words, minlength=1).max())
@@ -135,10 +138,10 @@ def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: f
 
 
 def spread(scores_per_word: np.ndarray, words: np.ndarray, *, missing: float = 1.0) -> np.ndarray:
-    """Each token's share in its word's score, which is all of it: `[T]` float64.
+    """The score of each token's word, `[T]` float64.
 
-    With `word_scores` it carries scores from one tokenizer's tokens to another's, where both number the words
-    of the same text.
+    After `word_scores` it transfers scores from one tokenizer's tokens to another's, for the words of the
+    same text.
 
     Args:
       scores_per_word: `[words]` float.
@@ -146,19 +149,19 @@ def spread(scores_per_word: np.ndarray, words: np.ndarray, *, missing: float = 1
       missing: the score of tokens of no word.
     """
     padded = np.append(np.asarray(scores_per_word, np.float64), missing)
-    # The last one is what NO_WORD reads.
+    # `NO_WORD` (-1) indexes the last entry, `missing`.
     return padded[np.asarray(words)]
 
 
 def _best_words(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio: float) -> np.ndarray:
-    """`[T]` bool: the forced words, and the best of the others that there is room for; never nothing."""
+    """`[T]` bool: forced words, and the best of the others within `ratio`; at least one word."""
     count = int(words.max(initial=NO_WORD)) + 1
     stays = np.append(np.bincount(words[forced & (words != NO_WORD)], minlength=count) > 0, True)
     sizes = np.append(np.bincount(words[words != NO_WORD], minlength=count), np.sum(words == NO_WORD))
     open_words = np.flatnonzero(~stays & (sizes > 0))
     means = word_scores(scores, words, count)
     best = open_words[np.argsort(-means[open_words], kind="stable")]
-    # A rounding must not cost a token: 0.3 of 10 tokens are 3.
+    # The epsilon guards against rounding: 0.3 of 10 tokens are 3.
     room = int(ratio * len(scores) + 1e-6) - int(sizes[stays].sum())
     stays[best[np.cumsum(sizes[best]) <= room]] = True
     if not stays[words].any():
@@ -167,8 +170,8 @@ def _best_words(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
 
 
 def _words(text: str, boundaries: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Where the words of a text begin and end, `[words]` int64 each."""
-    # One code point each; a lone surrogate, which no tokenizer takes, does no harm here.
+    """First and last + 1 character of each word of a text, `[words]` int64 each."""
+    # "surrogatepass": a lone surrogate is refused by tokenizers, not here.
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     dark = ~_WHITE[np.minimum(codes, len(_WHITE) - 1)]
     begins, ends = dark.copy(), dark.copy()

@@ -1,11 +1,11 @@
-"""Levels: which units the sub-models of a model have (ELMS, section 3.2).
+"""Chooses the units of each level's sub-model (ELMS, section 3.2).
 
-A level is a share, in percent, of the parameters of all layers. Anchor layers, on which the others depend
-most, stay whole as long as the share allows it; the others shrink evenly, by whole units. What is kept of
-a layer is always a prefix of its units, so that every level reads the same buffers from the start.
+A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones, stay
+whole as long as the share allows; the other layers shrink evenly, by whole units. A sub-model has a prefix of
+each layer's units, so that all levels read the same buffers from the start.
 
-Levels are parts of the whole model, not always of one another: where a larger one has a kv-group more in a
-layer, it may have a few neurons less there than the level below it.
+Every level is a part of the whole model, but not always of the next larger level: where that has one kv group
+more in a layer, it may have a few neurons fewer.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 
 LEVELS = (20, 30, 40, 50, 60, 70, 80, 90, 100)
-# Neurons are kept in steps of this, which is what a kernel computes at once, or less in narrow layers.
+# Neurons are kept in multiples of this, which a kernel computes at once; of less in narrow layers.
 _NEURON_STEP = 32
 _STEPS_PER_LAYER = 40
-# Shares are tried in steps of this.
+# Number of steps in which shares of [0, 1] are tried.
 _SHARES = 2000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """The sub-models that a model offers.
+    """The levels of a model.
 
     Attributes:
-      levels: ascending, in percent, the last one 100: the whole model.
-      anchors: numbers of the layers that shrink last.
+      levels: in percent, ascending; the last is 100, the whole model.
+      anchors: indices of the anchor layers, which shrink last, ascending.
     """
 
     levels: tuple[int, ...] = LEVELS
@@ -56,7 +56,7 @@ class Ladder:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Ladder":
-        """Read what `to_json` wrote.
+        """The ladder that `to_json` gave as a dict.
 
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
@@ -79,7 +79,7 @@ def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
       level: one of them.
 
     Raises:
-      ConfigError: the ladder has no such level, or other layers than the model.
+      ConfigError: the ladder has no such level, or anchors that are no layers of the model.
     """
     if level not in ladder.levels:
         raise ConfigError(f"there is no level {level}; there are {', '.join(map(str, ladder.levels))}")
@@ -104,7 +104,7 @@ def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> Model
     def fits(kept: list[LayerUnits]) -> bool:
         return _size(kept, costs) <= budget
 
-    # The others first give all they can; only then do the anchors.
+    # The other layers shrink to their least size before anchors shrink.
     if fits(units(0.0, 1.0)):
         kept = units(_most(lambda share: fits(units(share, 1.0))), 1.0)
     else:
@@ -113,7 +113,7 @@ def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> Model
 
 
 def unit_sizes(cfg: ModelConfig, layer: int) -> tuple[int, int]:
-    """Parameters of one kv-group and of one neuron (of all experts) of a layer."""
+    """Number of parameters of one kv group, and of one neuron (of all experts), of a layer."""
     whole, kept = cfg.whole, {"attn": 0, "ffn": 0}
     units = whole.units(layer)
     for name, spec in param_specs(whole).items():
@@ -123,21 +123,21 @@ def unit_sizes(cfg: ModelConfig, layer: int) -> tuple[int, int]:
 
 
 def layer_parameters(cfg: ModelConfig) -> int:
-    """Parameters of all units of a model or sub-model."""
+    """Number of parameters of all units of a model or sub-model."""
     costs = [unit_sizes(cfg, layer) for layer in range(cfg.layers)]
     return _size([cfg.units(layer) for layer in range(cfg.layers)], costs)
 
 
 def is_unit_parameter(name: str) -> bool:
-    """Whether a parameter belongs to units: it is of a layer, but no norm, no output's bias and no router."""
+    """Whether a parameter consists of units: those of layers do, but norms, output biases and routers."""
     part = name.split(".", 2)[2] if name.startswith("layers.") else ""
     outputs = ("attn.o_bias", "ffn.down_bias")
     return part.startswith(("attn.", "ffn.", "experts.")) and "norm" not in part and part not in outputs
 
 
 def _layer_units(cfg: ModelConfig, layer: int, share: float, cost: tuple[int, int]) -> LayerUnits:
-    """What a layer keeps of a share of its parameters: the nearest number of kv-groups, and as many neurons
-    as the rest pays for."""
+    """The units of a layer at a share of its parameters: the nearest number of kv groups, and neurons for the
+    rest."""
     whole, (group, neuron) = cfg.units(layer), cost
     heads = min(whole.kv_heads, max(1, round(share * whole.kv_heads)))
     rest = share * (whole.kv_heads * group + whole.neurons * neuron) - heads * group
@@ -149,7 +149,7 @@ def _layer_units(cfg: ModelConfig, layer: int, share: float, cost: tuple[int, in
 
 
 def _most(fits: Callable[[float], bool]) -> float:
-    """The largest share in [0, 1] that fits, where 0 is taken to."""
+    """The largest share in [0, 1] that fits; 0 is assumed to fit."""
     low, high = 0, _SHARES
     while low < high:
         middle = (low + high + 1) // 2

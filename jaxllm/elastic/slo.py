@@ -1,9 +1,9 @@
-"""Latency objectives of requests (SLOs), how the tiny LM is told them, and which choices meet them.
+"""Latency objectives of requests (SLOs): their marks for the tiny LM, and the choices that meet them.
 
-ELMS (arXiv 2409.09071, sections 2 and 3.4): a request asks for a time to its first token (TTFT) and a time
-per further token (TPOT), each as a share of the whole model's with the whole prompt. To the tiny LM an
-objective is two tokens in front of the prompt. What a choice of level and prompt really costs on a device is
-for its profile to say; the nominal costs here are by the count of parameters and tokens.
+ELMS (arXiv 2409.09071, sections 2 and 3.3): an SLO limits the time to the first token (TTFT) and the time per
+further token (TPOT), each as a share of the whole model's with the whole prompt. The tiny LM gets it as two
+tokens in front of the prompt, its marks. Nominal costs here count parameters and tokens; measured costs are
+in the device's profile.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# In percent of the whole model's time: what the marks can say.
+# Percentages of the whole model's time that have a mark.
 MARK_PERCENTS = tuple(range(20, 101, 10))
 # Shares of a prompt to choose from, beside the levels of a ladder.
 PROMPT_RATIOS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 _WRITTEN = re.compile(r"\s*<?\s*(\d+(?:\.\d+)?)\s*,\s*(\d+(?:\.\d+)?)\s*>?\s*")
-# What a ratio may be off by, since 0.3 · 0.7 is not quite 0.21.
-_SLACK = 1e-6
+# Tolerance of comparisons of ratios: in floats 0.3 · 0.7 differs from 0.21.
+_TOLERANCE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class Slo:
     """A latency objective, in shares of the whole model's times.
 
     Attributes:
-      ttft: of the time to the first token, in (0, 1].
-      tpot: of the time per further token, in (0, 1].
+      ttft: share of the time to the first token, in (0, 1].
+      tpot: share of the time per further token, in (0, 1].
     """
 
     ttft: float
@@ -61,13 +61,13 @@ class Slo:
 
     @property
     def has_limit(self) -> bool:
-        """Whether it asks for anything: all of both times is no demand, which every answer meets."""
+        """Whether it limits any time: `<100,100>` does not, and every answer meets it."""
         return self.ttft < 1 or self.tpot < 1
 
     def limits(self, ttft: float, tpot: float) -> tuple[float, float]:
-        """The most that times to the first and per further token may be, where the whole model's are these.
+        """The greatest allowed TTFT and TPOT, in the unit of the whole model's times `ttft` and `tpot`.
 
-        All of a time is no demand: infinity.
+        A share of 1 is no limit: infinity.
         """
         return (
             math.inf if self.ttft == 1 else self.ttft * ttft,
@@ -78,40 +78,39 @@ class Slo:
         return f"<{100 * self.ttft:.6g},{100 * self.tpot:.6g}>"
 
 
-# The paper's, from loose to tight.
+# The SLOs of the paper's evaluation, from loose to tight.
 SLOS = tuple(map(Slo.parse, ("<100,100>", "<80,90>", "<60,80>", "<40,70>", "<20,60>", "<20,50>")))
 
 
 def marks() -> tuple[str, ...]:
-    """The tokens that tell the tiny LM an SLO, in the order of `marks_of`: TTFTs ascending, then TPOTs."""
+    """The tiny LM's tokens for SLOs: TTFTs ascending, then TPOTs ascending."""
     return tuple(f"<|{kind}:{percent}|>" for kind in ("ttft", "tpot") for percent in MARK_PERCENTS)
 
 
 def marks_of(slo: Slo) -> tuple[int, int]:
-    """The places in `marks()` of an SLO's two marks, TTFT's first.
+    """Indices in `marks()` of an SLO's two marks, TTFT's first.
 
-    A ratio between two marks has the lower one, so that no mark promises more time than there is. Below the
-    least mark there is none to say it, and the ratio has that one: what is chosen must be held against
-    `feasible` all the same.
+    A ratio between two marks gets the lower one, so that the mark never allows more time than the SLO. A
+    ratio below the least mark gets the least mark, so a proposal must be checked with `feasible`.
     """
 
     def place(ratio: float) -> int:
-        percent = math.floor(100 * ratio + 100 * _SLACK)
+        percent = math.floor(100 * ratio + 100 * _TOLERANCE)
         return max(0, sum(each <= percent for each in MARK_PERCENTS) - 1)
 
     return place(slo.ttft), len(MARK_PERCENTS) + place(slo.tpot)
 
 
 def nominal_cost(levels: Sequence[int], prompt_ratios: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
-    """What choices cost by their count of parameters and tokens, in shares of the whole model's times.
+    """Nominal costs of choices, by counts of parameters and tokens, in shares of the whole model's times.
 
     Args:
       levels: in percent of the model.
       prompt_ratios: shares of the prompt.
 
     Returns:
-      TTFT and TPOT `[levels, prompt_ratios]` float64: prefill takes a product of both shares, a further token
-      the model's alone.
+      TTFT and TPOT `[levels, prompt_ratios]` float64. TTFT is the product of both shares, TPOT the level's
+      share.
     """
     model = np.asarray(levels, np.float64)[:, None] / 100
     prompt = np.asarray(prompt_ratios, np.float64)[None, :]
@@ -121,4 +120,4 @@ def nominal_cost(levels: Sequence[int], prompt_ratios: Sequence[float]) -> tuple
 def feasible(slo: Slo, levels: Sequence[int], prompt_ratios: Sequence[float]) -> np.ndarray:
     """Which choices meet an SLO at their nominal cost: `[levels, prompt_ratios]` bool."""
     ttft, tpot = nominal_cost(levels, prompt_ratios)
-    return (ttft <= slo.ttft + _SLACK) & (tpot <= slo.tpot + _SLACK)
+    return (ttft <= slo.ttft + _TOLERANCE) & (tpot <= slo.tpot + _TOLERANCE)

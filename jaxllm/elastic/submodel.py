@@ -1,7 +1,8 @@
-"""Sub-models of a whole model's parameters in memory, of which no weight is copied.
+"""Makes sub-models of a whole model's parameters in memory, without copying weights.
 
-Either as views, the beginnings of the whole model's buffers, with graphs of their own (`shared_sub_model`),
-or as numbers of units beside the whole parameters, for graphs that serve all levels (`counted_sub_model`).
+A sub-model is either views of prefixes of the whole model's buffers, with buckets of its own
+(`shared_sub_model`), or the whole parameters with counts of used units, for buckets that serve all levels
+(`counted_sub_model`).
 """
 
 import dataclasses
@@ -15,21 +16,22 @@ from jaxllm.elastic.adapter_buffer import AdapterPlace
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
+from jaxllm.kernels.used_units import PARAMETER, counts_of
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import AdaptedFromBuffer, BlockedArray, Weight, first_units, narrow, sliced, take_units
-from jaxllm.used_units import PARAMETER, counts_of
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CountedSubModel:
-    """A sub-model as a graph takes it that serves all sub-models of a model.
+    """The parameters of a sub-model for a bucket that serves all levels of a model.
 
     Attributes:
       whole: parameters of the whole model.
-      counts: `[L, 3]` int32, what of it is used (see `jaxllm.used_units`).
-      adapters: `[N]` float32, the sub-model's adapters in the shapes of the whole model's; None without any.
-      places: where in them each parameter's is.
+      counts: `[L, 3]` int32, numbers of used units (see `jaxllm.kernels.used_units`).
+      adapters: `[N]` float32, the buffer of the sub-model's adapters in the shapes of the whole model's; None
+        without any.
+      places: location of each parameter's adapter in the buffer.
     """
 
     whole: Params
@@ -39,7 +41,7 @@ class CountedSubModel:
 
     @property
     def params(self) -> dict[str, Weight]:
-        """What the model's functions take."""
+        """The parameters as the functions of `jaxllm.models` take them."""
         params = {**self.whole, PARAMETER: self.counts}
         if self.adapters is not None:
             for name, at, rank in self.places:
@@ -48,9 +50,9 @@ class CountedSubModel:
 
 
 def layer_part(params: CountedSubModel, layer: int, like: int) -> CountedSubModel:
-    """One layer of a sub-model under the names of another, whose graphs it shares.
+    """One layer of a sub-model under the names of layer `like`, whose buckets it shares.
 
-    Its adapters are a part of the buffer, and lie in it as those of every layer of the same kind do.
+    Its part of the adapter buffer has the same layout as that of every layer of the same kind.
     """
     own, other = f"layers.{layer}.", f"layers.{like}."
     whole = {
@@ -73,24 +75,24 @@ def layer_part(params: CountedSubModel, layer: int, like: int) -> CountedSubMode
 
 
 def whole_params(params: Params | CountedSubModel) -> Params:
-    """The parameters without counts and adapters, if these tell what is used of them."""
+    """The whole model's parameters of a `CountedSubModel`; other parameters unchanged."""
     return params.whole if isinstance(params, CountedSubModel) else params
 
 
 def sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, Weight]:
-    """The parameters of a sub-model: of each whole parameter its first units.
+    """The parameters of a sub-model: the first units of each parameter.
 
-    In a graph these are slices, or nothing at all for weights in blocks. `shared_sub_model` makes them
-    outside of graphs.
+    Call it within a compiled step: weights in blocks are used in place, others are sliced. `shared_sub_model`
+    makes the parameters outside of one.
 
     Args:
-      params: of the whole model, with its units in order, or of a larger sub-model that has all of these
-        units (not every larger level has, see `jaxllm.elastic.ladder`), or what `shared_sub_model` or
-        `counted_sub_model` made of them.
+      params: of the whole model, with its units in order; or of a larger sub-model with all of these units
+        (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
+        `counted_sub_model`.
       cfg: the sub-model.
 
     Raises:
-      ConfigError: the parameters are of a sub-model that lacks some of the units.
+      ConfigError: the parameters are those of a sub-model that lacks some of the units.
     """
     if isinstance(params, CountedSubModel):
         return params.params
@@ -98,7 +100,7 @@ def sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, W
 
 
 def part_of_sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, Weight]:
-    """`sub_model` of some of the parameters: those of one layer, say."""
+    """`sub_model` of some of the parameters, such as those of one layer."""
     if isinstance(params, CountedSubModel):
         return params.params
     specs = param_specs(cfg)
@@ -106,18 +108,19 @@ def part_of_sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dic
 
 
 def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """`sub_model` of parameters in memory that copies no weight.
+    """`sub_model` of parameters in memory, outside of a compiled step, without copying weights.
 
-    A slice outside of a graph is a copy, and on a CPU a slice in a graph is one, too. So on a CPU an array's
-    beginning becomes an array of its own over the same memory; on other devices it is marked, for `sub_model`
-    to slice in the graph. Rows of a mixture's experts are no beginning: their stack stays whole, and a graph
-    cuts an expert where it takes it out, which for floats on a CPU is a copy, as it is at the whole model.
+    A slice outside of a compiled step is a copy, and on a CPU a slice inside of one is a copy too. So on a
+    CPU the prefix of an array becomes an array of its own over the same memory; on other devices it is
+    marked, and `sub_model` slices it in the step. Rows of a mixture's experts are no prefix: their stack
+    stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it is for
+    the whole model.
     """
     return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
 
 
 def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """`shared_sub_model` of some of the parameters: those of one layer, say."""
+    """`shared_sub_model` of some of the parameters, such as those of one layer."""
     specs = param_specs(cfg)
     shapes = {name: specs[name].shape for name in params}
     if jax.default_backend() != "cpu":
@@ -132,7 +135,7 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
             return weight
         leaves = jax.tree.leaves(weight)
         if any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves):
-            # Of weights that come by pieces the shapes alone are there.
+            # Weights that are streamed are given by their shapes alone.
             return jax.eval_shape(lambda each: _cut(each, name, shapes[name], take_units), weight)
         cut = _cut(jax.tree.map(np.asarray, weight), name, shapes[name], take_units)
         views = [shared(*pair) for pair in zip(jax.tree.leaves(cut), leaves, strict=True)]
@@ -142,8 +145,8 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
 
 def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
-    """Whether one graph can serve all levels of a model at each one's own cost: on a CPU with native kernels,
-    where all units are in blocks and none are in experts."""
+    """Whether one bucket can serve all levels of a model, each at its own cost: on a CPU with native kernels,
+    if all units are in blocks and none are in experts."""
     if cfg.experts or jax.default_backend() != "cpu" or not native.kernels().native:
         return False
     return all(
@@ -161,14 +164,14 @@ def counted_sub_model(
     adapters: np.ndarray | None = None,
     rank: int = 0,
 ) -> CountedSubModel:
-    """A sub-model as the whole model's parameters and the numbers of units that it has.
+    """A sub-model as the whole model's parameters and counts of its units.
 
     Args:
       params: of the whole model (see `can_be_counted`).
       cfg: the sub-model.
-      places: of adapters, the same for all sub-models that share graphs.
-      adapters: in these places, if there are any (see `fill_buffer`).
-      rank: how many ranks of adapters are used; those beyond hold zeros.
+      places: locations of adapters, the same for all sub-models that share buckets.
+      adapters: the buffer of adapters, if there are any (see `fill_buffer`).
+      rank: how many ranks of adapters are used; the others are zero.
     """
     units = [cfg.units(layer) for layer in range(cfg.layers)]
     counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)

@@ -1,9 +1,9 @@
-"""Units and their order (ELMS, section 3.1): what can be moved in a layer without changing the model.
+"""Reorders the units of a model (ELMS, section 3.2: permutation consistent units).
 
-An attention unit is a kv-group: the rows of its keys, values and queries with their biases, and the rows of
-the output matrix that read it. A feed-forward unit is a neuron: its rows of gate, up and down matrix with
-their biases; in a mixture, each expert has its own neurons. A layer computes the same with its units in any
-order, up to the order in which floats are added.
+An attention unit is a kv group: the rows of its keys, values and queries with their biases, and its rows of
+the output matrix. A feed-forward unit is a neuron: its rows of the gate, up and down matrices with their
+biases; in a mixture, each expert has its own neurons. Reordering units leaves the function of a layer
+unchanged, but for the rounding of sums in another order.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ class UnitOrder:
     """The units of a whole model, most important first.
 
     Attributes:
-      groups: of each layer its kv-groups `[K]` int32.
-      neurons: of each layer its neurons `[F]` int32, or `[E, F]` for each of its experts.
+      groups: per layer, indices of its kv groups `[K]` int32.
+      neurons: per layer, indices of its neurons `[F]` int32, or `[E, F]` for each of its experts.
     """
 
     groups: tuple[np.ndarray, ...]
@@ -31,7 +31,7 @@ class UnitOrder:
 
 
 def unit_arrays(groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """What is told of all units, by layer: as arrays with names, for a file."""
+    """Values of all units by layer, as named arrays for a file."""
     named = {f"groups.{layer}": each for layer, each in enumerate(groups)}
     return named | {f"neurons.{layer}": each for layer, each in enumerate(neurons)}
 
@@ -39,10 +39,10 @@ def unit_arrays(groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]) -> 
 def units_of_arrays(
     arrays: Mapping[str, np.ndarray], layers: int
 ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """The groups' and the neurons' arrays out of what `unit_arrays` named.
+    """The inverse of `unit_arrays`: values of kv groups and of neurons, by layer.
 
     Raises:
-      KeyError: a layer's are missing.
+      KeyError: the arrays of a layer are missing.
     """
     groups, neurons = (
         tuple(arrays[f"{kind}.{layer}"] for layer in range(layers)) for kind in ("groups", "neurons")
@@ -51,8 +51,8 @@ def units_of_arrays(
 
 
 def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> UnitOrder:
-    """The order of units with these importances, by layer: `[K]`, and `[F]` or `[E, F]`. Ties keep their
-    places."""
+    """The order of units by falling importance, given by layer: `[K]`, and `[F]` or `[E, F]`. Ties keep their
+    order."""
 
     def falling(importance: np.ndarray) -> np.ndarray:
         importance = np.asarray(importance, np.float64)
@@ -66,7 +66,7 @@ def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> 
 def reorder(
     cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]], order: UnitOrder
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """A model's float parameters with their units in another order, one by one.
+    """Yields a model's float parameters with their units in another order.
 
     Args:
       cfg: the whole model.
@@ -74,7 +74,7 @@ def reorder(
       order: of its units.
 
     Raises:
-      ConfigError: the order is not one of this model's units.
+      ConfigError: the order does not fit this model.
     """
     check_order(cfg, order)
     for name, value in params:
@@ -82,7 +82,7 @@ def reorder(
 
 
 def reorder_adapter(adapter: Mapping[str, np.ndarray | jax.Array], order: UnitOrder) -> dict[str, np.ndarray]:
-    """A low-rank adapter of a model (see `jaxllm.lora`) for the model with its units in another order."""
+    """A low-rank adapter (see `jaxllm.models.lora`) for the model with its units in another order."""
     moved = {}
     for name, value in adapter.items():
         parameter, _, part = name.rpartition(".")
@@ -92,11 +92,7 @@ def reorder_adapter(adapter: Mapping[str, np.ndarray | jax.Array], order: UnitOr
 
 
 def check_order(cfg: ModelConfig, order: UnitOrder) -> None:
-    """Checks that an order has every unit of a model once.
-
-    Raises:
-      ConfigError: it has not.
-    """
+    """Raises ConfigError unless an order has every unit of a model exactly once."""
     if not len(order.groups) == len(order.neurons) == cfg.layers:
         raise ConfigError(f"the order is of {len(order.groups)} layers, the model has {cfg.layers}")
     for layer in range(cfg.layers):

@@ -1,1 +1,1 @@
-"""Mixtures of experts: which experts a token visits (`routing`), and what they compute (`mixture`)."""
+"""Mixtures of experts: routing, the mixture itself, bitwidths, prediction of experts, eviction policies."""

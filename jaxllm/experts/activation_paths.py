@@ -1,12 +1,12 @@
-"""Which experts a token will visit, from those that it has visited (EdgeMoE, arXiv 2308.14352, section 3.3).
+"""Predicts a token's experts from its activation path so far (EdgeMoE, arXiv 2308.14352, section 3.3.2).
 
-The experts of a layer depend on those of the two layers before. Counted over a text, that gives
-P(expert c at layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted
-once for every pair (a, b) of the sets, and a prediction is the mean over the pairs.
+The experts of a layer depend on those of the two layers before. Counts over a text estimate P(expert c at
+layer n | experts a at n-2 and b at n-1). With several experts per token each visit is counted once for every
+pair (a, b) of the sets, and a prediction is the mean over the pairs.
 
-Counts are smoothed by backing off: what two layers say is mixed with what one says, and that with how often
-an expert is visited at all, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995). Hence the
-first layer has its frequencies, and the second what the first one says.
+Counts are smoothed by backing off: the estimate from two layers is mixed with that from one layer, and this
+with the frequency of an expert, each weighing as much as `BACK_OFF` visits (MacKay and Peto, 1995). So the
+prediction of the first layer is its frequencies, and that of the second layer depends on the first.
 """
 
 import dataclasses
@@ -18,23 +18,22 @@ import numpy as np
 from jaxllm.errors import ConfigError
 
 BACK_OFF = 4.0
-# Of pairs so many are remembered per layer, the most frequent ones: all where there are up to 64 experts.
+# Pairs that are stored per layer, the most frequent ones: all of them with up to 64 experts.
 MOST_PAIRS = 4096
-# What a row of counts weighs at most once a model runs.
+# The greatest sum of a row of counts while a model runs.
 MOST_WEIGHT = 64.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PathCounts:
-    """How often experts were visited behind others, by sparse layer.
+    """Counts of visits to experts, by sparse layer and by the experts of the layers before.
 
     Attributes:
       alone: `[L, E]` float32, visits to each expert.
       after_one: `[L, E, E]` float32, `[n, b, c]`: visits to c by tokens that had visited b at layer n-1;
         zeros at the first layer.
-      pairs: `[L, P]` int32, of layers that have two before them the pairs a·E + b that are remembered, else
-        -1.
-      after_two: `[L, P, E]` float32, visits behind each pair.
+      pairs: `[L, P]` int32, stored pairs as a·E + b, -1 for none; the first two layers have none.
+      after_two: `[L, P, E]` float32, visits after each pair.
     """
 
     alone: np.ndarray
@@ -44,7 +43,7 @@ class PathCounts:
 
     @classmethod
     def none(cls, *, layers: int, experts: int) -> "PathCounts":
-        """Those of no text."""
+        """Counts of zero."""
         return cls(
             np.zeros((layers, experts), np.float32),
             np.zeros((layers, experts, experts), np.float32),
@@ -54,7 +53,7 @@ class PathCounts:
 
     @property
     def layers(self) -> int:
-        """Sparse layers."""
+        """Number of sparse layers (L)."""
         return self.alone.shape[0]
 
     @property
@@ -64,7 +63,7 @@ class PathCounts:
 
     @functools.cached_property
     def places(self) -> np.ndarray:
-        """Of each layer the row of each pair in `after_two`, -1 for none: `[L, E²]` int32."""
+        """Per layer, the index of each pair in `after_two`, -1 for none: `[L, E²]` int32."""
         found = np.full((self.layers, self.experts**2), -1, np.int32)
         for layer, pairs in enumerate(self.pairs):
             known = np.flatnonzero(pairs >= 0)
@@ -72,10 +71,10 @@ class PathCounts:
         return found
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Arrays to store: counts as float16, which is finer than chance."""
+        """Arrays to store: counts as float16, whose rounding is below the counts' sampling error."""
         most = np.finfo(np.float16).max
         counts = {"alone": self.alone, "after_one": self.after_one, "after_two": self.after_two}
-        # As shares where there are too many: only how they compare matters.
+        # Scaled down if they exceed float16: only their ratios matter.
         scale = min(1.0, float(most) / max(1.0, float(self.alone.max())))
         return {
             "pairs": self.pairs,
@@ -84,10 +83,10 @@ class PathCounts:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], *, layers: int, experts: int) -> "PathCounts":
-        """Reads what `to_arrays` made.
+        """The inverse of `to_arrays`.
 
         Raises:
-          ConfigError: they are malformed, or of another model.
+          ConfigError: the arrays are malformed, or belong to another model.
         """
         try:
             pairs = np.asarray(arrays["pairs"])
@@ -110,7 +109,7 @@ class PathCounts:
         if not sound or any(counts[name].shape != shape for name, shape in shapes.items()):
             raise ConfigError("the statistics of activation paths are of another model")
         if not all(np.isfinite(each).all() and each.min(initial=0) >= 0 for each in counts.values()):
-            raise ConfigError("the statistics of activation paths hold counts that are no counts")
+            raise ConfigError("the statistics of activation paths are no counts: negative or not finite")
         return cls(pairs=pairs, **counts)
 
 
@@ -120,7 +119,7 @@ def count_paths(ids: np.ndarray, experts: int, *, most_pairs: int = MOST_PAIRS) 
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
       experts: of a layer (E).
-      most_pairs: that are remembered of a layer.
+      most_pairs: the most pairs that are stored of a layer (P).
     """
     layers = ids.shape[0]
     width = min(most_pairs, experts**2)
@@ -146,16 +145,16 @@ def count_paths(ids: np.ndarray, experts: int, *, most_pairs: int = MOST_PAIRS) 
 def next_experts(
     counts: PathCounts, layer: int, before: np.ndarray | None = None, two_before: np.ndarray | None = None
 ) -> np.ndarray:
-    """How probable a visit is to each expert of a layer, `[E]` float32, which sums to one.
+    """The predicted probability of a visit to each expert of a layer.
 
     Args:
       counts: of a text.
       layer: the sparse layer, from 0.
-      before: `[M, k]` int, the experts that some tokens visited at the layer before; None where nobody knows.
-      two_before: the same of two layers before.
+      before: `[M, k]` int, the experts that M tokens visited at the layer before; None if unknown.
+      two_before: the same for two layers before.
 
     Returns:
-      The mean over the tokens.
+      `[E]` float32, the mean over the tokens, which sums to one.
     """
     alone = counts.alone[layer]
     chance = (alone + 1.0) / (alone.sum() + len(alone))
@@ -169,7 +168,7 @@ def next_experts(
     last = np.broadcast_to(before[:, None, :], (len(before), two_before.shape[1], before.shape[1])).reshape(
         -1
     )
-    # A pair that is not remembered counts for nothing.
+    # Pairs that are not stored have counts of zero.
     rows, known = np.zeros((len(where), counts.experts)), where >= 0
     rows[known] = counts.after_two[layer][where[known]]
     behind_two = (rows + BACK_OFF * behind_one[last]) / (rows.sum(-1, keepdims=True) + BACK_OFF)
@@ -177,9 +176,10 @@ def next_experts(
 
 
 def learn(counts: PathCounts, ids: np.ndarray) -> None:
-    """Counts some more tokens, in place: to copy the counts for every token would take longer than a layer.
+    """Adds the visits of more tokens to the counts, in place: copying them for every token would take longer
+    than a layer.
 
-    A row fades when it weighs `MOST_WEIGHT`, so that what is read now soon matters.
+    A row of counts is scaled down once its sum exceeds `MOST_WEIGHT`, so that recent tokens have influence.
 
     Args:
       counts: so far.
@@ -195,7 +195,7 @@ def learn(counts: PathCounts, ids: np.ndarray) -> None:
             rows[heavy] *= most / rows[heavy].sum(-1, keepdims=True)
 
     for layer, now in enumerate(ids):
-        # Frequencies are those of a whole text.
+        # Frequencies have a greater limit: they change slowly.
         add(counts.alone, np.full(now.size, layer), now.reshape(-1), experts * MOST_WEIGHT)
         if layer < 1:
             continue
@@ -210,6 +210,6 @@ def learn(counts: PathCounts, ids: np.ndarray) -> None:
 
 
 def _places_of(counts: PathCounts, layer: int, two_before: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """The rows of `after_two` of all pairs `[M, k²]`, -1 where they are not remembered."""
+    """Indices in `after_two` of all pairs of each token `[M, k²]`, -1 for pairs that are not stored."""
     pair = two_before[:, :, None] * counts.experts + before[:, None, :]
     return counts.places[layer][pair.reshape(len(pair), -1)]

@@ -1,9 +1,10 @@
-"""Which width each expert deserves (EdgeMoE, arXiv 2308.14352, section 3.2).
+"""Chooses the bitwidth of each expert (EdgeMoE, arXiv 2308.14352, section 3.2).
 
-Experts differ in how much a model loses when one of them is stored coarsely. Of the uniform widths the
-narrowest that loses little enough is the upper bound, the next narrower one the lower bound; experts then go
-from the upper to the lower bound, the most robust first, until together they lose as much as may be lost.
-The loss of some widths is the caller's to measure; what is tried, and in which order, is decided here.
+Experts differ in how much the model loses when they are quantized coarsely. The least uniform bitwidth within
+the allowed loss is the upper bound, the next lower one the lower bound. Experts are then lowered from the
+upper to the lower bound, the most robust first, until the allowed loss is reached.
+
+The caller measures losses; this module decides which bitwidths to try, and in which order.
 """
 
 import dataclasses
@@ -14,19 +15,19 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.quant import BITS, Bits
 
-# What a loss is measured of: widths `[L_sparse, E]` int, of all experts.
+# Bitwidths of all experts `[L_sparse, E]` int -> measured loss.
 LossOf = Callable[[np.ndarray], float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class WidthPlan:
-    """The widths of a model's experts.
+    """The bitwidths of a model's experts.
 
     Attributes:
       bits: `[L_sparse, E]` int8.
-      lower, upper: the bounds; equal where all experts may have the narrowest width.
+      lower, upper: the bounds; equal if all experts may have the least bitwidth.
       lowered: how many experts have the lower one.
-      loss: measured, with these widths.
+      loss: measured with these bitwidths.
     """
 
     bits: np.ndarray
@@ -37,14 +38,14 @@ class WidthPlan:
 
 
 def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, Bits]:
-    """The lower and the upper bound of widths.
+    """The lower and the upper bound of bitwidths.
 
     Args:
-      losses: of every uniform width.
-      most_loss: that may be lost.
+      losses: uniform bitwidth -> loss.
+      most_loss: the allowed loss, as a share.
 
     Raises:
-      ConfigError: even the widest loses more; the message says how much.
+      ConfigError: every uniform bitwidth loses more; the message gives the least loss.
     """
     fitting: list[Bits] = [bits for bits in BITS if losses[bits] <= most_loss]
     if not fitting:
@@ -59,16 +60,16 @@ def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, 
 
 
 def lowering_order(importance: np.ndarray, shares: np.ndarray) -> np.ndarray:
-    """In which order experts are lowered: `[L_sparse·E]` int, flat indices.
+    """The order in which experts are lowered: `[L_sparse·E]` int, flat indices.
 
-    First those whose lowering costs least for the loading that it saves. All experts of a model are of one
-    size, so what is saved is proportional to how often an expert is visited.
+    Experts with the least loss per saved loading come first. All experts of a model have one size, so the
+    saved loading is proportional to the share of visits.
 
     Args:
-      importance: `[L_sparse, E]`, the loss when an expert alone has the narrowest width.
-      shares: `[L_sparse, E]`, how often it is visited, of all visits to its layer.
+      importance: `[L_sparse, E]`, the loss if this expert alone has the least bitwidth.
+      shares: `[L_sparse, E]`, share of its layer's visits.
     """
-    # A loss below zero is chance; an expert that is never visited saves nothing, and costs nothing.
+    # Losses below zero are measurement noise. Experts without visits save nothing, and lose nothing.
     cost = np.maximum(importance, 0.0) / np.maximum(shares, 1e-9)
     return np.lexsort((-shares.reshape(-1), cost.reshape(-1)))
 
@@ -76,18 +77,17 @@ def lowering_order(importance: np.ndarray, shares: np.ndarray) -> np.ndarray:
 def search_widths(
     importance: np.ndarray, shares: np.ndarray, loss_of: LossOf, *, most_loss: float
 ) -> WidthPlan:
-    """As many experts at the lower bound as the loss allows.
+    """Bitwidths with as many experts at the lower bound as the allowed loss permits.
 
-    The loss is taken to grow with their number, so that their number is found by halving: some ten
-    measurements.
+    The loss is assumed to grow with their number, which is found by bisection in some ten measurements.
 
     Args:
       importance, shares: see `lowering_order`.
       loss_of: measures a loss.
-      most_loss: that may be lost, as `loss_of` counts.
+      most_loss: the allowed loss, in the unit of `loss_of`.
 
     Raises:
-      ConfigError: it is not positive, or no widths lose so little.
+      ConfigError: `most_loss` is not positive, or no bitwidths lose so little.
     """
     if not 0 < most_loss < float("inf"):
         raise ConfigError(f"the loss that may be lost must be positive, got {most_loss}")
@@ -108,7 +108,7 @@ def search_widths(
         bits[order[:count]] = lower
         return bits.reshape(importance.shape)
 
-    # So many keep within the loss, and so many do not.
+    # Bisection: lowering `fits` experts is within the loss, lowering `exceeds` is not known to be.
     fits, exceeds, loss = 0, importance.size, losses[upper]
     while exceeds - fits > 1:
         middle = (fits + exceeds) // 2

@@ -1,7 +1,7 @@
-"""Which expert leaves memory when room is needed: policies as scores of those that are there.
+"""Eviction policies of the expert buffer: scores of resident experts, of which the lowest is evicted.
 
-EdgeMoE (arXiv 2308.14352, section 3.4) keeps what is visited often and will be passed soon: layers are
-computed one after the other, so experts of the layers just passed are needed last.
+EdgeMoE (arXiv 2308.14352, section 3.3.3) keeps experts that are visited often and whose layer comes soon:
+layers are computed in order, so experts of the layers just computed are needed last.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from jaxllm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Residents:
-    """Experts in memory, N of them.
+    """The N resident experts.
 
     Attributes:
       layers: `[N]` int, the sparse layer of each, from 0.
-      frequency: `[N]` float, how often each was visited, in and out of memory.
-      loaded: `[N]` int, when each came, in ticks of some clock.
-      used: `[N]` int, when each was visited last.
+      frequency: `[N]` float, number of visits to each, resident or not.
+      loaded: `[N]` int, tick at which each was loaded.
+      used: `[N]` int, tick of each one's last visit.
     """
 
     layers: np.ndarray
@@ -29,45 +29,45 @@ class Residents:
     used: np.ndarray
 
 
-# Residents, the layer at work, the number of sparse layers and the tick it is -> scores `[N]`, of which the
-# lowest goes.
+# (residents, current layer, number of sparse layers, current tick) -> scores `[N]`; the lowest is evicted.
 Policy = Callable[[Residents, int, int, int], np.ndarray]
 
 
 def nearness(layers: np.ndarray, at: int, total: int) -> np.ndarray:
-    """How soon layers are passed, seen from layer `at` of `total`: from total - 1 for the next one down to 0
-    for this one, a whole pass away (EdgeMoE, equation 2)."""
+    """How soon layers are computed after layer `at` of `total`: total - 1 for the next layer, down to 0 for
+    layer `at` itself, which comes again in the next forward pass (EdgeMoE, equation 2)."""
     return (total - layers + at) % total
 
 
 def frequency_nearness(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """EdgeMoE's: frequency times nearness; of those that are equally near the rarest goes."""
+    """EdgeMoE's policy: frequency times nearness; of equally near experts the least visited is evicted."""
     del now
-    # The layer at work has nearness 0, and still a rarest expert.
+    # Orders the experts of the current layer, whose nearness is 0.
     least = 1e-6 * those.frequency
     return those.frequency * nearness(those.layers, at, total) + least
 
 
 def first_in_first_out(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """What came first goes first."""
+    """FIFO: evicts the expert that was loaded first."""
     del at, total, now
     return those.loaded.astype(np.float64)
 
 
 def least_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """What was not visited for longest goes."""
+    """LRU: evicts the expert whose last visit is the longest ago."""
     del at, total, now
     return those.used.astype(np.float64)
 
 
 def least_frequently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """What was visited least goes; of those visited equally often what was not for longest."""
+    """LFU: evicts the expert with the fewest visits; of equals the one whose last visit is the longest
+    ago."""
     del at, total, now
     return those.frequency + 1e-9 * those.used
 
 
 def least_frequently_recently_used(those: Residents, at: int, total: int, now: int) -> np.ndarray:
-    """Frequency over the time since the last visit."""
+    """LFRU: frequency divided by the time since the last visit."""
     del at, total
     return those.frequency / (1 + now - those.used)
 
@@ -85,7 +85,7 @@ def eviction_policy(name: str) -> Policy:
     """The policy of a name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no policy of this name.
     """
     if name not in POLICIES:
         raise ConfigError(f"there is no eviction policy {name!r:.80}; take one of {', '.join(POLICIES)}")

@@ -1,16 +1,17 @@
-"""What a mixture of experts computes: every token through its own experts, no more and none dropped.
+"""Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped.
 
-Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles: up to `tile` pairs
-of one expert each, so that a tile is an ordinary feed-forward block over a few rows. There are at most
-`pairs/tile + E` tiles whatever the router chooses, which makes shapes static without a capacity that
-could overflow (MegaBlocks, arXiv 2211.15841, has the idea on block-sparse kernels). What a tile gives, its
-visits, goes to the places of its pairs, so that visits take no more memory than pairs. Two ways to run them:
+Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles of up to `tile` pairs of
+one expert, so that a tile is an ordinary feed-forward block over a few tokens. There are at most `pairs/tile
++ E` tiles whatever the router chooses, which makes shapes static without a capacity that could overflow (the
+idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a tile, its visits, are
+stored in the order of pairs, so that visits take no more memory than pairs. Tiles run in one of two modes:
 
 - all at once, as products with a batch axis over tiles: differentiable, for training;
-- one after the other, as many as there are: only chosen experts are read, however their weights are
-  stored, so a decode step reads k of E. Native kernels do all of them in one call where experts lie apart.
-  What a token gets depends on no other's, nor on how many share its tile: products are `rowwise` always (see
-  `linear.py`), so that a chunk, a tree and a step give it the same to the bit.
+- one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
+  decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
+  output does not depend
+  on other tokens, nor on how many share its tile: products are always `rowwise` (see `linear.py`), so that
+    prefill, tree and decode give it bit for bit the same.
 """
 
 import dataclasses
@@ -24,8 +25,8 @@ from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
-from jaxllm.layers import Norm, activate, normalize
-from jaxllm.linear import FeedForward, feed_forward
+from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.linear import FeedForward, feed_forward
 from jaxllm.quant import (
     Adapted,
     Apart,
@@ -38,23 +39,25 @@ from jaxllm.quant import (
     unit_at,
 )
 
-# Rows of a tile. Larger ones make better products and read weights less often; on average half a tile of
-# each expert is padding.
+# The most rows of a tile. Larger tiles make faster products and read weights less often; on average half a
+# tile per expert is padding.
 _MOST_ROWS = 256
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Pairs by expert. With M tokens, P = M·k pairs and n tiles, of which the first `count` are in use:
+    """Pairs sorted by expert and cut into tiles, with M tokens, P = M·k pairs and n tiles, the first `count`
+    in use.
 
     Attributes:
       token: `[n, tile]` int32, the token of each row; rows without a pair repeat some token.
       expert: `[n]` int32, the expert of each tile.
-      start: `[n]` int32, the place of a tile's first row among the pairs; P where the tile is not in use.
-      size: `[n]` int32, its rows that have a pair, the first ones.
-      place: `[M, k]` int32, the place (in `[0, P)`) of each pair; of one without an expert the last.
-      count: int32 scalar.
+      start: `[n]` int32, index of a tile's first row among the sorted pairs; P for tiles that are not in use.
+      size: `[n]` int32, number of rows with a pair, which are the first ones.
+      place: `[M, k]` int32, index of each pair in the sorted order, in `[0, P)`; pairs without an expert come
+        last.
+      count: int32 scalar, number of tiles in use.
     """
 
     token: jax.Array
@@ -76,20 +79,20 @@ def mixture(
     live: jax.Array | None = None,
     differentiable: bool = False,
 ) -> jax.Array:
-    """The weighted sum of what each token's experts make of `norm(x)`, plus x if `add_input`.
+    """The weighted sum of the outputs of each token's experts for `norm(x)`, plus x if `add_input`.
 
     Args:
       x: `[B, T, D]`.
       norm: of the block.
-      routing: of these tokens, made from `norm(x)`.
+      routing: of these tokens, computed from `norm(x)`.
       experts: weights `[E, F, D]`, gated, without biases; all together, or all apart.
       activation: of the gate.
       add_input: whether x is added.
-      live: `[T]` bool, False for padding: it visits no expert, and no expert adds anything to it.
-      differentiable: whether gradients may be asked for; then all experts are converted to floats first.
+      live: `[T]` bool, False for padding, which visits no expert.
+      differentiable: whether gradients may be taken; then all experts are converted to floats first.
 
-    Returns:
-      `[B, T, D]` in the type of x.
+      Returns:
+      `[B, T, D]` in the dtype of x.
     """
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
     tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
@@ -105,11 +108,11 @@ def mixture(
 def tiles_and_weights(
     routing: Routing, experts: int, *, live: jax.Array | None = None, differentiable: bool = False
 ) -> tuple[Tiles, jax.Array]:
-    """The tiles of B·T tokens, and what the outputs of their pairs are multiplied by, `[B·T, k]` float32.
+    """The tiles of B·T tokens, and the weights of their pairs, `[B·T, k]` float32.
 
     Args:
       routing: of tokens `[B, T]`.
-      experts: how many there are (E).
+      experts: number of experts (E).
       live, differentiable: see `mixture`.
     """
     count, choices = routing.ids.size, routing.ids.shape[-1]
@@ -118,7 +121,7 @@ def tiles_and_weights(
         alive = jnp.broadcast_to(live, routing.ids.shape[:-1]).reshape(-1, 1)
         ids = jnp.where(alive, ids, np.int32(experts))
         weights = jnp.where(alive, weights, np.float32(0))
-    # Differentiated: smaller tiles, as each has its own copy of an expert and the padding is computed, too.
+    # Smaller tiles if differentiable: each has a copy of its expert, and padding is computed too.
     rows = _rows(count // (4 * experts)) if differentiable else _tile_rows(count, experts)
     return tiles_of(ids, experts, rows=rows, padded=live is not None), weights
 
@@ -131,8 +134,8 @@ def sum_visits(
     *,
     differentiable: bool = False,
 ) -> jax.Array:
-    """Of each token the sum of its pairs' `visits` `[P, D]`, by weights `[M, k]`, and of `residual` `[M, D]`
-    if given: `[M, D]`. Native kernels add one after the other, so that a token gets to the bit what it gets
+    """Each token's sum of its pairs' `visits` `[P, D]` by weights `[M, k]`, plus `residual` `[M, D]` if
+    given: `[M, D]`. Native kernels add in the order of pairs, so that a token gets bit for bit what it gets
     alone; they have no gradient."""
 
     def by_xla(
@@ -152,12 +155,12 @@ def sum_visits(
 
 
 def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) -> Tiles:
-    """Tiles of `rows` rows for choices `ids` `[M, k]` int32; ids of `experts` and above get no tile. Without
-    `padded` there are none such."""
+    """Tiles of `rows` rows for choices `ids` `[M, k]` int32. Ids of `experts` and above, which stand for
+    padding, get no tile; without `padded` there are none."""
     pairs, choices = ids.size, ids.shape[-1]
     chosen = ids.reshape(-1)
     if rows == 1 and pairs <= experts and not padded:
-        # A decode step: each pair is a tile, in the order they are in.
+        # A decode step: each pair is a tile, unsorted.
         place = jnp.arange(pairs, dtype=jnp.int32)
         count = jnp.full((), pairs, jnp.int32)
         token, size = place[:, None] // np.int32(choices), jnp.ones_like(place)
@@ -169,7 +172,7 @@ def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) ->
     ends, before = jnp.cumsum(tiles), jnp.cumsum(sizes) - sizes
     number = jnp.arange(most, dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), experts - 1).astype(jnp.int32)
-    # Of each tile how many rows of its expert lie in tiles before it.
+    # Per tile, rows of its expert in earlier tiles.
     done = (number - (ends - tiles)[expert]) * np.int32(rows)
     used = number < ends[-1]
     start = jnp.where(used, before[expert] + done, np.int32(pairs))
@@ -181,20 +184,20 @@ def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) ->
         expert=expert,
         start=start,
         size=size,
-        # Pairs without an expert come last in that order: nobody visits their places, which stay zero.
+        # Pairs without an expert come last; no tile writes their visits, which stay zero.
         place=place.reshape(ids.shape),
         count=ends[-1].astype(jnp.int32),
     )
 
 
 def visit_rows(pairs: int, experts: int) -> int:
-    """Rows of the visits of so many pairs, where tiles run one after the other (see `no_visits`)."""
+    """Rows of the visits of `pairs` pairs, if tiles run one after the other (see `no_visits`)."""
     return pairs + _tile_rows(pairs, experts) - 1
 
 
 def no_visits(x: jax.Array, tiles: Tiles) -> jax.Array:
-    """The visits `[P + tile - 1, D]` of tokens `[M, D]` before any tile has run: zeros. A tile is written
-    whole, hence the room behind the last pair."""
+    """Visits `[P + tile - 1, D]` of tokens `[M, D]` before any tile has run: zeros. A tile is written whole,
+    hence the rows after the last pair."""
     return jnp.zeros((tiles.place.size + tiles.token.shape[1] - 1, x.shape[-1]), x.dtype)
 
 
@@ -207,20 +210,20 @@ def run_tile(
     expert: FeedForward,
     activation: Activation,
 ) -> jax.Array:
-    """The visits of all tiles (see `no_visits`) with those of one more.
+    """Runs one tile, and writes its visits into those of the other tiles (see `no_visits`).
 
     Args:
       x: tokens `[M, D]`.
       norm: of the block.
       tiles: of these tokens.
-      number: which tile: int32 scalar.
-      out: so far.
-      expert: the tile's, weights `[F, D]`.
+      number: int32 scalar, index of the tile.
+      out: visits so far.
+      expert: weights `[F, D]` of the tile's expert.
       activation: of the gate.
     """
     rows, start = x[tiles.token[number]], tiles.start[number]
     made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=True)
-    # Behind its own rows are those of other tiles, which may have run.
+    # The rows after its own belong to other tiles, which may have run already.
     there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
     own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < tiles.size[number]
     return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, made, there), start, axis=0)
@@ -246,7 +249,7 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: A
 def _one_by_one(
     x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation
 ) -> jax.Array:
-    """The visits `[P, D]` or more, zeros where no tile writes, given tokens `x` `[M, D]`."""
+    """The visits, `[P, D]` or more rows, zero where no tile writes, given tokens `x` `[M, D]`."""
 
     def by_loop(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
         choose = _chooser(experts)
@@ -278,7 +281,8 @@ def _one_by_one(
 
 
 def _blocks_apart(experts: FeedForward) -> list[native_experts.ExpertBlocks]:
-    """Gate, up and down of each expert, if they lie apart, and are all in blocks of one width; else none."""
+    """Gate, up and down of each expert, if experts are stored apart and each is in blocks of one bitwidth;
+    else empty."""
     stacks = [_base(each) for each in experts.weights]
     apart = [each.matrices for each in stacks if isinstance(each, Apart)]
     blocks = [tuple(each for each in of if isinstance(each, BlockedArray)) for of in zip(*apart, strict=True)]
@@ -287,8 +291,8 @@ def _blocks_apart(experts: FeedForward) -> list[native_experts.ExpertBlocks]:
 
 
 def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward], jax.Array]], jax.Array]:
-    """What calls a function with one expert `[F, D]`, by its number. Where experts have widths of their own
-    the function is traced once for each width that there is, not for each expert."""
+    """A function that calls another with one expert `[F, D]`, by the expert's index. If experts differ in
+    bitwidth, the function is traced once per bitwidth, not per expert."""
     stacks = [_base(each) for each in experts.weights]
     if not any(isinstance(each, Apart | ByForm) for each in stacks):
         return lambda expert, run: run(_each_weight(experts, lambda stack: unit_at(stack, expert)))
@@ -323,16 +327,17 @@ def _base(stack: Weight) -> Weight:
 
 
 def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> FeedForward:
-    """One expert `[F, D]` of a stack, taken out of each of its weights."""
+    """One expert `[F, D]`: `take` applied to each weight of a stack."""
     gate = None if experts.gate is None else take(experts.gate)
     return FeedForward(up=take(experts.up), down=take(experts.down), gate=gate)
 
 
 def _tile_rows(pairs: int, experts: int) -> int:
-    """Twice an expert's mean share, so that most have one tile: each tile fetches its expert anew."""
+    """Rows of a tile: twice an expert's mean share, so that most experts have one tile, since each tile reads
+    its expert's weights."""
     return _rows(2 * pairs // experts)
 
 
 def _rows(pairs: int) -> int:
-    """Rows of a tile: the power of two at or below so many pairs, within bounds."""
+    """Rows of a tile: the greatest power of two up to `pairs`, within bounds."""
     return min(_MOST_ROWS, 1 << (max(1, pairs).bit_length() - 1))

@@ -1,8 +1,8 @@
-"""Which experts each token visits and with what weight, and the losses that keep routers healthy.
+"""Routes tokens to experts, and computes the auxiliary losses of routers.
 
-The router is one matrix `[E, D]`. The softmax runs over all experts, then the k most probable are taken
-and, if the model says so, their probabilities divided by their sum: the order of Mixtral and Qwen3-MoE.
-Without that division the weights of a token sum to less than one.
+The router is one matrix `[E, D]`. The softmax runs over all experts, then the k most probable are taken and,
+if the model normalizes, their probabilities divided by their sum, in the order of Mixtral and Qwen3-MoE.
+Without normalization the weights of a token sum to less than one.
 """
 
 import dataclasses
@@ -13,21 +13,21 @@ import numpy as np
 
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
-from jaxllm.layers import Norm
-from jaxllm.layers import normalize as normalized
-from jaxllm.linear import to_units
+from jaxllm.nn.layers import Norm
+from jaxllm.nn.layers import normalize as normalized
+from jaxllm.nn.linear import to_units
 from jaxllm.quant import Weight, dequantize
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """A router's decisions; leading axes are the tokens' (`[B, T]`, behind a layer axis when stacked).
+    """A router's decisions; leading axes are those of the tokens (`[B, T]`, after a layer axis when stacked).
 
     Attributes:
       logits: `[..., E]` float32, the router's scores.
       ids: `[..., k]` int32, the chosen experts, most probable first, each once.
-      weights: `[..., k]` float32, what their outputs are multiplied by.
+      weights: `[..., k]` float32, factors of the experts' outputs.
     """
 
     logits: jax.Array
@@ -56,12 +56,12 @@ def route(
       router: `[E, D]`.
       experts_per_token: k.
       normalize: whether the weights of a token sum to one.
-      norm: of what the experts see, where x has not passed it.
-      differentiable: whether gradients may be asked for; they reach the router through the weights.
+      norm: the norm before the experts, if x is not yet normalized.
+      differentiable: whether gradients may be taken; they reach the router through the weights.
 
-    Returns:
-      The choice; equal probabilities go to the lower id. Where native kernels compute it, that of a token is
-      to the bit what it is alone: among few experts a near tie changes the answer.
+      Returns:
+      The routing; of equal probabilities the lower id comes first. With native kernels a token's routing is
+      bit for bit what it is alone, because a near tie that flips changes the answer.
     """
 
     def by_xla(x: jax.Array, router: Weight, norm: Norm | None) -> Routing:
@@ -82,7 +82,7 @@ def route(
         )
         return Routing(*(each.reshape(*x.shape[:-1], -1) for each in (logits, ids, weights)))
 
-    # In float32 whatever the activations are: a near tie should not depend on their width.
+    # In float32 whatever the activations' dtype, so that near ties do not depend on it.
     x = x.astype(jnp.float32)
     if differentiable or (norm is not None and norm.bias is not None):
         return by_xla(x, router, norm)
@@ -93,8 +93,8 @@ def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:
     """E times the sum over experts of (share of tokens sent there) · (mean probability).
 
     Switch Transformer (arXiv 2101.03961), eq. 4 to 6, without its coefficient; as in transformers, all
-    tokens of all layers are one population, and with k choices per token the shares sum to k. So the
-    loss is k for a uniform router, its least.
+    tokens of all layers are counted together, and with k choices per token the shares sum to k. So the
+        loss is at least k, its value for a uniform router.
 
     Args:
       probs: `[..., E]`, a router's probabilities.
@@ -118,7 +118,7 @@ def router_z_loss(logits: jax.Array) -> jax.Array:
 
 
 def expert_shares(ids: jax.Array, experts: int) -> jax.Array:
-    """How many times each expert was chosen per token, by choices `ids` `[..., k]`: `[E]` float32, which
-    sums to k."""
+    """How often each expert is chosen per token, given choices `ids` `[..., k]`: `[E]` float32, which sums to
+    k."""
     tokens = ids.size // ids.shape[-1]
     return jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.float32) / np.float32(tokens)

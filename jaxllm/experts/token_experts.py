@@ -1,7 +1,7 @@
-"""Which experts a token visits, by what it is.
+"""Predicts a token's experts from its token id.
 
-A router sees the token before all else, in the first layers little besides. So the tokens that will be read
-(what was just sampled, what a draft proposes) say whom they will visit before any layer is computed.
+In the first layers a router's input depends mostly on the token itself. So the ids of the next tokens (the
+one just sampled, those that a draft proposes) predict their experts before any layer is computed.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from jaxllm.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenExperts:
-    """The experts that each token of a text visited most.
+    """The experts that each token id of a text visited most.
 
     Attributes:
-      tokens: `[T]` int32, ascending, those that were seen.
-      experts: `[L, T, k]` int, of each sparse layer.
+      tokens: `[T]` int32, ascending, the ids that occurred.
+      experts: `[L, T, k]` int, per sparse layer.
     """
 
     tokens: np.ndarray
@@ -26,11 +26,11 @@ class TokenExperts:
 
     @classmethod
     def none(cls, layers: int, choices: int) -> "TokenExperts":
-        """Of no text."""
+        """Statistics without any token."""
         return cls(np.zeros(0, np.int32), np.zeros((layers, 0, choices), np.uint8))
 
     def chances(self, layer: int, tokens: np.ndarray, experts: int) -> np.ndarray | None:
-        """How probable a visit of some tokens is to each expert of a layer.
+        """The predicted probability of a visit of some tokens to each expert of a layer.
 
         Args:
           layer: the sparse layer, from 0.
@@ -38,7 +38,8 @@ class TokenExperts:
           experts: of the layer (E).
 
         Returns:
-          `[E]` float32 that sums to one, the mean over the tokens that were seen; None where none was.
+          `[E]` float32, which sums to one: the mean over the tokens that occurred in the text; None if none
+          did.
         """
         at = np.searchsorted(self.tokens, tokens)
         within = at < len(self.tokens)
@@ -56,10 +57,10 @@ class TokenExperts:
     def from_arrays(
         cls, arrays: Mapping[str, np.ndarray], *, layers: int, experts: int, choices: int
     ) -> "TokenExperts":
-        """Reads what `to_arrays` made; of arrays without any those of no text.
+        """The inverse of `to_arrays`; `none` if there are no arrays.
 
         Raises:
-          ConfigError: they are malformed, or of another model.
+          ConfigError: the arrays are malformed, or belong to another model.
         """
         if "tokens" not in arrays:
             return cls.none(layers, choices)
@@ -77,7 +78,7 @@ def count_tokens(ids: np.ndarray, tokens: np.ndarray, experts: int) -> TokenExpe
 
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
-      tokens: `[M]` int, what they are.
+      tokens: `[M]` int, their ids.
       experts: of a layer (E).
     """
     seen, which = np.unique(tokens, return_inverse=True)

@@ -1,1 +1,2 @@
-"""How a product is computed; `jaxllm/linear.py` alone decides which of these runs."""
+"""Kernels of products and attention: native ones and XLA's. `jaxllm/nn/linear.py` chooses among those of
+products."""

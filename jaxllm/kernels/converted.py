@@ -1,12 +1,12 @@
-"""Products with weights that must be converted first, block by block, for XLA on a CPU.
+"""Multiplies with weights that are converted block by block, for XLA on a CPU.
 
-XLA:CPU writes a converted weight (int8, int4 or bfloat16 to float32) out whole before it multiplies:
-eight times slower than reading the weight at one token, and with all layers' conversions live at once,
-a float32 model's worth of memory. A loop over blocks of rows converts what fits the core's own cache
-and multiplies it there. Accelerators fuse the conversion into the product and need none of this.
+XLA:CPU writes a whole converted weight (int8, int4 or bfloat16 to float32) to memory before it multiplies.
+For one token this is eight times slower than loading the weight, and with the conversions of all layers live
+at once it takes the memory of a float32 model. A loop over blocks of rows converts what fits the core's own
+cache and multiplies it there. Accelerators fuse the conversion into the product and do not need this.
 
-The loops' carries start from a value of the activations instead of zeros. Nothing reads that value, but
-it keeps XLA from making every layer's carry at the start of the step and holding them all.
+The loops' carries start from a value of the activations instead of zeros. The value is never read, but it
+keeps XLA from allocating the carries of all layers at the start of the step.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 19
 
 
 def fits_one_block(weight: Weight, dtype: jnp.dtype) -> bool:
-    """Whether the weight, converted to `dtype`, is one block: then a loop would only add to the graph."""
+    """Whether the weight, converted to `dtype`, is one block, so that a loop is not needed."""
     return math.prod(weight.shape[:-1]) <= _block_rows(weight, dtype)
 
 
@@ -33,7 +33,8 @@ def rows_product(x: jax.Array, weight: Weight) -> jax.Array:
         return _contract(x, dequantize(weight, x.dtype), 1)
 
     def block(i: jax.Array, out: jax.Array) -> jax.Array:
-        # The last block overlaps the one before instead of being short: it writes the same values.
+        # The last block overlaps the one before instead of being shorter; overlapping rows get the same
+        # values.
         start = jnp.minimum(i * block_rows, count - block_rows)
         part = _contract(x, dequantize(_rows(weight, start, block_rows), x.dtype), 1)
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=1)
@@ -50,7 +51,7 @@ def reduction_product(h: jax.Array, weight: Weight) -> jax.Array:
 
     def block(i: jax.Array, total: jax.Array) -> jax.Array:
         start = jnp.minimum(i * block_rows, count - block_rows)
-        # Rows that the block before has added already count as zeros.
+        # Rows that the block before has already added are zero here.
         fresh = start + jnp.arange(block_rows, dtype=jnp.int32) >= i * block_rows
         part = jax.lax.dynamic_slice_in_dim(h, start, block_rows, axis=1)
         part = jnp.where(fresh, part, jnp.zeros((), h.dtype))
@@ -87,7 +88,7 @@ def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
 
 
 def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
-    """Rows `[start, start + count)` of a `[R, C]` weight, read in place by the fusion that uses them."""
+    """Rows `[start, start + count)` of a `[R, C]` weight; XLA fuses the slice with its use."""
     if not isinstance(weight, QArray):
         return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight)
     data = jax.lax.dynamic_slice_in_dim(weight.data, start, count, axis=0)

@@ -1,10 +1,10 @@
-"""Attention for training inside the documents of packed rows, forward and backward, by native kernels.
+"""Computes attention within packed documents for training, forward and backward, by native kernels.
 
-A packed row holds several documents one after another, and a token sees its own document up to itself. Each
-document is then a dense causal attention of its own: work grows with the documents' lengths, not the row's,
-and there is no mask. Tiles and the softmax's recomputation in the backward pass are FlashAttention-2's
-(arXiv 2307.08691). Softcaps, sliding windows, other types than float32 and other processors are XLA's
-(`layers.py`).
+Documents are packed one after another into a sequence, and a token attends to its own document up to itself.
+Each document is then a dense causal attention of its own: the work depends on the lengths of documents, not
+of the packed sequence, and there is no mask. Tiles and the recomputed softmax of the backward pass are those
+of FlashAttention-2 (arXiv 2307.08691). Soft caps, sliding windows, dtypes other than float32 and other
+processors use XLA (`layers.py`).
 """
 
 import functools
@@ -18,15 +18,15 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxllm.kernels import native, native_attention
 
-# The same function on a processor that has no kernels: of q, k, v and starts.
+# The same function of q, k, v and starts for processors without native kernels.
 Elsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-# Of a mesh: axes over which the batch may be spread, and the kv heads.
+# Axes of a mesh that may divide the batch, and the kv heads.
 BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
 
 
 def fits(q: jax.Array) -> bool:
-    """Whether there are kernels for queries `[B, T, K, G, H]`: float32 on this process's CPU, with batch and
-    kv heads that the mesh, if there is one, divides evenly."""
+    """Whether native kernels take queries `[B, T, K, G, H]`: float32 on this process's CPU, with batch and kv
+    heads that the mesh, if there is one, divides evenly."""
     if q.dtype != jnp.float32 or q.size == 0 or not native.kernels().native:
         return False
     if jax.default_backend() != "cpu":
@@ -41,17 +41,18 @@ def fits(q: jax.Array) -> bool:
 def document_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, scale: float, elsewhere: Elsewhere
 ) -> jax.Array:
-    """Causal attention inside documents, where it `fits`.
+    """Causal attention within documents, for queries that `fits` accepts.
 
-    In a mesh (`jax.set_mesh`) each device computes its own rows and heads: XLA cannot divide a foreign call.
+    In a mesh (`jax.set_mesh`) each device computes its own part of the batch and heads, because XLA cannot
+    partition an FFI call.
 
     Args:
       q: queries `[B, T, K, G, H]` float32.
       k, v: keys and values `[B, T, K, H]` float32.
-      starts: `[B, T]` int32, where in its row a token's document begins: its own position or the start of the
-        token before. Anything else is an error when the graph runs.
+      starts: `[B, T]` int32, per token the index in the sequence where its document begins: the token's own
+        index or the start of the token before. Other values are an error at run time.
       scale: multiplies the scores.
-      elsewhere: computes the same where the graph is lowered for another processor.
+      elsewhere: computes the same when the step is lowered for another processor.
 
     Returns:
       `[B, T, K, G, H]` float32.
@@ -90,8 +91,8 @@ document_attention.defvjp(_forward, _backward)
 
 
 def _axes() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Axes of the mesh that divide the batch, and those that divide the kv heads; a caller's own `shard_map`
-    has divided them over its axes already."""
+    """Axes of the mesh that divide the batch, and those that divide the kv heads. Axes of a caller's own
+    `shard_map` are left out, because it has divided the arrays already."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = {name for name, kind in kinds.items() if kind != AxisType.Manual}
@@ -100,7 +101,7 @@ def _axes() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _on_shards(compute: Callable[..., Any], args: tuple[jax.Array, ...], results: int) -> Any:
-    """`compute` of each device's own rows and heads, whose results are all `[B, T, K, ...]`."""
+    """`compute` on each device's part of batch and heads; all results are `[B, T, K, ...]`."""
     batch, heads = _axes()
     if not batch and not heads:
         return compute(*args)

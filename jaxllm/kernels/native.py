@@ -1,12 +1,13 @@
-"""The native CPU kernels: whether this process has them, and how products are called from a graph
-(`native_attention.py`: how attention is).
+"""Loads the native CPU kernels, and calls their products from compiled steps (attention:
+`native_attention.py`).
 
-The library is built with the package where there is a C++ compiler (`native/`, `setup.py`). It is one per
-process, as are its threads; what a process chooses holds for all of its graphs. Without it, on other
-devices and in exported graphs XLA computes the same functions (`linear.py`, `layers.py`).
+The library is built with the package if there is a C++ compiler (`native/`, `setup.py`). A process has one
+library and one pool of threads; its choice of instruction set applies to all of its steps. Without the
+library, on other devices and in exported programs XLA computes the same functions (`linear.py`, `layers.py`).
 
-Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or by a `step` that
-is given, in [1e-30, 1e30]: then what lies beyond 127 steps is clipped. A token whose activations hold NaN or
+Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
+static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token whose activations hold
+NaN or
 infinity gives NaN; magnitudes under 1e-30 count as zero.
 """
 
@@ -24,11 +25,11 @@ import numpy as np
 
 from jaxllm.config import Activation
 from jaxllm.errors import ConfigError
+from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.quant import Adapted, AdaptedFromBuffer, BlockedArray
-from jaxllm.used_units import UsedUnits
 
 Adaptable = BlockedArray | Adapted | AdaptedFromBuffer
-# "xla" for none, or the name of an instruction set from `Kernels.choices`.
+# Environment variable: "xla" for no native kernels, or an instruction set from `Kernels.choices`.
 CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
 _MOST_THREADS = 256
@@ -38,13 +39,13 @@ _portable = contextvars.ContextVar("portable", default=False)
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """What computes quantized products on this process's CPU.
+    """The kernels of this process's CPU.
 
     Attributes:
       name: the instruction set of the native kernels, or "xla".
-      reason: why it is this one.
+      reason: why this one was chosen.
       choices: instruction sets that this processor runs, fastest first; empty without the library.
-      missing: whether the native library is lacking although nobody asked to do without.
+      missing: whether the native library could not be loaded although it was not switched off.
     """
 
     name: str
@@ -60,8 +61,8 @@ class Kernels:
 
 @contextlib.contextmanager
 def portable_graphs() -> Iterator[None]:
-    """Graphs that are traced and weights that are placed within hold nothing of this process's kernels: other
-    machines run them."""
+    """Within this context, steps are traced and weights are placed without native kernels, for other
+    machines."""
     token = _portable.set(True)
     try:
         yield
@@ -70,7 +71,7 @@ def portable_graphs() -> Iterator[None]:
 
 
 def kernels() -> Kernels:
-    """What computes: the native library of this process, or nothing native (see `portable_graphs`).
+    """The kernels in use: those of this process, or XLA's within `portable_graphs`.
 
     Raises:
       ConfigError: see `process_kernels`.
@@ -83,8 +84,7 @@ def process_kernels() -> Kernels:
     """Loads and registers the native library, once.
 
     Raises:
-      ConfigError: the environment asks for kernels that do not run here, or for an impossible number of
-        threads.
+      ConfigError: the environment asks for kernels that do not run here, or for an invalid number of threads.
     """
     choice = os.environ.get(CHOICE_VARIABLE, "")
     if choice == "xla":
@@ -94,7 +94,7 @@ def process_kernels() -> Kernels:
         for name, target in library.targets().items():
             jax.ffi.register_ffi_target(name, target, platform="cpu")
     except Exception as error:
-        # Of whatever kind: not built, built for another system, or for an XLA that this one is too old for.
+        # Any error: the library is not built, built for another system, or needs a newer XLA.
         reason = "they were not built" if isinstance(error, ModuleNotFoundError) else f"{error}"
         if choice:
             raise ConfigError(
@@ -147,9 +147,9 @@ def to_units(
     rowwise: bool = False,
     step: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format
-    whose last axis is contracted: `[M, prod(U)]` float32 each. What belongs to units that are not used is
-    anything. For `rowwise` see `linear.py`."""
+    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
+    contracted along their last axis: `[M, prod(U)]` float32 each. Outputs of unused units are undefined. For
+    `rowwise` see `linear.py`."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     call = jax.ffi.ffi_call(
         target("to_units"),
@@ -159,7 +159,7 @@ def to_units(
     parts = [part for weight in weights for part in parts_of(weight)]
     attributes = {**format_of(weights[0]), **places, **adapter_places(*weights), "eps": np.float32(norm_eps)}
     attributes["widen"] = not rowwise
-    # Weights that are used in part have the same units, of different widths.
+    # Weights that are used in part have the same number of units; their rows per unit differ.
     units = np.int64(1 if used is None else weights[0].shape[0])
     return list(call(x, optional(norm_scale), counts, steps_operand(step), *parts, **attributes, units=units))
 
@@ -173,8 +173,8 @@ def from_units(
     rowwise: bool = False,
     step: jax.Array | None = None,
 ) -> jax.Array:
-    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]` whose unit axes are contracted, as far as
-    they are used, plus `residual` `[M, D]` if given: `[M, D]` float32."""
+    """Product of `h` `[M, prod(U)]` float32 with a weight `[*U, D]`, contracted over its used units, plus
+    `residual` `[M, D]` if given: `[M, D]` float32."""
     call = jax.ffi.ffi_call(
         target("from_units"), jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
     )
@@ -206,9 +206,9 @@ def feed_forward(
     rowwise: bool = False,
     steps: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """`down(activation(gate(x)) · up(x))` of rows `x` `[M, D]` float32, weights `[F, D]` of one format, of
-    which as many of the F as are used; x passes an RMS norm first if one is given, and is added to the result
-    if `residual`. `steps` are those of x and of what `down` takes."""
+    """`down(activation(gate(x)) · up(x))` of `x` `[M, D]` float32 over the used units of weights `[F, D]` of
+    one format. x is RMS-normalized first if a norm is given, and added to the result if `residual`. `steps`
+    are those of x and of the input of `down`."""
     call = jax.ffi.ffi_call(target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
     gate_parts = (nothing,) * 4 if gate is None else parts_of(gate)
@@ -239,8 +239,8 @@ def add_normed(residual: jax.Array, x: jax.Array, scale: jax.Array, eps: float) 
 
 
 def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
-    """`x` `[M, D]` int8 in [-127, 127] times a weight `[R, D]` of 8 bits, scales left aside: `[M, R]`
-    int32, exact. -128 counts as -127."""
+    """`x` `[M, D]` int8 in [-127, 127] times the levels of a weight `[R, D]` of 8 bits, without scales: `[M,
+    R]` int32, exact. -128 counts as -127."""
     call = jax.ffi.ffi_call(
         target("integer_product"), jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.int32)
     )
@@ -248,7 +248,7 @@ def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
 
 
 def unit_rows(weight: BlockedArray, index: jax.Array) -> jax.Array:
-    """Rows of a weight `[R, C]` whose last axis is contracted, at `index` (any shape, int32; one out of range
+    """Rows of a weight `[R, C]`, contracted along its last axis, at `index` (any shape, int32; out of range
     counts as the last): `[*index.shape, C]` float32."""
     result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(target("unit_rows"), result)
@@ -256,25 +256,26 @@ def unit_rows(weight: BlockedArray, index: jax.Array) -> jax.Array:
 
 
 def largest(x: jax.Array) -> jax.Array:
-    """Where each row of `x` `[M, V]` float32 is largest first, or first NaN: `[M]` int32."""
+    """The index of each row's largest value or NaN, the first of equals, for `x` `[M, V]` float32: `[M]`
+    int32."""
     return jax.ffi.ffi_call(target("largest"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
 
 
 def target(name: str) -> str:
-    """The name that XLA knows a kernel by, once it does."""
+    """XLA's name of a kernel, after registering the kernels."""
     if not kernels().native:
         raise ConfigError(f"there are no native kernels in this process ({kernels().reason})")
     return f"jaxllm_{name}"
 
 
 def format_of(weight: Adaptable) -> dict[str, np.int64]:
-    """How a weight is stored, as attributes."""
+    """Attributes of an FFI call that describe a weight's format."""
     stored = _stored(weight)
     return {"bits": np.int64(stored.bits), "group": np.int64(stored.group)}
 
 
 def adapter_places(*weights: Adaptable | None) -> dict[str, np.ndarray]:
-    """Of each weight's adapter, where in their buffers the left and the right side begin, and the rank."""
+    """Per weight, where the factors of its adapter begin in their buffers, and the rank."""
 
     def place(weight: Adaptable | None) -> tuple[int, int, int]:
         if isinstance(weight, AdaptedFromBuffer):
@@ -285,7 +286,7 @@ def adapter_places(*weights: Adaptable | None) -> dict[str, np.ndarray]:
 
 
 def parts_of(weight: Adaptable) -> tuple[jax.Array, ...]:
-    """A weight's data and scales, and the buffers of both sides of its adapter, or of none."""
+    """Operands of a weight: data, scales, and the buffers of its adapter's factors, empty without one."""
     stored, nothing = _stored(weight), jnp.zeros((0,), jnp.float32)
     sides = (nothing, nothing)
     if isinstance(weight, AdaptedFromBuffer):
@@ -303,7 +304,8 @@ def _stored(weight: Adaptable) -> BlockedArray:
 
 
 def unit_counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]:
-    """How many units and ranks are used, as operand and places in it; an empty one stands for all."""
+    """The operand with the counts of used units and ranks, empty for all, and their indices in it as
+    attributes."""
     if used is None:
         return jnp.zeros((0,), jnp.int32), {"units_at": np.int64(-1), "rank_at": np.int64(-1)}
     units_at, rank_at = used.places
@@ -311,7 +313,7 @@ def unit_counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]
 
 
 def steps_operand(*steps: jax.Array | None) -> jax.Array:
-    """Steps as operand; an empty one for none."""
+    """Static steps as an operand, empty for none."""
     given = [each for each in steps if each is not None]
     return (
         jnp.stack([jnp.asarray(each, jnp.float32) for each in given])
@@ -321,7 +323,7 @@ def steps_operand(*steps: jax.Array | None) -> jax.Array:
 
 
 def optional(value: jax.Array | None) -> jax.Array:
-    """An operand that may be left out; an empty one stands for none."""
+    """An optional operand, empty for none."""
     return jnp.zeros((0,), jnp.float32) if value is None else value
 
 
@@ -340,7 +342,8 @@ def _check_threads(name: str, count: Any) -> int:
 
 
 def _library() -> Any:
-    # Not `from jaxllm.kernels import ...`: what is not there must be told from what does not load.
+    # Not `from jaxllm.kernels import ...`: this form raises different errors for a missing and for a broken
+    # library.
     import jaxllm.kernels._native as library  # pyright: ignore[reportMissingImports]: may not be built
 
     return library

@@ -1,4 +1,5 @@
-"""The native kernels of attention and of the caches that it reads, as calls for graphs (see `native`)."""
+"""Calls of the native kernels for attention and for the caches that it reads, for compiled steps (see
+`native`)."""
 
 from collections.abc import Sequence
 
@@ -7,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kernels.native import optional, target, unit_counts
-from jaxllm.used_units import UsedUnits
+from jaxllm.kernels.used_units import UsedUnits
 
 
 def attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    table: tuple[jax.Array, jax.Array] | None,
+    rotary: tuple[jax.Array, jax.Array] | None,
     keys: jax.Array,
     values: jax.Array,
     positions: jax.Array,
@@ -27,16 +28,24 @@ def attention(
     used: UsedUnits | None = None,
     tree: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Turns queries `[B, T, K, G, H]` and new keys `[B, T, K, H]` float32 by a rotary `table` (cos, sin
-    `[T, R]`), writes the first `valid` new keys and values into the cache `[B, K, S, H]` (float32 or float16)
-    at ascending `positions` `[T]` int32, and attends causally over it: `[B, T, K, G, H]` and the cache, in
-    place.
+    """Rotates queries and new keys, writes new keys and values into the cache, and attends over it.
 
-    To a `mass` `[B, S]` float32 what the valid queries attend to each position is added; of a tree it may be
-    `[B, 1 + T, S]`, where each token's goes to a row of its own behind the first. Of the K heads those
-    that are used are written and attended to; the results of others are anything. In a `tree` new tokens go
-    to other rows than their positions (`[T]` int32, ascending), and see all rows before a base (int32 scalar)
-    and of the N from there on what they are told (`[T, N]` bool).
+    Args:
+      q: queries `[B, T, K, G, H]` float32.
+      k, v: new keys and values `[B, T, K, H]` float32.
+      rotary: cos and sin `[T, R]`, or None.
+      keys, values: the cache `[B, K, S, H]`, float32 or float16; updated in place.
+      positions: `[T]` int32, ascending.
+      valid: int32 scalar; the first `valid` tokens are real, the others are neither written nor counted.
+      mass: `[B, S]` float32, to which the attention of valid queries is added; for a tree `[B, 1 + T, S]`,
+        where that of token t is added to entry 1 + t; or None.
+      scale, softcap, window: see `jaxllm.nn.layers.cached_attention`.
+      used: how many of the K kv heads are written and attended to; outputs of the others are undefined.
+      tree: rows of the new tokens `[T]` int32, ascending; the base row, int32 scalar, before which all rows
+        are attended to; and which of the N rows from the base on each token attends to, `[T, N]` bool.
+
+    Returns:
+      Outputs `[B, T, K, G, H]` float32; keys, values and mass.
     """
     seen = optional(mass)
     counts, places = unit_counts(used)
@@ -44,7 +53,7 @@ def attention(
     rows, base, told = nothing if tree is None else tree
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
     call = jax.ffi.ffi_call(target("attention"), results, input_output_aliases={5: 1, 6: 2, 7: 3})
-    cos, sin = (None, None) if table is None else table
+    cos, sin = (None, None) if rotary is None else rotary
     out, keys, values, seen = call(
         q,
         k,
@@ -81,12 +90,16 @@ def load_chunks(
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Decodes chunks of `tokens` tokens into the caches of some layers, in place.
 
-    Chunk i of layer l is read from this process's memory at `extents[l, i]` (uint32 `[L, N, 3]`: the lower
-    half of its address, the upper, and its bytes, which must be those of its width), a blob of
-    `jaxllm.kv.codecs` with levels of `bits[i]` (int32 `[N]`; 0 for rows as they are, negative for no chunk),
-    and goes to `pasts[l]`, keys and values `[1, K, S, H]`; S and H are those of all
-    layers. Of the K heads a layer's blobs have those that are used, or all. Whoever calls the graph sees to
-    it that the blobs are there, and whole, until it has run.
+    The caller must keep the blobs in memory, unchanged, until the dispatch has ended.
+
+    Args:
+      pasts: per layer, keys and values `[1, K, S, H]`; S and H are the same for all layers.
+      extents: `[L, N, 3]` uint32, of chunk i of layer l the lower and the upper half of its address in this
+        process, and its size in bytes, which must be that of its width: a blob of `jaxllm.kv.codecs`.
+      bits: `[N]` int32, width of each chunk; 0 for raw floats, negative for no chunk.
+      tokens: of a chunk (C).
+      keys_by_token, values_by_token, rotated: see `jaxllm.kv.codecs.Codec`.
+      used: per layer, how many of the K kv heads its blobs have; empty: all.
     """
     counts, places = zip(*[unit_counts(each) for each in used or [None] * len(pasts)], strict=True)
     flat = [rows for past in pasts for rows in past]
@@ -96,7 +109,7 @@ def load_chunks(
     loaded = call(
         extents,
         bits,
-        # The same of all layers: that of the model.
+        # The counts are those of the whole model, the same array for all layers.
         counts[0],
         *flat,
         tokens=np.int64(tokens),
@@ -111,9 +124,17 @@ def load_chunks(
 def document_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention inside documents of queries `[B, T, K, G, H]` and keys and values `[B, T, K, H]`
-    float32, where `starts` `[B, T]` int32 is where a token's document begins: `[B, T, K, G, H]`, and the
-    logarithm of the sum of exponentials of each query's scores `[B, T, K, G]`."""
+    """Causal attention within documents.
+
+    Args:
+      q: queries `[B, T, K, G, H]` float32.
+      k, v: keys and values `[B, T, K, H]` float32.
+      starts: `[B, T]` int32, per token the index where its document begins.
+      scale: multiplies the scores.
+
+    Returns:
+      Outputs `[B, T, K, G, H]`, and the log-sum-exp of each query's scores `[B, T, K, G]`.
+    """
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (q.shape, q.shape[:-1])]
     call = jax.ffi.ffi_call(target("document_attention"), results)
     out, lse = call(q, k, v, starts, scale=np.float32(scale))
@@ -131,7 +152,8 @@ def document_attention_gradients(
     *,
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of `q`, `k` and `v` from that of `out`; `out` and `lse` are `document_attention`'s."""
+    """Gradients of `q`, `k` and `v`, given the gradient of `out`; `out` and `lse` are those of
+    `document_attention`."""
     results = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (q, k, v)]
     call = jax.ffi.ffi_call(target("document_attention_gradients"), results)
     dq, dk, dv = call(q, k, v, starts, out, lse, dout, scale=np.float32(scale))

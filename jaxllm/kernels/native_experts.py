@@ -1,6 +1,6 @@
-"""The native kernels of mixtures of experts, as calls for graphs (see `native`).
+"""Calls of the native kernels for mixtures of experts, for compiled steps (see `native`).
 
-Each row of their results is to the bit what it is alone.
+The result of each token is bit for bit what it is alone.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,9 @@ def route(
     norm_scale: jax.Array | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whom rows `x` `[M, D]` float32 visit, after an RMS norm if given, by a router `[E, D]` float32: logits
-    `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see `jaxllm.experts.routing.route`)."""
+    """The routing of tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32:
+    logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
+    `jaxllm.experts.routing.route`)."""
     chosen = (x.shape[0], experts_per_token)
     call = jax.ffi.ffi_call(
         target("route"),
@@ -53,15 +54,14 @@ def visits(
     norm_scale: jax.Array | None,
     norm_eps: float,
 ) -> jax.Array:
-    """What experts make of rows of `x` `[M, D]` float32, after an RMS norm if given: `[pairs, D]` float32,
-    zeros behind the last tile.
+    """The outputs of experts for tokens `x`, after an RMS norm if given.
 
     Args:
-      x: see above.
-      tiles: the tokens `[n, tile]`, expert `[n]` and size `[n]` of each, and their count, all int32 (see
-        `jaxllm.experts.mixture.Tiles`); each begins in the result where the one before ends.
-      experts: all of a layer, weights `[F, D]`, each of a width of its own.
-      adapters: of gate, up and down, left sides `[E, r, F]` and right sides `[E, r, D]`, or None.
+      x: `[M, D]` float32.
+      tiles: the tokens `[n, tile]`, expert `[n]` and size `[n]` of each tile, and the number of tiles, all
+        int32 (see `jaxllm.experts.mixture.Tiles`); in the result each tile begins where the one before ends.
+      experts: all experts of a layer, weights `[F, D]`, each with a bitwidth of its own.
+      adapters: of gate, up and down, `left` `[E, r, F]` and `right` `[E, r, D]`, or None.
       pairs: rows of the result.
       activation, norm_scale, norm_eps: see `native.feed_forward`.
     """
@@ -86,8 +86,8 @@ def visits(
 def sum_visits(
     visits: jax.Array, places: jax.Array, weights: jax.Array, residual: jax.Array | None
 ) -> jax.Array:
-    """Of each of M tokens the sum of its rows in `visits` `[P, D]` float32, at `places` `[M, k]` int32, by
-    `weights` `[M, k]` float32, and of `residual` `[M, D]` float32 if given: `[M, D]` float32."""
+    """Each token's sum of its rows in `visits` `[P, D]` float32, at indices `places` `[M, k]` int32, by
+    `weights` `[M, k]` float32, plus `residual` `[M, D]` float32 if given: `[M, D]` float32."""
     shape = jax.ShapeDtypeStruct((places.shape[0], visits.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(target("sum_visits"), shape)
     return call(visits, places, weights, optional(residual))

@@ -1,11 +1,11 @@
-"""The native products whose step clips outliers, with their shadow inside, as calls for graphs.
+"""Calls of the native products with a static step that add their shadow themselves, for compiled steps.
 
-What lies beyond 127 steps is found where activations are quantized, and multiplied in floats with the rows of
-its channels while the product's results are in the cache (mllm-NPU, arXiv 2407.05858, equation 1). Its room
-is what there is: nothing is padded, nothing is dropped. For everything else see `native`.
+The excess beyond 127 steps is found when activations are quantized, and multiplied in floats with the rows of
+its channels while the product's results are in the processor's cache (mllm-NPU, arXiv 2407.05858, equation
+1). Sizes are dynamic: nothing is padded, nothing is dropped. For everything else see `native`.
 
-A channel's row is that of a weight's float rows `[R, outputs]` float16 at its place `[inputs]` int32; where
-that is below 0, the 8-bit weight's own.
+The row of a channel is the entry of a weight's float rows `[R, outputs]` float16 at the channel's `place`
+`[inputs]` int32; where that is negative, it is the 8-bit weight's own.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ import numpy as np
 from jaxllm.config import Activation
 from jaxllm.kernels import native
 from jaxllm.kernels.native import Adaptable
-from jaxllm.used_units import UsedUnits
+from jaxllm.kernels.used_units import UsedUnits
 
 
 def takes(weight: Adaptable) -> bool:
-    """Whether a weight in blocks may have a shadow here: of 8 bits with a scale per output."""
+    """Whether these kernels take a weight in blocks: 8 bits with one scale per output."""
     return native.format_of(weight) == {"bits": 8, "group": 0}
 
 
@@ -36,7 +36,8 @@ def to_units(
     norm_eps: float = 0.0,
     used: UsedUnits | None = None,
 ) -> tuple[list[jax.Array], jax.Array]:
-    """`native.to_units` in steps, and how many channels have outliers, `[1]` int32; `rows` of each weight."""
+    """`native.to_units` with a step, and the number of channels with outliers, `[1]` int32; `rows` per
+    weight."""
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     call = jax.ffi.ffi_call(native.target("to_units"), [*results, _channels(1)])
@@ -68,7 +69,7 @@ def from_units(
     residual: jax.Array | None = None,
     used: UsedUnits | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`native.from_units` in steps, and how many inputs have outliers, `[1]` int32."""
+    """`native.from_units` with a step, and the number of inputs with outliers, `[1]` int32."""
     result = jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(native.target("from_units"), [result, _channels(1)])
     stacked = weight.ndim == 3
@@ -106,7 +107,7 @@ def feed_forward(
     residual: bool,
     used: UsedUnits | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`native.feed_forward` in steps, and how many channels of x and how many units have outliers, `[2]`
+    """`native.feed_forward` with steps, and the numbers of channels of x and of units with outliers, `[2]`
     int32; places and rows are those of x's channels (for gate, if there is one, and up) and of units (for
     down)."""
     result = jax.ShapeDtypeStruct(x.shape, jnp.float32)

@@ -1,4 +1,4 @@
-"""One function by several codes: that for the platform which a graph is compiled for."""
+"""Chooses the implementation of a function for the platform that a step is compiled for."""
 
 import functools
 from collections.abc import Callable
@@ -13,9 +13,9 @@ Out = TypeVar("Out")
 
 
 def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
-    """`by_kernel` of x in float32 where the graph is for a CPU with native kernels, else `by_xla`;
-    what is floats of the result is of the type of x."""
-    # A foreign call cannot be divided over the devices of a mesh.
+    """`by_kernel` with x in float32 if the step is compiled for a CPU with native kernels, else `by_xla`.
+    Floats of the result have the dtype of x."""
+    # XLA cannot partition an FFI call over the devices of a mesh.
     if not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1:
         return by_xla(x, *operands)
     dtype = x.dtype
@@ -31,9 +31,9 @@ def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.A
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def on_platform(on_cpu: Callable[..., Out], elsewhere: Callable[..., Out], operands: tuple[Any, ...]) -> Out:
-    """The same function by the code for the platform that the graph is compiled for.
+    """`on_cpu` if the step is compiled for a CPU, else `elsewhere`; both must compute the same function.
 
-    Its gradient is `elsewhere`'s: a kernel has none of its own. Neither may close over arrays.
+    The gradient is that of `elsewhere`, because a kernel has none. Neither function may close over arrays.
     """
     return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=elsewhere)
 

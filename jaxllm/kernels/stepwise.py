@@ -1,7 +1,7 @@
-"""Products of activations in whole numbers of steps, by XLA: what native kernels do with a `step`, elsewhere.
+"""Multiplies activations that are quantized with a static step, by XLA, where native kernels do not run.
 
-Weights of 8 bits with a scale per output are multiplied in integers, exactly, which accelerators do faster
-than in floats; other weights meet activations that are rounded to steps, and stay floats.
+Weights of 8 bits with one scale per output are multiplied in integers, exactly, which is faster on
+accelerators than floats. With other weights, activations are rounded to steps and the product is in floats.
 """
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.quant import QArray, Weight
 
-# Largest number of steps: an 8-bit range that is the same on both sides.
+# Largest number of steps, of a symmetric 8-bit range.
 TOP_LEVEL = 127
 
 
@@ -20,18 +20,18 @@ def in_integers(weight: Weight) -> bool:
 
 
 def levels(x: jax.Array, step: jax.Array) -> jax.Array:
-    """`x` in steps, as floats: whole numbers in [-127, 127], and NaN where x is."""
+    """`x` in steps, as floats: integers in [-127, 127], and NaN where x is NaN."""
     top = np.float32(TOP_LEVEL)
     return jnp.clip(jnp.round(x.astype(jnp.float32) / step), -top, top)
 
 
 def rounded(x: jax.Array, step: jax.Array) -> jax.Array:
-    """`x` rounded to whole steps and clipped; rows `[M, D]` that hold infinity become NaN."""
+    """`x` `[M, D]` rounded to whole steps and clipped; rows with an infinity become NaN."""
     return _broken_as_nan(x, levels(x, step) * step).astype(x.dtype)
 
 
 def rows_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
-    """Rows `[M, D]` times a matrix `[R, D]` that `in_integers` takes: `[M, R]`."""
+    """Activations `[M, D]` times a matrix `[R, D]` that `in_integers` accepts: `[M, R]`."""
     assert isinstance(weight, QArray)
     sums = jax.lax.dot_general(
         levels(rows, step).astype(jnp.int8),
@@ -43,9 +43,9 @@ def rows_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
 
 
 def reduction_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.Array:
-    """Rows `[M, prod(U)]` times a weight `[*U, D]` that `in_integers` takes: `[M, D]`."""
+    """Activations `[M, prod(U)]` times a weight `[*U, D]` that `in_integers` accepts: `[M, D]`."""
     assert isinstance(weight, QArray)
-    # One scale per output for each of the leading entries of a stack.
+    # Each entry of a stack has its own scale per output.
     data = weight.data.reshape(-1, *weight.data.shape[-2:])
     scale = weight.scale.reshape(-1, weight.scale.shape[-1])
     parts = levels(rows, step).astype(jnp.int8).reshape(len(rows), len(data), -1)
@@ -57,6 +57,7 @@ def reduction_product(rows: jax.Array, weight: Weight, step: jax.Array) -> jax.A
 
 
 def _broken_as_nan(rows: jax.Array, out: jax.Array) -> jax.Array:
-    """NaN for rows that hold NaN or infinity: no integer stands for these."""
+    """Sets rows of the result to NaN where the activations have NaN or infinity, which integers cannot
+    represent."""
     fine = jnp.all(jnp.isfinite(rows), axis=-1, keepdims=True)
     return jnp.where(fine, out, np.asarray(np.nan, out.dtype))

@@ -1,1 +1,1 @@
-"""Keys and values of past tokens."""
+"""Keys and values of past tokens: cache, chunks, codecs, bits by density, and the plan of a restore."""

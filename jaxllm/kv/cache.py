@@ -1,8 +1,8 @@
-"""The key-value cache of one sequence batch, and the ways to write into it.
+"""The key-value cache of one batch of sequences, and functions that write into it.
 
-Per layer `[B, K, S, H]`: the kv head leads, so a prefix of heads is a prefix of memory and attention
-walks one head's tokens in a row. S is a cache-length bucket; a sequence that outgrows it moves into
-the next one with `grow`.
+Per layer it is `[B, K, S, H]`: the kv head leads, so that a sub-model reads a prefix of heads, and attention
+reads the tokens of one head contiguously. An index along S is called a row of the cache. S is a cache length
+that buckets exist for; a sequence that outgrows it moves into the next length with `grow`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
@@ -20,12 +21,15 @@ from jaxllm.errors import ConfigError
 class KVCache:
     """Keys and values of all layers.
 
-    Invariants: `keys[l]`, `values[l]` are `[B, K, S, H]` with one S for all layers (and in a sub-model each
-    layer's own K); rows at positions
-    >= `length` (int32 scalar, shared by the batch) are never attended and hold finite numbers. `mass`
-    `[B, S]` float32, where somebody asked for it, is how much each position was attended to, summed over
-    queries of all heads and layers; while a tree of N nodes is read, and until a path of it is kept,
-    `[B, 1 + N, S]`: that of the sequence, and of each node's queries.
+    Invariants: S is the same in all layers; in a sub-model K is each layer's own. Rows at positions >=
+    `length` are never attended to and hold finite numbers.
+
+    Attributes:
+      keys, values: per layer `[B, K, S, H]`.
+      length: int32 scalar, number of tokens, the same for the whole batch.
+      mass: `[B, S]` float32, the attention that each position got, summed over queries of all heads and
+        layers; None if it is not counted. From the verification of a tree of M nodes until a path of it is
+        kept it is `[B, 1 + M, S]`: entry 0 is the sequence's, entry 1 + n that of the queries of node n.
     """
 
     keys: tuple[jax.Array, ...]
@@ -38,29 +42,38 @@ class KVCache:
         """Positions that fit (S)."""
         return self.keys[0].shape[2]
 
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the cache is traced."""
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            axes.check(jnp.floating, f"B K{layer} S H", keys=keys, values=values)
+        by_node = self.mass is not None and self.mass.ndim == 3
+        axes.check(jnp.float32, "B * S" if by_node else "B S", mass=self.mass)
+        axes.check(jnp.int32, "", length=self.length)
+
     def uncounted(self) -> "KVCache":
-        """The same, and nothing was attended to yet."""
+        """The same cache with an attention mass of zero."""
         mass = np.zeros((self.keys[0].shape[0], self.capacity_tokens), np.float32)
-        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: graphs take it
+        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: steps take it
 
     def counted_by_node(self, nodes: int) -> "KVCache":
-        """The same, ready for a tree: which of its nodes' queries count is not known before they are read."""
+        """The same cache with its mass by node: which nodes count is known after a verification."""
         if self.mass is None:
             return self
         mass = np.zeros((self.mass.shape[0], 1 + nodes, self.capacity_tokens), np.float32)
         mass[:, 0] = self.mass
-        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: graphs take it
+        return dataclasses.replace(self, mass=mass)  # pyright: ignore[reportArgumentType]: steps take it
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TreeRows:
-    """Where the nodes of a tree lie in a cache: behind a sequence, whatever their depth.
+    """Rows of a token tree in a cache: one row per node after the sequence, whatever the node's depth.
 
     Attributes:
-      base: int32 scalar, the row of the first node; every token sees all rows before it.
-      rows: `[T]` int32, of the new tokens, ascending.
-      seen: `[T, N]` bool, which of the N rows from `base` on each new token sees, its own among them.
+      base: int32 scalar, the row of the first node; every node attends to all rows before it.
+      rows: `[T]` int32, rows of the new tokens, ascending.
+      seen: `[T, M]` bool, which of the M rows from `base` on each new token attends to: its ancestors and
+        itself.
     """
 
     base: jax.Array
@@ -71,15 +84,16 @@ class TreeRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where new tokens stand in a sequence, and where they lie in its cache.
+    """Positions of new tokens in a sequence, and their rows in its cache.
 
-    Invariants: `positions` `[T]` int32 do not descend unless there is a tree; the rows of real tokens differ.
+    Invariants: without a tree `positions` do not descend; the rows of real tokens differ.
 
     Attributes:
-      positions: in the sequence.
-      valid: how many of the tokens, the first, are real: int32 scalar.
-      tree: where they lie and what they see, if not at their positions and all that is before them.
-      run: whether the rows follow one another, from the first position on.
+      positions: `[T]` int32, in the sequence (the rotary embedding uses them).
+      valid: int32 scalar: the first `valid` tokens are real, the others padding.
+      tree: rows and mask of a token tree; None: rows are positions, and a token attends to all positions
+        before it.
+      run: whether the rows are consecutive, from the first position on.
     """
 
     positions: jax.Array
@@ -89,18 +103,29 @@ class Places:
 
     @classmethod
     def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "Places":
-        """`count` positions behind `length` tokens."""
+        """`count` consecutive positions after `length` tokens."""
         return cls(length + jnp.arange(count, dtype=jnp.int32), valid, run=True)
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the places is traced."""
+        axes.check(jnp.int32, "T", positions=self.positions)
+        axes.check(jnp.int32, "", valid=self.valid)
+        if self.tree is not None:
+            axes.check(jnp.int32, "", base=self.tree.base)
+            axes.check(jnp.int32, "T", rows=self.tree.rows)
+            axes.check(jnp.bool_, "T M", seen=self.tree.seen)
 
     @property
     def rows(self) -> jax.Array:
-        """The rows `[T]` of the cache that new tokens are written to."""
+        """The rows `[T]` of the cache into which new tokens are written."""
         return self.positions if self.tree is None else self.tree.rows
 
     def visible(self, keys: int, window: int) -> jax.Array:
-        """What each new token sees of `keys` rows, `[T, keys]` bool: with a `window` above 0 only the last so
-        many positions, its own included (the nodes that a token sees of a tree are its path: each stands
-        behind those before it)."""
+        """The attention mask `[T, keys]` bool of new tokens over the first `keys` rows, True = attend.
+
+        With a `window` above 0 a token attends to the last `window` positions, its own included. Of a tree a
+        node attends to its path, so that its k-th visible node is at position base + k.
+        """
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
         stands = row
         if self.tree is None:
@@ -116,12 +141,12 @@ class Places:
         return before & (stands > self.positions[:, None] - window) if window else before
 
     def write(self, rows: jax.Array, new: jax.Array) -> jax.Array:
-        """`rows` `[B, K, S, H]` with the valid ones of `new` `[B, K, T, H]` where they lie; those past S are
-        dropped."""
+        """`rows` `[B, K, S, H]` with the valid tokens of `new` `[B, K, T, H]` written at their rows; rows
+        past S are dropped."""
         if self.run:
             return write_rows(rows, new, self.positions[0], self.valid)
         real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
-        # What is dropped aims behind the last row.
+        # Row S does not exist: `mode="drop"` drops padding.
         at = jnp.where(real, self.rows, rows.shape[2])
         return rows.at[:, :, at].set(new.astype(rows.dtype), mode="drop")
 
@@ -167,7 +192,7 @@ def write_rows(rows: jax.Array, new: jax.Array, start: jax.Array, valid: jax.Arr
     capacity, length = rows.shape[2], new.shape[2]
     new = new.astype(rows.dtype)
     if length == 1:
-        # One row cannot straddle the end.
+        # One valid row always fits.
         return jax.lax.dynamic_update_slice_in_dim(rows, new, start, axis=2)
     if length > capacity:
         # A chunk longer than the cache: only its first S rows can be valid.

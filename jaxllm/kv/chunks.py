@@ -1,6 +1,6 @@
-"""Chunks of a cache: so many tokens of all layers, taken out of it, stored, and put back in.
+"""Takes chunks out of a cache, encodes them, and loads them back.
 
-A chunk's number is its place: chunk n of C tokens stands at positions `[n·C, (n+1)·C)`.
+A chunk is C consecutive tokens of all layers: chunk number n has positions `[n·C, (n+1)·C)`.
 """
 
 from collections.abc import Sequence
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.kernels import native, native_attention
+from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.codecs import ChunkFormat, ChunkShape
-from jaxllm.used_units import UsedUnits
 
-# Of a chunk, unless somebody wants another number (LLMS, section 3.2).
+# Default tokens of a chunk (LLMS, section 3.2).
 CHUNK_TOKENS = 16
 
 # One layer's keys and values.
@@ -29,10 +30,13 @@ def chunk_shapes(cfg: ModelConfig, *, tokens: int = CHUNK_TOKENS, dtype: str) ->
 
 
 def take_chunks(rows: jax.Array, first: jax.Array, *, count: int, tokens: int) -> jax.Array:
-    """`count` chunks `[N, K, C, H]` from number `first` on, of one layer's keys or values `[1, K, S, H]`.
+    """`count` chunks `[n, K, C, H]` from number `first` on, of one layer's keys or values `[1, K, S, H]`.
 
-    All of them must lie within the cache.
+    All of them must be within the cache.
     """
+    axes = Axes("take_chunks")
+    axes.check(jnp.floating, "1 K S H", rows=rows)
+    axes.check(jnp.int32, "", first=first)
     _, heads, _, width = rows.shape
     run = jax.lax.dynamic_slice_in_dim(rows[0], first * tokens, count * tokens, axis=1)
     return run.reshape(heads, count, tokens, width).swapaxes(0, 1)
@@ -41,9 +45,21 @@ def take_chunks(rows: jax.Array, first: jax.Array, *, count: int, tokens: int) -
 def encode_chunks(
     past: tuple[jax.Array, jax.Array], at: jax.Array, *, form: ChunkFormat, bits: int
 ) -> jax.Array:
-    """Some chunks of one layer's keys and values `[1, K, S, H]` as blobs `[N, bytes]` uint8, whatever their
-    order: those at numbers `at` `[N]` int32, which must lie within the cache."""
+    """Encodes chunks of one layer.
+
+    Args:
+      past: keys and values `[1, K, S, H]`.
+      at: `[n]` int32, numbers of chunks in any order, all within the cache.
+      form: codec and size of the chunks.
+      bits: a width, or `RAW`.
+
+    Returns:
+      Blobs `[n, bytes]` uint8.
+    """
     keys, values = past
+    axes = Axes("encode_chunks")
+    axes.check(jnp.floating, "1 K S H", keys=keys, values=values)
+    axes.check(jnp.int32, "n", at=at)
     _, heads, _, width = keys.shape
     shape = ChunkShape(heads=heads, tokens=form.tokens, width=width, dtype=keys.dtype.name)
     places = at[:, None] * form.tokens + jnp.arange(form.tokens, dtype=jnp.int32)
@@ -62,19 +78,27 @@ def load_chunks(
     form: ChunkFormat,
     used: Sequence[UsedUnits | None] = (),
 ) -> tuple[Past, ...]:
-    """Keys and values `[1, K, S, H]` of some layers with stored chunks at their places.
+    """Decodes stored chunks into the keys and values `[1, K, S, H]` of some layers.
 
     Args:
-      pasts: of each layer keys and values; donate them where they are read natively.
-      sources: where the blobs of chunks 0, 1, ... are: addresses and sizes uint32 `[L, N, 3]` (see
-        `native_attention.load_chunks`), or of each layer the blobs themselves, uint8 `[N, most]`, each
-        padded to that of the widest.
-      bits: int32 `[N]`, a width of `form`; negative for no chunk.
-      form: how they were stored.
-      used: of each layer how many of the K heads the blobs have; none for all. Only addresses can be read so.
+      pasts: per layer, keys and values; donate them where `reads_addresses`.
+      sources: blobs of chunks 0, 1, ...: their addresses and sizes, uint32 `[L, n, 3]` (see
+        `native_attention.load_chunks`); or per layer the blobs themselves, uint8 `[n, bytes]`, padded to the
+        longest.
+      bits: `[n]` int32, width of each chunk; negative: the chunk is not loaded.
+      form: codec and size of the chunks.
+      used: per layer, how many of the K kv heads the blobs have; empty: all. Needs addresses as `sources`.
+
+    Returns:
+      Per layer, the updated keys and values.
     """
     codec = form.codec
+    axes = Axes("load_chunks", L=len(pasts))
+    for layer, (keys, values) in enumerate(pasts):
+        axes.check(jnp.floating, f"1 K{layer} S H", keys=keys, values=values)
+    axes.check(jnp.int32, "n", bits=bits)
     if isinstance(sources, jax.Array):
+        axes.check(jnp.uint32, "L n 3", sources=sources)
         return native_attention.load_chunks(
             pasts,
             sources,
@@ -85,22 +109,29 @@ def load_chunks(
             rotated=codec.rotated,
             used=used,
         )
+    for source in sources:
+        axes.check(jnp.uint8, "n *", source=source)
     return tuple(
         _load_layer(past, source, bits, form=form) for past, source in zip(pasts, sources, strict=True)
     )
 
 
 def reads_addresses(dtype: jnp.dtype) -> bool:
-    """Whether `load_chunks` reads chunks of a cache of `dtype` natively, from where they are in memory."""
+    """Whether `load_chunks` into a cache of `dtype` is native, and takes addresses of blobs in memory."""
     on_cpu = jax.default_backend() == "cpu" and native.kernels().native
     return on_cpu and dtype in (jnp.float32, jnp.float16)
 
 
 def place_chunks(rows: jax.Array, chunks: jax.Array, at: jax.Array) -> jax.Array:
-    """One layer's keys or values `[1, K, S, H]` with chunks `[N, K, C, H]` at their numbers `at` `[N]` int32.
+    """Writes chunks `[n, K, C, H]` into one layer's keys or values `[1, K, S, H]`, at their numbers `at`
+    `[n]` int32.
 
-    What would lie outside of the cache is dropped: a number of S or more stands for no chunk.
+    Chunks outside of the cache are dropped: a number of S or more stands for no chunk.
     """
+    axes = Axes("place_chunks")
+    axes.check(jnp.floating, "1 K S H", rows=rows)
+    axes.check(jnp.floating, "n K C H", chunks=chunks)
+    axes.check(jnp.int32, "n", at=at)
     count, heads, tokens, width = chunks.shape
     places = (at[:, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)).reshape(-1)
     flat = chunks.swapaxes(0, 1).reshape(heads, count * tokens, width)
@@ -112,7 +143,7 @@ def _load_layer(past: Past, source: jax.Array, bits: jax.Array, *, form: ChunkFo
     capacity = keys.shape[2]
     shape = ChunkShape(heads=keys.shape[1], tokens=form.tokens, width=keys.shape[3], dtype=keys.dtype.name)
     for width, size in form.sizes(shape).items():
-        # Chunks of other widths, and none, aim behind the cache.
+        # Chunks of other widths get a number outside of the cache, and are dropped.
         at = jnp.where(bits == width, jnp.arange(len(bits), dtype=jnp.int32), capacity)
         of_keys, of_values = form.codec.decode(source[:, :size], shape, width)
         keys, values = place_chunks(keys, of_keys, at), place_chunks(values, of_values, at)

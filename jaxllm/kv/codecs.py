@@ -1,17 +1,16 @@
-"""Chunks of keys and values at 8, 4 and 2 bits, and as they are: pure functions from rows to bytes and back.
+"""Encodes chunks of keys and values at 8, 4 and 2 bits, or raw, and decodes them.
 
-A chunk is C tokens of one layer: keys and values `[K, C, H]`. A codec turns N of them into blobs
-`[N, bytes]`, each whole in itself (levels, and the scales to read them by), so that a blob is what a file
-holds, and what the decoder takes. Levels are linear: x is about `low + scale·level`, with one float16 low
-and scale per
+A chunk is C tokens of one layer: keys and values `[K, C, H]`. A codec encodes N chunks as blobs `[N, bytes]`.
+A blob has levels and scales, so that it can be stored and decoded by itself. Quantization is linear and
+asymmetric: x ≈ `low + scale·level`, with one float16 `low` and `scale` per
 
 - `channel`: channel of a chunk, keys and values (LLMS, section 3.2);
 - `kivi`: channel for keys, whose outliers stay in their channels, token for values (arXiv 2402.02750);
 - `rotated`: token, after a Hadamard transform of each head spread outliers over its channels (QuaRot, arXiv
   2404.00456).
 
-`CODECS` is the registry, a `ChunkFormat` is what one service stores. Which chunk deserves which width is
-`tolerance`'s business, files are the store's.
+`CODECS` is the registry; a `ChunkFormat` is the choice of one service. `tolerance.py` chooses the bits of
+chunks.
 """
 
 import dataclasses
@@ -26,14 +25,15 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Bits of a stored value, best first; 0 stands for the cache's own floats.
+# Bits of a stored value, best first; `RAW` stores the floats of the cache.
 RAW = 0
 WIDTHS = (8, 4, 2)
 
 Sharing = Literal["channel", "token"]
 
-# Smallest normal float16, and what rounding to float16 may change: bounds are widened by both, so that what
-# is stored still spans all values, and nothing depends on how subnormal numbers are treated.
+# The smallest normal float16, and the relative error of rounding to float16. The range of a group is widened
+# by both: after rounding it still spans all values, and subnormal numbers, which processors may flush, do not
+# matter.
 _TINY = np.float32(2.0**-14)
 _ROUNDING = np.float32(2.0**-10)
 _MOST = np.float32(np.finfo(np.float16).max)
@@ -64,22 +64,23 @@ class ChunkShape:
 
     @property
     def values(self) -> int:
-        """Numbers in the keys of a chunk, as many as in its values."""
+        """Number of elements of a chunk's keys, equal to that of its values."""
         return self.heads * self.tokens * self.width
 
     @property
     def raw_bytes(self) -> int:
-        """Of keys and values as the cache holds them."""
+        """Bytes of keys and values in the cache's dtype."""
         return 2 * self.values * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How levels share scales.
+    """A codec: how values share scales, and whether they are rotated first.
 
     Attributes:
-      keys, values: what shares one low and scale: the tokens of a "channel", or the channels of a "token".
-      rotated: a head's channels are transformed first.
+      keys, values: "channel": the tokens of a channel share one low and scale; "token": the channels of a
+        token do.
+      rotated: whether the channels of each head go through a Hadamard transform first.
     """
 
     keys: Sharing
@@ -87,24 +88,23 @@ class Codec:
     rotated: bool = False
 
     def blob_bytes(self, shape: ChunkShape, bits: int) -> int:
-        """Bytes of one chunk."""
+        """Bytes of the blob of one chunk."""
         _check_bits(bits)
         if bits == RAW:
             return shape.raw_bytes
         return sum(_part_bytes(shape, sharing, bits) for sharing in (self.keys, self.values))
 
     def encode(self, keys: jax.Array, values: jax.Array, shape: ChunkShape, bits: int) -> jax.Array:
-        """Chunks as bytes.
+        """Encodes chunks as blobs.
 
         Args:
-          keys, values: `[N, K, C, H]` finite floats; beyond float16's range they saturate.
-          shape: of each.
+          keys, values: `[N, K, C, H]` finite floats; values beyond float16's range saturate.
+          shape: of each chunk.
           bits: a width, or `RAW`.
 
         Returns:
-          uint8 `[N, blob_bytes]`. A decoded value is at most half its scale away from its own, where
-          scale is at most 1.002·(highest - lowest + |lowest|/500)/(2^bits - 1) + 1/8192 over those that
-          share it.
+          uint8 `[N, blob_bytes]`. The error of a decoded value is at most half its scale, and the scale is at
+          most 1.002·(highest - lowest + |lowest|/500)/(2^bits - 1) + 1/8192 over the values that share it.
         """
         _check_bits(bits)
         if bits == RAW:
@@ -117,7 +117,7 @@ class Codec:
         return jnp.concatenate(parts, axis=-1)
 
     def decode(self, blobs: jax.Array, shape: ChunkShape, bits: int) -> tuple[jax.Array, jax.Array]:
-        """Keys and values `[N, K, C, H]` in the cache's dtype, from what `encode` gave."""
+        """Decodes blobs of `encode` to keys and values `[N, K, C, H]` in the cache's dtype."""
         _check_bits(bits)
         if bits == RAW:
             rows = jax.lax.bitcast_convert_type(
@@ -131,7 +131,7 @@ class Codec:
         return self._turned(keys).astype(shape.dtype), self._turned(values).astype(shape.dtype)
 
     def _turned(self, rows: jax.Array) -> jax.Array:
-        """Rows in float32, transformed if this codec does so; the transform is its own inverse."""
+        """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
         wide = rows.astype(jnp.float32)
         return wide @ hadamard(rows.shape[-1]) if self.rotated else wide
 
@@ -147,11 +147,11 @@ CODECS: Mapping[str, Codec] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class ChunkFormat:
-    """How a service stores chunks.
+    """The format of a service's stored chunks.
 
     Attributes:
-      codec: of their levels.
-      widths: that chunks may have.
+      codec: encodes them.
+      widths: bits that chunks may have.
       tokens: of a chunk (C).
     """
 
@@ -161,7 +161,7 @@ class ChunkFormat:
 
     @classmethod
     def named(cls, name: str, tokens: int) -> "ChunkFormat":
-        """The format of a codec's name; "raw" stands for chunks as the cache holds them.
+        """The format of a codec by name; "raw" stores the floats of the cache.
 
         Raises:
           ConfigError: there is no such codec.
@@ -175,7 +175,7 @@ class ChunkFormat:
         return {bits: self.codec.blob_bytes(shape, bits) for bits in self.widths}
 
     def first_heads(self, blobs: np.ndarray, shape: ChunkShape, bits: int, heads: int) -> np.ndarray:
-        """Blobs `[N, bytes]` of chunks of `shape` as those of their first heads alone."""
+        """Cuts blobs `[N, bytes]` of chunks of `shape` to their first `heads` kv heads."""
         if heads == shape.heads:
             return blobs
         if bits == RAW:
@@ -192,7 +192,7 @@ def find_codec(name: str) -> Codec:
     """The codec of a name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no codec of this name.
     """
     if name not in CODECS:
         raise ConfigError(f"no codec {name!r:.80}; there are {', '.join(CODECS)}")
@@ -200,7 +200,8 @@ def find_codec(name: str) -> Codec:
 
 
 def hadamard(width: int) -> np.ndarray:
-    """An orthonormal symmetric matrix `[width, width]` float32: Hadamard blocks, as large as divide it."""
+    """An orthonormal symmetric matrix `[width, width]` float32: Hadamard blocks of the largest power of two
+    that divides `width`."""
     block = width & -width
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < block:
@@ -225,7 +226,7 @@ def _part_bytes(shape: ChunkShape, sharing: Sharing, bits: int) -> int:
 
 
 def _encode_part(rows: jax.Array, sharing: Sharing, bits: int) -> jax.Array:
-    """Levels, lows and scales of rows `[N, K, C, H]`, one behind the other."""
+    """Levels, lows and scales of keys or values `[N, K, C, H]`, concatenated as bytes."""
     axis = -2 if sharing == "channel" else -1
     most = np.float32(2**bits - 1)
     rows = jnp.clip(rows, -_MOST, _MOST)
@@ -238,7 +239,7 @@ def _encode_part(rows: jax.Array, sharing: Sharing, bits: int) -> jax.Array:
 
 
 def _decode_part(blobs: jax.Array, shape: ChunkShape, sharing: Sharing, bits: int) -> jax.Array:
-    """Rows `[N, K, C, H]` float32."""
+    """Keys or values `[N, K, C, H]` float32."""
     size = shape.values * bits // 8
     levels = _unpacked(blobs[:, :size].reshape(len(blobs), shape.heads, shape.tokens, -1), bits)
     pairs = blobs[:, size:].reshape(len(blobs), 2, *_shared(shape, sharing), 2)
@@ -249,8 +250,8 @@ def _decode_part(blobs: jax.Array, shape: ChunkShape, sharing: Sharing, bits: in
 def _packed(levels: jax.Array, bits: int) -> jax.Array:
     """Levels `[N, K, C, H]` uint8 as bytes `[N, ...]`.
 
-    The lowest bits of a head's bytes are its first channels, the next its following ones, so that unpacking
-    is a few contiguous streams and no interleaving.
+    The lowest bits of a head's bytes are its first channels, the next bits the following channels, so that
+    unpacking reads contiguous streams without interleaving.
     """
     planes = jnp.split(levels, 8 // bits, axis=-1)
     together = planes[0]
@@ -266,5 +267,5 @@ def _unpacked(data: jax.Array, bits: int) -> jax.Array:
 
 
 def _bytes_of(rows: jax.Array) -> jax.Array:
-    """The bytes `[N, ...]` of rows, in the machine's order."""
+    """The bytes `[N, ...]` of an array, in the machine's byte order."""
     return jax.lax.bitcast_convert_type(rows, jnp.uint8).reshape(len(rows), -1)

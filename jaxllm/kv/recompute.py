@@ -1,9 +1,9 @@
-"""Which missing chunks to read and which to compute again, so that both end together (LLMS, section 3.3).
+"""Divides missing chunks into those to read and those to recompute, for the least delay (LLMS, section 3.3).
 
-Layer by layer a context comes back: while one layer's recomputed tokens are worked on, the next layer's
-chunks are read. Computing takes the same for a chunk of any width, reading takes longer the wider it is: so
-the widest are computed. How many follows from linear models of both delays (equation 4); the numbers that
-there are graphs for are few, and all are tried.
+A context is restored layer by layer: while tokens of one layer are recomputed, chunks of the next layer are
+read. Recomputing takes the same time for chunks of any bits, reading takes longer the more bits they have, so
+the chunks of most bits are recomputed. Their number follows from linear models of both delays (equation 4).
+Buckets exist for a few numbers only, and all of these are tried.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
-# Of a chunk that is stored nowhere: it must be computed.
+# In place of bits: the chunk is not stored anywhere and must be recomputed.
 LOST = -1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delay:
-    """Time as a linear function of an amount.
+    """A delay as a linear function of an amount.
 
     Attributes:
-      fixed_ms: of anything at all.
-      per_unit_ms: of each unit more.
+      fixed_ms: delay of any amount above 0.
+      per_unit_ms: further delay of each unit.
     """
 
     fixed_ms: float
@@ -36,7 +36,7 @@ class Delay:
 
     @classmethod
     def fit(cls, amounts: Sequence[float], times_ms: Sequence[float]) -> "Delay":
-        """The least squares line through measured times, neither part of it below zero.
+        """Least squares fit of measured times, with neither coefficient below zero.
 
         Raises:
           ConfigError: fewer than two different amounts were measured.
@@ -47,24 +47,24 @@ class Delay:
         slope = max(0.0, float(np.cov(x, y, bias=True)[0, 1] / np.var(x)))
         fixed = float(y.mean() - slope * x.mean())
         if fixed < 0:
-            # Through the origin, then.
+            # The fit through the origin.
             fixed, slope = 0.0, max(0.0, float(x @ y / (x @ x)))
         return cls(fixed_ms=fixed, per_unit_ms=slope)
 
     def ms(self, amount: float) -> float:
-        """Of an amount; nothing takes no time."""
+        """The delay of an amount; 0 for an amount of 0."""
         return self.fixed_ms + self.per_unit_ms * amount if amount else 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restore:
-    """How a context's missing chunks come back.
+    """The plan of a restore.
 
     Attributes:
-      read: numbers of chunks, ascending.
-      computed: the others.
-      bucket: the number of chunks that computing has a graph for, at least as many as are computed.
-      expected_ms: of all layers.
+      read: numbers of the chunks to read, ascending.
+      computed: numbers of the chunks to recompute, ascending.
+      bucket: number of chunks of the bucket that recomputes them, at least as many as `computed`.
+      expected_ms: expected time of all layers.
     """
 
     read: tuple[int, ...]
@@ -82,36 +82,38 @@ def plan_restore(
     buckets: Sequence[int],
     layers: int,
 ) -> Restore:
-    """Divides missing chunks so that the context is back the soonest.
+    """Divides missing chunks for the earliest end of the restore.
 
     Args:
-      missing: the width of each chunk by its number, or `LOST`.
-      blob_bytes: of one layer of a chunk, by width.
-      reading: of one layer, by bytes.
-      computing: of one layer, by chunks; the time of the bucket counts.
-      buckets: numbers of chunks that can be computed together, ascending; empty if none can.
-      layers: of the model.
+      missing: chunk number -> bits, or `LOST`.
+      blob_bytes: bits -> bytes of one layer of a chunk.
+      reading: delay of reading one layer, by bytes.
+      computing: delay of recomputing one layer, by chunks of the bucket.
+      buckets: numbers of chunks that buckets exist for, ascending; empty if none can be recomputed.
+      layers: of the model (L).
 
     Raises:
-      ConfigError: more chunks are lost than can be computed.
+      ConfigError: more chunks are lost than the largest bucket can recompute.
     """
     must = sum(bits == LOST for bits in missing.values())
     most = max(buckets, default=0)
     if must > most:
         raise ConfigError(f"{must} chunks are lost, and at most {most} can be computed together")
     sizes = {chunk: blob_bytes.get(bits, 0) for chunk, bits in missing.items()}
-    # Those that are worth computing first; of one width the earliest, whose tokens see least.
+    # In the order of recomputing: lost chunks, then those of most bytes; among equals the earliest, whose
+    # tokens
+    # attend to the fewest positions.
     order = sorted(missing, key=lambda chunk: (missing[chunk] != LOST, -sizes[chunk], chunk))
-    # Bytes to read if the first n are computed.
+    # left[n]: bytes to read if the first n chunks of `order` are recomputed.
     left = [sum(sizes.values()) - done for done in itertools.accumulate((sizes[c] for c in order), initial=0)]
-    # The bucket of each number that may be computed: the smallest that holds it.
+    # Number of chunks to recompute -> smallest bucket for it.
     bucket_of = {
         min(bucket, len(order)): bucket for bucket in sorted({0, *buckets}, reverse=True) if bucket >= must
     }
 
     def took(count: int) -> float:
         read_ms, compute_ms = reading.ms(left[count]), computing.ms(bucket_of[count])
-        # The first layer's reading and the last one's computing have nothing beside them.
+        # The first read and the last recompute overlap with nothing.
         return read_ms + (layers - 1) * max(read_ms, compute_ms) + compute_ms
 
     best = min(sorted(bucket_of), key=took)

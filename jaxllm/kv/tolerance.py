@@ -1,9 +1,10 @@
-"""Which chunks bear to be stored at few bits: those that later tokens hardly look at (LLMS, section 3.2).
+"""Allocates bits to chunks by density: chunks that later tokens hardly attend to get fewer (LLMS, section
+3.2).
 
-A chunk's density is the attention that its tokens got, on average over the queries of all heads and layers
-that could see them (equation 1): mass by sightings, both of which add up over calls. Under a ratio of bytes
-for all chunks of a context, two thresholds of density divide them into those at 8, at 4 and at 2 bits so that
-most of the attended information is kept (equations 2 and 3).
+The density of a chunk is the attention that its tokens got, averaged over the queries of all heads and layers
+that could attend to them (equation 1): mass divided by sightings, both summed over calls. For a given ratio
+of bytes of all chunks of a context, two density thresholds divide chunks into 8, 4 and 2 bits such that the
+most attended information is kept (equations 2 and 3).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,16 +15,16 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.kv.codecs import WIDTHS
 
-# Of 8 bits.
+# Bits -> bytes relative to 8 bits.
 RATIOS: Mapping[int, float] = MappingProxyType({8: 1.0, 4: 0.5, 2: 0.25})
-# The share of a value's variance that is left by levels over its range: the error of b bits is uniform, its
-# variance falls with the square of their number.
+# Bits -> share of a value's variance that quantization keeps: the error of b bits is uniform over a step, so
+# its variance falls with the square of the number of levels.
 KEPT: Mapping[int, float] = MappingProxyType({bits: 1 - 1 / (2**bits - 1) ** 2 for bits in WIDTHS})
 
 
 def chunk_mass(mass: np.ndarray, count: int, chunk_tokens: int) -> np.ndarray:
-    """The attention that each of the first `count` chunks got, `[N]` float64, from that of each position
-    (`KVCache.mass`, `[>= N·C]`)."""
+    """The attention mass of the first `count` chunks, `[N]` float64, from that of positions (`KVCache.mass`,
+    `[>= N·C]`)."""
     whole = np.asarray(mass[: count * chunk_tokens], np.float64)
     return whole.reshape(count, chunk_tokens).sum(1)
 
@@ -37,16 +38,18 @@ def sightings(
     heads: Sequence[int],
     windows: Sequence[int],
 ) -> np.ndarray:
-    """How often tokens of each chunk could be seen, `[N]` float64: the mass that they would get if nobody
-    attended to anything else.
+    """How many (query, token) pairs each chunk has, over heads and layers: the greatest mass that it can get.
 
     Args:
-      first: the position of the first token that was a query.
-      length: one more than that of the last.
-      count: of the chunks, from position 0 on (N).
-      chunk_tokens: of a chunk.
-      heads: query heads of each layer.
-      windows: of each layer, how many positions a query sees at most, itself included; 0 for all.
+      first: position of the first query.
+      length: position of the last query, plus one.
+      count: number of chunks, from position 0 on (N).
+      chunk_tokens: tokens of a chunk (C).
+      heads: per layer, query heads.
+      windows: per layer, how many positions a query attends to at most, its own included; 0 for all.
+
+    Returns:
+      `[N]` float64.
     """
     token = np.arange(count * chunk_tokens)
     begin = np.maximum(first, token)
@@ -65,18 +68,18 @@ def allocate(
     kept: Mapping[int, float] = KEPT,
     most: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Bits of each chunk, so that most information is kept under an average ratio.
+    """Bits of each chunk that keep the most information under an average ratio.
 
     Maximises `sum(density·kept[bits])` subject to `mean(RATIOS[bits]) <= ratio`, over all pairs of
-    thresholds: exactly, in the time of sorting.
+    thresholds. The result is exact, and takes the time of a sort.
 
     Args:
       density: `[N]` of the chunks, oldest first.
       ratio: bytes of all chunks relative to 8 bits, between 0.25 and 1.
-      newest: so many of the last chunks stay at 8 bits, as far as the ratio allows: what was said last has
-        not been seen by enough rows to be judged.
-      kept: of information, by bits.
-      most: `[N]`, bits that each chunk may have at most: what they leave of its share goes to others, the
+      newest: this many of the last chunks stay at 8 bits, as far as the ratio allows: too few queries have
+        attended to them to estimate their density.
+      kept: bits -> share of information kept.
+      most: `[N]`, the most bits that each chunk may have; bytes that this saves go to the other chunks, the
         densest first.
 
     Returns:
@@ -89,13 +92,14 @@ def allocate(
         raise ConfigError(f"chunks take between {RATIOS[2]} and 1 of the bytes of 8 bits, got {ratio!r}")
     density = np.asarray(density, np.float64)
     if density.ndim != 1 or not np.all(np.isfinite(density)):
-        raise ConfigError("densities must be a row of finite numbers")
+        raise ConfigError("densities must be a one-dimensional array of finite numbers")
     count = len(density)
-    # In quarters of 8 bits a chunk costs 4, 2 or 1; rounded against sums that come out a hair too small.
+    # A chunk of 8, 4 or 2 bits costs 4, 2 or 1 quarters. The epsilon guards against sums just below an
+    # integer.
     quarters = int(np.floor(4 * ratio * count + 1e-9))
     newest = min(newest, count)
     age = np.arange(count)[::-1]
-    # The newest first, then the densest, of equals the newer.
+    # The newest chunks first, then by density, of equals the newer one.
     order = np.lexsort((age, -density, age >= newest))
     worth = np.concatenate([[0.0], np.cumsum(density[order])])
     wide = np.arange(count + 1)
@@ -115,7 +119,7 @@ def allocate(
 
 
 def _under(bits: np.ndarray, most: np.ndarray, order: np.ndarray, quarters: int) -> np.ndarray:
-    """Bits under those that chunks may have at most, and others raised by what that leaves, in an order."""
+    """Limits bits to `most`, and spends the saved quarters on the other chunks in `order`."""
     bits = np.minimum(bits, most)
     left = quarters - int(sum(4 * RATIOS[int(each)] for each in bits))
     for chunk in order:

@@ -1,8 +1,8 @@
-"""Reading a Hugging Face `config.json` so that no key which changes the mathematics goes unseen.
+"""Reads a Hugging Face `config.json` and refuses keys that it does not understand.
 
-Every look-up records its key. What is left at the end is either inert (it cannot change the logits at
-inference), absent in effect (null or false), named by the caller as one to ignore, or an error: a
-config that was half understood would load and answer nonsense.
+Every look-up records its key. A key that is left at the end must be inert (it cannot change the logits at
+inference), null or false, or named by the caller as one to ignore; any other is an error, because a config
+that is understood in part loads and gives nonsense.
 """
 
 import sys
@@ -12,7 +12,7 @@ from typing import Any
 from jaxllm.config import MAX_DIMENSION
 from jaxllm.errors import ConfigError
 
-# None of these changes the logits.
+# Keys that do not change the logits.
 # fmt: off
 INERT_KEYS = frozenset({
     # Book-keeping.
@@ -61,7 +61,7 @@ class ConfigReader:
         """A whole number."""
         value = self._value(key, default)
         valid = isinstance(value, int) and not isinstance(value, bool)
-        # Bounded, because some of them become the length of a list.
+        # Bounded, because some values become the length of a list.
         if not valid or abs(value) > MAX_DIMENSION:
             raise self._wrong(key, value, f"a whole number of at most {MAX_DIMENSION}")
         return value
@@ -74,7 +74,7 @@ class ConfigReader:
         """A finite number."""
         value = self._value(key, default)
         valid = isinstance(value, int | float) and not isinstance(value, bool)
-        # False for NaN and infinities, and safe for whole numbers that no float can hold.
+        # False for NaN and infinities; `math.isfinite` would raise for integers that no float can represent.
         if not valid or not abs(value) <= sys.float_info.max:
             raise self._wrong(key, value, "a finite number")
         return float(value)
@@ -132,7 +132,7 @@ class ConfigReader:
     def only(self, key: str, allowed: Collection[Any], why: str) -> None:
         """Refuses every value of `key` but those in `allowed`; an absent key is fine."""
         value = self._value(key, _MISSING)
-        # 1 == True in Python, and a config that says one where the other is meant is malformed.
+        # 1 == True in Python, but a config with one in place of the other is malformed.
         same = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
         if value is not _MISSING and not same:
             choices = " or ".join(repr(each) for each in allowed)
@@ -141,14 +141,14 @@ class ConfigReader:
             )
 
     def finish(self, *, inert_keys: Collection[str] = (), ignore_keys: Collection[str] = ()) -> None:
-        """Checks that nothing is left which could change the mathematics.
+        """Checks that no key is left that could change the mathematics.
 
         Args:
           inert_keys: further keys that cannot change the logits.
-          ignore_keys: keys that the user takes the responsibility for.
+          ignore_keys: unknown keys that the user asked to ignore.
 
         Raises:
-          ConfigError: a key is unknown, or one of `ignore_keys` is understood and would be in use.
+          ConfigError: a key is unknown, or one of `ignore_keys` is understood and in use.
         """
         for key, value in self._config.items():
             name = self._path + key
@@ -159,7 +159,7 @@ class ConfigReader:
                         "take it off the list of ignored keys"
                     )
                 continue
-            # `is`, because 0 == False and a zero may well mean something.
+            # `is`, because 0 == False, and a zero may have a meaning.
             if key in INERT_KEYS or key in inert_keys or name in ignore_keys:
                 continue
             if value is not None and value is not False:
@@ -183,6 +183,6 @@ def _short(value: Any) -> str:
     try:
         shown = repr(value)
     except ValueError:
-        # Python does not print whole numbers of thousands of digits.
+        # Python refuses to print integers of thousands of digits.
         return "a number of thousands of digits"
     return shown if len(shown) <= 80 else shown[:77] + "..."

@@ -1,7 +1,7 @@
-"""The decoder that every architecture here shares: its forward with a cache, and over whole documents.
+"""The decoder that all architectures share: its forward pass with a cache, and over whole documents.
 
-Architectures differ only in `ModelConfig`; each file beside this one translates a checkpoint format
-into it. Parameters are those of `parameters.py`.
+Architectures differ only in `ModelConfig`; each file in `architectures/` translates a checkpoint format into
+it. Parameters are those of `parameters.py`.
 """
 
 import dataclasses
@@ -12,27 +12,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.documents import Branches, document_positions
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
+from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.kv.cache import KVCache, Places
-from jaxllm.layers import (
-    normalize,
-)
-from jaxllm.linear import embed, to_units
-from jaxllm.models.block import (
+from jaxllm.models.layer import (
     Attend,
     attend_cache,
     attend_documents,
     attended,
     chosen_experts,
-    rotary_tables_of,
+    rotary_by_rope,
     run_layer,
 )
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.used_units import PARAMETER
+from jaxllm.nn.documents import Branches, document_positions
+from jaxllm.nn.layers import (
+    normalize,
+)
+from jaxllm.nn.linear import embed, to_units
 
 
 @overload
@@ -72,11 +73,11 @@ def forward(
 
     Args:
       params: see the module docstring; leaves may be quantized.
-      tokens: `[B, T]` int32, ids in [0, V). They follow the `cache.length` tokens already seen.
-      cache: where past keys and values are; None attends within `tokens` alone (training).
+      tokens: `[B, T]` int32, ids in [0, V). They follow the `cache.length` tokens in the cache.
+      cache: past keys and values; None attends within `tokens` alone (training).
       cfg: the model.
-      valid: int32 scalar, how many of the T tokens are real; the rest is padding at the end, written
-        nowhere. None means all.
+      valid: int32 scalar, how many of the T tokens are real; the rest is padding at the end, which is not
+      written to the cache. None: all are real.
       dtype: of the activations.
 
     Returns:
@@ -85,6 +86,10 @@ def forward(
     """
     if cache is None:
         return forward_documents(params, tokens, cfg=cfg, dtype=dtype), None
+    axes = Axes("forward", H=cfg.head_dim)
+    axes.check(jnp.int32, "B T", tokens=tokens)
+    axes.check(jnp.int32, "", valid=valid)
+    cache.check(axes)
     count = tokens.shape[1]
     padded = valid is not None
     at = Places.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
@@ -102,13 +107,17 @@ def forward_at(
     dtype: jnp.dtype = jnp.float32,
     padded: bool = True,
 ) -> tuple[jax.Array, KVCache]:
-    """`forward` of tokens that stand anywhere in a cache, whose length it leaves as it is.
+    """`forward` of tokens at any positions of a cache; the cache's length stays unchanged.
 
     Args:
       params, tokens, cache, cfg, dtype: see `forward`.
-      at: where the tokens stand (see `forward_layer`).
-      padded: whether some tokens may not be real.
+      at: positions of the tokens (see `forward_layer`).
+      padded: whether some tokens may be padding.
     """
+    axes = Axes("forward_at", H=cfg.head_dim)
+    axes.check(jnp.int32, "B T", tokens=tokens)
+    at.check(axes)
+    cache.check(axes)
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
     kept, mass = [], cache.mass
     for layer in range(cfg.layers):
@@ -128,7 +137,7 @@ def embed_tokens(
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
 ) -> jax.Array:
-    """What the first layer takes, `[B, T, D]`, for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`."""
+    """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`."""
     x = embed(tokens, params["embed.tokens"], dtype)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)
@@ -148,24 +157,24 @@ def forward_layer(
     layer: int,
     padded: bool = True,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
-    """One layer over new tokens anywhere in a cache: what `forward` does with each.
+    """One layer of `forward`, over new tokens at any positions of a cache.
 
-    The tokens need not follow one another: each attends to every position up to its own, which must hold
-    keys and values by then, and gets those of its own. Those of a tree come out as each would alone, to the
-    bit where native kernels compute them.
+    The positions need not be consecutive. Keys and values of the new tokens are written first; then each
+    token attends to every position up to its own, all of which must be filled by then. Nodes of a tree give
+    what each would give alone, bit for bit where native kernels compute them.
 
     Args:
-      params: at least the layer's.
+      params: at least the layer's parameters.
       x: `[B, T, D]`, the layer's input.
-      at: where the tokens stand.
+      at: positions of the tokens.
       past: keys and values of this layer `[B, K, S, H]`.
-      mass: see `KVCache`; None where nobody asked for it.
+      mass: see `KVCache`; None if attention mass is not counted.
       cfg: the model.
       layer: its index.
-      padded: whether some tokens may not be real.
+      padded: whether some tokens may be padding.
 
-    Returns:
-      The next layer's input, keys and values with the new rows, and the mass with these tokens' share.
+      Returns:
+      The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
     live = jnp.arange(x.shape[1], dtype=jnp.int32) < at.valid if padded else None
@@ -187,7 +196,7 @@ def forward_to_experts(
     """`forward_layer` of a sparse layer up to its experts.
 
     Returns:
-      What the experts take, whom the tokens visit, keys and values, and the mass.
+      The input of the experts, the routing of the tokens, the updated keys and values, and the updated mass.
     """
     weights = LayerParams(params, f"layers.{layer}.")
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
@@ -206,18 +215,19 @@ def forward_documents(
     remat: bool = False,
     differentiable: bool = True,
 ) -> jax.Array:
-    """Hidden states of whole documents, packed one behind the other: what training differentiates.
+    """Hidden states of whole documents, packed one after the other, as training needs them.
 
     Args:
       params: see `parameters.py`; leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V).
-      starts: `[B, T]` int32, where in its row the document of each token begins. Tokens attend within their
-        document and positions count from its beginning. None: a row is one document.
-      branches: documents with several ends; None: they have one.
+      starts: `[B, T]` int32, per token the index in the sequence where its document begins. Tokens attend
+        within
+      their document, and positions count from its beginning. None: a sequence is one document.
+      branches: see `jaxllm.nn.documents`; None: documents do not branch.
       cfg: the model.
       dtype: of the activations.
-      remat: keep only each layer's input for the backward pass, and compute the rest again.
-      differentiable: whether gradients may be asked for; False reads fewer experts.
+      remat: keep only each layer's input for the backward pass, and recompute the rest.
+      differentiable: whether gradients may be taken; False reads only the experts that tokens visit.
 
     Returns:
       Hidden states after the final norm `[B, T, D]`.
@@ -234,11 +244,11 @@ def forward_documents_with_routing(
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
 ) -> tuple[jax.Array, Routing]:
-    """`forward_documents`, and what the routers decided, for losses and statistics.
+    """`forward_documents`, and the routing of all tokens, for losses and statistics.
 
     Returns:
-      Hidden states, and the routing of all tokens with the sparse layers in front: logits
-      `[L_sparse, B, T, E]`, ids and weights `[L_sparse, B, T, k]`.
+      Hidden states, and the routing, stacked over sparse layers: logits `[L_sparse, B, T, E]`, ids and
+        weights `[L_sparse, B, T, k]`.
 
     Raises:
       ConfigError: the model has no experts.
@@ -260,16 +270,20 @@ def _forward_documents(
     differentiable: bool,
 ) -> tuple[jax.Array, list[Routing]]:
     """`forward_documents`, and the routing of each sparse layer."""
+    axes = Axes("forward_documents")
+    axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
+    if branches is not None:
+        branches.check(axes)
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
     positions = document_positions(starts, branches)
-    tables = rotary_tables_of(positions, cfg)
+    rotaries = rotary_by_rope(positions, cfg)
     x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype)
     routings = []
     for layer in range(cfg.layers):
         attend = functools.partial(
             attend_documents,
             cfg=cfg,
-            table=tables.get(cfg.layer_rope(layer)),
+            rotary=rotaries.get(cfg.layer_rope(layer)),
             starts=starts,
             branches=branches,
             window=cfg.attention_windows[layer],
@@ -278,7 +292,7 @@ def _forward_documents(
         run = functools.partial(
             _document_layer, cfg=cfg, layer=layer, attend=attend, differentiable=differentiable
         )
-        # What is computed again must be told from what is kept: a layer takes its own parameters alone.
+        # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
         weights = {name: params[name] for name in params if name.startswith(prefix) or name == PARAMETER}
         x, routing = (jax.checkpoint(run) if remat else run)(weights, x)
         routings += [] if routing is None else [routing]
@@ -287,8 +301,9 @@ def _forward_documents(
 
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig, rowwise: bool = False) -> jax.Array:
     """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` see `linear.py`."""
-    table = params["embed.tokens" if cfg.tied_head else "head"]
-    out = to_units(hidden, table, rowwise=rowwise).astype(jnp.float32)
+    Axes("logits", D=cfg.hidden_size).check(jnp.floating, "... D", hidden=hidden)
+    head = params["embed.tokens" if cfg.tied_head else "head"]
+    out = to_units(hidden, head, rowwise=rowwise).astype(jnp.float32)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)
         out = jnp.tanh(out / cap) * cap

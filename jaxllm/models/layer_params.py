@@ -1,13 +1,13 @@
-"""The parameters of one layer, by their names within it."""
+"""Looks up the parameters of one layer by their names within it."""
 
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.layers import Norm
+from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import Norm
 from jaxllm.quant import Weight
-from jaxllm.used_units import PARAMETER
 
 
 class LayerParams:
@@ -21,13 +21,14 @@ class LayerParams:
 
     @property
     def counts(self) -> jax.Array | None:
-        """Of all layers, where units are used in part (see `jaxllm.used_units`)."""
+        """Counts of used units of all layers, where units are used in part (see
+        `jaxllm.kernels.used_units`)."""
         found = self._params.get(PARAMETER)
         assert found is None or isinstance(found, jax.Array | np.ndarray)
         return found
 
     def vector(self, name: str) -> jax.Array | None:
-        """A parameter that is no matrix; None where the model has none."""
+        """A parameter that is a vector, such as a bias; None if the model does not have it."""
         found = self._params.get(self._prefix + name)
         assert found is None or isinstance(found, jax.Array | np.ndarray)
         return found

@@ -1,4 +1,4 @@
-"""Sliding-window attention by layer, between Hugging Face configs and `attention_windows`."""
+"""Translates sliding-window attention by layer between Hugging Face configs and `attention_windows`."""
 
 from collections.abc import Sequence
 
@@ -11,12 +11,13 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def read_windows(
     reader: ConfigReader, *, layers: int, window: int | None, slides: Sequence[bool]
 ) -> tuple[int, ...]:
-    """`attention_windows` from `layer_types`, or where a config has none, from the usual pattern.
+    """`attention_windows` from `layer_types`, or from the architecture's usual pattern if the config has
+    none.
 
     Args:
       reader: at the top level of the config.
       layers: L.
-      window: length of the sliding layers' window; None where the config switches it off.
+      window: window of sliding layers in tokens; None if the config switches it off.
       slides: the architecture's usual pattern, one entry per layer.
 
     Raises:

@@ -31,14 +31,14 @@ Role = Literal["embed", "to_units", "from_units", "vector"]
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """Shape of one parameter and the part it plays (which decides how it may be quantized)."""
+    """Shape of one parameter, and its role, which decides how it may be quantized."""
 
     shape: tuple[int, ...]
     role: Role
 
 
 def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """Every parameter of the model, layer by layer, in the order in which a step reads them."""
+    """Specs of every parameter of the model by name, in the order in which a forward pass uses them."""
     width = cfg.hidden_size
     specs = {"embed.tokens": ParamSpec((cfg.vocab_size, width), "embed")}
     if cfg.learned_positions:
@@ -59,7 +59,7 @@ def expert_parameter(name: str, expert: int) -> str:
 
 
 def specs_apart(cfg: ModelConfig) -> dict[str, ParamSpec]:
-    """`param_specs` where each expert is stored by itself, behind the other parameters of its layer."""
+    """`param_specs` with each expert stored by itself, after the other parameters of its layer."""
     specs: dict[str, ParamSpec] = {}
     stacks: dict[str, ParamSpec] = {}
     for name, spec in param_specs(cfg).items():
@@ -124,7 +124,7 @@ def _ffn_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
 def _expert_specs(cfg: ModelConfig, neurons: int) -> dict[str, ParamSpec]:
     shape = (cfg.experts, neurons, cfg.hidden_size)
     return {
-        # Small, and what it rounds away decides which experts run: never quantized.
+        # Never quantized: it is small, and rounding it would change which experts run.
         "router": ParamSpec((cfg.experts, cfg.hidden_size), "vector"),
         "experts.gate": ParamSpec(shape, "to_units"),
         "experts.up": ParamSpec(shape, "to_units"),
@@ -148,12 +148,12 @@ def init_param(cfg: ModelConfig, name: str, key: jax.Array, dtype: jnp.dtype) ->
         return jnp.zeros(spec.shape, dtype)
     if name.startswith("embed.") or name == "head":
         return jax.random.normal(key, spec.shape, dtype) * np.asarray(0.02, dtype)
-    # An expert contracts its own neurons, a kv head's output those of all heads.
+    # Fan-in of `from_units`: the neurons of one expert, or all heads of the attention output.
     units = spec.shape[1:-1] if ".experts." in name else spec.shape[:-1]
     fan_in = int(np.prod(units)) if spec.role == "from_units" else spec.shape[-1]
     deviation = fan_in**-0.5
     if spec.role == "from_units":
-        # Residual branches add up over 2·L blocks (GPT-2's scaling).
+        # GPT-2's scaling: residual branches add up over 2·L blocks.
         deviation *= (2 * cfg.layers) ** -0.5
     return jax.random.normal(key, spec.shape, dtype) * np.asarray(deviation, dtype)
 
@@ -164,7 +164,7 @@ def parameter_count(cfg: ModelConfig) -> int:
 
 
 def active_parameter_count(cfg: ModelConfig) -> int:
-    """Number of scalar parameters that one token uses: all, but of each layer's experts only its k."""
+    """Number of scalar parameters that one token uses: of each layer's experts only the k that it visits."""
     idle = cfg.experts - cfg.experts_per_token
     return sum(
         int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if ".experts." in name else spec.shape))

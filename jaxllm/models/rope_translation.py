@@ -1,8 +1,8 @@
-"""Rotary embeddings between Hugging Face configs and `RopeConfig`.
+"""Translates rotary embeddings between Hugging Face configs and `RopeConfig`.
 
-Two spellings exist: top-level `rope_theta` with an optional `rope_scaling` object, and since
-transformers 5 one `rope_parameters` object that holds both. Both are read, with the precedence that
-transformers gives them; the older one is written because every version reads it.
+Two spellings exist: top-level `rope_theta` with an optional `rope_scaling` object, and since transformers 5
+one `rope_parameters` object with both. Both are read, with the precedence that transformers gives them; the
+older one is written because every version of transformers reads it.
 """
 
 import math
@@ -22,10 +22,9 @@ def read_rope(
 
     Args:
       reader: at the top level of the config.
-      head_dim: H, all of whose dimensions turn but for a `partial_rotary_factor`.
-      window_tokens: `max_position_embeddings`, where scalings take their original window from when
-        they name none.
-      theta: base where the config names none.
+      head_dim: H; all dimensions are rotated unless there is a `partial_rotary_factor`.
+      window_tokens: `max_position_embeddings`, the default of a scaling's original window.
+      theta: base if the config has none.
 
     Raises:
       ConfigError: a scaling kind that is not supported, or one whose numbers are missing or wrong.
@@ -33,7 +32,7 @@ def read_rope(
     section = sole_rope_section(reader)
     theta = reader.number("rope_theta", theta)
     partial = reader.number("partial_rotary_factor", 1.0)
-    # Phi-3 and some fine-tuned models keep it beside the section, where it takes precedence.
+    # Phi-3 and some fine-tuned models have this key at the top level, where it takes precedence.
     original = reader.optional_integer("original_max_position_embeddings")
     return read_rope_section(
         section,
@@ -69,11 +68,11 @@ def read_rope_section(
 
     Args:
       section: the object; it may be empty.
-      theta: base where the object names none.
+      theta: base if the object has none.
       head_dim: H.
       window_tokens: `max_position_embeddings`.
-      partial: share of the head that turns, where the object names none.
-      original: window of pre-training, where it is known from outside of the object.
+      partial: share of the head's dimensions that are rotated, if the object has none.
+      original: window of pre-training, if it is known from outside of the object.
     """
     older_name = section.text("type", "default")
     kind = section.text("rope_type", older_name)
@@ -104,7 +103,7 @@ def read_rope_section(
             rope[key] = _given(kind, key, numbers[key])
     if kind == "yarn":
         rope |= {
-            # Zero means unset to transformers.
+            # transformers takes zero for unset.
             "beta_fast": numbers["beta_fast"] or 32.0,
             "beta_slow": numbers["beta_slow"] or 1.0,
             "attention_factor": _yarn_attention_factor(rope["factor"], numbers),
@@ -116,18 +115,18 @@ def read_rope_section(
 
 
 def refuse_partial(rope: RopeConfig, head_dim: int) -> None:
-    """Refuses a rotary embedding that leaves dimensions of the head unturned."""
+    """Raises ConfigError for a rotary embedding that does not rotate all dimensions of the head."""
     if rope.dim != head_dim:
         raise ConfigError(
-            f"partial_rotary_factor makes {rope.dim} of {head_dim} head dimensions turn, which this "
-            "model_type does not do; remove the key"
+            f"partial_rotary_factor rotates {rope.dim} of {head_dim} head dimensions, but this model_type "
+            "rotates all of them; remove the key"
         )
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """The keys `rope_theta` and, where there is a scaling, `rope_scaling`.
 
-    The share of the head that turns is the caller's to write: it is a fact about the architecture.
+    The caller writes the share of rotated dimensions, whose key depends on the architecture.
     """
     if rope.kind == "default":
         return {"rope_theta": rope.theta}
@@ -165,7 +164,7 @@ def _given(kind: str, key: str, value: float | None) -> float:
 
 
 def _yarn_attention_factor(factor: float, numbers: dict[str, float | None]) -> float:
-    """Given, or YaRN's 0.1·ln(factor) + 1, or DeepSeek's ratio of two of those."""
+    """The attention factor: as given, or YaRN's 0.1·ln(factor) + 1, or DeepSeek's ratio of two of these."""
     if (given := numbers["attention_factor"]) is not None:
         return given
 

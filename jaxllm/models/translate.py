@@ -1,8 +1,8 @@
-"""What an architecture file provides: its config and its tensors, in both directions.
+"""Translates configs and tensors of an architecture from and to Hugging Face's form.
 
-A checkpoint tensor holds one or more of our parameters (see `decoder.py`) as consecutive blocks of
-rows, stored as they are (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between
-Hugging Face's layouts and ours: heads and kv-groups are reshapes of rows.
+A checkpoint tensor is one or more of our parameters (see `parameters.py`) as consecutive blocks of rows,
+stored as they are (`[rows, D]`) or transposed (`[D, rows]`). Nothing else differs between Hugging Face's
+layouts and ours: heads and kv groups are reshapes of rows.
 """
 
 import dataclasses
@@ -36,19 +36,24 @@ _ACTIVATION_NAMES: dict[Activation, str] = {
 
 
 class Sliceable(Protocol):
-    """A stored tensor that is read by slices: an array, or a lazy view of a file."""
+    """A stored tensor that can be read by slices: an array, or a lazy view of a file."""
 
     def __getitem__(self, index: Any, /) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """One checkpoint tensor and the parameters of ours that are blocks of its rows.
+    """One checkpoint tensor, and our parameters that are blocks of its rows.
 
-    `skip_rows` leading rows are padding that the model never reads. `plus_one` marks norm weights
-    stored as w where the model multiplies by 1 + w. `in_body` is False for a name that takes no
-    prefix (the head). A name with `{expert}` stands for one tensor per expert, each holding that entry of
-    the leading axis of its parameters; `expert` is its number once the name is filled in.
+    Attributes:
+      name: in the checkpoint. With `{expert}` in it, it stands for one tensor per expert, each of them one
+        entry of the leading axis of its parameters.
+      params: names of our parameters, in the order of their rows.
+      transposed: whether rows are columns in the checkpoint.
+      skip_rows: leading rows that are padding, which the model never reads.
+      plus_one: whether a norm's weight is stored as w where the model multiplies by 1 + w.
+      in_body: False for a name without the checkpoint's prefix (the head).
+      expert: number of the expert, once the name is filled in.
     """
 
     name: str
@@ -68,18 +73,18 @@ class Tensor:
         return (width, rows) if self.transposed else (rows, width)
 
     def read(self, stored: Sliceable, param: str, specs: Mapping[str, ParamSpec]) -> np.ndarray:
-        """Our parameter `param` (its entry for `expert`) out of this tensor, reading no other rows of it."""
+        """Our parameter `param` (its entry for `expert`) from this tensor; no other rows are read."""
         start = self.skip_rows
         for name in self.params[: self.params.index(param)]:
             start += self._rows(name, specs)
         rows = slice(start, start + self._rows(param, specs))
         block = stored[:, rows].T if self.transposed else stored[rows]
         block = np.ascontiguousarray(block).reshape(self._block_shape(param, specs))
-        # In float32: 1 + w in bfloat16 would lose most of w.
+        # In float32, because 1 + w in bfloat16 loses most bits of w.
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
 
     def write(self, params: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> np.ndarray:
-        """The checkpoint's tensor, from our parameters: the inverse of `read`."""
+        """The checkpoint tensor from our parameters: the inverse of `read`."""
         width = () if _is_vector(self.params[0]) else specs[self.params[0]].shape[-1:]
         parts = [params[name] if self.expert is None else params[name][self.expert] for name in self.params]
         blocks = [np.asarray(part).reshape(-1, *width) for part in parts]
@@ -101,19 +106,19 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One Hugging Face `model_type` over the shared decoder.
+    """One Hugging Face `model_type` on the shared decoder.
 
     Attributes:
-      model_type: as in config.json, and in `ModelConfig.model_type`.
-      read_config: config.json to ModelConfig.
+      model_type: as in config.json and in `ModelConfig.model_type`.
+      read_config: config.json -> ModelConfig.
       write_config: the inverse, without the keys that every architecture has.
-      class_name: of the Hugging Face class, for `architectures`.
-      top_tensors: outside of the layers.
-      layer_tensors: of one layer; names on both sides are relative to the layer.
-      layer_prefix: of a layer's checkpoint names, with `{}` for its number.
-      prefixes: that a checkpoint's names may carry, the usual one first.
-      inert_keys: of this architecture alone, which cannot change the logits.
-      buffers: endings of checkpoint names that hold no parameters.
+      class_name: name of the Hugging Face class, for the key `architectures`.
+      top_tensors: tensors outside of the layers.
+      layer_tensors: tensors of one layer; names on both sides are relative to the layer.
+      layer_prefix: prefix of a layer's checkpoint names, with `{}` for its number.
+      prefixes: prefixes that a checkpoint's names may have, the usual one first.
+      inert_keys: keys of this architecture that cannot change the logits.
+      buffers: endings of checkpoint names that are no parameters.
     """
 
     model_type: str
@@ -132,7 +137,7 @@ class Architecture:
 
         Args:
           config: the JSON object.
-          ignore_keys: unknown keys that the caller knows to be harmless.
+          ignore_keys: unknown keys to ignore.
 
         Raises:
           ConfigError: a key is unknown, or its value is not supported or malformed.
@@ -154,7 +159,7 @@ class Architecture:
         """A config.json that `config_from_hf` reads back as `cfg`.
 
         Raises:
-          ConfigError: this model_type has no words for some field of `cfg`.
+          ConfigError: configs of this model_type cannot express some field of `cfg`.
         """
         written = {
             "architectures": [self.class_name],
@@ -175,13 +180,13 @@ class Architecture:
         return written
 
     def tensors(self, cfg: ModelConfig) -> list[Tensor]:
-        """All checkpoint tensors of a model, with full names but for the prefix."""
+        """All checkpoint tensors of a model, with full names without the checkpoint's prefix."""
         specs = param_specs(cfg)
         found = [tensor for tensor in self.top_tensors if tensor.params[0] in specs]
         for layer in range(cfg.layers):
             for tensor in self.layer_tensors:
                 params = tuple(f"layers.{layer}.{name}" for name in tensor.params)
-                # The tables list what a layer may have; the specs say what this model's layers have.
+                # `layer_tensors` lists what a layer may have; `specs` what this layer has.
                 if params[0] in specs:
                     name = self.layer_prefix.format(layer) + tensor.name
                     found += _by_expert(dataclasses.replace(tensor, name=name, params=params), cfg)

@@ -1,7 +1,8 @@
-"""How weights are stored: their widths (`formats`), the native kernels' order (`blocks`), what else a weight
-may be (`weights`), parts of it (`parts`) and reading it (`reading`). Products are in `linear.py`."""
+"""Storage of weights: widths (`formats`), the native kernels' order (`blocks`), types of weights (`weights`),
+parts of weights (`parts`) and dequantization (`dequantize`). Products are in `jaxllm/nn/linear.py`."""
 
 from jaxllm.quant.blocks import PANEL, BlockedArray, blocked_shapes, from_blocks, to_blocks
+from jaxllm.quant.dequantize import contracted_rows, dequantize, embedding_rows, unpack_int2, unpack_int4
 from jaxllm.quant.formats import (
     BITS,
     GROUPS,
@@ -14,7 +15,6 @@ from jaxllm.quant.formats import (
     quantize,
 )
 from jaxllm.quant.parts import by_form, entry_of_form, first_units, narrow, sliced, take_units, unit_at
-from jaxllm.quant.reading import contracted_rows, dequantize, embedding_rows, unpack_int2, unpack_int4
 from jaxllm.quant.weights import (
     Adapted,
     AdaptedFromBuffer,

@@ -1,13 +1,13 @@
-"""The order in which native kernels read quantized weights: blocks of 16 outputs × 32 inputs.
+"""Quantized weights in the order of the native kernels: blocks of 16 outputs × 32 inputs.
 
 Within a block the four inputs of an output are adjacent, `[8, 16, 4]` (inputs by four, outputs, inputs),
 which is the operand that byte-product instructions take, on x86 and Arm alike. At 4 bits two quarters of
 four inputs share their bytes: `[4, 16, 4]`, the low nibbles first, stored plus 8. At 2 bits four quarters do:
 `[2, 16, 4]`, the lowest bits first, as codes 0 to 3 for the levels -3, -1, 1 and 3.
 
-Blocks lie output panel by output panel where units are outputs, and input block by input block where
-units are inputs. Either way the first n units are the first bytes, so that a smaller model reads a
-prefix of the same buffer (`take_units` in `weights.py`) and nothing is copied.
+Blocks are stored output panel by output panel where units are outputs, and input block by input block where
+units are inputs. In both cases the first n units are the first bytes of the buffer, so that a sub-model uses
+a prefix of it (`take_units` in `parts.py`) and nothing is copied.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ def from_blocks(weight: BlockedArray) -> QArray:
 
 
 def blocked_levels(weight: BlockedArray) -> jax.Array:
-    """The whole numbers that stand for the weight, int8 of its shape. Arrays of the host stay there."""
+    """The weight's integer levels, int8 of its shape. Host arrays stay on the host."""
     if weight.axis == -1:
         rows = _unpack(weight.data, weight.bits)
         rows = rows.reshape(-1, rows.shape[-1])
@@ -144,8 +144,15 @@ def blocked_scales(weight: BlockedArray) -> jax.Array:
 
 
 def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Levels `[*rows.shape, C]` int8 and scales `[*rows.shape, groups]` of rows of a matrix `[R, C]`
-    contracted along its last axis, without reading the others; `rows` in range."""
+    """Rows of a matrix `[R, C]` that is contracted along its last axis; no other rows are read.
+
+    Args:
+      weight: the matrix, `axis` -1.
+      rows: indices of any shape, in range.
+
+    Returns:
+      Levels `[*rows.shape, C]` int8 and scales `[*rows.shape, groups]`.
+    """
     panel, lane = rows // PANEL, rows % PANEL
     columns = weight.shape[-1]
     # [P, B, quarters, 16, 4] at (panel, :, :, lane): the indexed axes come first.
@@ -158,12 +165,16 @@ def take_blocked_rows(weight: BlockedArray, rows: jax.Array) -> tuple[jax.Array,
 
 
 def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
-    """What inputs at `index` `[N]` are multiplied with, `[N, outputs]` float32, reading their blocks alone;
-    `index` in range, along all contracted axes together."""
+    """The weights of some inputs as floats `[N, outputs]` float32; no other blocks are read.
+
+    Args:
+      weight: in blocks.
+      index: `[N]` integers in range, counted over all contracted axes together.
+    """
     last = weight.axis == -1
     length = weight.shape[-1] if last else weight.shape[-2]
     stack, inner = index // length, index % length
-    # [N, P, bits·64] -> [N, P, 16 outputs, 32 inputs] -> the one input of each.
+    # [N, P, bits·64] -> [N, P, 16 outputs, 32 inputs] -> the selected input of each block.
     blocks = weight.data[:, inner // BLOCK].swapaxes(0, 1) if last else weight.data[stack, inner // BLOCK]
     wide = _unpack(blocks[:, :, None], weight.bits)
     levels = jnp.take_along_axis(wide, (inner % BLOCK)[:, None, None, None], axis=-1)[..., 0]
@@ -194,7 +205,7 @@ def _levels(weight: QArray) -> np.ndarray:
 
 
 def _padded(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """Zeros added at the end of the last two axes, up to multiples."""
+    """The matrix with its last two axes zero-padded at the end to multiples of `rows` and `columns`."""
     pad = [(0, 0)] * (matrix.ndim - 2) + [(0, -matrix.shape[-2] % rows), (0, -matrix.shape[-1] % columns)]
     return np.pad(matrix, pad) if any(after for _, after in pad) else matrix
 
@@ -226,8 +237,8 @@ def _unpack(data: jax.Array, bits: int) -> jax.Array:
 
 
 def _levels_of_bytes(data: jax.Array, bits: int, axis: int) -> jax.Array:
-    """Unpacks quarters along `axis`: at 4 bits each becomes its low nibbles, then its high ones, minus 8; at
-    2 bits twice the codes of its lowest bits, and so on, minus 3."""
+    """Unpacks quarters along `axis`. At 4 bits a quarter of bytes becomes two of levels: its low nibbles,
+    then its high nibbles, minus 8. At 2 bits it becomes four, lowest bits first: level = 2 · code - 3."""
     xp = np if isinstance(data, np.ndarray) else jnp
     parts = [(data >> np.uint8(shift)) & np.uint8((1 << bits) - 1) for shift in range(0, 8, bits)]
     together = xp.stack(parts, axis=axis)

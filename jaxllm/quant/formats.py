@@ -1,10 +1,10 @@
-"""Weights at 8, 4 and 2 bits: symmetric linear quantization along the axis that a product contracts.
+"""Quantizes weights to 8, 4 and 2 bits: symmetric and linear, along the axis that a product contracts.
 
-A weight here is `[..., R, C]` with the unit axis leading. Two orientations exist (see `linear.py`):
-contracted along its last axis (`axis=-1`, unit axis = output rows) or along its second-to-last one
-(`axis=-2`, unit axis = reduction). Scales are shared along that axis only, by whole axis (int8 unless
-told otherwise) or by groups of 32 or 64 (int4, int2), so a product can be done in integers and scaled per
-group, and a prefix of units keeps its own scales.
+A weight is `[..., R, C]` with the unit axis leading. It has one of two orientations (see
+`jaxllm/nn/linear.py`): contracted along its last axis (`axis=-1`, units are outputs) or along its
+second-to-last axis (`axis=-2`, units are inputs). Scales are shared along the contracted axis only: one for
+the whole axis (default at 8 bits) or one per group of 32 or 64 inputs (4 and 2 bits). So a product can be
+computed in integers and scaled once per group, and a prefix of units has scales of its own.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from jaxllm.errors import ConfigError
 INT4_GROUP = 32
 Bits = Literal[2, 4, 8]
 BITS: tuple[Bits, ...] = (2, 4, 8)
-# The largest level of each width.
+# The largest magnitude of a level, by bits.
 _TOP_LEVELS = {2: 3.0, 4: 8.0, 8: 127.0}
-# Inputs that may share a float16 scale.
+# Allowed group sizes: inputs that share one float16 scale.
 GROUPS = (32, 64)
-# Candidate shrink factors of the int4 scale: clipping a group's extremes a little often lowers its
-# squared error. Searched offline, once, by `quantize`.
+# Candidate shrink factors of the int4 scale, of which `quantize` takes the best for each group: clipping a
+# group's extremes a little often lowers its squared error.
 _INT4_SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84)
-# The same at 2 bits, whose four levels lie so far apart that more is worth clipping.
+# The same at 2 bits, where coarser levels make more clipping worthwhile.
 _INT2_SHRINK = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QArray:
-    """A quantized weight and how to read it.
+    """A quantized weight: packed levels and their scales.
 
     Invariants: `data` is int8 `[..., R, C]` for 8 bits, uint8 `[..., R, packed_columns(C, bits)]` for
     fewer (see `pack_int4` and `pack_int2`). `scale` has the weight's rank, and `ceil(n/group)` entries
@@ -60,7 +60,8 @@ class QArray:
 
 
 def packed_columns(columns: int, bits: int = 4) -> int:
-    """Bytes that a row of `columns` values of 4 or 2 bits takes: a half or a quarter, in whole groups."""
+    """Bytes of a packed row of `columns` values of 4 or 2 bits: a half or a quarter of them, in whole
+    groups."""
     return -(-columns // (8 // bits * INT4_GROUP)) * INT4_GROUP
 
 
@@ -68,7 +69,7 @@ def pack_int4(values: np.ndarray) -> np.ndarray:
     """Packs integers in [-8, 7], two per byte: `[..., C]` -> uint8 `[..., packed_columns(C)]`.
 
     The low nibbles are the row's first half, the high ones its second (stored plus 8, zero-padded), so
-    that unpacking is two contiguous streams and no interleaving, and no group is cut.
+    that unpacking reads two contiguous streams without interleaving, and no group is split.
     """
     half = packed_columns(values.shape[-1])
     pad = [(0, 0)] * (values.ndim - 1) + [(0, 2 * half - values.shape[-1])]
@@ -79,7 +80,8 @@ def pack_int4(values: np.ndarray) -> np.ndarray:
 def pack_int2(values: np.ndarray) -> np.ndarray:
     """Packs the numbers -3, -1, 1 and 3, four per byte: `[..., C]` -> uint8 `[..., packed_columns(C, 2)]`.
 
-    The lowest bits are the row's first quarter, and so on, as in `pack_int4`; stored as codes 0 to 3.
+    Values are stored as codes 0 to 3; the lowest bits of the bytes are the row's first quarter, the next bits
+    its second quarter, and so on.
     """
     quarter = packed_columns(values.shape[-1], 2)
     pad = [(0, 0)] * (values.ndim - 1) + [(0, 4 * quarter - values.shape[-1])]
@@ -97,17 +99,17 @@ def quantize(
       weight: `[..., R, C]` floats, finite.
       bits: 8, 4 or 2. At 2 bits the levels are -3, -1, 1 and 3, which serve normal weights better than four
         with a zero.
-      axis: the axis a product contracts, -1 or -2.
+              axis: the axis that a product contracts, -1 or -2.
       group: inputs that share a float16 scale, 32 or 64; 0 for one float32 scale per output channel
         (8 bits only). None is 0 for 8 bits and 32 for fewer.
-      per_tensor: one scale for all output channels instead, of 8 bits without groups; it is stored for each
-        of them.
+      per_tensor: one scale for the whole tensor instead, at 8 bits without groups; it is stored once per
+        output channel.
 
     Returns:
-      A QArray of numpy arrays. Error per element is at most half a scale (a whole one at 2 bits, where
-      levels are two apart), but for int4 and int2 values that the chosen scale clips: those of int4 may
-      be two scales further off (the group's squared error is the least of all candidates' even so), more
-      in groups under 1e-3, where float16 scales are coarse.
+      A QArray of numpy arrays. The error of an element is at most half a scale, at 2 bits (levels two apart)
+      a whole
+      one. Values that the chosen int4 or int2 scale clips are off by more: at int4 by up to two scales more,
+        and in groups of values under 1e-3, where float16 scales are coarse, by more than that.
 
     Raises:
       ConfigError: unsupported bits, group or axis, or weights that are not finite or too large to
@@ -127,7 +129,7 @@ def quantize(
         raise ConfigError(
             f"one scale per tensor takes 8 bits without groups, got {bits} in groups of {group}"
         )
-    # Contracted axis last while scales are worked out.
+    # The contracted axis is last until `_back`.
     moved = np.moveaxis(np.asarray(weight, np.float32), axis, -1)
     if not np.isfinite(moved).all():
         raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
@@ -145,7 +147,7 @@ def quantize(
         data = _back(levels.reshape(*moved.shape[:-1], -1)[..., : moved.shape[-1]], axis)
         data = {8: np.asarray, 4: pack_int4, 2: pack_int2}[bits](data)
     return QArray(
-        # Arrays of the host until someone places them.
+        # Host arrays until the caller puts them on a device.
         data=cast(jax.Array, data),
         scale=cast(jax.Array, _back(scale, axis)),
         bits=bits,
@@ -171,7 +173,7 @@ def _in_groups(moved: np.ndarray, group: int) -> np.ndarray:
 
 
 def _int8_levels(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    # Clipped because a subnormal scale is so coarse that its largest weight may be past 127 steps.
+    # A subnormal scale is so coarse that the largest weight may exceed 127 steps: clip.
     return np.clip(np.rint(values / _nonzero(scale)), -127, 127).astype(np.int8)
 
 
@@ -184,8 +186,8 @@ def _int8_by_group(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` of least squared error per group.
 
-    The value of largest magnitude is mapped to -8, the one level without a positive twin, so all 16
-    levels are in use.
+    The value of largest magnitude is mapped to -8, the level without a positive counterpart, so that all 16
+    levels are used.
     """
     index = np.abs(grouped).argmax(-1, keepdims=True)
     extreme = np.take_along_axis(grouped, index, -1)
@@ -197,7 +199,7 @@ def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _best_int2(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same of the levels -3, -1, 1 and 3."""
+    """`_best_int4` with the levels -3, -1, 1 and 3."""
     extreme = np.abs(grouped).max(-1, keepdims=True)
 
     def levels_at(step: np.ndarray) -> np.ndarray:
@@ -209,7 +211,7 @@ def _best_int2(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _best_scale(
     grouped: np.ndarray, scales: Sequence[np.ndarray], levels_at: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of candidates `[..., n, 1]` the scale (float16) whose levels have each group's least squared error."""
+    """The candidate scale (float16) `[..., n, 1]` of least squared error for each group, and its levels."""
 
     def at(candidate: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         scale = candidate.astype(np.float16)

@@ -1,4 +1,4 @@
-"""Parts of a weight, however it is stored: its first units, its rows, one of a stack."""
+"""Takes parts of weights of every storage type: the first units, the first rows, one matrix of a stack."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ from jaxllm.quant.weights import (
 
 
 def take_units(weight: Weight, count: int) -> Weight:
-    """The first `count` units (entries of the leading axis): a smaller model's weight.
+    """The first `count` units (entries of the leading axis): the weight of a sub-model.
 
-    In blocks it is the same buffer under a smaller shape, and nothing is copied. Other forms are sliced.
+    A weight in blocks keeps its buffer under a smaller shape, and nothing is copied. Other types are sliced.
 
     Raises:
       ConfigError: the weight has fewer units.
@@ -52,7 +52,7 @@ def take_units(weight: Weight, count: int) -> Weight:
 
 
 def first_units(weight: Weight, count: int) -> Weight:
-    """`take_units` that leaves all slicing to the graph (see `FirstUnits` and `sliced`)."""
+    """`take_units` with all slicing left to the compiled step (see `FirstUnits` and `sliced`)."""
     if isinstance(weight, Adapted):
         return Adapted(first_units(weight.base, count), weight.left[:, :count], weight.right)
     if isinstance(weight, BlockedArray | FirstUnits):
@@ -61,7 +61,7 @@ def first_units(weight: Weight, count: int) -> Weight:
 
 
 def sliced(weight: Weight) -> Weight:
-    """The weight without `FirstUnits`: their units as weights of their own."""
+    """The weight with every `FirstUnits` replaced by its slice."""
     if isinstance(weight, FirstUnits):
         return take_units(weight.base, weight.units)
     if isinstance(weight, Adapted):
@@ -70,7 +70,11 @@ def sliced(weight: Weight) -> Weight:
 
 
 def narrow(weight: Weight, rows: int) -> Weight:
-    """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone."""
+    """A stack of matrices `[E, R, C]` cut to the first `rows` rows of each.
+
+    Raises:
+      ConfigError: the matrices have fewer rows.
+    """
     if rows == weight.shape[1]:
         return weight
     if not 1 <= rows <= weight.shape[1]:
@@ -81,7 +85,12 @@ def narrow(weight: Weight, rows: int) -> Weight:
 
 
 def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -> ByForm:
-    """Matrices `[R, C]` as one weight, those of a form together; `stack` puts arrays behind one another."""
+    """Matrices `[R, C]` as one weight, grouped by form (type, shapes and dtypes).
+
+    Args:
+      matrices: in order.
+      stack: stacks arrays along a new leading axis.
+    """
     forms: dict[Any, list[Weight]] = {}
     form, at = [], []
     for each in matrices:
@@ -96,15 +105,15 @@ def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -
 
 
 def entry_of_form(weight: ByForm, form: int, index: jax.Array | int) -> Weight:
-    """One matrix `[R, C]` of a form, by its number among them."""
+    """Matrix number `index` `[R, C]` of those of one form."""
     return jax.tree.map(lambda part: part[index], weight.stacks[form])
 
 
 def unit_at(weight: Weight, index: jax.Array) -> Weight:
     """One unit of a stack of matrices: `[R, C]` of a weight `[U, R, C]`, at `index` (int32 scalar, in range).
 
-    Reads that unit alone. In blocks it stays in blocks, but where outputs are R and do not fill whole
-    panels: units then share panels, and the unit comes as rows at 8 bits.
+    No other unit is read. A weight in blocks gives a unit in blocks, with one exception: where R is the
+    output axis and no multiple of a panel, units share panels, and the result is a `QArray` of 8 bits.
     """
 
     def entry(part: jax.Array) -> jax.Array:
@@ -118,7 +127,7 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
         return jax.tree.map(entry, weight)
     units, rows, columns = weight.shape
     if weight.axis == -2:
-        # A matrix is a stack of one.
+        # `BlockedArray` has a matrix as a stack of one.
         data, scale = (entry(part)[None] for part in (weight.data, weight.scale))
         return dataclasses.replace(weight, data=data, scale=scale, shape=(rows, columns))
     if rows % PANEL == 0:

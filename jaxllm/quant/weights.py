@@ -1,4 +1,4 @@
-"""What a weight may be, beside an array of floats or integers."""
+"""Types of weights besides plain arrays: quantized, adapted, and parts of other weights."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ class Bfloat16Bits:
 
 
 class Changed:
-    """A weight that stands for another of its shape, its `base`."""
+    """A weight that wraps another of the same shape, its `base`."""
 
     base: "Weight"
 
@@ -56,8 +56,8 @@ class Changed:
 class Adapted(Changed):
     """A weight and a low-rank change to it: `base + leftᵀ · right` (LoRA, arXiv 2106.09685, eq. 3).
 
-    Ranks lead on both sides, so that a product over units, or to them, runs along memory. Adapters of less
-    rank are filled up with zeros.
+    The rank axis leads in both factors, so that products read them contiguously in either orientation.
+    Adapters of lower rank are zero-padded.
 
     Attributes:
       base: `[*U, D]`, in any form.
@@ -71,12 +71,12 @@ class Adapted(Changed):
 
     @property
     def stacked(self) -> bool:
-        """Whether each of a stack of matrices is changed for itself."""
+        """Whether each matrix of a stack has factors of its own."""
         return self.right.ndim == 3
 
     @property
     def change(self) -> jax.Array:
-        """What is added to the weight, `[*U, D]`."""
+        """The change `leftᵀ · right`, `[*U, D]`."""
         if self.stacked:
             return jnp.matrix_transpose(self.left) @ self.right
         return jnp.moveaxis(self.left, 0, -1) @ self.right
@@ -85,12 +85,12 @@ class Adapted(Changed):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AdaptedFromBuffer(Changed):
-    """`Adapted` whose sides lie in a buffer with those of other weights, for products alone to read.
+    """`Adapted` with factors in a buffer that other weights share; only native products read it there.
 
     Attributes:
       base: `[*U, D]`, in any form, no stack.
-      buffer: `[N]` float32; from `at` on the left side `[r, *U]`, right behind it the right side `[r, D]`.
-      at: where the left side begins.
+      buffer: `[N]` float32; `left` `[r, *U]` from index `at` on, directly followed by `right` `[r, D]`.
+      at: index of the first element of `left`.
       rank: r.
     """
 
@@ -101,12 +101,12 @@ class AdaptedFromBuffer(Changed):
 
     @property
     def right_at(self) -> int:
-        """Where the right side begins."""
+        """Index of the first element of `right`."""
         return self.at + self.rank * math.prod(self.shape[:-1])
 
     @property
     def apart(self) -> Adapted:
-        """The weight with sides of its own, which XLA copies."""
+        """The weight with its factors as arrays of their own, which XLA copies."""
         units, width = self.shape[:-1], self.shape[-1]
         left = self.buffer[self.at : self.right_at].reshape(self.rank, *units)
         right = self.buffer[self.right_at : self.right_at + self.rank * width].reshape(self.rank, width)
@@ -116,9 +116,10 @@ class AdaptedFromBuffer(Changed):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrowed:
-    """A stack of matrices `[E, R, C]` of which each has its first `rows` rows alone: a sub-model's experts.
+    """A stack of matrices `[E, R, C]` with only the first `rows` rows of each: the experts of a sub-model.
 
-    Those rows are no prefix of the stack, so it stays whole, and a matrix is cut when it is taken out.
+    These rows are no prefix of the stack's memory, so the stack stays whole, and a matrix is cut when it is
+    taken.
     """
 
     stack: "Weight"
@@ -138,9 +139,9 @@ class Narrowed:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FirstUnits:
-    """The first units of a weight that stays whole in memory, to be sliced in the graph that uses them.
+    """The first units of a weight that stays whole in memory, sliced in the step that uses them.
 
-    For devices whose compilers slice at no cost, but where a slice outside of a graph would be a copy.
+    For GPU and TPU: their compilers fuse the slice, whereas a slice outside of a compiled step is a copy.
     """
 
     base: "Weight"
@@ -160,14 +161,14 @@ class FirstUnits:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OwnProduct(Changed):
-    """A weight whose products are somebody else's to compute: to annotate them for a compiler, or to observe
-    what passes through them.
+    """A weight with a product function of its own, to annotate products for a compiler or to observe their
+    inputs.
 
     Attributes:
       base: `[*U, D]`.
-      product: called with rows `[M, N]`, the weight as a matrix `[R, C]`, and the axis of it to contract with
-        N, -1 or -2.
-      rows: what rows of the weight are read from, where that is stored otherwise.
+      product: called with activations `[M, N]`, the weight as a matrix `[R, C]`, and the axis of the matrix
+        that is contracted with N, -1 or -2.
+      rows: the same weight in the form that embedding look-ups read, where that is another.
     """
 
     base: "Weight"
@@ -178,7 +179,7 @@ class OwnProduct(Changed):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """A stack of matrices `[E, R, C]` that lie apart, each at a width of its own."""
+    """A stack of matrices `[E, R, C]` in separate buffers, each with a bitwidth of its own."""
 
     matrices: tuple["Weight", ...]
 
@@ -196,13 +197,13 @@ class Apart:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ByForm:
-    """A stack of matrices `[E, R, C]`, each at a width of its own, of which those of a form lie together:
-    graphs have code for each form, however many matrices there are.
+    """A stack of matrices `[E, R, C]` of several bitwidths, stacked by form: a compiled step has code per
+    form, not per matrix.
 
     Attributes:
-      stacks: of each form a matrix `[R, C]` whose arrays have one more axis in front, its matrices.
-      form: of each of the E its form.
-      at: and which of its matrices it is.
+      stacks: per form, its matrices `[R, C]` stacked along a new leading axis.
+      form: per matrix, the index of its form in `stacks`.
+      at: per matrix, its index within the stack of its form.
       shape: `(E, R, C)`.
     """
 

@@ -1,1 +1,1 @@
-"""Speculative decoding with a tree of tokens (LLMCad): what is drafted, in which order, what is accepted."""
+"""Speculative decoding with a token tree (LLMCad): tree, branch pacer, fallback, acceptance."""

@@ -1,8 +1,8 @@
-"""What the target accepts of a token tree, without changing what it would have said alone.
+"""Chooses the target's token after every node of a token tree, without changing the target's answer.
 
-The target chooses behind every node as plain decoding would there: by the same sampler, with the same draw,
-after the same tokens. The answer is then the very one that the target gives without a draft, greedy or not,
-whatever the tree holds.
+After each node the target's token is chosen as in plain decoding: by the same sampler, with the same draw,
+after the same tokens. So the answer is that of the target alone, greedy or sampled, whatever the tree
+contains.
 """
 
 import dataclasses
@@ -10,18 +10,24 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxllm.axes import Axes
 from jaxllm.sampling import SamplerState, likeliest, sample
 from jaxllm.speculative.tree import TokenTree
 
 
 def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:
-    """The token that the target says behind each node, `[N]` int32, or `NO_TOKEN` (see `sample`).
+    """The target's token after each node, `[M]` int32, or `NO_TOKEN` (see `sample`).
 
     Args:
       tree: the tree; the root's token is already counted in `sampler`.
-      logits: `[N, V]` float32, the target's behind each node.
-      sampler: of the sequence up to the root, batch 1.
+      logits: `[M, V]` float32, the target's logits after each node.
+      sampler: state of the sequence up to the root, batch 1.
     """
+
+    axes = Axes("choices", B=1)
+    tree.check(axes)
+    axes.check(jnp.float32, "M V", logits=logits)
+    sampler.check(axes)
 
     def by_sampler(logits: jax.Array) -> jax.Array:
         counts = jax.lax.cond(sampler.penalized, _counted, _as_before, tree, logits, sampler.counts)
@@ -31,7 +37,8 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
             state = dataclasses.replace(sampler, counts=counts[None], drawn=sampler.drawn + depth)
             return sample(row[None], state)[0][0]
 
-        # One after the other: what chooses a token is made for one request, and branches on its options.
+        # A loop, not `vmap`: the sampler branches on a request's options, and `vmap` would compute all
+        # branches.
         return jax.lax.map(at_node, (logits, counts, tree.depths))
 
     plain = (sampler.temperature <= 0) & ~sampler.penalized
@@ -39,13 +46,14 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
 
 
 def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
-    """How often the answer holds each token behind each node, `[N, V]` int32."""
+    """How often each token occurs in the answer after each node, `[M, V]` int32."""
     said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
     of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
     return counts + (said @ of_token).astype(jnp.int32)
 
 
 def _as_before(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
-    """The counts that nobody reads, `[N, V]` int32."""
+    """The root's counts for every node, `[M, V]` int32, for samplings without penalties, which do not read
+    them."""
     del tree
     return jnp.broadcast_to(counts, logits.shape)

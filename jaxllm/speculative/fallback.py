@@ -1,4 +1,4 @@
-"""When drafting gives way to verifying: a threshold that learns from what was right (LLMCad, section 3.3)."""
+"""Decides when to stop drafting and verify, by a self-adaptive threshold (LLMCad, section 3.3)."""
 
 import dataclasses
 import math
@@ -6,13 +6,13 @@ import math
 from jaxllm.errors import ConfigError
 
 START = 0.01
-# Below the first nothing would ever be verified early, above the second nothing drafted.
+# Bounds of alpha: below `LEAST` no tree would be verified early, above `MOST` nothing would be drafted.
 LEAST, MOST = 1e-6, 0.9
 
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """Verify when no branch is more confident than alpha.
+    """The fallback threshold: verify once no branch has a confidence above alpha.
 
     Attributes:
       alpha: in [LEAST, MOST].
@@ -28,8 +28,8 @@ class Fallback:
         """The threshold for the next tree (equation 3).
 
         Args:
-          drafted: tokens on the branch that matches the target best, the root left aside (N_all).
-          correct: how many of them were right (N_correct).
+          drafted: tokens on the branch that matches the target best, without the root (N_all).
+          correct: how many of them were accepted (N_correct).
           confidence: Tc when the tree was verified.
 
         Raises:
@@ -39,8 +39,7 @@ class Fallback:
             raise ConfigError(f"{correct} of {drafted} tokens right at a confidence of {confidence}")
         if correct == drafted:
             return Fallback(max(LEAST, 0.5 * self.alpha))
-        # The surer the draft was of what is wrong, the less the threshold moves: by logarithms, because a
-        # confidence may be as small as floats go.
+        # In logarithms, because a confidence may be as small as the smallest float.
         share = (drafted - correct) / drafted
         power = math.log(self.alpha) - share * math.log(max(confidence, LEAST))
         return Fallback(min(MOST, math.exp(min(power, 0.0))))

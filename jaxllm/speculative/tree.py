@@ -1,10 +1,10 @@
-"""The token tree: several continuations of a sequence in arrays of static size.
+"""The token tree: drafted continuations of a sequence in arrays of static size (LLMCad, arXiv 2309.04255,
+section 3.2).
 
-LLMCad (arXiv 2309.04255, section 3.2). A node is a token behind its parent's; the root is the last token of
-the sequence, which is in no cache yet. Children lie behind their parents, so that the order of nodes is one
-in which they can be fed. In a cache a tree lies behind the sequence, node i in row `length + i`, and what a
-node may attend to beside the sequence is itself and its ancestors: branches share rows, and nothing is copied
-until a path is accepted.
+A node is a token that follows its parent's token. The root is the last token of the sequence, which is in no
+cache yet. Children come after their parents in the order of nodes. In a cache node i is at row `length + i`,
+after the sequence, and attends to the sequence, its ancestors and itself: branches share rows, and nothing is
+copied until a path is accepted.
 """
 
 import dataclasses
@@ -13,26 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenTree:
-    """A tree with room for N nodes.
+    """A tree with room for M nodes.
 
-    Invariants: the first `count` (int32 scalar, at least 1) nodes are in use, node 0 is the root;
-    `parents[i]` is less than i (-1 for the root); `depths` count from 0 at the root; `confidences` are
-    products along the path from the root, whose own is 1, so that none is larger than its parent's.
+    Invariants: the first `count` nodes are in use, node 0 is the root; `parents[i]` is less than i (-1 for
+    the root); `depths` count from 0 at the root; `confidences` are products along the path from the root,
+    whose own is 1, so that none is larger than its parent's.
 
     Attributes:
-      tokens: `[N]` int32.
-      parents: `[N]` int32.
-      depths: `[N]` int32.
-      confidences: `[N]` float32, cumulative.
-      ancestors: `[N, N]` bool, whether node j lies on the path from the root to node i, both ends among it; a
-        node that is not in use has none.
-      count: how many nodes there are.
+      tokens: `[M]` int32.
+      parents: `[M]` int32.
+      depths: `[M]` int32.
+      confidences: `[M]` float32, cumulative.
+      ancestors: `[M, M]` bool, `[i, j]`: whether node j is on the path from the root to node i, both ends
+        included; false for nodes that are not in use.
+      count: int32 scalar, number of nodes in use, at least 1.
     """
 
     tokens: jax.Array
@@ -44,24 +45,31 @@ class TokenTree:
 
     @property
     def room(self) -> int:
-        """Nodes that fit (N)."""
+        """Nodes that fit (M)."""
         return self.tokens.shape[0]
 
     @property
     def used(self) -> jax.Array:
-        """Which nodes there are, `[N]` bool."""
+        """Which nodes are in use, `[M]` bool."""
         return jnp.arange(self.room, dtype=jnp.int32) < self.count
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the tree is traced."""
+        axes.check(jnp.int32, "M", tokens=self.tokens, parents=self.parents, depths=self.depths)
+        axes.check(jnp.float32, "M", confidences=self.confidences)
+        axes.check(jnp.bool_, "M M", ancestors=self.ancestors)
+        axes.check(jnp.int32, "", count=self.count)
 
 
 def new_tree(root: jax.Array, room: int) -> TokenTree:
-    """A tree of a root alone.
+    """A tree with a root alone.
 
     Args:
-      root: int32 scalar, its token.
-      room: most nodes it will have.
+      root: int32 scalar, the root's token.
+      room: the most nodes of the tree (M).
 
     Raises:
-      ConfigError: there is no room.
+      ConfigError: `room` is below 1.
     """
     if room < 1:
         raise ConfigError(f"a token tree has room for its root at least, got {room}")
@@ -79,21 +87,26 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
 def add_nodes(
     tree: TokenTree, parents: jax.Array, tokens: jax.Array, confidences: jax.Array, wanted: jax.Array
 ) -> tuple[TokenTree, jax.Array]:
-    """Adds nodes behind those that there are, as many as fit.
+    """Adds nodes after the existing ones, as many as fit.
 
     Args:
       tree: the tree.
-      parents: `[M]` int32, nodes in use.
-      tokens: `[M]` int32.
-      confidences: `[M]` float32, each token's own given its parent.
-      wanted: `[M]` bool; the others are left out.
+      parents: `[T]` int32, nodes in use.
+      tokens: `[T]` int32.
+      confidences: `[T]` float32, of each token given its parent.
+      wanted: `[T]` bool; the others are left out.
 
     Returns:
-      The tree, and where each went `[M]` int32: -1 for what was left out or had no room.
+      The tree, and the index of each new node `[T]` int32: -1 if it was left out or did not fit.
     """
+    axes = Axes("add_nodes")
+    tree.check(axes)
+    axes.check(jnp.int32, "T", parents=parents, tokens=tokens)
+    axes.check(jnp.float32, "T", confidences=confidences)
+    axes.check(jnp.bool_, "T", wanted=wanted)
     place = tree.count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
     fits = wanted & (place < tree.room)
-    # What is dropped aims behind the last node.
+    # Node M does not exist: `mode="drop"` drops what does not fit.
     at = jnp.where(fits, place, tree.room)
     behind = jnp.maximum(parents, 0)
     index = jnp.arange(tree.room, dtype=jnp.int32)
@@ -113,20 +126,23 @@ def add_nodes(
 
 
 def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
-    """Which nodes are what the target itself says, `[N]` bool: the root, and each node whose ancestors all
-    are what was chosen behind their parents.
+    """The accepted nodes, `[M]` bool: the root, and each node that with all of its ancestors is the target's
+    token after its parent.
 
     Args:
       tree: the tree.
-      chosen: `[N]` int32, the token that the target chooses behind each node.
+      chosen: `[M]` int32, the target's token after each node.
     """
+    axes = Axes("accepted_nodes")
+    tree.check(axes)
+    axes.check(jnp.int32, "M", chosen=chosen)
     as_chosen = (tree.tokens == chosen[jnp.maximum(tree.parents, 0)]) | (tree.parents < 0)
     wrong = tree.ancestors & ~as_chosen
     return tree.used & ~jnp.any(wrong, axis=1)
 
 
 def deepest(tree: TokenTree, accepted: jax.Array) -> jax.Array:
-    """The accepted node farthest from the root, the first of equals: int32 scalar."""
+    """The deepest accepted node, the first of equals: int32 scalar."""
     return jnp.argmax(jnp.where(accepted, tree.depths, -1)).astype(jnp.int32)
 
 
@@ -134,7 +150,7 @@ def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The nodes from the root to `node`, in order.
 
     Returns:
-      `[N]` int32, and how many of them are on the path; those behind repeat the last one.
+      `[M]` int32, and how many of them are on the path; the others repeat the last one.
     """
     on_path = tree.ancestors[node]
     nodes = jnp.nonzero(on_path, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)

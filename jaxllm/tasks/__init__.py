@@ -1,4 +1,4 @@
-"""Tasks that a model is trained on and judged by: questions with their right answers, read from files.
+"""Tasks to train and evaluate models on: questions with their right answers, read from files.
 
 `TASKS` names them all; to add one, write how its files become `TaskExample`s and add a line here.
 """
@@ -20,13 +20,13 @@ class Task:
     """A task by name.
 
     Attributes:
-      name: what users call it.
+      name: for users.
       title: one line for people.
-      read: the examples of a split of the data in a folder.
-      score: how answers are judged: by the likeliest option, by a free answer's equality with the right
-        one, or by Rouge.
-      per_byte: options of very different lengths are compared by likelihood per byte.
-      answer_tokens: of a free answer, at most.
+      read: (folder of all data, split) -> its examples.
+      score: how answers are scored: by the likeliest option, by equality of a free answer with the right one,
+        or by ROUGE.
+      per_byte: whether options are compared by likelihood per byte, for options of very different lengths.
+      answer_tokens: the most tokens of a free answer.
     """
 
     name: str
@@ -62,10 +62,10 @@ TASKS = {
 
 
 def find_task(name: str) -> Task:
-    """The task called `name`.
+    """The task of a name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: there is no task of this name.
     """
     if name not in TASKS:
         raise ConfigError(f"there is no task {name!r}; the tasks are {', '.join(TASKS)}")

@@ -1,8 +1,9 @@
-"""Which function answers a request: the single-call sets of the Berkeley function-calling leaderboard.
+"""The task of choosing the function for a request: single-call sets of the Berkeley Function-Calling
+Leaderboard.
 
-Each question offers four functions: those that the set itself offers, filled up with functions of other
-questions. In training every question comes in several variants, each with other fillers in another order,
-so that what is learnt is to choose and not a list of names.
+Each question offers four functions: its own, filled up with functions of other questions. In training every
+question comes in several variants, with other fillers in another order, so that a model learns to choose
+instead of learning names.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,11 @@ DESCRIPTION_CHARACTERS = 120
 
 
 def read(data: Path, split: Split) -> Iterator[TaskExample]:
-    """The questions of a split; fillers come from the same split, so that training sees no held-out one.
+    """The questions of a split; fillers come from the same split, so that training never sees held-out
+    functions.
 
     Raises:
-      ConfigError: a file is missing or of another form.
+      ConfigError: a file is missing or has another form.
     """
     records = [record for file in FILES for record in read_jsonl(Path(data) / file, _single_call)]
     answers = {}
@@ -42,12 +44,12 @@ def read(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def lines(records: Sequence[Record]) -> dict[str, str]:
-    """A line for every function that the questions offer, by the function's name."""
+    """Function name -> its line in a prompt, for all functions of the questions."""
     return {function["name"]: _line(function) for each in records for function in each["function"]}
 
 
 def example(record: Record, answer: str, offered: dict[str, str], variant: int) -> TaskExample:
-    """One variant of a question. `offered` has a line for every function, by name."""
+    """One variant of a question; `offered`: function name -> its line."""
     own = [function["name"] for function in record["function"]]
     key = f"{record['id']}\0{variant}"
     fillers = shuffled(sorted(set(offered) - set(own)), key)[: max(0, OFFERED - len(own))]

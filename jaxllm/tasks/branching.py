@@ -1,13 +1,13 @@
-"""A question with all of its options as token ids, to be scored together."""
+"""Encodes a question with all of its options, to be scored together."""
 
 import datetime
 from collections.abc import Sequence
 
-from jaxllm.branching import Branching
-from jaxllm.marked_text import MarkedText
+from jaxllm.steps.branching import Branching
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.prompts import encode_prompt, end_of_turn_id, prompt_text
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.text.marked_text import MarkedText
+from jaxllm.text.prompts import encode_prompt, end_of_turn_id, prompt_text
+from jaxllm.text.tokenizer import Tokenizer
 
 
 def branching(
@@ -17,17 +17,18 @@ def branching(
     *,
     now: datetime.datetime | None = None,
 ) -> Branching:
-    """A question with each of its options behind it.
+    """A question followed by each of its options.
 
-    An option's tokens are those that its text gives behind the question's: a tokenizer may join the end of
-    one and the beginning of the other. All options are scored from the same place, before the first such
-    join. A chat's answer ends with the model's end token, which tells `art` from the beginning of `article`.
+    An option's tokens are those of its text after the question's text; a tokenizer may join the end of the
+    question and the beginning of the option. All options are scored from the same position, before the first
+    such join. The answer of a chat ends with the model's end token, which separates `art` from the beginning
+    of `article`.
 
     Args:
       tokenizer: the model's.
       example: the question.
-      end: `end_of_turn_id(tokenizer)`, for those who ask many questions.
-      now: told to templates that ask for the time.
+      end: `end_of_turn_id(tokenizer)`, computed once for many questions.
+      now: the time for templates that ask for it.
 
     Raises:
       ConfigError: see `encode_prompt`.
@@ -43,7 +44,7 @@ def branching(
     ]
     shared = min(min(_common(prompt, whole), len(whole) + len(ends) - 1) for whole in wholes)
     if not shared:
-        # All is one token to this tokenizer: options can only be told apart as tokens of their own.
+        # This tokenizer makes one token of question and option: encode the options separately.
         options = [
             tokenizer.encode(option, add_special_tokens=False, special=False) for option in example.options
         ]

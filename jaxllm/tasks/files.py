@@ -1,4 +1,4 @@
-"""Reads the files that tasks are made of: JSON, and JSON with one record a line."""
+"""Reads the files of tasks: JSON, and JSON with one record per line."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxllm.errors import ConfigError
-from jaxllm.input_files import open_regular, read_bytes
+from jaxllm.files.input_files import open_regular, read_bytes
 
 Record = Mapping[str, Any]
 Made = TypeVar("Made")
@@ -16,13 +16,13 @@ class DataMissing(ConfigError):
     """A file of a task is not there."""
 
 
-# Far above any record of the tasks' files; a longer line is no record.
+# Far above any record of the tasks' files.
 MAX_LINE_BYTES = 1 << 24
 MAX_FILE_BYTES = 1 << 28
 
 
 def read_jsonl(path: Path, make: Callable[[Record], Iterable[Made]]) -> Iterator[Made]:
-    """What `make` makes of each record of a file with one JSON object a line, read as it goes.
+    """Yields the results of `make` for each record of a file with one JSON object per line, read lazily.
 
     Raises:
       DataMissing: there is no such file.

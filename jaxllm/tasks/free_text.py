@@ -1,4 +1,4 @@
-"""Free answers: sentences made shorter, chats summed up, stories told from their first sentence, and the
+"""Tasks with free answers: shorter sentences, summaries of chats, stories from their first sentence, and the
 last word of a passage (LAMBADA, arXiv 1606.06031)."""
 
 import re
@@ -16,7 +16,7 @@ SHORTEN = "Say this in a shorter way."
 SUM_UP = "Sum up this chat."
 TELL = "Tell a story that begins like this."
 HELD_OUT_SHARE = 0.1
-# A longer text is a collection, not a story to be told at once.
+# A longer text is a collection, not one story.
 MAX_STORY_CHARACTERS = 8000
 
 _FIRST_SENTENCE = re.compile(r"\s*(.+?[.!?][\"']?)\s+(.*)", re.DOTALL)
@@ -26,7 +26,7 @@ def read_compression(data: Path, split: Split) -> Iterator[TaskExample]:
     """Sentences with shorter versions.
 
     Raises:
-      ConfigError: a file is missing or of another form.
+      ConfigError: a file is missing or has another form.
     """
 
     def make(record: Record) -> list[TaskExample]:
@@ -43,16 +43,16 @@ def read_compression(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def read_chats(data: Path, split: Split) -> Iterator[TaskExample]:
-    """Chats with summaries (SAMSum, arXiv 1911.12237), of which there is a validation split alone.
+    """Chats with summaries (SAMSum, arXiv 1911.12237); there is only a validation split.
 
     Raises:
-      ConfigError: the file is missing or of another form, or training is asked for.
+      ConfigError: the file is missing or has another form, or the split is training.
     """
     if split != "valid":
         raise ConfigError("chats come in a validation split alone: nothing is to be trained on them")
 
     def make(record: Record) -> list[TaskExample]:
-        # The originals' names of the fields, or plain ones.
+        # SAMSum's names of the fields, or generic ones.
         names = ("dialogue", "summary") if "dialogue" in record else ("context", "response")
         chat, summary = (text_field(record, name).replace("\r\n", "\n").strip() for name in names)
         return [TaskExample(system=SUM_UP, user=chat, answer=summary, references=(summary,))]
@@ -61,17 +61,17 @@ def read_chats(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def read_last_words(data: Path, split: Split) -> Iterator[TaskExample]:
-    """Passages without their last word, of which there is a validation split alone.
+    """Passages without their last word; there is only a validation split.
 
     Raises:
-      ConfigError: the file is missing or of another form, or training is asked for.
+      ConfigError: the file is missing or has another form, or the split is training.
     """
     if split != "valid":
         raise ConfigError("LAMBADA comes in a validation split alone: nothing is to be trained on it")
 
     def make(record: Record) -> list[TaskExample]:
         if "text" in record:
-            # The original: the whole passage.
+            # LAMBADA's form: the whole passage.
             context, _, word = text_field(record, "text").rstrip().rpartition(" ")
         else:
             context, word = text_field(record, "context"), text_field(record, "continuation").strip()
@@ -83,7 +83,7 @@ def read_last_words(data: Path, split: Split) -> Iterator[TaskExample]:
 
 
 def story_example(story: str) -> TaskExample | None:
-    """The request to tell `story` from its first sentence; None where it has but one, or is too long."""
+    """The request to tell `story` from its first sentence; None if it has only one, or is too long."""
     found = _FIRST_SENTENCE.fullmatch(story) if len(story) <= MAX_STORY_CHARACTERS else None
     if not found or not found[2].strip():
         return None

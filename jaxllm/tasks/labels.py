@@ -1,4 +1,4 @@
-"""Texts to be labelled: sentiment of reviews, topic of news, emotion of messages."""
+"""Tasks of labelling texts: sentiment of reviews, topic of news, emotion of messages."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from jaxllm.tasks.files import Record, read_jsonl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Labels:
-    """A task whose files, `{train,valid}.jsonl`, hold `{"text": ..., "label": ...}` a line.
+    """A task whose files, `{train,valid}.jsonl`, have `{"text": ..., "label": ...}` per line.
 
     Attributes:
       folder: of the files, under the folder of all data.
-      instruction: what the model is told; it names the labels.
-      labels: all of them.
-      called: what the files call the labels, (theirs, ours); empty where they are the same.
+      instruction: for the model; it names the labels.
+      labels: all labels.
+      called: (label in the files, our label) pairs; empty if they are the same.
     """
 
     folder: str
@@ -34,7 +34,7 @@ class Labels:
         return read_jsonl(Path(data) / self.folder / f"{split}.jsonl", lambda record: [self.example(record)])
 
     def example(self, record: Record) -> TaskExample:
-        """The question that a record asks."""
+        """The question of a record."""
         stored = text_field(record, "label")
         label = dict(self.called).get(stored) if self.called else stored
         if label not in self.labels:
@@ -60,7 +60,7 @@ EMOTION = Labels(
     instruction="Which emotion is it: sadness, joy, love, anger, fear or surprise?",
     labels=("sadness", "joy", "love", "anger", "fear", "surprise"),
 )
-# The same messages under labels that the family's models never saw: something for an adapter to learn.
+# The emotion messages under labels that the packaged models were not trained on, for adapters to learn.
 MOOD = Labels(
     folder="tasks/emotion",
     instruction="How does this person feel: well, unwell or amazed?",

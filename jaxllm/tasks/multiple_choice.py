@@ -1,9 +1,9 @@
 """Multiple-choice questions in the formats of ARC (arXiv 1803.05457) and OpenBookQA (arXiv 1809.02789).
 
-A question is a text to go on from, and its choices are scored as what follows, as in common practice for
-models that were only pretrained. A line of a file may be the originals' (`question` with `stem` and
-`choices`, each with `label` and `text`, and `answerKey`), their copies' with columns (`question` or
-`question_stem`, `choices` with lists of `label` and `text`, `answerKey`), or one instruction with question
+A question is a text to continue, and its choices are scored as continuations, as is common for models that
+were only pretrained. A line of a file has one of three forms: the original one (`question` with `stem` and
+`choices`, each with `label` and `text`, and `answerKey`); that of copies with columns (`question` or
+`question_stem`, `choices` with lists of `label` and `text`, `answerKey`); or one instruction with question
 and choices in it.
 """
 
@@ -54,7 +54,7 @@ def example(record: Record) -> TaskExample:
     else:
         asked = _ASKED.match(text_field(record, "instruction"))
         if not asked:
-            raise ConfigError("the instruction holds no question with choices")
+            raise ConfigError("the instruction has no question with choices")
         question, texts = asked[1], [text.strip() for text in _CHOICE.split(asked[2])[1:]]
         number = text_field(record, "answer").removeprefix("answer")
         if not number.isdecimal() or not 1 <= int(number) <= len(texts):

@@ -1,27 +1,27 @@
-"""Questions with options, put with shorter prompts."""
+"""Shortens the prompts of questions with options, at every prompt ratio."""
 
 import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.branching import Branching
 from jaxllm.elastic.compression import keep_tokens
 from jaxllm.errors import ConfigError
+from jaxllm.steps.branching import Branching
 from jaxllm.tasks.branching import branching
-from jaxllm.tasks.droppable import PromptTokens, prompt_tokens
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.text.droppable import PromptTokens, prompt_tokens
+from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """A question with options, as a model reads it.
+    """An encoded question with options.
 
     Attributes:
       example: the question.
-      prompt: its tokens, and what of them may go.
-      per_byte: its options are compared by likelihood per byte.
+      prompt: its tokens and droppable spans.
+      per_byte: whether its options are compared by likelihood per byte.
     """
 
     example: TaskExample
@@ -42,10 +42,10 @@ class Question:
         return cls(example, prompt_tokens(tokenizer, example), per_byte)
 
     def is_right(self, likely: np.ndarray) -> bool:
-        """Whether the likeliest option is the right one; of equally likely ones the first counts.
+        """Whether the likeliest option, the first of equals, is the right one.
 
         Args:
-          likely: `[options]`, the log-probability of each.
+          likely: `[options]`, log-probability of each option.
         """
         if self.per_byte:
             sizes = np.array([len(option.strip().encode()) for option in self.example.options])
@@ -56,18 +56,18 @@ class Question:
 def shorten(
     tokenizer: Tokenizer, question: Question, scores: np.ndarray, prompt_ratios: Sequence[float]
 ) -> tuple[list[Branching], list[float]]:
-    """A question at every ratio, and the share of its tokens that really stays.
+    """A question at every prompt ratio, each with the share of its tokens that is kept.
 
     Args:
       tokenizer: the model's.
-      question: whole.
-      scores: `[T]`, how much each token of its prompt should be kept (see `keep_tokens`).
+      question: with its whole prompt.
+      scores: `[T]`, scores of the prompt's tokens (see `keep_tokens`).
       prompt_ratios: shares of the prompt, in (0, 1].
     """
     prompt = question.prompt
     whole = branching(tokenizer, question.example)
     forced = prompt.forced.copy()
-    # What all options are scored from, and what a tokenizer joins them to.
+    # Kept: the token from which all options are scored, and those that the tokenizer may join with options.
     forced[len(whole.trunk) - 1 :] = True
     prompts, shares = [], []
     for ratio in prompt_ratios:

@@ -1,7 +1,7 @@
-"""What a tiny LM reads of a prompt, and what its scores say of the model's tokens.
+"""Converts prompts to a tiny LM's input, and its scores to scores of the model's tokens.
 
-Training, benchmarks and service read by this alone, so that a tiny LM meets a prompt as it was trained to:
-the same text, in rows of the same length, with the same words free to go.
+Training, benchmarks and service all use this module, so that a tiny LM gets prompts as in its training: the
+same text, in rows of the same length, with the same droppable words.
 """
 
 import dataclasses
@@ -10,19 +10,19 @@ import numpy as np
 
 from jaxllm.bundle.tiny_lm import TinyLm
 from jaxllm.elastic.compression import spread, word_count, word_scores
-from jaxllm.elastic.reading import read_scores, reading_rows
-from jaxllm.tasks.droppable import PromptTokens
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.elastic.tiny_lm_input import input_rows, read_scores
+from jaxllm.text.droppable import PromptTokens
+from jaxllm.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TinyReader:
-    """How prompts become a tiny LM's rows.
+    """Converts prompts to rows of a tiny LM's input.
 
     Attributes:
-      own: the tiny LM's tokenizer; None where it reads the model's tokens.
-      mark_ids: the token of each of `marks()`.
-      row_tokens: W, the length of a row.
+      own: the tiny LM's tokenizer; None if it uses the model's tokens.
+      mark_ids: token ids of `marks()`.
+      row_tokens: W, tokens of a row.
     """
 
     own: Tokenizer | None
@@ -31,12 +31,12 @@ class TinyReader:
 
     @classmethod
     def of(cls, tiny: TinyLm) -> "TinyReader":
-        """As a tiny LM was trained to read."""
+        """The reader of a tiny LM."""
         own = None if tiny.tokenizer is None else Tokenizer(tiny.tokenizer)
         return cls(own, tiny.mark_ids, tiny.row_tokens)
 
     def tokens(self, prompt: PromptTokens) -> PromptTokens:
-        """A prompt of the model's tokens in the tiny LM's."""
+        """A prompt of the model's tokens, re-encoded in the tiny LM's tokens."""
         if self.own is None:
             return prompt
         ids, offsets = self.own.encode_with_offsets(prompt.marked, add_special_tokens=False)
@@ -45,17 +45,18 @@ class TinyReader:
         )
 
     def rows(self, prompt: PromptTokens) -> tuple[np.ndarray, np.ndarray]:
-        """The rows `[R, W]` of a prompt of the model's tokens, and their mask (see `reading_rows`)."""
-        return reading_rows(self.tokens(prompt).ids, self.row_tokens)
+        """The rows `[R, W]` of a prompt of the model's tokens, and their mask (see `input_rows`)."""
+        return input_rows(self.tokens(prompt).ids, self.row_tokens)
 
     def keep_likely(self, prompt: PromptTokens, logits: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """How likely each of the model's tokens should be kept, `[T]` float64.
+        """The probability of keeping each of the model's tokens, `[T]` float64.
 
-        Where the tiny LM has tokens of its own, all of the model's tokens of a word have the mean of its.
+        If the tiny LM has tokens of its own, all of the model's tokens of a word get the mean of the word's
+        tiny LM tokens.
 
         Args:
           prompt: of the model's tokens.
-          logits: `[R, W]` float, what the score head said of the prompt's rows.
+          logits: `[R, W]` float, the score head's output for the prompt's rows.
           mask: of the rows.
         """
         likely = 1 / (1 + np.exp(-read_scores(logits, mask).astype(np.float64)))

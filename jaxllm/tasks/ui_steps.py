@@ -1,4 +1,5 @@
-"""The next step on a phone's screen towards a goal: DroidTask (AutoDroid, arXiv 2308.15272) as text.
+"""The task of choosing the next step on a phone's screen towards a goal: DroidTask (AutoDroid, arXiv
+2308.15272).
 
 An answer names the element by its text and not by its number: `tap Settings`, `type in Search`,
 `check Dark mode`, or `finish` when the goal is reached.
@@ -19,8 +20,8 @@ FINISH = "finish"
 HELD_OUT_SHARE = 0.2
 
 _VERBS = {"button": "tap", "p": "tap", "input": "type in", "checkbox": "check"}
-# A text in quotes may hold apostrophes and tags (`text='What's new<br>Menu'`): it ends at the quote behind
-# which attributes go on, or the tag ends.
+# A quoted text may contain apostrophes and tags (`text='What's new<br>Menu'`): it ends at the quote after
+# which another attribute follows, or the tag ends.
 _ELEMENT = re.compile(
     r"<(?P<tag>\w+) id=(?P<id>\d+)(?: text='(?P<text>.*?)'| \w+=[^\s>']*)* ?>(?P<body>.*?)</(?P=tag)>",
     re.DOTALL,
@@ -29,10 +30,10 @@ _NUMBER = re.compile(r" id=\d+")
 
 
 def read(data: Path, split: Split) -> Iterator[TaskExample]:
-    """The steps of the goals in a split; a goal's steps are all on one side.
+    """The steps of a split's goals; all steps of a goal are in one split.
 
     Raises:
-      ConfigError: the file is missing or of another form.
+      ConfigError: the file is missing or has another form.
     """
     path = Path(data) / FILE
     apps = read_json(path)
@@ -56,13 +57,13 @@ def example(app: str, goal: str, step: dict[str, Any]) -> TaskExample:
         system=INSTRUCTION,
         user=f"App: {app}\nGoal: {goal}\nDone:\n{history}\nScreen:\n{screen}",
         answer=answer,
-        # Elements of the same text are the same answer.
+        # Elements with the same text are one option.
         options=tuple(dict.fromkeys([FINISH, *actions.values()])),
     )
 
 
 def screen_actions(screen: str) -> dict[int, str]:
-    """What can be done with each element of a screen in HTML, by the element's number."""
+    """Element number -> the action on it, for a screen in HTML."""
     actions = {}
     for element in _ELEMENT.finditer(screen):
         text = element["body"] if element["text"] is None else element["text"]

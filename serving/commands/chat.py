@@ -1,37 +1,49 @@
-"""`jaxllm chat`: a conversation in the terminal."""
+"""`jaxllm chat`: holds a conversation in the terminal."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxllm.errors import ConfigError, ContextOverflow
-from serving.console import (
-    ModelChoice,
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
+from serving.commands.model_choice import ModelChoice
+from serving.commands.shared_options import (
     generation_config,
     model_options,
-    progress_bars,
     running_options,
     sampling_options,
 )
-from serving.engine import Engine
-from serving.generation import GenerationConfig, Session
-from serving.programs.engine import ProgramEngine
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+    from serving.request import GenerationConfig, Session
 
 _HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
-@click.command("chat")
+@click.command("chat", cls=EngineCommand)
+@click.option("--system", metavar="TEXT", help="A system message to begin with.")
 @model_options
 @running_options
-@click.option("--system", help="A system message to begin with.")
 @sampling_options
 def chat_command(
     choice: ModelChoice,
     system: str | None,
     **options: Any,
 ) -> None:
-    """Talk with a model; only what is new is fed to it each turn."""
+    """Talk with a model in the terminal.
+
+    Reads one turn a line from standard input and writes answers to standard output. The model computes what
+    is new in each turn alone; a context that is full loses its oldest turn.
+
+    \b
+    Example:
+      jaxllm chat --system "You are brief."
+    """
+    from serving.request import Session
+
     config = generation_config(options)
     with progress_bars() as progress:
         engine = choice.open(progress)
@@ -54,11 +66,11 @@ def chat_command(
 
 
 def _answer(
-    engine: Engine | ProgramEngine,
+    engine: "Engine",
     messages: list[dict[str, str]],
     kept: int,
-    config: GenerationConfig,
-    session: Session,
+    config: "GenerationConfig",
+    session: "Session",
 ) -> list[dict[str, str]]:
     """Answers the last message; returns the conversation that follows, old turns dropped if need be."""
     while True:

@@ -1,30 +1,47 @@
-"""`jaxllm contexts`: what a folder of contexts holds, and whether it is whole."""
+"""`jaxllm contexts`: lists, checks and repairs contexts that are kept on disk."""
 
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.kv.recompute import LOST
-from serving.console import print_json
-from serving.contexts.damage import Damage
-from serving.contexts.root import delete_quarantined, quarantined, require_store
-from serving.contexts.store import ContextStore
+from serving.commands.console import print_json
+from serving.commands.lazy import EngineCommand
+from serving.commands.shared_options import json_option
+
+if TYPE_CHECKING:
+    from serving.contexts.damage import Damage
+    from serving.contexts.store import ContextStore
+
+_folder_argument = click.argument("folder", type=click.Path(path_type=Path))
 
 
 @click.group("contexts")
 def contexts_command() -> None:
-    """Look into a folder of contexts that outlive calls, and check it."""
+    """List, check and repair contexts that are kept on disk.
+
+    FOLDER is the one that a service was given for its contexts.
+    """
 
 
-@contexts_command.command("list")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--app", help="Only this app's.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@contexts_command.command("list", cls=EngineCommand)
+@_folder_argument
+@click.option("--app", metavar="NAME", help="List this app's contexts alone.")
+@json_option
 def list_command(folder: Path, app: str | None, as_json: bool) -> None:
-    """List the contexts in FOLDER, and what is damaged or cannot be read: then the command fails."""
+    """List the contexts in FOLDER.
+
+    Names what is damaged or cannot be read, too, and exits with 1 then.
+
+    \b
+    Example:
+      jaxllm contexts list DIR --app mail
+    """
+    from jaxllm.kv.recompute import LOST
+
     with _opened(folder) as store:
         rows = [
             {
@@ -58,22 +75,63 @@ def list_command(folder: Path, app: str | None, as_json: bool) -> None:
     _require_none(folder, damaged)
 
 
-@contexts_command.command("verify")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option(
-    "--repair",
-    is_flag=True,
-    help="Set aside what is proved to be damaged; have damaged chunks computed again. What storage refuses "
-    "to give stays as it is.",
-)
-@click.option("--delete", is_flag=True, help="Delete what was set aside, now and before.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def verify_command(folder: Path, repair: bool, delete: bool, as_json: bool) -> None:
-    """Read all contexts in FOLDER and check every checksum."""
+@contexts_command.command("verify", cls=EngineCommand)
+@_folder_argument
+@json_option
+def verify_command(folder: Path, as_json: bool) -> None:
+    """Read all contexts in FOLDER and check every checksum.
+
+    Changes nothing; exits with 1 where something is damaged.
+
+    \b
+    Example:
+      jaxllm contexts verify DIR
+    """
+    _verify(folder, repair=False, as_json=as_json)
+
+
+@contexts_command.command("repair", cls=EngineCommand)
+@_folder_argument
+@json_option
+def repair_command(folder: Path, as_json: bool) -> None:
+    """Set aside what is damaged in FOLDER, and have damaged chunks computed again.
+
+    Moves what is proved to be damaged into FOLDER/quarantine, where `jaxllm contexts purge` deletes it. What
+    storage refuses to give stays as it is.
+
+    \b
+    Example:
+      jaxllm contexts repair DIR
+    """
+    _verify(folder, repair=True, as_json=as_json)
+
+
+@contexts_command.command("purge", cls=EngineCommand)
+@_folder_argument
+@json_option
+def purge_command(folder: Path, as_json: bool) -> None:
+    """Delete what repairs have set aside in FOLDER.
+
+    \b
+    Example:
+      jaxllm contexts purge DIR
+    """
+    from serving.contexts.root import delete_quarantined, quarantined
+
+    with _opened(folder):
+        aside = [str(each.relative_to(folder)) for each in quarantined(folder)]
+        delete_quarantined(folder)
+    if as_json:
+        print_json({"deleted": aside})
+    else:
+        click.echo(f"{len(aside)} deleted")
+
+
+def _verify(folder: Path, *, repair: bool, as_json: bool) -> None:
+    from serving.contexts.root import quarantined
+
     with _opened(folder) as store:
         found = store.verify(repair=repair)
-        if delete:
-            delete_quarantined(folder)
         aside = [str(each.relative_to(folder)) for each in quarantined(folder)]
     left = [each for each in found if not repair or not each.proved]
     if as_json:
@@ -84,26 +142,29 @@ def verify_command(folder: Path, repair: bool, delete: bool, as_json: bool) -> N
         repaired = len(found) - len(left)
         click.echo(f"{len(found)} damaged contexts{f', {repaired} repaired' if repaired else ''}")
         if aside:
-            click.echo(f"{len(aside)} set aside in {folder / 'quarantine'}; --delete deletes them")
+            click.echo(
+                f"{len(aside)} set aside in {folder / 'quarantine'}; `jaxllm contexts purge {folder}` "
+                "deletes them"
+            )
     _require_none(folder, left)
 
 
-def _facts(damage: Damage) -> dict[str, object]:
+def _facts(damage: "Damage") -> dict[str, object]:
     return {**dataclasses.asdict(damage), "chunks": list(damage.chunks)}
 
 
-def _line(damage: Damage) -> str:
+def _line(damage: "Damage") -> str:
     what = damage.reason or f"chunks {', '.join(map(str, damage.chunks))} are damaged, and computed again"
     aside = f"; set aside as {damage.aside}" if damage.aside else ""
     return f"{damage.name or '-'}  {damage.app}  {what}{aside}"
 
 
-def _require_none(folder: Path, damaged: Sequence[Damage]) -> None:
+def _require_none(folder: Path, damaged: "Sequence[Damage]") -> None:
     """Raises CheckpointError where something is damaged."""
     if any(each.proved for each in damaged):
         raise CheckpointError(
-            f"{len(damaged)} contexts in {folder} are damaged; `jaxllm contexts verify "
-            f"{folder} --repair` sets aside what is"
+            f"{len(damaged)} contexts in {folder} are damaged; `jaxllm contexts repair "
+            f"{folder}` sets aside what is"
         )
     if damaged:
         raise CheckpointError(
@@ -112,12 +173,15 @@ def _require_none(folder: Path, damaged: Sequence[Damage]) -> None:
         )
 
 
-def _opened(folder: Path) -> ContextStore:
+def _opened(folder: Path) -> "ContextStore":
     """A store that is there.
 
     Raises:
       ConfigError: it is not.
     """
+    from serving.contexts.root import require_store
+    from serving.contexts.store import ContextStore
+
     if not folder.is_dir() or not require_store(folder):
         raise ConfigError(f"{folder} is no folder of contexts")
     return ContextStore(folder)

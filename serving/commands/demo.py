@@ -1,92 +1,82 @@
-"""`jaxllm demo`: a model at work on the tasks, with its size and speed."""
+"""`jaxllm demo`: shows a model at work on the tasks, with its size and speed."""
 
 import statistics
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.models.parameters import parameter_count
-from jaxllm.sampling import Sampling
-from jaxllm.tasks import find_task
-from jaxllm.tasks.prompts import prompt_ids
-from serving.commands.generate import summary
-from serving.console import ModelChoice, model_options, print_json, progress_bars
-from serving.demo_prompts import STORY, DemoPrompt, demo_prompts
-from serving.engine import Engine
-from serving.evaluation.report import as_json, print_table
-from serving.evaluation.tasks import TaskResult, is_right, read_task_group, run_task
-from serving.generation import Generation, GenerationConfig
+from serving.commands.answer_facts import answer_facts
+from serving.commands.console import print_json, progress_bars
+from serving.commands.demo_prompts import STORY, DemoPrompt, demo_prompts
+from serving.commands.lazy import EngineCommand
+from serving.commands.model_choice import ModelChoice
+from serving.commands.shared_options import json_option, model_options
 
-# For stories. Not greedy, which makes a small model repeat itself; seeded, so that a run can be repeated.
-SAMPLING = Sampling(temperature=0.7, top_p=0.9, seed=7)
+if TYPE_CHECKING:
+    from serving.answer import Answer
+    from serving.engine import Engine
+
 _ANSWER_TOKENS = 64
 
 
-@click.command("demo")
+@click.command("demo", cls=EngineCommand)
 @model_options
 @click.option(
-    "-n", "--max-tokens", type=click.IntRange(min=1), default=160, show_default=True, help="Of an answer."
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=160,
+    show_default=True,
+    help="Most tokens of an answer.",
 )
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="Add accuracies over the validation data in DIR (see `jaxllm eval --data`).",
-)
-@click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
-def demo_command(
-    choice: ModelChoice,
-    max_tokens: int,
-    data: Path | None,
-    as_object: bool,
-) -> None:
-    """Ask a model a few questions of each task: its answers, right or wrong, and its speed."""
+@json_option
+def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
+    """Ask a model a few questions of each task, and show its answers and its speed.
+
+    The questions are in the package. Writes answers to standard output as they come, with whether they are
+    right. `jaxllm eval tasks` measures a model on whole data sets.
+
+    \b
+    Example:
+      jaxllm demo --model small
+    """
+    from jaxllm.models.parameters import parameter_count
+
     prompts = demo_prompts()
-    tasks = [name for name in dict.fromkeys(each.task for each in prompts) if _by_options(name)]
-    questions = None if data is None else read_task_group(tasks, data)
     with progress_bars() as progress:
         engine = choice.open(progress)
     facts: dict[str, Any] = {
-        "model": engine.bundle.layout.name,
-        "weights": engine.bundle.layout.weights,
+        "model": engine.model.bundle.layout.name,
+        "weights": engine.model.bundle.layout.weights,
         "parameters": parameter_count(engine.cfg),
-        "load_ms": round(engine.load_ms, 1),
-        "build_ms": round(engine.table.build_ms, 1),
+        "load_ms": round(engine.model.load_ms, 1),
+        "build_ms": round(engine.runner.table.build_ms, 1),
     }
-    if not as_object:
+    if not as_json:
         click.echo(
             f"{facts['model']}: {facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} weights"
         )
-    answers = _ask(engine, prompts, max_tokens, aloud=not as_object)
+    answers = _ask(engine, prompts, max_tokens, aloud=not as_json)
     totals = _totals(answers)
-    results: list[TaskResult] = []
-    if questions is not None:
-        with progress_bars() as progress:
-            results = [
-                run_task(engine, find_task(name), examples, progress)[0]
-                for name, examples in questions.examples.items()
-            ]
-    if as_object:
-        tables = {} if questions is None else {"tasks": as_json(results), "missing": list(questions.missing)}
-        print_json({**facts, "answers": answers, **totals, **tables})
-        return
-    _say_totals(totals)
-    if questions is not None:
-        click.echo()
-        print_table(results, questions.missing)
-
-
-def _by_options(task: str) -> bool:
-    return task != STORY and find_task(task).score == "accuracy"
+    if as_json:
+        print_json({**facts, "answers": answers, **totals})
+    else:
+        _say_totals(totals)
 
 
 def _ask(
-    engine: Engine, prompts: Sequence[DemoPrompt], max_tokens: int, *, aloud: bool
+    engine: "Engine", prompts: Sequence[DemoPrompt], max_tokens: int, *, aloud: bool
 ) -> list[dict[str, Any]]:
     """The model's answers as programs read them, told as they come where `aloud`."""
+    from jaxllm.sampling import Sampling
+    from jaxllm.text.prompts import prompt_ids
+    from serving.evaluation.tasks import is_right
+    from serving.request import GenerationConfig
+
+    # Stories are not greedy, which makes a small model repeat itself; seeded, so that a run can be repeated.
+    story_sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
     answers, task = [], ""
     for prompt in prompts:
         if aloud and prompt.task != task:
@@ -95,7 +85,7 @@ def _ask(
         story = task == STORY
         config = GenerationConfig(
             max_tokens=max_tokens if story else min(max_tokens, _ANSWER_TOKENS),
-            sampling=SAMPLING if story else Sampling(),
+            sampling=story_sampling if story else Sampling(),
         )
         generation = engine.stream(prompt_ids(engine.tokenizer, prompt.example, now=datetime.now()), config)
         _tell(prompt, generation, aloud=aloud)
@@ -105,7 +95,7 @@ def _ask(
             "prompt": prompt.example.user,
             "right_answer": prompt.example.answer or None,
             "right": right,
-            **summary(generation),
+            **answer_facts(generation),
         }
         answers.append(answer)
         if aloud:
@@ -113,7 +103,7 @@ def _ask(
     return answers
 
 
-def _tell(prompt: DemoPrompt, generation: Generation, *, aloud: bool) -> None:
+def _tell(prompt: DemoPrompt, generation: "Answer", *, aloud: bool) -> None:
     """Runs an answer to its end, printing it as it comes."""
     if aloud:
         click.echo()

@@ -1,138 +1,226 @@
-"""`jaxllm eval`: how good a model is."""
+"""`jaxllm eval`: measures how good a model is, on texts and on tasks."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.tasks import TASKS, find_task
-from serving.console import (
-    ModelChoice,
-    model_options,
-    prefill_option,
-    print_json,
-    progress_bars,
-    read_text,
+from jaxllm.tasks import TASKS
+from serving.commands.console import print_json, progress_bars, read_text
+from serving.commands.lazy import EngineCommand
+from serving.commands.model_choice import ModelChoice
+from serving.commands.shared_options import json_option, model_options, prefill_option
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+Command = Callable[..., Any]
+
+_text_argument = click.argument("text", type=click.Path(path_type=Path))
+_separator_option = click.option(
+    "--separator",
+    metavar="TEXT",
+    callback=lambda _context, _parameter, text: _not_empty(text),
+    help="Split the text into documents at this string, scored apart.",
 )
-from serving.evaluation.agreement import greedy_agreement
-from serving.evaluation.perplexity import Perplexity, perplexity
-from serving.evaluation.report import as_json, check_predictions, print_table, write_predictions
-from serving.evaluation.rouge import require_rouge
-from serving.evaluation.routing import expert_use
-from serving.evaluation.tasks import ALL, Prediction, Questions, TaskResult, read_questions, run_task
+_window_option = click.option(
+    "--window",
+    "window_tokens",
+    type=int,
+    default=0,
+    metavar="TOKENS",
+    help="Score windows of so many tokens.  [default: the context]",
+)
 
 
-@click.command("eval")
+@click.group("eval")
+def eval_command() -> None:
+    """Measure how good a model is, on texts and on tasks."""
+
+
+@eval_command.command("perplexity", cls=EngineCommand)
+@_text_argument
+@_separator_option
+@_window_option
 @model_options
-@prefill_option
-@click.option("--perplexity", "text_file", type=click.Path(path_type=Path), help="A UTF-8 text.")
-@click.option("--separator", help="Split the text into documents at this string, scored apart.")
+@json_option
+def perplexity_command(
+    choice: ModelChoice, text: Path, separator: str | None, window_tokens: int, as_json: bool
+) -> None:
+    """Measure the perplexity of a text.
+
+    Reads TEXT, a UTF-8 file or - for standard input, and writes the perplexity and the bits per byte.
+
+    \b
+    Example:
+      jaxllm eval perplexity text.txt --model model.jaxllm
+    """
+    from serving.evaluation.perplexity import perplexity
+
+    documents = _documents(text, separator)
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        found = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
+    if as_json:
+        print_json({**_names(engine), **dataclasses.asdict(found)})
+        return
+    click.echo(
+        f"perplexity {found.perplexity:.4f}, {found.bits_per_byte:.4f} bits/byte over {found.tokens} "
+        f"tokens in {found.documents} documents (windows of {found.window_tokens} tokens)"
+    )
+
+
+@eval_command.command("agreement", cls=EngineCommand)
+@_text_argument
+@click.argument("other", type=click.Path(path_type=Path))
+@_separator_option
+@_window_option
+@model_options
+@json_option
+def agreement_command(
+    choice: ModelChoice,
+    text: Path,
+    other: Path,
+    separator: str | None,
+    window_tokens: int,
+    as_json: bool,
+) -> None:
+    """Measure how often another model would choose the same next token.
+
+    Reads TEXT, a UTF-8 file or - for standard input. OTHER is a bundle, a Hugging Face folder or a packaged
+    model's name, of the same tokenizer. Writes the share of tokens that both models' greedy choices agree on.
+
+    \b
+    Example:
+      jaxllm eval agreement text.txt draft --model default
+    """
+    from serving.evaluation.agreement import greedy_agreement
+
+    documents = _documents(text, separator)
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        other_engine = choice.open_other(other, progress)
+        found = greedy_agreement(
+            engine, other_engine, documents, window_tokens=window_tokens, progress=progress
+        )
+    if as_json:
+        print_json({**_names(engine), **dataclasses.asdict(found)})
+        return
+    click.echo(
+        f"agreement {found.agreement:.1%} over {found.tokens} tokens (right: {found.right:.1%}, the other "
+        f"{found.other_right:.1%})"
+    )
+
+
+@eval_command.command("routing", cls=EngineCommand)
+@_text_argument
+@_separator_option
+@model_options
+@json_option
+def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_json: bool) -> None:
+    """Measure how evenly a mixture spreads tokens over its experts.
+
+    Reads TEXT, a UTF-8 file or - for standard input, and writes how often experts and paths of experts are
+    visited.
+
+    \b
+    Example:
+      jaxllm eval routing text.txt --model moe
+    """
+    from serving.evaluation.routing import expert_use
+
+    documents = _documents(text, separator)
+    with progress_bars() as progress:
+        engine = choice.open(progress, warm_up=False)
+        use = expert_use(engine, documents, progress=progress)
+    if as_json:
+        print_json({**_names(engine), **dataclasses.asdict(use)})
+        return
+    click.echo(
+        f"experts: {use.dead} dead, between {use.least:.2f} and {use.most:.2f} of an even share; "
+        f"{use.paths} of {use.possible_paths} paths seen, the top tenth of them carries "
+        f"{use.top_paths_share:.1%} of {use.tokens} tokens"
+    )
+
+
+@eval_command.command("tasks", cls=EngineCommand)
 @click.option(
-    "--window", "window_tokens", type=int, default=0, help="Window in tokens. [default: the context]"
-)
-@click.option(
-    "--agreement",
-    "other_model",
+    "--data",
     type=click.Path(path_type=Path),
-    metavar="MODEL",
-    help="Also how often MODEL, of the same tokenizer, would say the same next token of that text.",
+    required=True,
+    metavar="DIR",
+    help="The folder that holds tasks/, the tasks' files.",
 )
-@click.option("--routing", is_flag=True, help="Also which experts the tokens of that text visit.")
 @click.option(
     "--task",
     "names",
     multiple=True,
-    type=click.Choice([*TASKS, ALL]),
-    help="Answer a task's validation questions. Repeatable; all: every task that DIR has files of.",
-)
-@click.option("--data", type=click.Path(path_type=Path), metavar="DIR", help="Where the tasks' files are.")
-@click.option(
-    "--limit", type=click.IntRange(min=1), metavar="N", help="Ask a fixed sample of N questions a task."
+    type=click.Choice(list(TASKS)),
+    help="Answer this task's questions. Repeatable.  [default: every task that DIR has files of]",
 )
 @click.option(
-    "--predictions", type=click.Path(path_type=Path), metavar="FILE", help="Write a JSON line per question."
+    "--limit",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Ask a fixed sample of N questions a task.  [default: all]",
 )
-@click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
-def eval_command(
+@click.option(
+    "--predictions",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Write every answer to FILE, a JSON line per question.",
+)
+@prefill_option
+@model_options
+@json_option
+def tasks_command(
     choice: ModelChoice,
-    text_file: Path | None,
-    separator: str | None,
-    window_tokens: int,
-    other_model: Path | None,
-    routing: bool,
+    data: Path,
     names: tuple[str, ...],
-    data: Path | None,
     limit: int | None,
     predictions: Path | None,
-    as_object: bool,
+    as_json: bool,
 ) -> None:
-    """Measure a model: perplexity of a text, right answers to tasks, or both."""
-    if text_file is None and not names:
-        raise click.UsageError("give --perplexity FILE, --task NAME, or both")
-    if text_file is not None and choice.prefill == "int8":
-        raise click.UsageError("--prefill int8 is judged by --task; the bundle says what perplexity it costs")
-    if separator == "":
-        raise click.UsageError("--separator must not be empty")
-    if text_file is None and (separator or window_tokens or other_model or routing):
-        raise click.UsageError("--separator, --window, --agreement and --routing belong to --perplexity")
-    if names and data is None:
-        raise click.UsageError("--task needs --data DIR, the folder that holds tasks/")
-    if not names and (data or limit or predictions):
-        raise click.UsageError("--data, --limit and --predictions belong to --task")
+    """Measure how many questions of tasks a model answers right.
+
+    Reads the tasks' validation questions from DIR and writes a row of scores per task.
+
+    \b
+    Example:
+      jaxllm eval tasks --data DIR --task sentiment --task news --limit 200
+    """
+    from jaxllm.tasks import find_task
+    from serving.evaluation.report import as_json as results_json
+    from serving.evaluation.report import check_predictions, print_table, write_predictions
+    from serving.evaluation.rouge import require_rouge
+    from serving.evaluation.tasks import ALL, read_questions, run_task
+
     if predictions is not None:
         check_predictions(predictions)
-    documents = None if text_file is None else _documents(text_file, separator)
-    questions = read_questions(names, data, limit or 0) if data is not None else Questions(examples={})
+    questions = read_questions(names or (ALL,), data, limit or 0)
     if any(find_task(name).score == "rouge" for name in questions.examples):
         require_rouge()
+    results, answers = [], []
     with progress_bars() as progress:
         engine = choice.open(progress, warm_up=False)
-        measured = None
-        if documents is not None:
-            measured = perplexity(engine, documents, window_tokens=window_tokens, progress=progress)
-        agreement = None
-        if other_model is not None and documents is not None:
-            other = choice.open_other(other_model, progress)
-            agreement = greedy_agreement(
-                engine, other, documents, window_tokens=window_tokens, progress=progress
-            )
-        use = expert_use(engine, documents, progress=progress) if routing and documents else None
-        results: list[TaskResult] = []
-        answers: list[Prediction] = []
         for name, examples in questions.examples.items():
             result, made = run_task(engine, find_task(name), examples, progress)
             results.append(result)
             answers += made
     if predictions is not None:
         write_predictions(predictions, answers)
-    if as_object:
-        facts: dict[str, Any] = {"model": engine.bundle.layout.name, "weights": engine.bundle.layout.weights}
-        if measured is not None:
-            facts |= dataclasses.asdict(measured)
-        if agreement is not None:
-            facts["agreement"] = dataclasses.asdict(agreement)
-        if use is not None:
-            facts["routing"] = dataclasses.asdict(use)
-        if names:
-            facts |= {"tasks": as_json(results), "missing": list(questions.missing)}
-        print_json(facts)
+    if as_json:
+        print_json({**_names(engine), "tasks": results_json(results), "missing": list(questions.missing)})
         return
-    if measured is not None:
-        _show(measured)
-    if agreement is not None:
-        click.echo(
-            f"agreement {agreement.agreement:.1%} over {agreement.tokens} tokens (right: "
-            f"{agreement.right:.1%}, the other {agreement.other_right:.1%})"
-        )
-    if use is not None:
-        click.echo(
-            f"experts: {use.dead} dead, between {use.least:.2f} and {use.most:.2f} of an even share; "
-            f"{use.paths} of {use.possible_paths} paths seen, the top tenth of them carries "
-            f"{use.top_paths_share:.1%} of {use.tokens} tokens"
-        )
-    if names:
-        print_table(results, questions.missing)
+    print_table(results, questions.missing)
+
+
+def _not_empty(text: str | None) -> str | None:
+    if text == "":
+        raise click.UsageError("--separator must not be empty")
+    return text
 
 
 def _documents(path: Path, separator: str | None) -> list[str]:
@@ -141,8 +229,5 @@ def _documents(path: Path, separator: str | None) -> list[str]:
     return [document for document in documents if document.strip()]
 
 
-def _show(result: Perplexity) -> None:
-    click.echo(
-        f"perplexity {result.perplexity:.4f}, {result.bits_per_byte:.4f} bits/byte over {result.tokens} "
-        f"tokens in {result.documents} documents (windows of {result.window_tokens} tokens)"
-    )
+def _names(engine: "Engine") -> dict[str, Any]:
+    return {"model": engine.model.bundle.layout.name, "weights": engine.model.bundle.layout.weights}

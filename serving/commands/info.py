@@ -1,32 +1,43 @@
-"""`jaxllm info`: what a bundle holds, and whether it is whole."""
+"""`jaxllm info`: describes a bundle and the device, and checks that the bundle is whole."""
 
 import collections
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import jax
 
 import jaxllm
-from jaxllm.bundle import Bundle
-from jaxllm.bundle.elastic import read_ladder
-from jaxllm.bundle.experts import expert_facts
-from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.kernels import native
-from jaxllm.models.parameters import parameter_count
-from serving.console import print_json
-from serving.experts.store import ExpertStore
-from serving.models import find_model
+from serving.commands.console import print_json
+from serving.commands.lazy import EngineCommand
+from serving.commands.shared_options import json_option
+
+if TYPE_CHECKING:
+    from jaxllm.bundle import Bundle
 
 
-@click.command("info")
+@click.command("info", cls=EngineCommand)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
-    """Describe a BUNDLE (default: the packaged model) and the device."""
+    """Describe a bundle and this device.
+
+    Reads BUNDLE, a file or a packaged model's name (default: default), and writes a line for each fact: its
+    size and shape, its levels and experts, and the kernels that run it here.
+
+    \b
+    Example:
+      jaxllm info model.jaxllm --verify
+    """
+    import jax
+
+    from jaxllm.bundle import Bundle
+    from jaxllm.kernels import native
+    from jaxllm.models.parameters import parameter_count
+    from serving.bundles import find_model
+
     path = find_model(bundle)
     chosen = native.kernels()
     with Bundle.open(path) as opened:
@@ -60,8 +71,11 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
         click.echo(f"{key:<{width}}  {value}")
 
 
-def _experts(bundle: Bundle) -> dict[str, Any]:
+def _experts(bundle: "Bundle") -> dict[str, Any]:
     """The widths of experts that are stored apart, and how they were found."""
+    from jaxllm.bundle.experts import expert_facts
+    from serving.weights.experts.store import ExpertStore
+
     if not bundle.layout.experts_apart:
         return {}
     store = ExpertStore(bundle)
@@ -73,8 +87,11 @@ def _experts(bundle: Bundle) -> dict[str, Any]:
     }
 
 
-def _levels(bundle: Bundle) -> dict[str, Any]:
-    """What makes a bundle elastic, if it is."""
+def _levels(bundle: "Bundle") -> dict[str, Any]:
+    """The levels of an elastic bundle."""
+    from jaxllm.bundle.elastic import read_ladder
+    from jaxllm.bundle.tiny_lm import read_tiny_lm
+
     ladder = read_ladder(bundle)
     if ladder is None:
         return {}

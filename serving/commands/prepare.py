@@ -1,27 +1,35 @@
-"""`jaxllm prepare`: a Hugging Face folder becomes a bundle, or a mixture's bundle one with experts apart."""
+"""`jaxllm prepare`: writes a Hugging Face folder, or a mixture's bundle, as a bundle."""
 
 from pathlib import Path
 
 import click
 
-from jaxllm.bundle import EXPERT_BITS, WEIGHT_FORMATS, Bundle
-from jaxllm.prepare import prepare
-from serving.console import progress_bars
-from serving.models import find_model
+from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS
+from serving.commands.console import progress_bars
+from serving.commands.lazy import EngineCommand
 
 
-@click.command("prepare")
-@click.argument("folder", type=click.Path(path_type=Path))
-@click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="The bundle to write.")
+@click.command("prepare", cls=EngineCommand)
+@click.argument("model", type=click.Path(path_type=Path))
 @click.option(
-    "--weights", type=click.Choice(WEIGHT_FORMATS), help="Weight width. [default: the checkpoint's own]"
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The bundle to write.",
+)
+@click.option(
+    "--weights", type=click.Choice(WEIGHT_FORMATS), help="Width of weights.  [default: the checkpoint's own]"
 )
 @click.option(
     "--expert-bits",
     type=click.Choice([str(bits) for bits in EXPERT_BITS]),
     help="Store each expert of a mixture by itself at this width, to run it in less memory than it takes.",
 )
-@click.option("--name", default="", help="The model's name, for people. [default: the folder's]")
+@click.option(
+    "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's]"
+)
 @click.option(
     "--ignore-config-key",
     "ignore_keys",
@@ -30,21 +38,30 @@ from serving.models import find_model
     help="Ignore a config.json key that jaxllm does not know. Repeatable.",
 )
 def prepare_command(
-    folder: Path,
+    model: Path,
     output: Path,
     weights: str | None,
     expert_bits: str | None,
     name: str,
     ignore_keys: tuple[str, ...],
 ) -> None:
-    """Write the model in a Hugging Face FOLDER as one bundle file.
+    """Write a Hugging Face folder as one bundle file.
 
-    With --expert-bits FOLDER may be a mixture's bundle, or the name of a packaged one: its weights stay
-    as they are, but for experts that get narrower.
+    Reads the folder MODEL (config, safetensors, tokenizer) and writes FILE, whole or not at all. With
+    --expert-bits MODEL may be a mixture's bundle, or the name of a packaged one: its weights stay as they
+    are, but for experts that get narrower.
+
+    \b
+    Example:
+      jaxllm prepare path/to/folder --output model.jaxllm --weights int8
     """
+    from jaxllm.bundle import Bundle
+    from jaxllm.prepare import prepare
+    from serving.bundles import find_model
+
     with progress_bars() as progress:
         prepare(
-            folder if folder.exists() else find_model(folder),
+            model if model.exists() else find_model(model),
             output,
             weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
             expert_bits=int(expert_bits or 0),

@@ -1,64 +1,73 @@
-"""`jaxllm profile`: how long each level of a model takes on this device."""
+"""`jaxllm profile`: measures how long each level of a model takes on this device."""
 
 import dataclasses
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from jaxllm.errors import ConfigError
-from serving.console import (
-    context_option,
-    prefill_option,
-    print_json,
-    processors_option,
-    progress_bars,
-    read_text,
-)
-from serving.engine import Engine
-from serving.models import levels_of
-from serving.options import EngineOptions
-from serving.prefill.options import Mode, PrefillOptions
-from serving.prefill.processors import prepare_processors
-from serving.profile import (
-    DeviceProfile,
-    Energy,
-    check_energy,
-    load_profile,
-    profile_path,
-    save_profile,
-)
-from serving.profiling import REPEATS, measure
-from serving.reach import described, unmet
-from serving.service import planner_of
+from serving.commands.console import print_json, progress_bars, read_text
+from serving.commands.lazy import EngineCommand
+from serving.commands.shared_options import context_option, json_option, prefill_option, processors_option
+
+if TYPE_CHECKING:
+    from serving.int8_prefill.options import Mode
+    from serving.planning.profile import DeviceProfile, Energy
+
+REPEATS = 5
 
 
-@click.command("profile")
+@click.command("profile", cls=EngineCommand)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @context_option
 @prefill_option
 @processors_option
-@click.option("--repeats", type=click.IntRange(min=1), default=REPEATS, show_default=True)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    default=REPEATS,
+    show_default=True,
+    help="Measure everything so often, and keep the medians.",
+)
 @click.option(
     "--energy",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='What tokens cost here, measured elsewhere: {"prefill_joules": [...], "decode_joules": [...]}, a '
-    "number per level.",
+    help="Keep what tokens cost here, measured elsewhere, too: a JSON file "
+    '{"prefill_joules": [...], "decode_joules": [...]} with a number per level.',
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def profile_command(
     bundle: Path | None,
     context_tokens: int,
-    prefill: Mode | None,
+    prefill: "Mode | None",
     processors: int,
     repeats: int,
     energy: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure every level of BUNDLE (default: the packaged model), and keep the times for the service."""
+    """Measure the speed of every level of a model, for the service to plan with.
+
+    Runs BUNDLE, a file or a packaged model's name (default: default), and writes the profile of this device
+    into the cache folder, where services find it. Says which objectives no level meets here.
+
+    \b
+    Example:
+      jaxllm profile model.jaxllm
+      jaxllm profile model.jaxllm --prefill auto
+    """
+    from serving.bundles import levels_of
+    from serving.engine import Engine
+    from serving.int8_prefill.options import PrefillOptions
+    from serving.int8_prefill.processors import prepare_processors
+    from serving.options import EngineOptions
+    from serving.planning.profile import check_energy, load_profile, profile_path, save_profile
+    from serving.planning.profiling import measure
+    from serving.planning.reach import described, unmet
+    from serving.service import planner_of
+
     levels = levels_of(bundle)
     costs = None if energy is None else _read_energy(energy)
     if costs is not None:
@@ -74,14 +83,14 @@ def profile_command(
             progress=progress,
         )
         profile = measure(engine, repeats=repeats, progress=progress)
-    path = profile_path(engine.bundle, engine.options)
+    path = profile_path(engine.model.bundle, engine.options)
     profile = dataclasses.replace(profile, energy=costs).beside(load_profile(path))
     save_profile(profile, path)
     missed = unmet(planner_of(engine, profile)) if levels else {}
     if as_json:
         print_json(
             {
-                "model": engine.bundle.layout.name,
+                "model": engine.model.bundle.layout.name,
                 "profile": str(path),
                 "unmet": {str(each): lengths for each, lengths in missed.items()},
                 **profile.to_json(),
@@ -94,7 +103,9 @@ def profile_command(
     click.echo(f"kept in {path}")
 
 
-def _read_energy(path: Path) -> Energy:
+def _read_energy(path: Path) -> "Energy":
+    from serving.planning.profile import Energy
+
     try:
         data = json.loads(read_text(path))
         return Energy(**{name: tuple(data[name]) for name in ("prefill_joules", "decode_joules")})
@@ -102,22 +113,25 @@ def _read_energy(path: Path) -> Energy:
         raise ConfigError(f"{path}: prefill_joules and decode_joules are missing or malformed") from error
 
 
-def _show(profile: DeviceProfile) -> None:
-    table = Table(title="time to first token, ms (time per token, ms)")
+def _show(profile: "DeviceProfile") -> None:
+    times = zip(profile.ttft_ms, profile.tpot_ms, strict=True)
+    _print_pairs("time to first token, ms (time per token, ms)", profile, list(times))
+    if profile.prefill is not None:
+        times = zip(profile.prefill.integer_ms, profile.prefill.float_ms, strict=True)
+        _print_pairs("prefill in integers, ms (in floats, ms)", profile, list(times))
+
+
+def _print_pairs(
+    title: str, profile: "DeviceProfile", pairs: "list[tuple[tuple[float, ...], tuple[float, ...]]]"
+) -> None:
+    """Prints two times per level (row) and prompt length (column)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
     table.add_column("level")
     for tokens in profile.tokens:
         table.add_column(f"{tokens} tokens", justify="right")
-    for level, ttft, tpot in zip(profile.levels, profile.ttft_ms, profile.tpot_ms, strict=True):
-        cells = (f"{first:.2f} ({each:.2f})" for first, each in zip(ttft, tpot, strict=True))
-        table.add_row(f"{level} %", *cells)
-    Console().print(table)
-    if profile.prefill is None:
-        return
-    table = Table(title="reading prompts in integers, ms (in floats, ms)")
-    table.add_column("level")
-    for tokens in profile.tokens:
-        table.add_column(f"{tokens} tokens", justify="right")
-    times = profile.prefill
-    for level, integers, floats in zip(profile.levels, times.integer_ms, times.float_ms, strict=True):
-        table.add_row(f"{level} %", *(f"{a:.2f} ({b:.2f})" for a, b in zip(integers, floats, strict=True)))
+    for level, (first, second) in zip(profile.levels, pairs, strict=True):
+        table.add_row(f"{level} %", *(f"{a:.2f} ({b:.2f})" for a, b in zip(first, second, strict=True)))
     Console().print(table)

@@ -1,43 +1,37 @@
-"""`jaxllm trace`: make request traces, and replay them on a service."""
+"""`jaxllm trace`: makes request traces, and replays them on a service."""
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from jaxllm.tasks.prompts import prompt_ids
-from jaxllm.tokenizer import Tokenizer
-from serving.console import print_json, progress_bars
-from serving.contexts.switching import (
-    HOURS,
-    MAX_CONTEXTS,
-    PATTERNS,
-    Lengths,
-    make_switching,
-    read_azure_lengths,
-    read_mooncake,
-    write_switching,
-)
-from serving.evaluation.tasks import ALL, read_questions
-from serving.models import open_model
-from serving.service import LLMService
-from serving.trace import (
-    ANSWER_TOKENS,
-    TRACE_TASKS,
-    Totals,
-    make_trace,
-    read_trace,
-    replay,
-    totals,
-    totals_by_slo,
-    write_trace,
-)
+from serving.commands.console import print_json, progress_bars
+from serving.commands.lazy import EngineCommand
+from serving.commands.shared_options import json_option, model_option
+from serving.contexts.switching import HOURS, MAX_CONTEXTS, PATTERNS
 
+if TYPE_CHECKING:
+    from serving.contexts.switching import ContextCall, Lengths
+    from serving.traces.trace import Totals
+
+ANSWER_TOKENS = 32
 _COLUMNS = (
     "objective", "calls", "right", "in time", "both", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
 )  # fmt: skip
+
+_output_option = click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The trace to write, JSON lines.",
+)
+_seed_option = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw.")
+_calls_option = click.option(
+    "-n", "--calls", type=click.IntRange(min=1), default=600, show_default=True, help="Number of calls."
+)
 
 
 @click.group("trace")
@@ -45,103 +39,187 @@ def trace_command() -> None:
     """Make request traces, and replay them on a service."""
 
 
-@trace_command.command("make")
+@trace_command.command("make-slo", cls=EngineCommand)
 @click.option(
-    "--data", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The tasks' files."
+    "--data",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The folder that holds tasks/, the tasks' files.",
 )
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The trace, a .jsonl file.")
-@click.option("-n", "--requests", type=click.IntRange(min=1), default=600, show_default=True)
-@click.option("--task", "names", multiple=True, help="Repeatable.  [default: the five with labels]")
-@click.option("--alpha", type=float, default=0.0, show_default=True, help="Above 0, loose objectives lead.")
-@click.option("--rate", "rate_per_s", type=float, default=1.0, show_default=True, help="Arrivals per second.")
-@click.option("--seed", type=int, default=0, show_default=True)
-def make_command(
-    data: Path, out: Path, requests: int, names: tuple[str, ...], alpha: float, rate_per_s: float, seed: int
+@_output_option
+@click.option(
+    "-n", "--requests", type=click.IntRange(min=1), default=600, show_default=True, help="Number of requests."
+)
+@click.option(
+    "--task",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Ask questions of this task. Repeatable.  [default: the five with labels]",
+)
+@click.option(
+    "--skew",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Skew of objectives: with 0 all come alike, above 0 loose ones more often, below 0 tight ones.",
+)
+@click.option(
+    "--rate",
+    "rate_per_s",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="REQUESTS/S",
+    help="Mean rate of arrivals.",
+)
+@_seed_option
+def make_slo_command(
+    data: Path, output: Path, requests: int, names: tuple[str, ...], skew: float, rate_per_s: float, seed: int
 ) -> None:
-    """Draw a trace of six apps, one per objective, from the tasks' validation questions."""
+    """Draw a trace of six apps, one per latency objective.
+
+    Reads the tasks' validation questions from DIR and writes FILE, a request a line, for `jaxllm trace
+    replay`.
+
+    \b
+    Example:
+      jaxllm trace make-slo --data DIR --output trace.jsonl
+    """
+    from serving.evaluation.tasks import read_questions
+    from serving.traces.trace import TRACE_TASKS, make_trace, write_trace
+
     questions = read_questions(names or TRACE_TASKS, data)
-    trace = make_trace(questions.examples, requests=requests, alpha=alpha, rate_per_s=rate_per_s, seed=seed)
-    write_trace(out, trace)
-    click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {out}")
+    trace = make_trace(questions.examples, requests=requests, alpha=skew, rate_per_s=rate_per_s, seed=seed)
+    write_trace(output, trace)
+    click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {output}")
 
 
-@trace_command.command("switching")
-@click.option("-o", "--out", required=True, type=click.Path(path_type=Path), help="The trace, a .jsonl file.")
+@trace_command.command("make-switching", cls=EngineCommand)
+@_output_option
 @click.option(
-    "--pattern", type=click.Choice(list(PATTERNS)), default="markov", show_default=True,
-    help="In which contexts follow each other.",
-)  # fmt: skip
-@click.option("--contexts", type=click.IntRange(1, MAX_CONTEXTS), default=8, show_default=True)
-@click.option("-n", "--calls", type=click.IntRange(min=1), default=600, show_default=True)
-@click.option("--hours", type=float, default=HOURS, show_default=True)
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Draw lengths of prompts and answers from the validation questions in DIR/tasks.",
+)
 @click.option(
-    "--data", type=click.Path(path_type=Path), metavar="DIR",
-    help="The tasks' files: prompts and answers are as long as those of their validation questions.",
-)  # fmt: skip
+    "--azure",
+    type=click.Path(path_type=Path),
+    metavar="CSV",
+    help="Draw lengths from a trace of Azure's LLM inference service.",
+)
 @click.option(
-    "--azure", type=click.Path(path_type=Path), metavar="CSV",
-    help="A trace of Azure's LLM inference service instead: as long as its requests.",
-)  # fmt: skip
+    "--pattern",
+    type=click.Choice(list(PATTERNS)),
+    default="markov",
+    show_default=True,
+    help="Which context is called next.",
+)
 @click.option(
-    "--mooncake", type=click.Path(path_type=Path), metavar="JSONL",
-    help="Mooncake's conversation trace instead: its own calls, contexts and lengths.",
-)  # fmt: skip
-@click.option("--slower", type=float, default=1.0, show_default=True, help="Times of --mooncake times this.")
-@click.option("--token-scale", type=float, default=1.0, show_default=True, help="Its lengths times this.")
-@click.option("-m", "--model", type=click.Path(path_type=Path), help="Whose tokens --data is counted in.")
-@click.option("--seed", type=int, default=0, show_default=True)
-def switching_command(
-    out: Path,
+    "--contexts",
+    type=click.IntRange(1, MAX_CONTEXTS),
+    default=8,
+    show_default=True,
+    help="Number of active contexts.",
+)
+@_calls_option
+@click.option(
+    "--hours", type=float, default=HOURS, show_default=True, help="Time from the first call to the last."
+)
+@click.option(
+    "-m",
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="Count lengths of --data in this model's tokens.  [default: default]",
+)
+@_seed_option
+def make_switching_command(
+    output: Path,
+    data: Path | None,
+    azure: Path | None,
     pattern: str,
     contexts: int,
     calls: int,
     hours: float,
-    data: Path | None,
-    azure: Path | None,
-    mooncake: Path | None,
-    slower: float,
-    token_scale: float,
     model: Path | None,
     seed: int,
 ) -> None:
-    """Draw a trace of apps that switch between contexts, or take a real one."""
-    if sum(each is not None for each in (data, azure, mooncake)) != 1:
-        raise click.UsageError("say where calls come from: one of --data, --azure and --mooncake")
-    if mooncake is not None:
-        trace = read_mooncake(mooncake, slower=slower, token_scale=token_scale)[:calls]
-    else:
-        lengths = read_azure_lengths(azure) if azure is not None else _task_lengths(data, model)
-        trace = make_switching(pattern, lengths, contexts=contexts, calls=calls, hours=hours, seed=seed)
-    write_switching(out, trace)
-    active = len({each.context for each in trace})
-    click.echo(f"{len(trace)} calls of {active} contexts over {trace[-1].time_s / 3600:.1f} hours in {out}")
+    """Draw a trace of apps that switch between contexts.
+
+    Reads lengths of real calls from DIR or CSV and writes FILE, a call a line.
+
+    \b
+    Example:
+      jaxllm trace make-switching --data DIR --contexts 4 --output switching.jsonl
+    """
+    from serving.contexts.switching import make_switching, read_azure_lengths
+
+    if (data is None) == (azure is None):
+        raise click.UsageError("say where lengths come from: --data or --azure")
+    lengths = _task_lengths(data, model) if data is not None else read_azure_lengths(azure)  # pyright: ignore
+    trace = make_switching(pattern, lengths, contexts=contexts, calls=calls, hours=hours, seed=seed)
+    _write(output, trace)
 
 
-def _task_lengths(data: Path | None, model: Path | None) -> list[Lengths]:
-    """(prompt, answer) tokens of all tasks' validation questions."""
-    assert data is not None
-    tokenizer = Tokenizer(open_model(model).tokenizer_files())
-    questions = read_questions([ALL], data)
-    return [
-        (len(prompt_ids(tokenizer, each)), len(tokenizer.encode(each.answer, add_special_tokens=False)) + 1)
-        for examples in questions.examples.values()
-        for each in examples
-    ]
+@trace_command.command("convert-mooncake", cls=EngineCommand)
+@click.argument("mooncake", type=click.Path(path_type=Path))
+@_output_option
+@_calls_option
+@click.option(
+    "--time-scale",
+    type=float,
+    default=1.0,
+    show_default=True,
+    help="Multiply times by this; above 1 is slower.",
+)
+@click.option("--token-scale", type=float, default=1.0, show_default=True, help="Multiply lengths by this.")
+def convert_mooncake_command(
+    mooncake: Path, output: Path, calls: int, time_scale: float, token_scale: float
+) -> None:
+    """Convert Mooncake's conversation trace to one of switching contexts.
+
+    Reads MOONCAKE, its JSON lines, and writes the first calls to FILE, with their own contexts and lengths.
+
+    \b
+    Example:
+      jaxllm trace convert-mooncake conversation_trace.jsonl --time-scale 100 --output switching.jsonl
+    """
+    from serving.contexts.switching import read_mooncake
+
+    _write(output, read_mooncake(mooncake, slower=time_scale, token_scale=token_scale)[:calls])
 
 
-@trace_command.command("replay")
+@trace_command.command("replay", cls=EngineCommand)
 @click.argument("trace", type=click.Path(path_type=Path))
-@click.option("-m", "--model", type=click.Path(path_type=Path), help="A bundle. [default: the packaged one]")
-@click.option("--limit", type=click.IntRange(min=1), help="Only the first requests.")
-@click.option("-n", "--max-tokens", type=click.IntRange(min=1), default=ANSWER_TOKENS, show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@model_option
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Make the first N requests alone.")
+@click.option(
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=ANSWER_TOKENS,
+    show_default=True,
+    help="Most tokens of an answer.",
+)
+@json_option
 def replay_command(
     trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
 ) -> None:
-    """Make the calls of TRACE one after another, and say how many were right and how many in time.
+    """Replay a trace on a service, and say how many answers were right and how many in time.
 
-    <100,100> asks for nothing and is always met: `limited` are the calls that ask for something.
+    Reads TRACE, made by `jaxllm trace make-slo`, makes its calls one after another, and writes a row per
+    objective. <100,100> asks for nothing and is always met: `limited` are the calls that ask for something.
+
+    \b
+    Example:
+      jaxllm trace replay trace.jsonl --model model.jaxllm --limit 60
     """
+    from serving.service import LLMService
+    from serving.traces.trace import read_trace, replay, totals, totals_by_slo
+
     requests = read_trace(trace)[:limit]
     with progress_bars() as progress:
         service = LLMService.open(model, progress=progress)
@@ -153,23 +231,56 @@ def replay_command(
     if as_json:
         print_json(
             {
-                "model": service.engine.bundle.layout.name,
+                "model": service.engine.model.bundle.layout.name,
                 **{name: dataclasses.asdict(each) for name, each in sums.items()},
                 "by_slo": {slo: dataclasses.asdict(each) for slo, each in by_slo.items()},
             }
         )
         return
-    table = Table(box=None, pad_edge=False, collapse_padding=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
-    for name, each in [*by_slo.items(), *sums.items()]:
-        table.add_row(name, *_cells(each))
-    Console().print(table)
+    _print_totals({**by_slo, **sums})
     if whole.failed:
         click.echo(f"{whole.failed} calls failed: {next(each.failure for each in outcomes if each.failure)}")
 
 
-def _cells(each: Totals) -> list[str]:
+def _write(output: Path, trace: "list[ContextCall]") -> None:
+    from serving.contexts.switching import write_switching
+
+    write_switching(output, trace)
+    active = len({each.context for each in trace})
+    click.echo(
+        f"{len(trace)} calls of {active} contexts over {trace[-1].time_s / 3600:.1f} hours in {output}"
+    )
+
+
+def _task_lengths(data: Path, model: Path | None) -> "list[Lengths]":
+    """(prompt, answer) tokens of all tasks' validation questions."""
+    from jaxllm.text.prompts import prompt_ids
+    from jaxllm.text.tokenizer import Tokenizer
+    from serving.bundles import open_model
+    from serving.evaluation.tasks import ALL, read_questions
+
+    tokenizer = Tokenizer(open_model(model).tokenizer_files())
+    questions = read_questions([ALL], data)
+    return [
+        (len(prompt_ids(tokenizer, each)), len(tokenizer.encode(each.answer, add_special_tokens=False)) + 1)
+        for examples in questions.examples.values()
+        for each in examples
+    ]
+
+
+def _print_totals(rows: "dict[str, Totals]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
+    for name, each in rows.items():
+        table.add_row(name, *_cells(each))
+    Console().print(table)
+
+
+def _cells(each: "Totals") -> list[str]:
     return [
         str(each.requests),
         f"{each.accuracy:.1%}",

@@ -9,8 +9,8 @@ import dataclasses
 import os
 from pathlib import Path
 
-from jaxllm.atomic import sync
 from jaxllm.errors import CheckpointError, JaxllmError, Unreadable
+from jaxllm.files.atomic import sync
 from serving.contexts.damage import Damage
 from serving.contexts.record import Record
 from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, stands, write_record

@@ -7,7 +7,7 @@ from jaxllm.errors import CheckpointError, Unreadable
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
 from serving.contexts.stored import strange_chunks
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

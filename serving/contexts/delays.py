@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.atomic import temporary_file
 from jaxllm.errors import CheckpointError, one_line
+from jaxllm.files.atomic import temporary_file
 from jaxllm.kv.cache import Places
 from jaxllm.kv.recompute import Delay
-from serving.contexts.graphs import ContextGraphs
-from serving.direct_io import PieceReader, Storage
+from serving.contexts.chunk_io import ChunkIO
+from serving.host.direct_io import PieceReader, Storage
 
 _SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
 _REPEATS = 5
@@ -66,21 +66,21 @@ def measure_reading(folder: Path, storage: Storage) -> Delay:
     return Delay.fit(_SIZES_BYTES, times)
 
 
-def measure_computing(graphs: ContextGraphs) -> Delay:
+def measure_computing(chunk_io: ChunkIO) -> Delay:
     """Times one layer's pass over chunks, of each number that there is a graph for."""
-    options, counts = graphs.table.options, graphs.table.options.recomputed_chunks
-    cache, times = graphs.table.start(options.context_tokens), []
+    options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
+    cache, times = chunk_io.runner.start(options.context_tokens), []
     # The last chunks see the most.
-    end = options.context_tokens // graphs.chunk_tokens
+    end = options.context_tokens // chunk_io.chunk_tokens
     for count in counts:
-        at = graphs.places(range(max(0, end - count), end), count)
+        at = chunk_io.positions(range(max(0, end - count), end), count)
 
         def embed(at: Places = at) -> jax.Array:
-            return jax.block_until_ready(graphs.embed([0] * options.context_tokens, at))
+            return jax.block_until_ready(chunk_io.embed([0] * options.context_tokens, at))
 
         def once(x: jax.Array, at: Places = at) -> None:
             nonlocal cache
-            x, (keys, values) = graphs.restore_layer(0, x, at, cache, {})
+            x, (keys, values) = chunk_io.restore_layer(0, x, at, cache, {})
             layers = dict(keys=(keys, *cache.keys[1:]), values=(values, *cache.values[1:]))
             cache = dataclasses.replace(cache, **layers)
             jax.block_until_ready(x)

@@ -8,17 +8,17 @@ import numpy as np
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST
 from jaxllm.kv.tolerance import RATIOS, allocate, chunk_mass, sightings
-from serving.contexts.graphs import ContextGraphs
+from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Record
-from serving.generation import Session, common_prefix
+from serving.request import Session, common_prefix
 from serving.sliding import slid
 
 
-def sinking(before: Record, graphs: ContextGraphs, *, mass: np.ndarray, first: int, held: int) -> Record:
+def sinking(before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, held: int) -> Record:
     """The record of a context that keeps its first chunk alone, with the attention that this got so far; the
     arguments are those of `grown`."""
-    got, seen = _attended(before, graphs, mass=mass, first=first, held=held)
+    got, seen = _attended(before, chunk_io, mass=mass, first=first, held=held)
     return dataclasses.replace(
         before, bits=before.bits[:1], mass=tuple(got[:1].tolist()), seen=tuple(seen[:1].tolist())
     )
@@ -26,7 +26,7 @@ def sinking(before: Record, graphs: ContextGraphs, *, mass: np.ndarray, first: i
 
 def grown(
     before: Record,
-    graphs: ContextGraphs,
+    chunk_io: ChunkIO,
     options: ContextOptions,
     *,
     tokens: Sequence[int],
@@ -38,7 +38,7 @@ def grown(
 
     Args:
       before: as it was.
-      graphs: of its level.
+      chunk_io: of its level.
       options: say how many bytes chunks may take.
       tokens: all of the context's now.
       mass: `[>= held]`, the attention that each position got in this call.
@@ -48,10 +48,10 @@ def grown(
     Returns:
       The record with the widths that chunks are to have: none rises above what it is stored at.
     """
-    got, seen = _attended(before, graphs, mass=mass, first=first, held=held)
+    got, seen = _attended(before, chunk_io, mass=mass, first=first, held=held)
     count = len(got)
     known = min(count, len(before.bits))
-    if graphs.widths == (RAW,):
+    if chunk_io.widths == (RAW,):
         bits = np.full(count, RAW)
     else:
         # What is gone does not come back by being written with more bits.
@@ -71,7 +71,7 @@ def grown(
 def ended(
     before: Record,
     resident: Mapping[int, int],
-    graphs: ContextGraphs,
+    chunk_io: ChunkIO,
     options: ContextOptions,
     *,
     session: Session,
@@ -85,13 +85,13 @@ def ended(
       before: as it was.
       resident: of its chunks in memory, the width of each by number.
       session: the call's, with its cache, if that is there, and the tokens that this holds.
-      graphs, options, tokens, first: see `grown`.
+      chunk_io, options, tokens, first: see `grown`.
     """
     if session.cache is None:
-        return _agreeing(before, tokens, graphs.chunk_tokens)
+        return _agreeing(before, tokens, chunk_io.chunk_tokens)
     return grown(
         before.beside(resident),
-        graphs,
+        chunk_io,
         options,
         tokens=tokens,
         mass=np.asarray(session.cache.mass)[0],
@@ -108,21 +108,21 @@ def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
     return dataclasses.replace(record, tokens=tuple(tokens), **first)
 
 
-def most_bytes(graphs: ContextGraphs, options: ContextOptions, chunks: int) -> int:
+def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
     """Of so many chunks of a context, whatever their widths come out as."""
-    if graphs.widths == (RAW,):
-        return chunks * graphs.chunk_bytes(RAW)
+    if chunk_io.widths == (RAW,):
+        return chunks * chunk_io.chunk_bytes(RAW)
     # Levels take bytes by width, scales do not.
-    scales = 2 * graphs.chunk_bytes(4) - graphs.chunk_bytes(8)
-    levels = graphs.chunk_bytes(8) - scales
+    scales = 2 * chunk_io.chunk_bytes(4) - chunk_io.chunk_bytes(8)
+    levels = chunk_io.chunk_bytes(8) - scales
     return int(chunks * (scales + options.ratio * levels)) + 1
 
 
 def _attended(
-    before: Record, graphs: ContextGraphs, *, mass: np.ndarray, first: int, held: int
+    before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, held: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The attention that each whole chunk got so far, and that it could have got, `[N]` each."""
-    size, cfg = graphs.chunk_tokens, graphs.table.cfg
+    size, cfg = chunk_io.chunk_tokens, chunk_io.runner.cfg
     count = held // size
     heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
     got = chunk_mass(mass, count, size)

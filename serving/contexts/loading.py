@@ -9,14 +9,14 @@ from jaxllm.errors import CheckpointError
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
+from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.delays import Delays
-from serving.contexts.graphs import ContextGraphs
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.restore import Restoration, restore
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
-from serving.generation import Session
-from serving.graph_table import GraphTable
+from serving.request import Session
+from serving.runners.level_runner import LevelRunner
 
 # A device that is asked for two things at a time is not idle in between.
 _READERS = 2
@@ -42,32 +42,32 @@ class ChunkLoader:
         """Ends its threads."""
         self._pool.shutdown(wait=wait)
 
-    def bring_back(self, turn: Turn, graphs: ContextGraphs, cache: KVCache, tokens: int) -> Restoration:
+    def bring_back(self, turn: Turn, chunk_io: ChunkIO, cache: KVCache, tokens: int) -> Restoration:
         """Gives a call's session all whole chunks of its context.
 
         Args:
           turn: the call.
-          graphs: of its level.
+          chunk_io: of its level.
           cache: has room for `tokens`; donated.
           tokens: that there must be room for.
 
         Raises:
           CheckpointError: chunks can neither be read nor be given up.
         """
-        name, table, session = turn.record.name, graphs.table, turn.session
+        name, runner, session = turn.record.name, chunk_io.runner, turn.session
         for attempt in range(2):
             base = turn.base
             resident = {n: each for n, each in self._memory.chunks(name).items() if n < len(base.bits)}
             wanted = {n for n, bits in enumerate(base.bits) if bits != LOST} - set(resident)
             try:
                 cache, read, how = restore(
-                    graphs,
-                    table.start(tokens) if attempt else cache,
+                    chunk_io,
+                    runner.start(tokens) if attempt else cache,
                     tokens=base.tokens,
                     bits=base.bits,
                     resident={chunk: (each.bits, each.blobs) for chunk, each in resident.items()},
                     read=self._store.open(name, wanted).read if wanted else _nothing,
-                    delays=self._delays[table.level] if self._recompute else None,
+                    delays=self._delays[runner.level] if self._recompute else None,
                     pool=self._pool,
                 )
             except CheckpointError:
@@ -78,22 +78,22 @@ class ChunkLoader:
                 turn.record = self._store.record(name)
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})
                 continue
-            self.load(graphs, name, read)
-            session.cache, session.weights_version = cache, table.weights_version
-            session.tokens = list(base.tokens[: len(base.bits) * graphs.chunk_tokens])
+            self.load(chunk_io, name, read)
+            session.cache, session.weights_version = cache, runner.weights_version
+            session.tokens = list(base.tokens[: len(base.bits) * chunk_io.chunk_tokens])
             return how
         raise AssertionError("either of two attempts returns or raises")
 
-    def load(self, graphs: ContextGraphs, name: str, chunks: Mapping[int, Stored]) -> None:
+    def load(self, chunk_io: ChunkIO, name: str, chunks: Mapping[int, Stored]) -> None:
         """Puts chunks of a context into memory.
 
         Raises:
           BudgetExceeded: one does not fit, and those after it are left out.
         """
-        delays = self._delays[graphs.table.level]
-        computing_ms = graphs.layers * delays.computing.per_unit_ms
+        delays = self._delays[chunk_io.runner.level]
+        computing_ms = chunk_io.layers * delays.computing.per_unit_ms
         for chunk, (bits, blobs) in sorted(chunks.items()):
-            reading_ms = graphs.chunk_bytes(bits) * delays.reading.per_unit_ms
+            reading_ms = chunk_io.chunk_bytes(bits) * delays.reading.per_unit_ms
             self._memory.load(name, chunk, bits, blobs, restore_ms=min(reading_ms, computing_ms))
 
 
@@ -102,23 +102,23 @@ def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
 
 
-def roomy_cache(whole: GraphTable, table: GraphTable, spare: Session, tokens: int) -> KVCache:
+def roomy_cache(levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int) -> KVCache:
     """A cache with room for `tokens`: the one of the context before, if its form fits.
 
     Clearing new memory takes as long as decoding chunks into it.
 
     Args:
-      whole: of the model, which knows all levels.
-      table: of the level that is about to answer.
+      levels: all of the model.
+      runner: of the level that is about to answer.
       spare: of the context before, which loses its cache.
       tokens: that there must be room for.
     """
     _, cache = spare.take()
     if cache is not None and spare.weights_version is not None:
-        form = whole.at(spare.weights_version[0]).graphs_level
-        if form == table.graphs_level and cache.capacity_tokens == table.capacity_for(tokens):
+        form = levels[spare.weights_version[0]].runner.model.bucket_level
+        if form == runner.model.bucket_level and cache.capacity_tokens == runner.capacity_for(tokens):
             # What another context left in it is out of sight until it is written over.
             return cache
     # Its memory, before that of another.
     del cache
-    return table.start(tokens)
+    return runner.start(tokens)

@@ -26,9 +26,9 @@ import numpy as np
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from serving.contexts.at_exit import close_at_exit, is_closed
 from serving.contexts.blobs import Stored
+from serving.contexts.chunk_io import ChunkIO, origin_of
 from serving.contexts.delays import Delays, measure_computing, measure_reading
 from serving.contexts.eviction import find_policy
-from serving.contexts.graphs import ContextGraphs, origin_of
 from serving.contexts.growth import ended, most_bytes, sinking
 from serving.contexts.loading import ChunkLoader, roomy_cache
 from serving.contexts.memory import ChunkMemory
@@ -41,7 +41,7 @@ from serving.contexts.turn import Turn
 from serving.contexts.unheard import UnheardErrors
 from serving.contexts.writing import ChunkWriter
 from serving.engine import Engine
-from serving.generation import Session
+from serving.request import Session
 
 
 class Contexts:
@@ -86,12 +86,11 @@ class Contexts:
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
             self._loader = ChunkLoader(self.store, self.memory, self._delays, recompute=options.recompute)
-            tables = [engine.table.at(level) for level in engine.table.levels]
-            self._graphs = {table.level: ContextGraphs(table) for table in tables}
+            self._chunk_io = {level: ChunkIO(engine.runner_at(level)) for level in engine.levels}
             reading = measure_reading(self.store.root, options.storage)
-            for level, graphs in self._graphs.items():
-                graphs.rehearse()
-                self._delays[level] = Delays(reading=reading, computing=measure_computing(graphs))
+            for level, chunk_io in self._chunk_io.items():
+                chunk_io.rehearse()
+                self._delays[level] = Delays(reading=reading, computing=measure_computing(chunk_io))
             close_at_exit(self)
         except BaseException:
             self.store.close()
@@ -149,12 +148,12 @@ class Contexts:
           ConfigError: the level is not served, or the app has no name, or too long a one.
           BudgetExceeded: the app may own no more contexts, or there is no room.
         """
-        level = self.engine.table.level if level is None else level
+        level = self.engine.runner.level if level is None else level
         most, there = self.options.contexts_per_app, len(self.store.records(app))
         if most and there >= most:
             raise BudgetExceeded(f"{app} owns {there} contexts of at most {most}; delete one first")
-        graphs = self._graphs[self.engine.table.at(level).level]
-        return self.store.create(app, origin_of(self.engine, graphs), pinned=pinned)
+        chunk_io = self._chunk_io[self.engine.runner_at(level).level]
+        return self.store.create(app, origin_of(self.engine, chunk_io), pinned=pinned)
 
     def record(self, app: str, name: str) -> Record:
         """An app's context.
@@ -163,12 +162,12 @@ class Contexts:
           ContextGone: the app has none of this name, or it is of another model, level, codec or adapter.
         """
         record = self.store.record(name, app)
-        if record.origin.level not in self.engine.table.levels:
+        if record.origin.level not in self.engine.levels:
             raise ContextGone(
                 f"the context {name} is of level {record.origin.level}, which is not served; open the engine "
                 "for it, or delete the context"
             )
-        record.origin.require(origin_of(self.engine, self._graphs[record.origin.level]), name)
+        record.origin.require(origin_of(self.engine, self._chunk_io[record.origin.level]), name)
         return record
 
     def pin(self, name: str, pinned: bool) -> Record:
@@ -199,12 +198,12 @@ class Contexts:
         assert turn is not None
         assert turn.session is session
         assert cache is not None
-        graphs = self._graphs[turn.base.origin.level]
+        chunk_io = self._chunk_io[turn.base.origin.level]
         first = first if turn.counted_from is None else turn.counted_from
         mass = np.asarray(cache.mass)[0]
-        base = sinking(turn.base, graphs, mass=mass, first=first, held=len(session.tokens))
+        base = sinking(turn.base, chunk_io, mass=mass, first=first, held=len(session.tokens))
         session.cache = cache.uncounted()
-        turn.base, turn.counted_from = base, graphs.chunk_tokens
+        turn.base, turn.counted_from = base, chunk_io.chunk_tokens
 
     def delete(self, name: str) -> None:
         """Forgets a context.
@@ -253,8 +252,8 @@ class Contexts:
         began = time.perf_counter()
         self._require_idle(app)
         record = self.record(app, name)
-        graphs, window = self._graphs[record.origin.level], self.engine.options.context_tokens
-        size = most_bytes(graphs, self.options, min(most_tokens, window) // graphs.chunk_tokens)
+        chunk_io, window = self._chunk_io[record.origin.level], self.engine.options.context_tokens
+        size = most_bytes(chunk_io, self.options, min(most_tokens, window) // chunk_io.chunk_tokens)
         if record.pinned:
             self._require_share(record, size)
         self.memory.pin(name, record.pinned)
@@ -264,7 +263,7 @@ class Contexts:
         try:
             self.memory.claim(name, len(turn.base.bits), pinned=record.pinned)
             self.grow(turn, prompt_tokens)
-            how = self._brought_back(turn, graphs, prompt_tokens)
+            how = self._brought_back(turn, chunk_io, prompt_tokens)
             turn.restoration = dataclasses.replace(how, took_ms=1000 * (time.perf_counter() - began))
         except BaseException:
             self.abandon(turn)
@@ -273,11 +272,11 @@ class Contexts:
 
     def grow(self, turn: Turn, tokens: int) -> None:
         """Makes room in memory for the chunks of a context that has so many tokens by now."""
-        graphs = self._graphs[turn.record.origin.level]
+        chunk_io = self._chunk_io[turn.record.origin.level]
         # What does not fit beside what others pinned meanwhile stays on storage alone.
         with contextlib.suppress(BudgetExceeded):
-            count = min(tokens, self.engine.options.context_tokens) // graphs.chunk_tokens
-            self.memory.reserve(turn.record.name, most_bytes(graphs, self.options, count))
+            count = min(tokens, self.engine.options.context_tokens) // chunk_io.chunk_tokens
+            self.memory.reserve(turn.record.name, most_bytes(chunk_io, self.options, count))
 
     def finish(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         """Stores a context when its call has ended, unlocks it, and returns its record.
@@ -307,23 +306,23 @@ class Contexts:
             self._tidy()
 
     def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
-        name, graphs, session = turn.record.name, self._graphs[turn.record.origin.level], turn.session
+        name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
         # Pinned or not meanwhile.
         before = dataclasses.replace(turn.base, pinned=self.store.record(name).pinned)
         resident = {n: each.bits for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
         first = first if turn.counted_from is None else turn.counted_from
-        record = ended(before, resident, graphs, self.options, session=session, tokens=tokens, first=first)
+        record = ended(before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first)
         coded: dict[int, Stored] = {}
         if session.cache is not None:
             # What was computed again and not changed is on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
-            coded = graphs.encode(session.cache, wanted)
+            coded = chunk_io.encode(session.cache, wanted)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
         record = self._writer.keep(record, changed, coded)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # What does not fit is on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):
-            self._loader.load(graphs, name, coded)
+            self._loader.load(chunk_io, name, coded)
         # From here on memory has what the store has.
         self._claimed = record
         if session.cache is not None:
@@ -372,24 +371,24 @@ class Contexts:
 
     def _most_bytes(self, record: Record) -> int:
         """Of all chunks of a context in memory; 0 where its level is not served."""
-        graphs = self._graphs.get(record.origin.level)
-        return 0 if graphs is None else most_bytes(graphs, self.options, len(record.bits))
+        chunk_io = self._chunk_io.get(record.origin.level)
+        return 0 if chunk_io is None else most_bytes(chunk_io, self.options, len(record.bits))
 
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
 
-    def _brought_back(self, turn: Turn, graphs: ContextGraphs, tokens: int) -> Restoration:
+    def _brought_back(self, turn: Turn, chunk_io: ChunkIO, tokens: int) -> Restoration:
         last, there = self._last
         self._last = ("", Session())
         session = turn.session
-        if last == turn.record.name and there.weights_version == graphs.table.weights_version:
+        if last == turn.record.name and there.weights_version == chunk_io.runner.weights_version:
             session.tokens, session.cache = there.take()
             session.weights_version = there.weights_version
             return Restoration(resident=len(turn.base.bits), cached=True)
-        cache = roomy_cache(self.engine.table, graphs.table, there, tokens)
+        cache = roomy_cache(self._chunk_io, chunk_io.runner, there, tokens)
         del there
-        how = self._loader.bring_back(turn, graphs, cache, tokens)
+        how = self._loader.bring_back(turn, chunk_io, cache, tokens)
         # What was damaged is lost on storage, too.
         self._claimed = turn.record
         return how

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 from jaxllm.errors import ConfigError
 from jaxllm.kv.tolerance import RATIOS
 from serving.contexts.eviction import find_policy
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 
 Writing = Literal["ahead", "at-eviction", "never"]
 

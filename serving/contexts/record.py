@@ -26,7 +26,7 @@ class Origin:
       chunk_tokens: of each.
       dtype: of the cache.
       heads: of each layer, the kv heads that chunks hold: those of the level where native kernels read them,
-        else those of the graphs' caches.
+        else those of the buckets' caches.
       head_width: of each head.
     """
 

@@ -18,11 +18,11 @@ from typing import Any
 
 import xxhash
 
-from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
+from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.codecs import CODECS, ChunkFormat
 from jaxllm.kv.recompute import LOST
-from jaxllm.tokenizer import MAX_TOKEN_ID
+from jaxllm.text.tokenizer import MAX_TOKEN_ID
 from serving.contexts.record import Origin, Record
 from serving.contexts.root import (
     PREVIOUS,

@@ -16,8 +16,8 @@ import numpy as np
 from jaxllm.kv.cache import KVCache
 from jaxllm.kv.recompute import LOST, Restore, plan_restore
 from serving.contexts.blobs import Stored
+from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.delays import Delays
-from serving.contexts.graphs import ContextGraphs
 
 # A layer and chunks to read -> their blobs.
 Read = Callable[[int, Sequence[int]], list[np.ndarray]]
@@ -45,7 +45,7 @@ class Restoration:
 
 
 def restore(
-    graphs: ContextGraphs,
+    chunk_io: ChunkIO,
     cache: KVCache,
     *,
     tokens: Sequence[int],
@@ -58,7 +58,7 @@ def restore(
     """Puts all whole chunks of a context into a cache.
 
     Args:
-      graphs: of the context's level.
+      chunk_io: of the context's level.
       cache: has room for them; donated.
       tokens: of the context, those of all chunks at least.
       bits: the stored width of each chunk, or `LOST`.
@@ -74,24 +74,24 @@ def restore(
       CheckpointError: a chunk on storage is not what was written. The cache is spent.
     """
     missing = {chunk: width for chunk, width in enumerate(bits) if chunk not in resident}
-    plan, later = _plan(graphs, missing, delays)
-    coming = [pool.submit(read, layer, plan.read) for layer in range(graphs.layers) if plan.read]
+    plan, later = _plan(chunk_io, missing, delays)
+    coming = [pool.submit(read, layer, plan.read) for layer in range(chunk_io.layers) if plan.read]
     try:
         if plan.computed:
             there = _arriving(plan.read, bits, coming)
-            cache = _pass(graphs, cache, tokens, plan, resident, there)
+            cache = _pass(chunk_io, cache, tokens, plan, resident, there)
         else:
-            cache = graphs.load(cache, {**resident, **_arrived(plan.read, bits, coming)})
+            cache = chunk_io.load(cache, {**resident, **_arrived(plan.read, bits, coming)})
         for computed in later:
-            bucket = _bucket(graphs, len(computed))
+            bucket = _bucket(chunk_io, len(computed))
             further = Restore(read=(), computed=computed, bucket=bucket, expected_ms=0.0)
-            cache = _pass(graphs, cache, tokens, further, {}, lambda _: {})
+            cache = _pass(chunk_io, cache, tokens, further, {}, lambda _: {})
         arrived = _arrived(plan.read, bits, coming)
     finally:
         for each in coming:
             each.cancel()
         concurrent.futures.wait(coming)
-    # Until now graphs may have read blobs where they are.
+    # Until now buckets may have read blobs where they are.
     jax.block_until_ready((cache.keys, cache.values))
     how = Restoration(
         resident=len(resident),
@@ -99,40 +99,40 @@ def restore(
         computed=tuple(sorted([*plan.computed, *(chunk for each in later for chunk in each)])),
         expected_ms=plan.expected_ms,
     )
-    length = np.int32(len(bits) * graphs.chunk_tokens)
+    length = np.int32(len(bits) * chunk_io.chunk_tokens)
     return dataclasses.replace(cache, length=length), arrived, how
 
 
 def _plan(
-    graphs: ContextGraphs, missing: Mapping[int, int], delays: Delays | None
+    chunk_io: ChunkIO, missing: Mapping[int, int], delays: Delays | None
 ) -> tuple[Restore, list[tuple[int, ...]]]:
     """What is read and computed first, and what is computed after that, pass by pass."""
     lost = sorted(chunk for chunk, width in missing.items() if width == LOST)
-    counts = graphs.table.options.recomputed_chunks
+    counts = chunk_io.runner.options.recomputed_chunks
     most = counts[-1]
     there = tuple(sorted(set(missing) - set(lost)))
     if len(lost) > most or (lost and delays is None):
         # More than a graph takes: as many passes as it needs, the earlier chunks first, for later ones see
         # them. All others are there from the first pass on.
         passes = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)]
-        bucket = _bucket(graphs, len(passes[0]))
+        bucket = _bucket(chunk_io, len(passes[0]))
         return Restore(read=there, computed=passes[0], bucket=bucket, expected_ms=0.0), passes[1:]
     if not missing or delays is None:
         return Restore(read=there, computed=(), bucket=0, expected_ms=0.0), []
-    mean_bytes = {width: graphs.chunk_bytes(width) // graphs.layers for width in graphs.widths}
+    mean_bytes = {width: chunk_io.chunk_bytes(width) // chunk_io.layers for width in chunk_io.widths}
     plan = plan_restore(
         missing,
         mean_bytes,
         reading=delays.reading,
         computing=delays.computing,
         buckets=counts,
-        layers=graphs.layers,
+        layers=chunk_io.layers,
     )
     return plan, []
 
 
 def _pass(
-    graphs: ContextGraphs,
+    chunk_io: ChunkIO,
     cache: KVCache,
     tokens: Sequence[int],
     plan: Restore,
@@ -140,16 +140,16 @@ def _pass(
     arriving: Callable[[int], dict[int, tuple[int, np.ndarray]]],
 ) -> KVCache:
     """All layers, one by one, each as soon as what is read of it has arrived."""
-    at = graphs.places(plan.computed, plan.bucket)
+    at = chunk_io.positions(plan.computed, plan.bucket)
     keys, values = list(cache.keys), list(cache.values)
     # Another thread's answer must not take the weights of layers away meanwhile.
-    with graphs.table.lock:
-        x = graphs.embed(tokens, at)
+    with chunk_io.runner.lock:
+        x = chunk_io.embed(tokens, at)
         try:
-            for layer in range(graphs.layers):
+            for layer in range(chunk_io.layers):
                 there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
                 there |= arriving(layer)
-                x, (keys[layer], values[layer]) = graphs.restore_layer(layer, x, at, cache, there)
+                x, (keys[layer], values[layer]) = chunk_io.restore_layer(layer, x, at, cache, there)
         except BaseException:
             # Graphs that were begun still read blobs where they are, which go with this call; what they make
             # is not used any more.
@@ -179,6 +179,6 @@ def _arrived(
     return {chunk: (bits[chunk], [blobs[place] for blobs in layers]) for place, chunk in enumerate(chunks)}
 
 
-def _bucket(graphs: ContextGraphs, count: int) -> int:
+def _bucket(chunk_io: ChunkIO, count: int) -> int:
     """The number of chunks of the smallest graph that computes `count`."""
-    return next(each for each in graphs.table.options.recomputed_chunks if each >= count)
+    return next(each for each in chunk_io.runner.options.recomputed_chunks if each >= count)

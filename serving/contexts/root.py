@@ -19,8 +19,8 @@ import urllib.parse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from jaxllm.atomic import atomic_file, sync
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, Unreadable
+from jaxllm.files.atomic import atomic_file, sync
 from serving.contexts.segment import MAGIC, SUFFIX
 
 VERSION = 2

@@ -21,10 +21,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from jaxllm.atomic import atomic_file
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
+from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.codecs import RAW, WIDTHS
-from serving.direct_io import PAGE, PieceReader, Storage
+from serving.host.direct_io import PAGE, PieceReader, Storage
 
 MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION = 2

@@ -17,8 +17,8 @@ import os
 from collections.abc import Iterable, Set
 from pathlib import Path
 
-from jaxllm.atomic import sync
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError
+from jaxllm.files.atomic import sync
 from jaxllm.kv.recompute import LOST
 from serving.contexts.catalog import Catalog
 from serving.contexts.damage import Damage, chunk_damage
@@ -38,7 +38,7 @@ from serving.contexts.root import (
 )
 from serving.contexts.segment import Chunks, file_bytes, write_segment
 from serving.contexts.stored import OpenSegments, StoredContext
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 
 # A context in more files than this is written anew as one.
 _MOST_SEGMENTS = 8

@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.errors import CheckpointError
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 
 # Each takes a file of those that a process may have open.
 _MOST_OPEN = 128

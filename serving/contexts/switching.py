@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxllm.errors import ConfigError
-from serving.trace_files import MAX_ENTRIES, read_lines, write_lines
+from serving.traces.files import MAX_ENTRIES, read_lines, write_lines
 
 HOURS = 72.0
 MAX_CONTEXTS = 100_000

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
-from serving.generation import Session
+from serving.request import Session
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.evaluation.perplexity import windows_of
-from serving.progress import Progress
+from serving.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +51,12 @@ def greedy_agreement(
         raise ConfigError("the two models have different tokenizers: their tokens cannot be compared")
     shorter = min(engine.options.context_tokens, other.options.context_tokens)
     windows = windows_of(engine, documents, window_tokens or shorter)
-    for each in (engine, other):
-        each.table.fill(each.table.score_buckets(window_tokens or shorter), progress)
+    scorers = [each.runner.scorer() for each in (engine, other)]
+    for scorer in scorers:
+        scorer.prepare(window_tokens or shorter, progress)
     counts, done, total = np.zeros(3, np.int64), 0, sum(len(targets) for _, targets in windows)
     for tokens, targets in windows:
-        _, first = engine.table.predict(tokens, targets)
-        _, second = other.table.predict(tokens, targets)
+        first, second = (scorer.predict(tokens, targets)[1] for scorer in scorers)
         wanted = np.asarray(targets)
         counts += [np.sum(first == second), np.sum(first == wanted), np.sum(second == wanted)]
         done += len(targets)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
-from serving.progress import Progress
+from serving.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +53,11 @@ def perplexity(
     window = window_tokens or engine.options.context_tokens
     windows = windows_of(engine, documents, window)
     total = sum(len(targets) for _, targets in windows)
-    engine.table.fill(engine.table.score_buckets(window), progress)
+    scorer = engine.runner.scorer()
+    scorer.prepare(window, progress)
     loss, done = 0.0, 0
     for tokens, targets in windows:
-        loss -= float(engine.table.score(tokens, targets).sum(dtype="float64"))
+        loss -= float(scorer.score(tokens, targets).sum(dtype="float64"))
         done += len(targets)
         if progress is not None:
             progress("score", done, total)

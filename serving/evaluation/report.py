@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxllm.atomic import atomic_file
 from jaxllm.errors import ConfigError
+from jaxllm.files.atomic import atomic_file
 from serving.evaluation.tasks import Prediction, TaskResult
 
 _TABLE_CHARACTERS = 100

@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from serving.engine import Engine
 from serving.evaluation.perplexity import windows_of
-from serving.progress import Progress
+from serving.host.progress import Progress
 
 # An expert with less than this share of an even one is as good as dead.
 DEAD_SHARE = 0.05
@@ -52,10 +52,11 @@ def expert_use(engine: Engine, documents: Sequence[str], *, progress: Progress |
     """
     cfg = engine.cfg
     if not cfg.experts:
-        raise ConfigError(f"{engine.bundle.layout.name} has no experts whose use could be counted")
+        raise ConfigError(f"{engine.model.bundle.layout.name} has no experts whose use could be counted")
     length = engine.options.context_tokens
     windows = windows_of(engine, documents, length)
-    engine.table.fill([engine.table.routing_bucket(length)], progress)
+    scorer = engine.runner.scorer()
+    scorer.prepare_routing(length, progress)
     total = sum(len(tokens) for tokens, _ in windows)
     sparse = sum(cfg.sparse_layers)
     visits, paths, done = np.zeros((sparse, cfg.experts), np.int64), Counter(), 0
@@ -64,7 +65,7 @@ def expert_use(engine: Engine, documents: Sequence[str], *, progress: Progress |
         row[0, : len(tokens)] = tokens
         # Padding is a document of its own.
         starts[0, len(tokens) :] = len(tokens)
-        ids = engine.table.route(row, starts)[:, 0, : len(tokens)]
+        ids = scorer.route(row, starts)[:, 0, : len(tokens)]
         for layer in range(sparse):
             visits[layer] += np.bincount(ids[layer].reshape(-1), minlength=cfg.experts)
         paths.update(map(tuple, ids[:, :, 0].T.tolist()))

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.branching import Branching, cut, row_lengths, score_pieces
 from jaxllm.errors import ContextOverflow
+from jaxllm.steps.branching import Branching, cut, row_lengths, score_pieces
 from serving.engine import Engine
-from serving.prefill.table import IntegerTable
-from serving.progress import Progress
+from serving.host.progress import Progress
+from serving.runners.runner import prefill_prompt
+from serving.runners.scorer import Scorer
 
 
 def score_options(
@@ -40,34 +41,33 @@ def score_options(
     longest = max((question.longest_tokens for question in questions), default=0)
     if longest > context:
         raise ContextOverflow(f"a question has {longest} tokens with its answer, the context holds {context}")
-    if isinstance(engine.table, IntegerTable):
-        return _behind_prompts(engine.table, questions, progress, stage)
+    scorer: Scorer = engine.runner.scorer()
+    if scorer.runner.int8 is not None:
+        return _behind_prompts(scorer, questions, progress, stage)
     pieces = cut(questions, row_lengths(context))
-    table = engine.table
-    buckets = {length: table.branches_bucket(length) for length in pieces}
-    table.fill(buckets.values(), progress)
-    rows = {length: bucket.rows for length, bucket in buckets.items()}
+    rows = scorer.prepare_branches(pieces, progress)
     on_scored = None if progress is None else functools.partial(progress, stage)
-    return score_pieces(questions, pieces, rows, table.score_branches, on_scored)
+    return score_pieces(questions, pieces, rows, scorer.score_branches, on_scored)
 
 
 def _behind_prompts(
-    table: IntegerTable, questions: Sequence[Branching], progress: Progress | None, stage: str
+    scorer: Scorer, questions: Sequence[Branching], progress: Progress | None, stage: str
 ) -> list[np.ndarray]:
     """`score_options` with trunks read as prompts are."""
-    context = table.options.context_tokens
-    table.fill([*table.all_buckets(), *table.ends_buckets(table.cache_for(context))], progress)
+    runner = scorer.runner
+    context = runner.options.context_tokens
+    scorer.prepare_ends(runner.cache_for(context), progress)
     for question in questions:
-        table.time_request(len(question.trunk), context - len(question.trunk))
+        runner.time_prompt(len(question.trunk), context - len(question.trunk))
     found, done, total = [], 0, sum(question.fed_tokens for question in questions)
     for question in questions:
-        logits, cache = table.prefill(table.start(context), question.trunk, 0)
+        logits, cache = prefill_prompt(runner, runner.start(context), question.trunk, 0)
         row, sums = np.asarray(logits, np.float64)[0], []
         normalizer = np.logaddexp.reduce(row)
         for branch in question.branches:
             score = row[branch[0]] - normalizer
             if len(branch) > 1:
-                more, cache = table.score_end(branch[:-1], branch[1:], cache)
+                more, cache = scorer.score_end(branch[:-1], branch[1:], cache)
                 score += more.sum(dtype=np.float64)
             sums.append(score)
         found.append(np.array(sums))

@@ -16,12 +16,12 @@ from jaxllm.tasks import TASKS, Task, find_task
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample, pseudo_random
 from jaxllm.tasks.files import DataMissing
-from jaxllm.tasks.prompts import end_of_turn_id, prompt_ids
+from jaxllm.text.prompts import end_of_turn_id, prompt_ids
 from serving.engine import Engine
 from serving.evaluation.rouge import require_rouge, rouge
 from serving.evaluation.scoring import score_options
-from serving.generation import GenerationConfig
-from serving.progress import Progress
+from serving.host.progress import Progress
+from serving.request import GenerationConfig
 
 Prediction = dict[str, Any]
 ALL = "all"
@@ -99,7 +99,9 @@ def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questio
         except DataMissing:
             missing.append(name)
     if not examples:
-        raise ConfigError(f"{data} holds files of no task; the README says how to lay them out")
+        raise ConfigError(
+            f"{data} holds files of no task; docs/guides/evaluation.md says how to lay them out"
+        )
     return Questions(examples=examples, missing=tuple(missing))
 
 
@@ -143,7 +145,7 @@ _Run = tuple[list[TaskExample], list[Prediction], int, float]
 
 def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
     """Takes the likeliest option; of equally likely ones the first."""
-    built_ms = engine.table.build_ms
+    built_ms = engine.runner.table.build_ms
     began = time.perf_counter()
     now = datetime.now()
     end = end_of_turn_id(engine.tokenizer, now=now)
@@ -152,7 +154,7 @@ def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progres
     kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
     fitting, questions = [example for example, _ in kept], [question for _, question in kept]
     scores = score_options(engine, questions, progress=progress, stage=task.name)
-    seconds = time.perf_counter() - began - (engine.table.build_ms - built_ms) / 1000
+    seconds = time.perf_counter() - began - (engine.runner.table.build_ms - built_ms) / 1000
     predictions = []
     for example, each in zip(fitting, scores, strict=True):
         chosen = example.options[int(np.argmax(each))]
@@ -178,7 +180,7 @@ def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress
     prompts = [(example, prompt_ids(engine.tokenizer, example, now=datetime.now())) for example in examples]
     room = engine.options.context_tokens - task.answer_tokens
     prompts = [(example, ids) for example, ids in prompts if len(ids) <= room]
-    engine.table.fill(engine.table.all_buckets(), progress)
+    engine.runner.fill(engine.runner.all_buckets(), progress)
     config = GenerationConfig(max_tokens=task.answer_tokens)
     predictions, tokens = [], 0
     began = time.perf_counter()

@@ -1,2 +1,4 @@
-"""The engine's loop over exported programs: an `Executor` runs them, `ProgramTable` decodes with one, and
-`ProgramEngine` is what callers open. None of it needs model code (but `live`, which traces)."""
+"""Exported programs at run time: executors that run them, their drafts, and what screens foreign folders.
+
+`serving.engine.Engine.open_program` opens one. None of it needs model code (but `live`, which traces).
+"""

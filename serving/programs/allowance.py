@@ -1,4 +1,4 @@
-"""What a program of a manifest may be: what it takes and gives, and how much it may do with that."""
+"""States what a program of a manifest may take, give and do."""
 
 import dataclasses
 import math
@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.programs.manifest import Manifest, Signature
-from jaxllm.programs.shapes import input_shapes
+from jaxllm.program_folder.manifest import Manifest, Signature
+from jaxllm.program_folder.shapes import input_shapes
 
 # Shape and the dtype's name.
 Array = tuple[tuple[int, ...], str]

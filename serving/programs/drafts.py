@@ -1,5 +1,4 @@
-"""Drafts over exported programs: rounds whose target is a folder of them, drafted with another folder or with
-another level of the same.
+"""Drafts for exported programs, with another folder of programs or with another level of the same.
 
 Trees have the sizes of the `verify` programs. A draft that is a program reads one token at a time, so it
 grows one line, the likeliest token behind the likeliest; what else it finds likely on the way becomes leaves.
@@ -13,28 +12,29 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import read_tokenizer
+from jaxllm.program_folder.manifest import read_tokenizer
 from jaxllm.speculative.tree import TokenTree
-from jaxllm.tokenizer import Tokenizer
-from serving.generation import common_prefix
+from jaxllm.text.tokenizer import Tokenizer
+from serving.host.progress import Progress
 from serving.programs.executor import open_executor
-from serving.programs.table import ProgramCache, ProgramTable
-from serving.progress import Progress
-from serving.speculative.drafter import Drafter
-from serving.speculative.host_tree import grown, root_alone
-from serving.speculative.ngram_drafter import NgramDrafter
-from serving.speculative.options import SpeculationOptions, TreeShape
-from serving.speculative.rounds import Rounds
-from serving.speculative.thrift import running_mean
+from serving.programs.runner import ProgramCache, ProgramRunner
+from serving.request import common_prefix
+from serving.runners.runner import prefill_prompt
+from serving.speculation.drafter import Drafter
+from serving.speculation.host_tree import grown, root_alone
+from serving.speculation.ngram_drafter import NgramDrafter
+from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.speculation.payoff import running_mean
+from serving.speculation.speculation import Speculation
 
 # So many tokens are fed one by one: a chunk takes as long as some.
 _FEW_TOKENS = 3
 
 
 def drafted(
-    target: ProgramTable, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
-) -> "ProgramRounds":
-    """A target with the drafter that options name.
+    target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
+) -> Speculation:
+    """Drafts for a target, by the drafter that options name.
 
     Args:
       target: whose tokens come out.
@@ -50,23 +50,24 @@ def drafted(
     sizes = executor.manifest.verify_tokens(level, target.options.context_tokens)
     if not sizes:
         raise ConfigError(
-            f"the programs of level {level} verify no drafts; export the model with --verify 4 --verify 8"
+            f"the programs of level {level} verify no drafts; export the model with --verify-tokens 4 "
+            "--verify-tokens 8"
         )
     branches = options.trees.branches if executor.moves_rows else 1
     trees = dataclasses.replace(
         options.trees, nodes=sizes, room=max(sizes[-1], options.trees.room), tips=1, branches=branches
     )
     options = dataclasses.replace(options, trees=trees)
-    return ProgramRounds(target, _drafter(target, tokenizer, options, threads), options)
+    return Speculation(target, _drafter(target, tokenizer, options, threads), options)
 
 
 def _drafter(
-    target: ProgramTable, tokenizer: Tokenizer, options: SpeculationOptions, threads: int
+    target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, threads: int
 ) -> Drafter:
     if options.drafter == "ngram":
         return NgramDrafter(options.trees)
     if options.drafter == "level":
-        return ProgramDrafter(ProgramTable(target.executor, options.level), options.trees)
+        return ProgramDrafter(ProgramRunner(target.executor, options.level), options.trees)
     if options.drafter != "model" or options.model is None:
         raise ConfigError(
             f"there is no drafter {options.drafter!r} of programs; there are model, ngram, level"
@@ -78,28 +79,7 @@ def _drafter(
             f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
             "was trained on theirs"
         )
-    return ProgramDrafter(ProgramTable(executor), options.trees)
-
-
-class ProgramRounds(Rounds[ProgramTable]):
-    """A table of programs with a drafter."""
-
-    @property
-    def tree_sizes(self) -> tuple[int, ...]:
-        """Nodes of the trees that are verified."""
-        return self._options.trees.nodes
-
-    def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
-        """Gets ready what one request needs, the target's own programs among it."""
-        tokens = self.with_tree(max_tokens)
-        wanted = self.target.request_signatures(prompt_tokens, tokens, self._options.trees.nodes)
-        self.target.executor.prepare(wanted, progress)
-        self._drafter.warm_up(progress, tokens=prompt_tokens + tokens)
-
-    def prepare_all(self, progress: Progress | None = None) -> None:
-        """Gets all programs ready."""
-        self.target.executor.prepare(self.target.signatures, progress)
-        self._drafter.warm_up(progress)
+    return ProgramDrafter(ProgramRunner(executor), options.trees)
 
 
 class ProgramDrafter:
@@ -110,24 +90,24 @@ class ProgramDrafter:
       steps: how often the program was run.
     """
 
-    def __init__(self, table: ProgramTable, shape: TreeShape) -> None:
+    def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
         self.step_s, self.steps = 0.0, 0
-        self._table, self._shape = table, shape
+        self._runner, self._shape = runner, shape
         # The tokens whose rows are in the cache.
         self._held: list[int] = []
         self._cache: ProgramCache | None = None
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """See `Drafter`."""
-        wanted = self._table.signatures
+        wanted = self._runner.signatures
         if tokens is not None:
-            wanted = self._table.request_signatures(min(tokens, self._table.options.context_tokens), 0)
-        self._table.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
+            wanted = self._runner.request_signatures(min(tokens, self._runner.options.context_tokens), 0)
+        self._runner.executor.prepare([each for each in wanted if each.kind != "verify"], progress)
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
         """See `Drafter`."""
         text, tree = [*sequence, root], root_alone(root, self._shape.room)
-        most = min(most, self._table.options.context_tokens - len(text), self._shape.room)
+        most = min(most, self._runner.options.context_tokens - len(text), self._shape.room)
         if most < 2:
             return tree
         logits = self._behind(text, len(text) + most)
@@ -165,12 +145,12 @@ class ProgramDrafter:
         common = min(common_prefix(self._held, text), len(text) - 1)
         cache, self._cache = self._cache, None
         if cache is None:
-            cache, common = self._table.start(room), 0
-        self._cache = self._table.make_room(cache, room)
+            cache, common = self._runner.start(room), 0
+        self._cache = self._runner.make_room(cache, room)
         self._held = list(text[:common])
         rest = text[common:]
         if len(rest) > _FEW_TOKENS:
-            logits, self._cache = self._table.prefill(self._cache, rest, common)
+            logits, self._cache = prefill_prompt(self._runner, self._cache, rest, common)
             self._held += rest
             return np.asarray(logits)[0]
         logits = np.zeros(0)
@@ -181,7 +161,7 @@ class ProgramDrafter:
     def _step(self, token: int) -> np.ndarray:
         began = time.perf_counter()
         assert self._cache is not None
-        logits, self._cache = self._table.step(self._cache, token, len(self._held))
+        logits, self._cache = self._runner.step(self._cache, token, len(self._held))
         logits = np.asarray(logits)[0]
         self._held.append(token)
         self.step_s = running_mean(self.step_s or None, time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""What runs programs: one protocol, with a file for each of its kinds.
+"""The executors of programs: one protocol, with a file for each kind.
 
 `live.py` jits the steps themselves, `stablehlo.py` runs what `jax.export` wrote, `litert.py` a `.tflite`
 model.
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.programs.manifest import Manifest, Signature
-from serving.executables import ExecutableFolder
-from serving.machine import memory_bytes
-from serving.progress import Progress
-from serving.user_cache import cache_folder, executables_bytes
+from jaxllm.program_folder.manifest import Manifest, Signature
+from serving.buckets.executables import ExecutableFolder
+from serving.host.machine import memory_bytes
+from serving.host.progress import Progress
+from serving.host.user_cache import cache_folder, executables_bytes
 
 
 class Executor(Protocol):
@@ -25,7 +25,7 @@ class Executor(Protocol):
     return is only ever given back to `grow`, `run` or `keep`, once.
 
     Attributes:
-      lock: held by whoever calls: one call at a time.
+      lock: taken by whoever calls: one call at a time.
       moves_rows: whether there is `keep`; else trees must be lines, of which whatever is accepted lies where
         it belongs.
     """
@@ -70,7 +70,7 @@ class Executor(Protocol):
           caches: donated.
           tokens: `[1, T]` int32.
           input_pos: `[T]` int32.
-          mask: `[T, T]` bool, of a tree (see `jaxllm.programs.steps.run_tree`).
+          mask: `[T, T]` bool, of a tree (see `jaxllm.steps.exported.run_tree`).
 
         Returns:
           Logits `[1, T, V]` float32, which NumPy can read, or None from a prefill; and the caches.

@@ -1,4 +1,4 @@
-"""What a StableHLO program may hold: looked at operation by operation before any of it is compiled.
+"""Inspects StableHLO programs, operation by operation, before any of it is compiled.
 
 A folder of programs comes from anywhere, and what is compiled runs with this process's rights: a custom call
 reaches into it, by the index of a callback or by an address. What `jaxllm export` writes calls nothing, has

@@ -1,4 +1,4 @@
-"""A `.tflite` model run by LiteRT: XNNPACK on a CPU, its packed weights kept in a file.
+"""Runs a `.tflite` model by LiteRT: XNNPACK on a CPU, its packed weights kept in a file.
 
 XNNPACK reads weights in an order of its own. Packed once, they are a file that later processes map: a start
 takes milliseconds, and weights no memory that cannot be dropped. Caches are two sets of buffers, of which
@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.programs.manifest import Manifest, Signature
-from serving.machine import usable_cores
+from jaxllm.program_folder.manifest import Manifest, Signature
+from serving.host.machine import usable_cores
+from serving.host.progress import Progress
+from serving.host.user_cache import cache_folder, executables_bytes
 from serving.programs.messages import runtime_messages_kept
 from serving.programs.packed import PackedFolder
-from serving.progress import Progress
-from serving.user_cache import cache_folder, executables_bytes
 
 _LOGITS = "logits"
 
@@ -34,7 +34,7 @@ class Buffers:
     next."""
 
     cache_tokens: int
-    held: dict[str, Any]
+    filled: dict[str, Any]
     spare: dict[str, Any]
 
 
@@ -69,7 +69,7 @@ class LiteRtExecutor:
         if importlib.util.find_spec("ai_edge_litert") is None:
             raise ConfigError(
                 "ai-edge-litert is not installed; run `pip install 'jaxllm[export]'`, in an environment of "
-                "its own (see README, Export)"
+                "its own (see docs/guides/export.md)"
             )
         from ai_edge_litert.compiled_model import CompiledModel
         from ai_edge_litert.cpu_options import CpuOptions
@@ -122,7 +122,7 @@ class LiteRtExecutor:
         buffers = self._caches(level, cache_tokens)
         for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
             # What is not attended to is multiplied by zero: it must be finite.
-            buffers.held[name].write(np.zeros(shape, np.float32))
+            buffers.filled[name].write(np.zeros(shape, np.float32))
         return buffers
 
     def grow(self, level: int, caches: Buffers, cache_tokens: int) -> Buffers:
@@ -131,9 +131,9 @@ class LiteRtExecutor:
         for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
             heads, width = shape[1], shape[3]
             whole = np.zeros(shape, np.float32)
-            rows = caches.held[name].read(caches.cache_tokens * heads * width, np.float32)
+            rows = caches.filled[name].read(caches.cache_tokens * heads * width, np.float32)
             whole[:, :, : caches.cache_tokens] = rows.reshape(1, heads, -1, width)
-            longer.held[name].write(whole)
+            longer.filled[name].write(whole)
         return longer
 
     def run(
@@ -151,14 +151,14 @@ class LiteRtExecutor:
         if mask is not None:
             inputs["mask"].write(mask)
         try:
-            self._model.run_by_name(signature.name, {**inputs, **caches.held}, {**outputs, **caches.spare})
+            self._model.run_by_name(signature.name, {**inputs, **caches.filled}, {**outputs, **caches.spare})
         except RuntimeError as error:
             raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
         logits = None
         if _LOGITS in outputs:
             shape = (1, signature.tokens, self.manifest.levels[signature.level].cfg.vocab_size)
             logits = outputs[_LOGITS].read(int(np.prod(shape)), np.float32).reshape(shape)
-        return logits, Buffers(caches.cache_tokens, caches.spare, caches.held)
+        return logits, Buffers(caches.cache_tokens, caches.spare, caches.filled)
 
     def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
         """See `Executor`, and `moves_rows`."""
@@ -170,9 +170,9 @@ class LiteRtExecutor:
         """Buffers for caches, with anything in them."""
         name = self.manifest.signature("decode", 1, level, cache_tokens).name
         shapes = self.manifest.cache_shapes(level, cache_tokens)
-        held = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
+        filled = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
         spare = {each: self._model.create_output_buffer_by_name(name, each) for each in shapes}
-        return Buffers(cache_tokens, held, spare)
+        return Buffers(cache_tokens, filled, spare)
 
     def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
         """The buffers of a signature besides the caches, by name."""

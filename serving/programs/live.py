@@ -1,4 +1,4 @@
-"""The steps of programs, jitted where they are: what exported ones are measured against."""
+"""Runs the steps of programs jitted in this process, to measure exported ones against."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import Params
-from jaxllm.programs.manifest import Manifest, ProgramLevel, Signature, level_signatures
-from jaxllm.programs.steps import step_of
-from serving.programs.graphs import JaxPrograms
+from jaxllm.program_folder.manifest import Manifest, ProgramLevel, Signature, level_signatures
+from jaxllm.steps.exported import step_of
+from serving.programs.jax_programs import JaxPrograms
 
 
 class LiveExecutor(JaxPrograms):

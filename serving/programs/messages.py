@@ -1,4 +1,4 @@
-"""LiteRT's messages: it tells all that it does on standard error, and has no way to be told not to."""
+"""Keeps LiteRT's messages off standard error, where it tells all that it does."""
 
 import contextlib
 import os

@@ -1,9 +1,9 @@
-"""Weights in the order in which XNNPACK reads them, kept so that later processes map them.
+"""Keeps weights in the order in which XNNPACK takes them, so that later processes map them.
 
 One file a program folder and width, named by its model, by the runtime that packed it and by its own
 checksum: the runtime takes a file's word for whose weights it holds, so the name must say it, and only this
-user may have written it (`serving.user_cache`). A file is written under another name and moved to its own
-when it is whole: processes that open one program at once do not write into one another's.
+user may have written it (`serving.host.user_cache`). A file is written under another name and moved to its
+own when it is whole: processes that open one program at once do not write into one another's.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from jaxllm.errors import ConfigError
-from serving.user_cache import make_private_folder, private_file
+from serving.host.user_cache import make_private_folder, private_file
 
 SUFFIX = ".bin"
 _UNFINISHED = ".tmp"

@@ -1,4 +1,4 @@
-"""Programs of unknown origin are read in another process first, which may take only so long and so much.
+"""Screens programs of unknown origin in another process, which may take only so long and so much memory.
 
 programs and what they may be, pickled -> python -m serving.programs.screening -> what is wrong, as JSON
 """

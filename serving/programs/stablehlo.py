@@ -1,4 +1,4 @@
-"""StableHLO programs with the weights beside them, run by whatever device JAX has here.
+"""Runs StableHLO programs, with the weights beside them, on the device that JAX has here.
 
 They may come from anywhere: none is compiled before `screening.py` has had it read (see SECURITY.md).
 """
@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxllm.errors import ConfigError, ProgramError, one_line
-from jaxllm.programs.manifest import WEIGHTS, Manifest, ProgramLevel, Signature
-from jaxllm.programs.weights import read_weights
-from serving.executables import ExecutableFolder
+from jaxllm.errors import ConfigError, ProgramError
+from jaxllm.program_folder.manifest import WEIGHTS, Manifest, ProgramLevel, Signature
+from jaxllm.program_folder.weights import read_weights
+from serving.buckets.executables import ExecutableFolder
 from serving.programs.allowance import Allowance, allowance, arguments, results
-from serving.programs.graphs import JaxPrograms
+from serving.programs.jax_programs import JaxPrograms
 from serving.programs.screening import screening
 
 # JAX's name of a device's platform -> the one that programs are made for.
@@ -32,7 +32,7 @@ class StableHloExecutor(JaxPrograms):
     """Programs of a folder. On a CPU the weights are in memory once, and a level reads the beginnings of the
     whole model's; other devices hold a copy for each level."""
 
-    def __init__(self, manifest: Manifest, folder: Path, store: ExecutableFolder | None = None) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, kept: ExecutableFolder | None = None) -> None:
         """Opens the folder.
 
         Raises:
@@ -55,29 +55,19 @@ class StableHloExecutor(JaxPrograms):
             manifest,
             weights,
             self._step_of,
-            self._name,
-            store,
+            self._contents_of,
+            kept,
         )
         self._folder, self._screened, self._screening = folder, False, threading.Lock()
 
-    def _made(self, signature: Signature) -> jax.stages.Compiled:
-        """Compiles a program, once all of the folder were found harmless."""
+    def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+        """What a program computes, once all of the folder were found harmless."""
         with self._screening:
             if not self._screened:
                 # Together, for it takes another process.
                 signatures = self.manifest.signatures
                 screening.require_harmless({self._path(each): self._program(each) for each in signatures})
                 self._screened = True
-        try:
-            return super()._made(signature)
-        except (ProgramError, MemoryError):
-            raise
-        except Exception as error:  # Whatever JAX and XLA raise for what they cannot compile.
-            raise ProgramError(
-                f"{self._path(signature)}: cannot be compiled ({one_line(error)}); export the model again"
-            ) from error
-
-    def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
         # Here, because it is slow to import and kept executables need it not.
         import jax.export
 
@@ -94,7 +84,7 @@ class StableHloExecutor(JaxPrograms):
             )
         return exported.call
 
-    def _name(self, signature: Signature) -> str:
+    def _contents_of(self, signature: Signature) -> str:
         """Tells a program from all others, whoever wrote them: no two files have one SHA-256."""
         raw, allowed = self._program(signature)
         return f"{hashlib.sha256(raw).hexdigest()} {allowed}"

@@ -15,7 +15,7 @@ from jaxllm.bundle.elastic import (
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.errors import BundleError, ConfigError
-from jaxllm.lora import LoraConfig, init_adapter
+from jaxllm.models.lora import LoraConfig, init_adapter
 from tests.elastic.models import random_order
 from tests.tiny import TINY, write_tiny_bundle
 

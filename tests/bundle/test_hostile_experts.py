@@ -113,4 +113,4 @@ def test_counts_of_another_model_are_refused(tmp_path: Path, name: str, shape: l
             read_path_counts(bundle)
             read_token_experts(bundle)
 
-    refused(forge(path, manifest), "make it again with `jaxllm calibrate`", when=read)
+    refused(forge(path, manifest), "make it again with `jaxllm quantize-experts`", when=read)

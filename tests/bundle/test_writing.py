@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxllm.atomic import atomic_file
 from jaxllm.bundle import Bundle, WeightFormat, write_bundle, writer
 from jaxllm.errors import BundleError, ConfigError
+from jaxllm.files.atomic import atomic_file
 from tests.bundle.forging import manifest_at, params_of, refused, use, write
 from tests.tiny import TINY, tiny_tokenizer
 

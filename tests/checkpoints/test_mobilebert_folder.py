@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoints.mobilebert_folder import config_from_hf, read_encoder, write_encoder
-from jaxllm.encoder.config import EncoderConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from tests.encoder.tiny import CONFIGS, MOBILE, params_of
+from jaxllm.models.encoder.config import EncoderConfig
+from tests.models.encoder.tiny import CONFIGS, MOBILE, params_of
 
 # As google/mobilebert-uncased says it.
 ON_THE_HUB = {

@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.peft_folder import CONFIG_FILE, WEIGHTS_FILE, read_adapter, write_adapter
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.lora import LoraConfig, adapt
 from jaxllm.models import decoder
+from jaxllm.models.lora import LoraConfig, adapt
 from tests import tiny_hf
-from tests.test_lora import MOE, random_adapter
+from tests.models.test_lora import MOE, random_adapter
 from tests.tiny import TINY
 
 LORA = LoraConfig(rank=3, alpha=5, targets=("attn.q", "attn.v", "attn.o", "ffn.up", "ffn.down"))

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxllm.checkpoints import tokenizer_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.errors import CheckpointError
-from jaxllm.tokenizer import Tokenizer, TokenizerFiles
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
 

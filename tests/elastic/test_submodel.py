@@ -18,8 +18,8 @@ from jaxllm.elastic.submodel import (
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
-from jaxllm.lora import LoraConfig, adapt, init_adapter, parameters_of
 from jaxllm.models.decoder import forward, forward_documents
+from jaxllm.models.lora import LoraConfig, adapt, init_adapter, parameters_of
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import Bfloat16Bits, dequantize
 from tests.elastic.models import LLAMA, MIXTRAL, MODELS, TOKENS, in_blocks, scaled_params

@@ -11,8 +11,8 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
 from jaxllm.experts.routing import Routing, route
-from jaxllm.layers import Norm, activate, normalize
-from jaxllm.linear import FeedForward
+from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.linear import FeedForward
 from jaxllm.quant import Apart, Bfloat16Bits, by_form, dequantize, quantize, to_blocks, unit_at
 from tests.kernels.switching import fall_back, needs_native
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.experts.routing import Routing, expert_shares, load_balancing_loss, route, router_z_loss
-from jaxllm.layers import Norm, rms_norm
+from jaxllm.nn.layers import Norm, rms_norm
 from tests.kernels.switching import needs_native
 
 # Logits of a token [1, 0] are this router's first column: probabilities 1/10, 4/10, 2/10, 3/10.

@@ -3,11 +3,11 @@
 import numpy as np
 
 from jaxllm.sampling import Sampling
-from serving.generation import GenerationConfig, Session
+from serving.engine import Engine
 from serving.programs.drafts import drafted
-from serving.programs.engine import ProgramEngine
-from serving.speculative.host_tree import grown, root_alone
-from serving.speculative.options import SpeculationOptions
+from serving.request import GenerationConfig, Session
+from serving.speculation.host_tree import grown, root_alone
+from serving.speculation.options import SpeculationOptions
 from tests.export.models import CONFIG, CONTEXT, PROMPTS
 
 DRAWN = GenerationConfig(
@@ -16,14 +16,14 @@ DRAWN = GenerationConfig(
     sampling=Sampling(temperature=1.0, seed=3, top_p=0.9, repetition_penalty=1.2),
 )
 # The model is random: what it is sure of is little, and no draft is given up.
-ALWAYS = {"alpha": 1e-6, "fallback": "fixed", "thrifty": False}
+ALWAYS = {"alpha": 1e-6, "fallback": "fixed", "pausing": False}
 
 
 def with_drafts(plain, **options):
     """An engine over the same programs that drafts: the whole model, as a level, drafts for itself."""
-    engine = ProgramEngine(plain.executor, plain.tokenizer)
+    engine = Engine(plain.model)
     options = SpeculationOptions(**ALWAYS, **options)
-    engine.speculative = drafted(engine.table, engine.tokenizer, options, threads=1)
+    engine.speculation = drafted(engine.runner, engine.tokenizer, options, threads=1)
     return engine
 
 
@@ -32,9 +32,9 @@ def require_same_answers(engine, plain):
     for config in (CONFIG, DRAWN):
         for prompt in PROMPTS:
             assert engine.generate(prompt, config).tokens == plain.generate(prompt, config).tokens
-    counts = engine.speculative.counts
+    counts = engine.speculation.counts
     assert counts.tokens + counts.plain_tokens == 2 * len(PROMPTS) * (CONFIG.max_tokens - 1)
-    assert counts.tokens == counts.rounds + counts.accepted
+    assert counts.tokens == counts.verifications + counts.accepted
     session = Session()
     first = engine.stream(PROMPTS[2], CONFIG, session=session).result()
     longer = [*first.sequence, 5, 6]

@@ -7,9 +7,9 @@ import numpy as np
 
 from jaxllm.bundle.elastic import Recovery, elastic_parts
 from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.lora import LoraConfig, init_adapter
-from serving.generation import GenerationConfig
+from jaxllm.models.lora import LoraConfig, init_adapter
 from serving.options import EngineOptions
+from serving.request import GenerationConfig
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 # Widths at which the runtimes' weight caches tell matrices apart, and tests stay quick.

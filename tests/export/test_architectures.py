@@ -10,9 +10,10 @@ from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.config import WHOLE, ModelConfig, RopeConfig
 from jaxllm.kernels.native import portable_graphs
-from serving.generation import GenerationConfig
-from serving.programs.engine import ProgramEngine
+from serving.engine import Engine
 from serving.programs.live import LiveExecutor
+from serving.programs.model import ProgramModel
+from serving.request import GenerationConfig
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("litert_converter")
@@ -63,12 +64,12 @@ def test_answers_are_those_of_the_steps(model_type, tmp_path):
     bundle = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=cfg, params=params)
     plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS)
     export_tflite(read_subject(bundle), tmp_path / "tflite", plan)
-    engine = ProgramEngine.open(tmp_path / "tflite", threads=1)
+    engine = Engine.open_program(tmp_path / "tflite", threads=1)
     arrays = {name: jnp.asarray(value) for name, value in params.items()}
     live = LiveExecutor("tiny", {WHOLE: arrays}, {WHOLE: cfg}, context_tokens=CONTEXT, chunk_tokens=CHUNKS)
     with portable_graphs():
         for signature in live.manifest.signatures:
             live.compile(signature)
-    wanted = ProgramEngine(live, engine.tokenizer)
+    wanted = Engine(ProgramModel(live, engine.tokenizer))
     for prompt in PROMPTS:
         assert engine.generate(prompt, CONFIG).tokens == wanted.generate(prompt, CONFIG).tokens

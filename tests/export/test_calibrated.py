@@ -11,9 +11,9 @@ from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.bundle.prefill import prefill_parts
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import Manifest
+from jaxllm.program_folder.manifest import Manifest
 from serving.cli import cli
-from tests.prefill.calibrated import calibrated, outlying
+from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.tiny import write_tiny_bundle
 
 
@@ -52,7 +52,7 @@ def test_the_command_refuses_before_it_reads_a_text(bundle, tmp_path, monkeypatc
     monkeypatch.setattr("export.extras.require_format", lambda kind: None)
     out = tmp_path / "out"
     asked = [str(bundle), "-o", str(out), "--format", "tflite", "--precision", "w8a8"]
-    done = CliRunner().invoke(cli, ["export", *asked, "--calibrate", str(tmp_path / "none")])
+    done = CliRunner().invoke(cli, ["export", *asked, "--calibration-text", str(tmp_path / "none")])
     assert isinstance(done.exception, ConfigError)
     assert "--without-shadow" in str(done.exception)
     assert not out.exists()

@@ -6,11 +6,11 @@ import shutil
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.programs.manifest import TOKENIZER, Manifest, StoredFile, read_tokenizer, write_tokenizer
-from serving.programs.drafts import ProgramRounds
-from serving.programs.engine import ProgramEngine
-from serving.speculative.host_tree import accepted_path
-from serving.speculative.options import SpeculationOptions, TreeShape
+from jaxllm.program_folder.manifest import TOKENIZER, Manifest, StoredFile, read_tokenizer, write_tokenizer
+from serving.engine import Engine
+from serving.speculation.host_tree import accepted_path
+from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.speculation.speculation import Speculation
 from tests.export.drafting import ALWAYS, DRAWN, Branching, require_same_answers, with_drafts
 from tests.export.models import CONFIG, PROMPTS
 
@@ -19,7 +19,7 @@ pytest.importorskip("flatbuffers")
 
 @pytest.fixture(scope="module")
 def plain(stablehlo):
-    engine = ProgramEngine.open(stablehlo)
+    engine = Engine.open_program(stablehlo)
     engine.warm_up()
     return engine
 
@@ -40,10 +40,10 @@ def test_an_accepted_branch_moves_behind_the_sequence(plain, config):
     options = SpeculationOptions(drafter="ngram", **ALWAYS, trees=trees)
     drafter = Branching(wanted.sequence, 8)
     engine = plain.at(100)
-    engine.speculative = ProgramRounds(engine.table, drafter, options)
+    engine.speculation = Speculation(engine.runner, drafter, options)
     assert engine.generate(PROMPTS[1], config).tokens == wanted.tokens
     assert drafter.steps > 2
-    assert engine.speculative.counts.acceptance_length > 2
+    assert engine.speculation.counts.acceptance_length > 2
 
 
 def test_no_graph_is_compiled_under_a_drafted_request(plain, compiles):
@@ -56,12 +56,12 @@ def test_no_graph_is_compiled_under_a_drafted_request(plain, compiles):
 
 
 def test_one_request_takes_programs_of_one_cache(stablehlo):
-    engine = ProgramEngine.open(stablehlo, speculation=SpeculationOptions(**ALWAYS, drafter="ngram"))
+    engine = Engine.open_program(stablehlo, speculation=SpeculationOptions(**ALWAYS, drafter="ngram"))
     engine.warm_up(prompt_tokens=5, max_tokens=12)
-    ready = [each.name for each in engine.table.signatures if engine.executor.is_ready(each)]
+    ready = [each.name for each in engine.runner.signatures if engine.model.executor.is_ready(each)]
     assert ready == ["cache_32_prefill_16", "cache_32_decode", "cache_32_verify_8"]
     engine.generate(PROMPTS[1], CONFIG)
-    assert ready == [each.name for each in engine.table.signatures if engine.executor.is_ready(each)]
+    assert ready == [each.name for each in engine.runner.signatures if engine.model.executor.is_ready(each)]
 
 
 def test_a_path_follows_what_is_chosen():
@@ -74,7 +74,7 @@ def test_a_path_follows_what_is_chosen():
 
 def test_what_does_not_fit(stablehlo, plain, tmp_path):
     def opened(folder, **options):
-        ProgramEngine.open(folder, speculation=SpeculationOptions(**options))
+        Engine.open_program(folder, speculation=SpeculationOptions(**options))
 
     with pytest.raises(ConfigError, match=r"level 70 was not exported"):
         with_drafts(plain, drafter="level", level=70)
@@ -86,7 +86,7 @@ def test_what_does_not_fit(stablehlo, plain, tmp_path):
     manifest = Manifest.read(folder)
     kept = tuple(each for each in manifest.signatures if each.kind != "verify")
     dataclasses.replace(manifest, signatures=kept).write(folder)
-    with pytest.raises(ConfigError, match=r"verify no drafts; export the model with --verify"):
+    with pytest.raises(ConfigError, match=r"verify no drafts; export the model with --verify-tokens"):
         opened(folder, drafter="ngram")
     files = read_tokenizer(manifest, folder)
     swapped = files.tokenizer_json.replace('"!"', '"\\u0000\\u0000"', 1)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import BudgetExceeded, JaxllmError, ProgramError
-from jaxllm.programs.files import StoredFile
-from jaxllm.programs.manifest import MANIFEST
+from jaxllm.program_folder.files import StoredFile
+from jaxllm.program_folder.manifest import MANIFEST
+from serving.engine import Engine
 from serving.programs import screening as screening_room
 from serving.programs.allowance import allowance
-from serving.programs.engine import ProgramEngine
 from serving.programs.executor import open_executor
 from serving.programs.screening import Screening
 from tests.export.models import CONFIG, PROMPTS
@@ -206,7 +206,7 @@ def test_nothing_of_a_folder_is_compiled_where_one_program_is_harmful(copy, deco
     program, _ = decode
     (copy / FILE).write_bytes(changed(program, kernel_of_addresses).serialize())
     sign(copy, FILE)
-    engine = ProgramEngine.open(copy)
+    engine = Engine.open_program(copy)
     with compiles() as count, pytest.raises(ProgramError, match=rf"{FILE}: it calls 'jaxllm_load_chunks'"):
         engine.generate(PROMPTS[1], CONFIG)
     assert count() == 0
@@ -275,7 +275,7 @@ def test_files_that_are_none(copy):
 def test_caches_larger_than_this_machine(copy, monkeypatch):
     monkeypatch.setattr("serving.programs.executor.memory_bytes", lambda: 1000)
     with pytest.raises(BudgetExceeded, match=r"caches of 64 tokens take .*--context"):
-        ProgramEngine.open(copy)
+        Engine.open_program(copy)
 
 
 def test_damaged_weights_and_programs_that_are_signed_again(copy):

@@ -7,7 +7,7 @@ import pytest
 from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.programs.manifest import Manifest
+from jaxllm.program_folder.manifest import Manifest
 from serving.programs.executor import open_executor
 from tests.export.models import CONTEXT
 

@@ -6,9 +6,9 @@ from export.litertlm import export_litertlm, metadata
 from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.errors import ConfigError
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer
 from serving.engine import Engine
-from serving.generation import GenerationConfig
+from serving.request import GenerationConfig
 from tests.export.conftest import PLAN
 from tests.export.models import CHUNKS, CONTEXT, OPTIONS
 

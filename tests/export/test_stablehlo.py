@@ -17,16 +17,18 @@ from export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
 from export.subject import read_subject
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, ProgramError
 from jaxllm.models.decoder import forward_documents, logits
-from jaxllm.programs.manifest import LEFT, WEIGHTS, Manifest
-from jaxllm.programs.weights import read_weights, write_weights
+from jaxllm.program_folder.manifest import LEFT, WEIGHTS, Manifest
+from jaxllm.program_folder.weights import read_weights, write_weights
 from jaxllm.sampling import Sampling
-from serving.executables import ExecutableFolder
-from serving.generation import GenerationConfig, Session
-from serving.programs.engine import ProgramEngine
+from serving.buckets.executables import ExecutableFolder
+from serving.engine import Engine
 from serving.programs.live import LiveExecutor
+from serving.programs.model import ProgramModel
+from serving.programs.runner import ProgramRunner
 from serving.programs.stablehlo import StableHloExecutor
-from serving.programs.table import ProgramTable
-from serving.speculative.options import SpeculationOptions
+from serving.request import GenerationConfig, Session
+from serving.runners.runner import prefill_prompt
+from serving.speculation.options import SpeculationOptions
 from tests.export.conftest import PLAN
 from tests.export.models import CFG, CHUNKS, CONFIG, CONTEXT, PROMPTS, answers, write_elastic
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
@@ -37,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def engine(stablehlo):
-    engine = ProgramEngine.open(stablehlo)
+    engine = Engine.open_program(stablehlo)
     engine.warm_up()
     return engine
 
@@ -49,7 +51,7 @@ def test_the_answers_are_the_live_engines(engine, live):
 def test_a_level_reads_the_same_weights_and_answers_as_the_live_level(engine, live):
     part = engine.at(40)
     assert answers(part) == live[40]
-    weights = engine.executor._weights
+    weights = engine.model.executor._weights
     cut = whole = 0
     for name, array in weights[40].items():
         if name not in weights[100]:
@@ -67,13 +69,13 @@ def test_a_live_executor_answers_alike(engine):
     executor = LiveExecutor(
         "tiny", {100: params}, {100: CFG}, context_tokens=CONTEXT, chunk_tokens=CHUNKS, verify_tokens=(8,)
     )
-    assert answers(ProgramEngine(executor, engine.tokenizer)) == answers(engine)
+    assert answers(Engine(ProgramModel(executor, engine.tokenizer))) == answers(engine)
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
-    drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", thrifty=False)
-    engine = ProgramEngine.open(stablehlo, speculation=drafts)
+    drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", pausing=False)
+    engine = Engine.open_program(stablehlo, speculation=drafts)
     engine.warm_up()
     # Neither is anything that other tests may have left.
     jax.clear_caches()
@@ -82,24 +84,24 @@ def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
         answers(engine)
         engine.generate(3 * [1, 50, 7, 99], dataclasses.replace(CONFIG, sampling=sampling))
         engine.generate(PROMPTS[3], dataclasses.replace(CONFIG, sampling=Sampling(temperature=1.0)))
-    assert drafts is None or engine.speculative.counts.rounds
+    assert drafts is None or engine.speculation.counts.verifications
     assert count() == 0
 
 
 def test_caches_are_donated(engine):
-    table = engine.table
+    table = engine.runner
     cache = table.start(4)
     buffers = list(cache.caches.values())
-    table.prefill(cache, [1, 2, 3], 0)
+    prefill_prompt(table, cache, [1, 2, 3], 0)
     assert all(each.is_deleted() for each in buffers)
 
 
 def test_caches_are_as_short_as_a_sequence_and_grow_with_it(engine):
-    table, ran = engine.table, []
-    run = engine.executor.run
+    table, ran = engine.runner, []
+    run = engine.model.executor.run
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            engine.executor,
+            engine.model.executor,
             "run",
             lambda signature, *rest: ran.append(signature.name) or run(signature, *rest),
         )
@@ -116,7 +118,7 @@ def test_caches_are_as_short_as_a_sequence_and_grow_with_it(engine):
 
 
 def test_one_request_waits_for_programs_of_one_length_alone(stablehlo):
-    table = ProgramTable(StableHloExecutor(Manifest.read(stablehlo), stablehlo))
+    table = ProgramRunner(StableHloExecutor(Manifest.read(stablehlo), stablehlo))
     assert [each.name for each in table.request_signatures(5, 12)] == [
         "cache_32_prefill_16",
         "cache_32_decode",
@@ -160,24 +162,24 @@ def test_text_is_scored_as_a_whole_document_is(engine):
     hidden = forward_documents(params, np.array([tokens[:-1]], np.int32), cfg=CFG)
     scores = jax.nn.log_softmax(logits(params, hidden, cfg=CFG))[0]
     want = np.asarray(scores)[np.arange(len(tokens) - 1), tokens[1:]]
-    np.testing.assert_allclose(engine.table.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
+    np.testing.assert_allclose(engine.runner.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
     # Without programs that verify, token by token.
-    executor, manifest = copy.copy(engine.executor), engine.executor.manifest
+    executor, manifest = copy.copy(engine.model.executor), engine.model.executor.manifest
     kept = tuple(each for each in manifest.signatures if each.kind != "verify")
     executor.manifest = dataclasses.replace(manifest, signatures=kept)
-    engine = ProgramEngine(executor, engine.tokenizer)
-    np.testing.assert_allclose(engine.table.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
+    engine = Engine(ProgramModel(executor, engine.tokenizer))
+    np.testing.assert_allclose(engine.runner.score(tokens[:-1], tokens[1:]), want, atol=2e-4)
 
 
 _ALONE = """
 import sys
-from serving.programs.engine import ProgramEngine
-from serving.generation import GenerationConfig
-from serving.speculative.options import SpeculationOptions
-drafts = SpeculationOptions(model=sys.argv[1], thrifty=False)
-engine = ProgramEngine.open(sys.argv[1], speculation=drafts)
+from serving.engine import Engine
+from serving.request import GenerationConfig
+from serving.speculation.options import SpeculationOptions
+drafts = SpeculationOptions(model=sys.argv[1], pausing=False)
+engine = Engine.open_program(sys.argv[1], speculation=drafts)
 tokens = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=12, ignore_eos=True)).tokens
-assert engine.speculative.counts.rounds
+assert engine.speculation.counts.verifications
 print(*tokens)
 print(*sys.modules)
 """
@@ -194,7 +196,14 @@ def test_programs_run_without_the_code_that_made_them(stablehlo, live):
     )
     said, modules = done.stdout.splitlines()
     assert [int(each) for each in said.split()] == live[100][1]
-    unwanted = ("flax", "export", "jaxllm.models", "jaxllm.layers", "jaxllm.linear", "jaxllm.steps")
+    unwanted = (
+        "flax",
+        "export",
+        "jaxllm.models",
+        "jaxllm.nn.layers",
+        "jaxllm.nn.linear",
+        "jaxllm.steps.model",
+    )
     found = [name for name in modules.split() if name.startswith(unwanted) or name == "jaxllm.bundle"]
     assert found == []
 
@@ -214,13 +223,13 @@ def test_weights_are_stored_once(stablehlo, subject):
 @pytest.mark.usefixtures("own_compilations")
 def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
     manifest, kept = Manifest.read(stablehlo), ExecutableFolder(tmp_path / "kept", limit_bytes=1 << 30)
-    first = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))
+    first = ProgramRunner(StableHloExecutor(manifest, stablehlo, kept))
     first.executor.prepare(first.request_signatures(20, 4))
-    again = ProgramTable(StableHloExecutor(manifest, stablehlo, kept))
+    again = ProgramRunner(StableHloExecutor(manifest, stablehlo, kept))
     with compiles() as count:
         again.executor.prepare(again.request_signatures(20, 4))
     assert count() == 0
-    outs = [table.prefill(table.start(20), PROMPTS[2], 0)[0] for table in (first, again)]
+    outs = [prefill_prompt(table, table.start(20), PROMPTS[2], 0)[0] for table in (first, again)]
     np.testing.assert_array_equal(*outs)
 
 
@@ -244,15 +253,15 @@ def test_weights_of_another_bundle(stablehlo, subject, tmp_path):
     folder = copied(stablehlo, tmp_path)
     write_weights(folder / WEIGHTS, subject.arrays, model="another")
     with pytest.raises(ProgramError):
-        ProgramEngine.open(folder)
+        Engine.open_program(folder)
     # Even if somebody fits the manifest to it.
     manifest = Manifest.read(stablehlo)
-    from jaxllm.programs.manifest import StoredFile
+    from jaxllm.program_folder.manifest import StoredFile
 
     files = {**manifest.files, WEIGHTS: StoredFile.of(folder / WEIGHTS)}
     dataclasses.replace(manifest, files=files).write(folder)
     with pytest.raises(ProgramError, match="another bundle"):
-        ProgramEngine.open(folder)
+        Engine.open_program(folder)
 
 
 def test_a_corrupt_program(stablehlo, tmp_path):
@@ -260,7 +269,7 @@ def test_a_corrupt_program(stablehlo, tmp_path):
     raw = bytearray((folder / "decode.jaxexport").read_bytes())
     raw[len(raw) // 2] ^= 1
     (folder / "decode.jaxexport").write_bytes(raw)
-    engine = ProgramEngine.open(folder)
+    engine = Engine.open_program(folder)
     with pytest.raises(ProgramError, match=r"decode\.jaxexport: the checksum is wrong"):
         engine.warm_up()
 
@@ -270,7 +279,7 @@ def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subje
     (decode,) = [each for each in Manifest.read(stablehlo).signatures if each.name == "decode"]
     verify(stablehlo, decode, subject, PLAN, precision="f32")
     other = dataclasses.replace(subject, arrays=arrays)
-    with pytest.raises(ProgramError, match="decode differs from the graph"):
+    with pytest.raises(ProgramError, match="decode differs from its step"):
         verify(stablehlo, decode, other, PLAN, precision="f32")
 
 
@@ -278,7 +287,7 @@ def test_programs_for_other_devices(stablehlo, tmp_path):
     folder = copied(stablehlo, tmp_path)
     dataclasses.replace(Manifest.read(folder), platforms=("tpu",)).write(folder)
     with pytest.raises(ConfigError, match=r"exported for tpu, this device is cpu; .*--platform cpu"):
-        ProgramEngine.open(folder)
+        Engine.open_program(folder)
 
 
 def test_a_level_that_was_not_exported(engine):
@@ -296,7 +305,7 @@ def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
         export_stablehlo(subject, tmp_path / "out", PLAN)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
-        ProgramEngine.open(stablehlo)
+        Engine.open_program(stablehlo)
 
 
 def test_an_output_that_exists_and_a_platform_that_does_not(subject, tmp_path):
@@ -370,8 +379,8 @@ def test_int8_weights_come_as_the_floats_that_they_stand_for(tmp_path):
 
 def test_an_adapter_is_folded_in_and_makes_another_model(tmp_path):
     from jaxllm.checkpoints.peft_folder import write_adapter
-    from jaxllm.lora import LoraConfig, merge
-    from tests.test_lora import random_adapter
+    from jaxllm.models.lora import LoraConfig, merge
+    from tests.models.test_lora import random_adapter
 
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm")
     lora = LoraConfig(rank=2, alpha=4, targets=("attn.q", "ffn.down"))

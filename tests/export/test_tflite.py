@@ -10,10 +10,11 @@ from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError, ProgramError
-from jaxllm.programs.manifest import LEFT, RIGHT, Manifest
-from jaxllm.tokenizer import Tokenizer
-from serving.programs.engine import ProgramEngine
+from jaxllm.program_folder.manifest import LEFT, RIGHT, Manifest
+from jaxllm.text.tokenizer import Tokenizer
+from serving.engine import Engine
 from serving.programs.litert import LiteRtExecutor
+from serving.programs.model import ProgramModel
 from serving.programs.packed import PackedFolder
 from tests.export.conftest import PLAN
 from tests.export.drafting import require_same_answers, with_drafts
@@ -38,7 +39,7 @@ TEXT = "the hello there " * 20
 
 @pytest.fixture(scope="module")
 def engine(tflite):
-    return ProgramEngine.open(tflite[0], threads=1)
+    return Engine.open_program(tflite[0], threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tm
     for _ in ("packed now", "packed before"):
         executor = LiteRtExecutor(manifest, tflite[0], threads=1, packed=store)
         for level in (40, 100):
-            assert answers(ProgramEngine(executor, engine.tokenizer, level)) == live[level]
+            assert answers(Engine(ProgramModel(executor, engine.tokenizer), level)) == live[level]
         (packed,) = tmp_path.iterdir()
         assert packed.stat().st_size > 10_000
 
@@ -195,9 +196,9 @@ def test_w8a8_multiplies_integers_and_leaves_the_cache_alone(w8a8):
 def test_perplexity_is_near_that_of_floats(request, engine, name, within, level):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
     scales, not what they cost a trained model."""
-    quantized = ProgramEngine.open(request.getfixturevalue(name), threads=1)
+    quantized = Engine.open_program(request.getfixturevalue(name), threads=1)
     tokens = PROMPTS[4]
-    loss = [-each.at(level).table.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
+    loss = [-each.at(level).runner.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
 
@@ -259,7 +260,7 @@ def test_a_corrupt_model(tflite, tmp_path):
     (tmp_path / FILE).write_bytes(b"no model")
     with pytest.raises(ProgramError, match="checksum"):
         LiteRtExecutor(manifest, tmp_path)
-    from jaxllm.programs.manifest import StoredFile
+    from jaxllm.program_folder.manifest import StoredFile
 
     files = {**manifest.files, FILE: StoredFile.of(tmp_path / FILE)}
     with pytest.raises(ProgramError, match="LiteRT refuses it"):

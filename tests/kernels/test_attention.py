@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native_attention
 from jaxllm.kv.cache import Places
-from jaxllm.layers import cached_attention, causal_mask, rotary_tables
+from jaxllm.nn.layers import cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit
 from tests.kernels.switching import NATIVE, kernels_of, needs_native, threads_of
@@ -213,7 +213,7 @@ def test_the_door_gives_what_xla_gives(T, window, run):
         mass = np.arange(24, dtype=np.float32)[None]
 
         def attend(q, k, v, keys, values, positions, valid, mass):
-            table, mask = rotary_tables(positions, config), causal_mask(positions, 24, window)
+            table, mask = rotary_cos_sin(positions, config), causal_mask(positions, 24, window)
             return cached_attention(
                 q, k, v, table, (keys, values), mask, Places(positions, valid, run=run), mass,
                 scale=0.3, softcap=2.0, window=window,

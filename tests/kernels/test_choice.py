@@ -129,7 +129,7 @@ sys.meta_path.insert(0, Broken())
 """
 WITHOUT = """
 import jax.numpy as jnp, numpy as np
-from jaxllm.linear import to_units
+from jaxllm.nn.linear import to_units
 from jaxllm.quant import quantize, to_blocks
 weight = np.random.default_rng(0).normal(size=(20, 70)).astype(np.float32)
 blocked = to_blocks(quantize(weight, bits=8, axis=-1))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels import native_attention
+from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.chunks import load_chunks, place_chunks
 from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
-from jaxllm.used_units import UsedUnits
 from serving.contexts.blobs import Blobs
 from tests.kernels.drawing import answers
 from tests.kernels.switching import needs_native

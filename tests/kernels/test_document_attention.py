@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import documents, layers
 from jaxllm.kernels import document_attention as kernel
 from jaxllm.kernels import native_attention
+from jaxllm.nn import documents, layers
 from tests.kernels.drawing import jit
 from tests.kernels.refusing import refuse, zeros
 from tests.kernels.switching import NATIVE, fall_back, kernels_of, needs_native, threads_of

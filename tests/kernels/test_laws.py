@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm import linear
 from jaxllm.kernels import native
+from jaxllm.nn import linear
 from jaxllm.quant import from_blocks, take_units, to_blocks
 from tests.kernels import oracle
 from tests.kernels.drawing import WIDTHS, answers, floats, jit, placed, weight_of

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm import linear
 from jaxllm.kernels import native
-from jaxllm.layers import Norm
+from jaxllm.nn import linear
+from jaxllm.nn.layers import Norm
 from tests.kernels import oracle
 from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
 from tests.kernels.switching import NATIVE, needs_native

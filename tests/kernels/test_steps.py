@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm import linear
 from jaxllm.kernels import stepwise
-from jaxllm.layers import Norm, activate
-from jaxllm.linear import FeedForward
+from jaxllm.nn import linear
+from jaxllm.nn.layers import Norm, activate
+from jaxllm.nn.linear import FeedForward
 from jaxllm.quant import Adapted, dequantize, quantize
 from tests.kernels.drawing import answers, floats, weight_of
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.kernels import native
-from jaxllm.linear import embed
+from jaxllm.nn.linear import embed
 from jaxllm.quant import embedding_rows
 from jaxllm.sampling import largest
 from tests.kernels.drawing import WIDTHS, answers, weight_of

@@ -17,7 +17,7 @@ from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward
 from jaxllm.models.parameters import init_params, param_specs
 from jaxllm.quant import BlockedArray, quantize, take_units, to_blocks
-from jaxllm.steps import prefill_chunk
+from jaxllm.steps.model import prefill_chunk
 
 pytestmark = pytest.mark.skipif(not native.kernels().native, reason="XLA copies a prefix of units")
 

@@ -8,8 +8,8 @@ import pytest
 
 from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.layers import inverse_frequencies
-from jaxllm.models import ARCHITECTURES, architecture
+from jaxllm.models.architectures import ARCHITECTURES, architecture
+from jaxllm.nn.layers import inverse_frequencies
 
 
 def translate(config, **how):

@@ -9,7 +9,8 @@ import pytest
 
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.kv.cache import new_cache
-from jaxllm.models import ARCHITECTURES, decoder
+from jaxllm.models import decoder
+from jaxllm.models.architectures import ARCHITECTURES
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")

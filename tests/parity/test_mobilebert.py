@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.checkpoints.mobilebert_folder import read_encoder, write_encoder
-from jaxllm.encoder.forward import encode
-from jaxllm.encoder.parameters import encoder_shapes
+from jaxllm.models.encoder.forward import encode
+from jaxllm.models.encoder.parameters import encoder_shapes
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 
-from tests.encoder.tiny import CONFIGS, MOBILE, front_mask, params_of, random_values
+from tests.models.encoder.tiny import CONFIGS, MOBILE, front_mask, params_of, random_values
 from tests.tiny_hf import quiet
 
 TOLERANCE = 1e-3

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from serving import Engine
+from jaxllm import Engine
 from serving.evaluation.perplexity import perplexity
 from tests import tiny_hf
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving import Engine, EngineOptions
+from jaxllm import Engine, EngineOptions
 from tests.tiny import write_tiny_bundle
 
 OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 32), cache_tokens=(32, 64, 128), decode_block=8)

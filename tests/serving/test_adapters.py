@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
+from jaxllm import Engine, GenerationConfig
 from jaxllm.checkpoints.peft_folder import write_adapter
 from jaxllm.errors import ConfigError, ContextGone
-from jaxllm.lora import LoraConfig
-from serving import Engine, GenerationConfig
-from serving.generation import Session
+from jaxllm.models.lora import LoraConfig
+from serving.request import Session
+from tests.models.test_lora import random_adapter
 from tests.serving.conftest import OPTIONS
-from tests.test_lora import random_adapter
 from tests.tiny import TINY, write_tiny_bundle
 
 ADAPTABLE = dataclasses.replace(OPTIONS, adapter_rank=4)
@@ -51,12 +51,12 @@ def test_adapters_are_swapped_without_compiling(engine, adapters, compiles):
 
 
 def test_without_an_adapter_answers_are_the_plain_engines(engine):
-    bundle = engine.bundle.path
+    bundle = engine.model.bundle.path
     assert answer(engine) == answer(Engine.open(bundle, options=OPTIONS))
 
 
 def test_an_engine_opens_with_an_adapter_of_its_own_size(engine, adapters):
-    opened = Engine.open(engine.bundle.path, options=OPTIONS, adapter=adapters[1])
+    opened = Engine.open(engine.model.bundle.path, options=OPTIONS, adapter=adapters[1])
     assert (opened.options.adapter_rank, opened.options.adapter_targets) == (2, ("attn.q", "ffn.down"))
     engine.set_adapter(adapters[1])
     assert answer(opened) == answer(engine)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.bundle import Bundle
 from jaxllm.errors import BundleError, ConfigError
-from serving import Engine, EngineOptions, GenerationConfig
-from serving.streaming.footprint import fixed_bytes, whole_budget
+from serving.weights.footprint import fixed_bytes, whole_budget
 
 # As few graphs as an answer takes: every test opens a file of its own.
 OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
@@ -60,7 +60,7 @@ def served(request: pytest.FixtureRequest, path: Path) -> Iterator[Engine]:
             )
     engine = Engine.open(path, options=options, warm_up=False)
     engine.warm_up(prompt_tokens=engine.stream(PROMPT, CONFIG).prompt_tokens, max_tokens=12)
-    assert (engine.streamed is not None) == (request.param == "streamed")
+    assert (engine.model.streamed is not None) == (request.param == "streamed")
     yield engine
     engine.close()
 
@@ -85,14 +85,14 @@ def test_a_file_changed_in_the_middle_of_an_answer_gives_no_more_of_it(served: E
 
 
 def test_a_file_changed_while_tokens_are_computed_gives_none_of_them(served: Engine, path: Path) -> None:
-    answer, decode = served.stream(PROMPT, CONFIG), served.table.prefill
+    answer, decode = served.stream(PROMPT, CONFIG), served.runner.prefill
 
     def changing(*args):
         result = decode(*args)
         flip(path)
         return result
 
-    served.table.prefill = changing  # pyright: ignore
+    served.runner.prefill = changing  # pyright: ignore
     with pytest.raises(BundleError, match="changed in place"):
         next(answer)
     assert answer.text == ""
@@ -131,7 +131,7 @@ def test_open_bundles_hold_one_file_each_until_they_are_gone(path: Path) -> None
 
 FORKING = """
 import os, signal, sys
-from serving import Engine, EngineOptions, GenerationConfig
+from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
 options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
 engine = Engine.open(sys.argv[1], options=options, warm_up=False)
@@ -144,7 +144,7 @@ uses = [
     lambda: begun.result(),
     lambda: engine.warm_up(),
     lambda: Engine.open(sys.argv[1], options=options),
-    lambda: engine.table.start(16),
+    lambda: engine.runner.start(16),
 ]
 for use in uses:
     pid = os.fork()
@@ -173,7 +173,7 @@ def test_a_forked_process_is_told_at_once(path: Path) -> None:
 OPENING = """
 import sys
 from pathlib import Path
-from serving import Engine, EngineOptions, GenerationConfig
+from jaxllm import Engine, EngineOptions, GenerationConfig
 options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
 def held_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
@@ -183,7 +183,7 @@ def once():
     engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=2)
     answer.result()
     engine.close()
-    engine.bundle.close()
+    engine.model.bundle.close()
 for _ in range(3):
     once()
 before = held_mb()

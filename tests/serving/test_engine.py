@@ -9,13 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.config import Bucket
+from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
-from serving import Engine, EngineOptions, GenerationConfig, Sampling
-from serving.buckets import BucketTable
-from serving.generation import Session
+from serving.buckets.cache import StartBucket
+from serving.buckets.decode import DecodeBucket, SampleBucket
+from serving.buckets.prefill import PrefillBucket
+from serving.buckets.table import BucketTable
+from serving.loading import LoadedModel
+from serving.request import Session
+from serving.runners.resident import ResidentRunner
+from serving.runners.runner import prefill_prompt
+from serving.weights.model_level import ModelLevel
 from tests.tiny import write_tiny_bundle
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
@@ -24,7 +30,7 @@ PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
 @pytest.fixture(scope="module")
 def greedy(engine):
     """Greedy ids after a prompt by feeding the whole sequence anew for each token."""
-    params = engine.bundle.load()
+    params = engine.model.bundle.load()
     length = engine.options.context_tokens
 
     @jax.jit
@@ -83,13 +89,13 @@ def test_block_size_changes_no_token(tiny_bundle, engine, block):
 def test_the_first_dispatch_goes_by_what_a_token_should_take(engine, monkeypatch, tpot_ms, first):
     whole = engine.generate(PROMPT, config(max_tokens=6)).tokens
     limits = []
-    limit_of = type(engine.table).decode_limit
+    limit_of = type(engine.runner).decode_limit
 
     def seen(table, pace, remaining):
         limits.append(limit_of(table, pace, remaining))
         return limits[-1]
 
-    monkeypatch.setattr(type(engine.table), "decode_limit", seen)
+    monkeypatch.setattr(type(engine.runner), "decode_limit", seen)
     generation = engine.stream(PROMPT, config(max_tokens=6), tpot_ms=tpot_ms).result()
     assert generation.tokens == whole
     assert limits[0] == min(first, engine.options.decode_block)
@@ -187,7 +193,7 @@ def test_a_failed_dispatch_empties_the_session(engine, monkeypatch):
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.table, "prefill", broken)
+        patch.setattr(engine.runner, "prefill", broken)
         with pytest.raises(RuntimeError, match="device lost"):
             engine.stream(PROMPT, config(), session=session).result()
     # The cache was given away: nothing may claim to be in it.
@@ -229,12 +235,13 @@ def test_chat_goes_through_the_template(engine):
 
 
 def test_a_missing_bucket_raises_instead_of_compiling(engine):
-    empty = BucketTable(engine.cfg, engine.bundle.load(), engine.options)
+    model = ModelLevel(engine.cfg, engine.model.bundle.load(), engine.options)
+    empty = ResidentRunner(model, BucketTable(model.shapes))
     with pytest.raises(ContextOverflow, match="do not fit"):
         empty.start(10)
-    some = engine.table.start(10)
-    with pytest.raises(BucketMissing, match="prefill"):
-        empty.prefill(some, PROMPT, 0)
+    some = engine.runner.start(10)
+    with pytest.raises(BucketMissing, match="PrefillBucket"):
+        prefill_prompt(empty, some, PROMPT, 0)
 
 
 def test_nothing_compiles_after_warm_up(engine, compiles):
@@ -263,16 +270,20 @@ def test_one_request_compiles_only_what_it_needs(tiny_bundle):
     engine = Engine.open(tiny_bundle, options=options, warm_up=False)
     engine.warm_up(prompt_tokens=8, max_tokens=20)
     assert len(engine.generate(PROMPT, config(max_tokens=20)).tokens) == 20
-    kinds = sorted((bucket.kind, bucket.cache_tokens) for bucket in engine.table.bucket_ms)
-    assert kinds == [("decode", 32), ("prefill", 32), ("sample", 0), ("start", 32)]
+    assert set(engine.runner.table.bucket_ms) == {
+        PrefillBucket(tokens=16, cache_tokens=32),
+        DecodeBucket(block_tokens=options.decode_block, cache_tokens=32),
+        SampleBucket(),
+        StartBucket(cache_tokens=32),
+    }
 
 
-def test_the_first_token_does_not_wait_for_the_graph_of_the_others(tiny_bundle, engine, monkeypatch):
+def test_the_first_token_does_not_wait_for_the_bucket_of_the_others(tiny_bundle, engine, monkeypatch):
     other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
     build, may_go_on = BucketTable._build, threading.Event()
 
     def slow(table, bucket):
-        if bucket.kind == "decode":
+        if isinstance(bucket, DecodeBucket):
             assert may_go_on.wait(60)
         return build(table, bucket)
 
@@ -287,15 +298,16 @@ def test_the_first_token_does_not_wait_for_the_graph_of_the_others(tiny_bundle, 
     assert generation.result().tokens == engine.generate(PROMPT, config()).tokens
 
 
-def test_one_token_needs_no_graph_for_others(tiny_bundle, engine):
+def test_one_token_needs_no_bucket_for_others(tiny_bundle, engine):
     other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
     other.warm_up(prompt_tokens=len(PROMPT), max_tokens=1)
     first = other.generate(PROMPT, config(max_tokens=1))
     assert first.tokens == engine.generate(PROMPT, config(max_tokens=1)).tokens
-    assert {bucket.kind for bucket in other.table.bucket_ms} == {"prefill", "sample", "start"}
+    families = {type(bucket) for bucket in other.runner.table.bucket_ms}
+    assert families == {PrefillBucket, SampleBucket, StartBucket}
 
 
-def test_a_graph_that_failed_to_build_may_be_asked_for_again(tiny_bundle, engine, monkeypatch):
+def test_a_bucket_that_failed_to_build_may_be_asked_for_again(tiny_bundle, engine, monkeypatch):
     other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
 
     def broken(*_):
@@ -305,38 +317,41 @@ def test_a_graph_that_failed_to_build_may_be_asked_for_again(tiny_bundle, engine
         patch.setattr(BucketTable, "_build", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
-        concurrent.futures.wait(other.table._pending.values())
-    other.table.fill(other.table.request_buckets(len(PROMPT), 20))
+        concurrent.futures.wait(other.runner.table._pending.values())
+    other.runner.fill(other.runner.request_buckets(len(PROMPT), 20))
     assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
 
 
-def test_graphs_update_the_cache_in_place(engine):
-    cache = engine.table.start(1)
+def test_buckets_update_the_cache_in_place(engine):
+    cache = engine.runner.start(1)
     cache_bytes = sum(leaf.nbytes for leaf in (*cache.keys, *cache.values))
-    for kind, tokens in (("prefill", 16), ("decode", 8)):
-        bucket = Bucket(kind=kind, tokens=tokens, cache_tokens=cache.capacity_tokens)
-        memory = engine.table._table[bucket].memory_analysis()
-        assert memory.alias_size_in_bytes >= cache_bytes, kind
+    capacity = cache.capacity_tokens
+    for bucket in (
+        PrefillBucket(tokens=16, cache_tokens=capacity),
+        DecodeBucket(block_tokens=8, cache_tokens=capacity),
+    ):
+        memory = engine.runner.table.get(bucket).memory_analysis()
+        assert memory.alias_size_in_bytes >= cache_bytes, bucket
 
 
-def test_rehearsal_runs_every_graph_and_leaves_no_trace(tiny_bundle, engine, monkeypatch):
+def test_rehearsal_runs_every_bucket_and_leaves_no_trace(tiny_bundle, engine, monkeypatch):
     other = Engine.open(tiny_bundle, options=engine.options, warm_up=False)
-    other.table.fill(other.table.request_buckets(len(PROMPT), 20))
+    other.runner.fill(other.runner.request_buckets(len(PROMPT), 20))
     ran = []
 
-    def spied(kind, graph):
+    def spied(family, compiled):
         def run(*args):
-            ran.append(kind)
-            return graph(*args)
+            ran.append(family)
+            return compiled(*args)
 
         return run
 
-    table = other.table._table
+    buckets = other.runner.table._compiled
     with monkeypatch.context() as patch:
-        for bucket, graph in list(table.items()):
-            patch.setitem(table, bucket, spied(bucket.kind, graph))
-        other.table.rehearse()
-    assert set(ran) == {"start", "prefill", "sample", "decode"}
+        for bucket, compiled in list(buckets.items()):
+            patch.setitem(buckets, bucket, spied(type(bucket), compiled))
+        other.runner.rehearse()
+    assert set(ran) == {StartBucket, PrefillBucket, SampleBucket, DecodeBucket}
     assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
 
 
@@ -348,7 +363,8 @@ def test_stop_tokens_must_be_token_ids(token):
 
 def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights="int8")
-    monkeypatch.setattr("serving.engine.kernels", lambda: Kernels("xla", "they were not built", missing=True))
+    none = Kernels("xla", "they were not built", missing=True)
+    monkeypatch.setattr("serving.loading.kernels", lambda: none)
     for _ in range(2):
         Engine.open(path, warm_up=False)
     (record,) = [each for each in caplog.records if each.name == "jaxllm"]
@@ -358,13 +374,15 @@ def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
 
 def test_an_engine_that_cannot_be_made_ready_is_closed(engine, monkeypatch):
     closed = []
-    close = Engine.close
-    monkeypatch.setattr(Engine, "close", lambda self: (closed.append(self), close(self)))
+    close = LoadedModel.close
+    monkeypatch.setattr(LoadedModel, "close", lambda self: (closed.append(self), close(self)))
 
     def fails(self, **_):
         raise ConfigError("there is no compiler")
 
     monkeypatch.setattr(Engine, "warm_up", fails)
     with pytest.raises(ConfigError, match="no compiler"):
-        Engine.open(engine.bundle.path, options=dataclasses.replace(engine.options, executables_bytes=0))
+        Engine.open(
+            engine.model.bundle.path, options=dataclasses.replace(engine.options, executables_bytes=0)
+        )
     assert len(closed) == 1

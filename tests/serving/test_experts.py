@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.bundle import WEIGHT_FORMATS, Bundle
 from jaxllm.models.decoder import forward, logits
 from jaxllm.prepare import prepare
-from serving import Engine, EngineOptions, GenerationConfig
 from tests.kernels.switching import fall_back
 from tests.tiny import TINY, tiny_params, write_tiny_folder
 

@@ -11,15 +11,17 @@ from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.sampling import NO_TOKEN, Sampling, sample, sampler_state
 from jaxllm.speculative.acceptance import choices
 from jaxllm.speculative.tree import new_tree
+from serving.answer import Answer
+from serving.decoding import PlainDecoding
 from serving.engine import Engine
-from serving.generation import GenerationConfig, Session
 from serving.options import EngineOptions
-from serving.programs.table import _most_likely
-from serving.speculative.options import SpeculationOptions
-from serving.streaming.footprint import fixed_bytes, whole_budget
-from tests.serving.experts.conftest import CFG as MIXTURE
-from tests.serving.experts.conftest import OPTIONS, SPARSE, E, drawn_params
-from tests.serving.experts.conftest import budget as expert_budget
+from serving.programs.runner import _most_likely
+from serving.request import GenerationConfig, Session
+from serving.speculation.options import SpeculationOptions
+from serving.weights.footprint import fixed_bytes, whole_budget
+from tests.serving.weights.experts.conftest import CFG as MIXTURE
+from tests.serving.weights.experts.conftest import OPTIONS, SPARSE, E, drawn_params
+from tests.serving.weights.experts.conftest import budget as expert_budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 SAMPLINGS = {
@@ -50,9 +52,9 @@ def opened(way, path) -> Engine:
     )
     if way == "streamed":
         resident = Engine.open(path, options=options, warm_up=False)
-        size = fixed_bytes(resident.cfg, resident.options) + int(0.7 * resident.bundle.weight_bytes)
+        size = fixed_bytes(resident.cfg, resident.options) + int(0.7 * resident.model.bundle.weight_bytes)
         options = dataclasses.replace(options, memory_bytes=whole_budget(size))
-    speculation = SpeculationOptions(drafter="ngram", thrifty=False) if way == "drafted" else None
+    speculation = SpeculationOptions(drafter="ngram", pausing=False) if way == "drafted" else None
     return Engine.open(path, options=options, speculation=speculation, warm_up=False)
 
 
@@ -72,21 +74,21 @@ def test_an_answer_of_no_numbers_is_an_error(way, tmp_path):
 
 def test_logits_that_spoil_in_the_middle_of_an_answer(engine):
     """The token that a graph gives then ends its block, and the answer."""
-    from serving.generation import Generation
 
     class Spoiling:
         def __getattr__(self, name):
-            return getattr(engine.table, name)
+            return getattr(engine.runner, name)
 
         def decode(self, token, cache, sampler, stop_ids, limit, held=()):
-            rows, count, cache, sampler = engine.table.decode(token, cache, sampler, stop_ids, limit, held)
+            rows, count, cache, sampler = engine.runner.decode(token, cache, sampler, stop_ids, limit, held)
             rows = np.array(rows)
             rows[0, int(count) - 1] = NO_TOKEN
             return rows, count, cache, sampler
 
     prompt = engine.tokenizer.encode("hello")
     config = GenerationConfig(max_tokens=20, ignore_eos=True)
-    generation = Generation(Spoiling(), engine.tokenizer, Session(), prompt, config, 0)  # pyright: ignore
+    decoding = PlainDecoding(Spoiling())
+    generation = Answer(decoding, engine.tokenizer, engine.request(prompt, config))
     with pytest.raises(NotFinite):
         generation.result()
     assert len(generation.tokens) >= 1

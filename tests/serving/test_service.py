@@ -10,13 +10,13 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextGone, ContextOverflow, ObjectiveMissed
 from jaxllm.tasks.example import TaskExample
-from serving import profile as profiles
 from serving.contexts.options import ContextOptions
-from serving.objectives import Latency
 from serving.options import EngineOptions
-from serving.planner import Proposal
+from serving.planning import profile as profiles
+from serving.planning.objectives import Latency
+from serving.planning.planner import Proposal
+from serving.planning.safety_margin import MOST, START, SafetyMargin
 from serving.service import LLMService
-from serving.slack import MOST, START, Slack
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
 
 OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), executables_bytes=0)
@@ -79,7 +79,7 @@ def test_the_profile_is_measured_once(service, path, monkeypatch):
     monkeypatch.setattr("serving.service.measure", None)
     again = LLMService.open(path, options=OPTIONS)
     assert again.profile == service.profile
-    assert profiles.profile_path(again.engine.bundle, again.engine.options).exists()
+    assert profiles.profile_path(again.engine.model.bundle, again.engine.options).exists()
 
 
 def test_a_call_is_answered_by_the_plan(service):
@@ -93,11 +93,11 @@ def test_a_call_is_answered_by_the_plan(service):
     assert "say it again" in told
     assert "the quick" in told
     assert "oak tree" not in told
-    direct = mine.engine.stream(kept, answer.generation._config, level=50).result()
-    assert answer.generation.tokens == direct.tokens
+    direct = mine.engine.stream(kept, answer.request.config, level=50).result()
+    assert answer.tokens == direct.tokens
     assert answer.text == direct.text
     assert answer.cost.tokens == len(direct.tokens)
-    assert answer.cost.ttft_ms > answer.generation.timings.ttft_ms
+    assert answer.cost.ttft_ms > answer.timings.ttft_ms
     assert answer.held
 
 
@@ -113,17 +113,17 @@ def test_answers_teach_how_late_they_come(service):
         return min(MOST, max(1.0, ratio))
 
     for scale in (1e-3, 1.0, 1e3):
-        mine, slack = with_times(service, scale), Slack(0.5, window=1)
-        mine.planner.slack = slack
+        mine, margin = with_times(service, scale), SafetyMargin(0.5, window=1)
+        mine.planner.safety_margin = margin
         answer = mine.call(TEXT, slo=Latency(ttft_ms=1e9, tpot_ms=1e9), max_tokens=6).result()
         expected = answer.plan.expected
-        assert slack.ttft == pytest.approx(late(answer.cost.ttft_ms / expected.ttft_ms))
-        assert slack.tpot == pytest.approx(late(answer.cost.tpot_ms / expected.tpot_ms))
+        assert margin.ttft == pytest.approx(late(answer.cost.ttft_ms / expected.ttft_ms))
+        assert margin.tpot == pytest.approx(late(answer.cost.tpot_ms / expected.tpot_ms))
     # Who takes pieces one by one may take his time: that is no lateness of further tokens.
-    mine, slack = with_times(service, 1e-3), Slack(0.5, window=1)
-    mine.planner.slack = slack
+    mine, margin = with_times(service, 1e-3), SafetyMargin(0.5, window=1)
+    mine.planner.safety_margin = margin
     assert list(mine.call(TEXT, max_tokens=6))
-    assert (slack.ttft, slack.tpot) == (MOST, START)
+    assert (margin.ttft, margin.tpot) == (MOST, START)
 
 
 def test_pieces_add_up_and_an_answer_can_be_stopped(service):
@@ -179,7 +179,7 @@ def test_bad_prompts(service):
 
 def test_levels_can_be_chosen(path):
     some = LLMService.open(path, levels=(70,), options=OPTIONS)
-    assert some.engine.table.levels == (70, 100)
+    assert some.engine.levels == (70, 100)
     with pytest.raises(ConfigError, match="there is no level 60"):
         LLMService.open(path, levels=(60,), options=OPTIONS)
 
@@ -215,7 +215,7 @@ def test_apps_own_contexts_that_outlive_the_service(path, service, tmp_path):
     assert again.tokens == tokens
     assert again.level == 50
     answer = again.generate("and then?", max_tokens=5).result()
-    assert answer.generation.reused_tokens == (len(tokens) - 1) // 16 * 16
+    assert answer.reused_tokens == (len(tokens) - 1) // 16 * 16
     assert again.tokens[: len(tokens)] == tokens
     with pytest.raises(ContextGone):
         kept.context("calendar", context.name)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
-from jaxllm.speculative.decoding import read_nodes
+from jaxllm.steps.trees import read_nodes
 from tests.elastic.models import MODELS, in_blocks, scaled_params
 from tests.kernels.switching import needs_native
 from tests.speculative.test_tree import tree_of, walk

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from jaxllm.bundle import Bundle
 from serving.engine import Engine
-from serving.generation import GenerationConfig
 from serving.options import EngineOptions
+from serving.request import GenerationConfig
 from tests.torture.case import Case
 from tests.torture.victims import CONTEXT_TOKENS, FACTS, PROMPT, WITHOUT_FILES
 
@@ -64,7 +64,7 @@ def use_tokenizer(case: Case) -> None:
     import datetime
 
     from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-    from jaxllm.tokenizer import Tokenizer
+    from jaxllm.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(read_tokenizer(case.path))
     for text in ("Once upon a time", "hello oooooooooooooooooooooooo 12 \u00e9\u4e2d", ""):
@@ -118,14 +118,14 @@ def use_adapter(case: Case) -> None:
 
 def use_trace(case: Case) -> None:
     """Reads a trace of requests."""
-    from serving.trace import read_trace
+    from serving.traces.trace import read_trace
 
     read_trace(case.path / "trace.jsonl")
 
 
 def use_profile(case: Case) -> None:
     """Reads a device's profile and asks it for times."""
-    from serving.profile import load_profile
+    from serving.planning.profile import load_profile
 
     profile = load_profile(case.path / "profile.json")
     if profile is not None:
@@ -135,10 +135,10 @@ def use_profile(case: Case) -> None:
 
 def use_recipe(case: Case) -> None:
     """Reads a recipe of each kind."""
-    from training.elastic_recipe import load_elastic_recipe
-    from training.recipe import load_recipe
+    from training.elastic.recipe import load_elastic_recipe
+    from training.pretrain.recipe import load_pretrain_recipe
 
-    load_recipe(str(case.path / "pretrain.toml"))
+    load_pretrain_recipe(str(case.path / "pretrain" / "draft.toml"))
     load_elastic_recipe(str(case.path / "elastic" / "family.toml"))
 
 
@@ -152,9 +152,9 @@ def use_tasks(case: Case) -> None:
 
 def use_program(case: Case) -> None:
     """Opens exported programs; answers with them."""
-    from serving.programs.engine import ProgramEngine
+    from serving.engine import Engine
 
-    engine = ProgramEngine.open(case.path)
+    engine = Engine.open_program(case.path)
     if case.deep:
         answer = engine.stream(PROMPT, _CONFIG)
         engine.warm_up(prompt_tokens=answer.prompt_tokens, max_tokens=_CONFIG.max_tokens)
@@ -216,7 +216,7 @@ def use_contexts(case: Case) -> None:
                 except JaxllmError:
                     continue
                 wanted = engine.generate([*tokens, 5], _CONFIG).tokens
-                assert answer.generation.tokens == wanted, f"{record.name} goes on otherwise"
+                assert answer.tokens == wanted, f"{record.name} goes on otherwise"
         finally:
             contexts.close()
 

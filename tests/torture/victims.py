@@ -82,7 +82,7 @@ def _write_apart(folder: Path, _: Path) -> None:
 
 def _write_calibrated(folder: Path, _: Path) -> None:
     from jaxllm.bundle.prefill import prefill_parts
-    from tests.prefill.calibrated import calibrated, outlying
+    from tests.int8_prefill.calibrated import calibrated, outlying
     from tests.tiny import write_tiny_bundle
 
     write_tiny_bundle(folder / "model.jaxllm", "int8", params=outlying(), parts=prefill_parts(calibrated()))
@@ -90,7 +90,7 @@ def _write_calibrated(folder: Path, _: Path) -> None:
 
 def _write_adapter(folder: Path, _: Path) -> None:
     from jaxllm.checkpoints.peft_folder import write_adapter
-    from jaxllm.lora import LoraConfig, init_adapter
+    from jaxllm.models.lora import LoraConfig, init_adapter
     from tests.tiny import TINY
 
     lora = LoraConfig(rank=4, alpha=8, targets=("attn.q", "ffn.down"))
@@ -100,14 +100,14 @@ def _write_adapter(folder: Path, _: Path) -> None:
 
 def _write_trace(folder: Path, _: Path) -> None:
     from jaxllm.tasks.example import TaskExample
-    from serving.trace import make_trace, write_trace
+    from serving.traces.trace import make_trace, write_trace
 
     questions = {"mood": [TaskExample(user="how?", answer="well", options=("well", "unwell"))]}
     write_trace(folder / "trace.jsonl", make_trace(questions, requests=4))
 
 
 def _write_profile(folder: Path, _: Path) -> None:
-    from serving.profile import DeviceProfile, save_profile
+    from serving.planning.profile import DeviceProfile, save_profile
 
     profile = DeviceProfile(
         levels=(50, 100),
@@ -121,10 +121,9 @@ def _write_profile(folder: Path, _: Path) -> None:
 
 def _write_recipes(folder: Path, _: Path) -> None:
     recipes = Path(__file__).parents[2] / "training" / "recipes"
-    shutil.copy(recipes / "draft.toml", folder / "pretrain.toml")
-    shutil.copy(recipes / "family.base.toml", folder)
-    (folder / "elastic").mkdir()
-    shutil.copy(recipes / "elastic" / "family.toml", folder / "elastic")
+    for name in ("pretrain/draft.toml", "pretrain/family.base.toml", "elastic/family.toml"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(recipes / name, folder / name)
 
 
 def _write_tasks(folder: Path, _: Path) -> None:

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from training import loop
-from training.corpus import TokenizedDocuments
-from training.packing import PackedBatches, evaluation_batches
-from training.parallel import MeshShape, make_mesh
-from training.pretrain import pretrain_job
-from training.recipe import load_recipe
+from training.data.corpus import TokenizedDocuments
+from training.data.packing import PackedBatches, evaluation_batches
+from training.loop import trainer as loop
+from training.loop.parallel import MeshShape, make_mesh
+from training.pretrain.job import pretrain_job
+from training.pretrain.recipe import load_pretrain_recipe
 
-SMOKE = load_recipe("smoke")
+SMOKE = load_pretrain_recipe("smoke")
 # One layer: these tests spend their time on compilation.
 SMOKE = dataclasses.replace(SMOKE, model=dataclasses.replace(SMOKE.model, layers=1, attention_windows=()))
 

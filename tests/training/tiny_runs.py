@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jaxllm.encoder.config import EncoderConfig
+from jaxllm.models.encoder.config import EncoderConfig
 from tests.tiny import VOCAB_SIZE
-from training.keep_labels import Compression, align
-from training.parallel import MeshShape
+from training.loop.parallel import MeshShape
 from training.settings import TrainSettings
-from training.tlm_recipe import TlmRecipe
+from training.tiny_lm.keep_labels import Compression, align
+from training.tiny_lm.recipe import TinyLmRecipe
 
 QUIET = Console(quiet=True)
 ONE = MeshShape(data=1)
@@ -26,7 +26,7 @@ ENCODER = EncoderConfig(
     vocab_size=VOCAB_SIZE, embedding_size=18, hidden_size=24, layers=2, heads=2, ffn_size=24,
     window_tokens=48, trigram_input=True, norm="layer",
 )  # fmt: skip
-TLM_RECIPE = TlmRecipe(
+TLM_RECIPE = TinyLmRecipe(
     score=HEAD,
     decide=HEAD,
     encoder=ENCODER,

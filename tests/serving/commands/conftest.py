@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import pytest
 
-from serving.buckets import BucketTable
+from serving.buckets.bucket import ModelShapes
+from serving.buckets.table import BucketTable
 from serving.cli import main
 from tests.serving.commands.outcome import CFG, PARAMS, Outcome, Run
 from tests.tiny import tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
-GRAPHS: dict[Any, Any] = {}
+BUILT: dict[Any, Any] = {}
 
 
 class Typed(io.TextIOWrapper):
@@ -40,17 +41,19 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph is a function of shapes alone: engines of one shape share what the first compiled."""
+    """A bucket is a function of shapes alone: engines of one shape share what the first compiled."""
     build = BucketTable._build
 
     def remembered(table: BucketTable, bucket: Any) -> Any:
-        at = table.at(bucket.level)
-        leaves, structure = jax.tree.flatten(at._params)
+        model, _ = table._models[bucket.level]
+        if not isinstance(model, ModelShapes):
+            return build(table, bucket)
+        leaves, structure = jax.tree.flatten(model.params)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = (at.cfg, at.options, bucket, structure, shapes)
-        if key not in GRAPHS:
-            GRAPHS[key] = build(table, bucket)
-        return GRAPHS[key]
+        key = (model.cfg, model.options, bucket, structure, shapes)
+        if key not in BUILT:
+            BUILT[key] = build(table, bucket)
+        return BUILT[key]
 
     monkeypatch.setattr(BucketTable, "_build", remembered)
 

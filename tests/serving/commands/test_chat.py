@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from serving import Engine, GenerationConfig
-from serving.generation import Generation
+from jaxllm import Engine, GenerationConfig
+from serving.answer import Answer
 from tests.serving.commands.outcome import WINDOW, Run, failed
 
 
@@ -59,10 +59,10 @@ def test_chat_drops_the_oldest_turn_when_the_context_is_full(run: Run, bundle: P
 
 
 def test_chat_feeds_only_what_is_new(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Generation] = []
+    answers: list[Answer] = []
     stream = Engine.stream
 
-    def watched(*args: Any, **kwargs: Any) -> Generation:
+    def watched(*args: Any, **kwargs: Any) -> Answer:
         answers.append(stream(*args, **kwargs))
         return answers[-1]
 

@@ -68,13 +68,13 @@ def test_verify(run: Run, kept: tuple[Path, Record]) -> None:
     damage_chunk(folder, record)
     outcome = run("contexts", "verify", folder, "--json")
     assert outcome.code == 1
-    assert "--repair` sets aside" in outcome.err
+    assert f"`jaxllm contexts repair {folder}` sets aside" in outcome.err
     damaged = {
         "app": "mail", "name": record.name, "chunks": [0], "reason": "", "lost": False, "proved": True,
         "aside": "",
     }  # fmt: skip
     assert json.loads(outcome.out) == {"damaged": [damaged], "repaired": False, "set_aside": []}
-    shown = succeeded(run("contexts", "verify", folder, "--repair"))
+    shown = succeeded(run("contexts", "repair", folder))
     assert shown == (
         f"{record.name}  mail  chunks 0 are damaged, and computed again\n1 damaged contexts, 1 repaired\n"
     )
@@ -96,15 +96,15 @@ def test_what_cannot_be_read_is_listed_and_set_aside_before_it_is_deleted(
     assert run("contexts", "list", folder, "--app", "calendar").code == 0
     held = folder / "app-mail" / record.name / record.files[0]
     chunks = held.read_bytes()
-    shown = succeeded(run("contexts", "verify", folder, "--repair"))
+    shown = succeeded(run("contexts", "repair", folder))
     assert "; set aside as quarantine/app-mail/" in shown
     assert "1 set aside in" in shown
     (moved,) = (folder / "quarantine" / "app-mail").glob(f"{record.name}-*")
     assert (moved / record.files[0]).read_bytes() == chunks
     assert not held.exists()
     assert answer(run("contexts", "list", folder, "--json"))["damaged"] == []
-    facts = answer(run("contexts", "verify", folder, "--delete", "--json"))
-    assert facts["set_aside"] == []
+    facts = answer(run("contexts", "purge", folder, "--json"))
+    assert facts["deleted"] == [str(moved.relative_to(folder))]
     assert not (folder / "quarantine").exists()
     assert [each["app"] for each in answer(run("contexts", "list", folder, "--json"))["contexts"]] == [
         "calendar"
@@ -118,12 +118,12 @@ def test_the_record_before_stands_for_a_damaged_one(run: Run, kept: tuple[Path, 
     assert outcome.code == 1
     assert "it is as it was before its last call" in outcome.out
     assert f"{record.name}  mail  0 tokens" in outcome.out
-    succeeded(run("contexts", "verify", folder, "--repair"))
+    succeeded(run("contexts", "repair", folder))
     succeeded(run("contexts", "list", folder))
     assert len(list((folder / "quarantine" / "app-mail").glob(f"{record.name}-*/record"))) == 1
 
 
-@pytest.mark.parametrize("command", ["list", "verify"])
+@pytest.mark.parametrize("command", ["list", "verify", "repair", "purge"])
 def test_what_is_no_store_stays_so(run: Run, tmp_path: Path, command: str) -> None:
     failed(run("contexts", command, tmp_path / "nothing"), "is no folder of contexts")
     assert not (tmp_path / "nothing").exists()

@@ -1,15 +1,14 @@
-"""`jaxllm demo`: its questions, its verdicts, and the table over data."""
+"""`jaxllm demo`: its questions and its verdicts."""
 
 from pathlib import Path
 
 import pytest
 
-import serving.models
+import serving.bundles
 from jaxllm.models.parameters import parameter_count
 from jaxllm.tasks import TASKS
-from serving.demo_prompts import STORY, demo_prompts
-from tests.serving.commands.outcome import Run, answer, failed, succeeded
-from tests.tasks.writing import write_lines
+from serving.commands.demo_prompts import STORY, demo_prompts
+from tests.serving.commands.outcome import Run, answer, succeeded
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 
@@ -43,29 +42,17 @@ def test_prompts_are_from_no_data_set(data_dir: Path) -> None:
             assert not texts & {each.user for each in TASKS[name].read(data_dir, split)}
 
 
-def test_demo(run: Run, roomy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.models, "default_bundle", lambda: roomy)
-    write_lines(tmp_path / "tasks/sst2/valid.jsonl", {"text": "a", "label": "positive"})
-    got = answer(run("demo", "-n", 3, "--json", "--data", tmp_path))
+def test_demo(run: Run, roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.bundles, "default_bundle", lambda: roomy)
+    got = answer(run("demo", "-n", 3, "--json"))
     assert (got["model"], got["weights"]) == ("tiny", "f32")
     assert got["parameters"] == parameter_count(TINY)
     assert got["load_ms"] > 0
     assert (len(got["answers"]), got["judged"]) == (21, 15)
     assert got["right"] == sum(each["right"] is True for each in got["answers"])
     assert got["median_ttft_ms"] > 0
-    (result,) = got["tasks"]
-    assert (result["task"], result["examples"]) == ("sentiment", 1)
-    assert set(got["missing"]) == {"news", "emotion", "ui-step", "api-choice"}
-    out = succeeded(run("demo", "-n", 3, "-m", roomy, "--data", tmp_path))
+    out = succeeded(run("demo", "-n", 3, "-m", roomy))
     for each in got["answers"]:
         assert 0 < each["completion_tokens"] <= 3
         assert each["prompt"].splitlines()[0] in out
     assert f"{got['right']} of 15 right" in out
-    assert "majority" in out
-    plain = answer(run("demo", "-n", 3, "-m", roomy, "--json"))
-    assert [each["text"] for each in plain["answers"]] == [each["text"] for each in got["answers"]]
-    assert "tasks" not in plain
-
-
-def test_data_without_a_task(run: Run, roomy: Path, tmp_path: Path) -> None:
-    failed(run("demo", "-m", roomy, "--data", tmp_path), "files of no task")

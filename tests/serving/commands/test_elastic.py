@@ -8,8 +8,8 @@ import pytest
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
 from serving.contexts.switching import read_switching
-from serving.profile import load_profile
-from serving.trace import read_trace
+from serving.planning.profile import load_profile
+from serving.traces.trace import read_trace
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, failed, succeeded
 from tests.tiny import write_tiny_bundle
 
@@ -69,7 +69,7 @@ def test_profile(run: Run, elastic: Path, tmp_path: Path) -> None:
 
 def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    told = succeeded(run("trace", "make", "--data", data, "-o", path, "-n", 9, "--task", "sentiment"))
+    told = succeeded(run("trace", "make-slo", "--data", data, "-o", path, "-n", 9, "--task", "sentiment"))
     assert "9 requests" in told
     assert len(read_trace(path)) == 9
     facts = answer(run("trace", "replay", path, "-m", elastic, "--limit", 4, "-n", 2, "--json"))
@@ -98,16 +98,17 @@ def test_switching_traces(run: Run, bundle: Path, data: Path, tmp_path: Path) ->
     request = {"timestamp": 7000, "input_length": 30, "output_length": 4, "hash_ids": [0, 1]}
     mooncake.write_text("\n".join(json.dumps({**request, "hash_ids": [0, i]}) for i in (1, 2, 1)))
     options = ("-o", out, "-n", 40, "--contexts", 3, "--hours", 2, "--pattern", "gaussian")
-    told = succeeded(run("trace", "switching", *options, "--data", data, "-m", bundle))
+    told = succeeded(run("trace", "make-switching", *options, "--data", data, "-m", bundle))
     assert "40 calls of 3 contexts over" in told
     trace = read_switching(out)
     assert all(each.prompt_tokens > len("film 1") and each.answer_tokens > 1 for each in trace)
     assert trace[-1].time_s <= 7200
-    succeeded(run("trace", "switching", *options, "--azure", azure))
+    succeeded(run("trace", "make-switching", *options, "--azure", azure))
     assert {(each.prompt_tokens, each.answer_tokens) for each in read_switching(out)} == {(48, 10)}
-    told = succeeded(run("trace", "switching", "-o", out, "--mooncake", mooncake, "--slower", 3600))
+    told = succeeded(run("trace", "convert-mooncake", mooncake, "-o", out, "--time-scale", 3600))
     assert "3 calls of 2 contexts over 7.0 hours" in told
-    usage = run("trace", "switching", "-o", out)
-    assert usage.code == 2
-    assert "one of --data, --azure and --mooncake" in usage.err
-    failed(run("trace", "switching", "-o", out, "--azure", tmp_path / "none"), "cannot be read")
+    for sources in ((), ("--data", data, "--azure", azure)):
+        usage = run("trace", "make-switching", "-o", out, *sources)
+        assert usage.code == 2
+        assert "--data or --azure" in usage.err
+    failed(run("trace", "make-switching", "-o", out, "--azure", tmp_path / "none"), "cannot be read")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer
 from tests.serving.commands.outcome import WINDOW, Run, answer, failed, succeeded
 from tests.tasks.writing import write_lines
 from tests.tiny import tiny_tokenizer
@@ -24,10 +24,10 @@ def data(tmp_path: Path) -> Path:
     return folder
 
 
-def test_eval(run: Run, bundle: Path, tmp_path: Path) -> None:
+def test_perplexity(run: Run, bundle: Path, tmp_path: Path) -> None:
     text = "hello the hello. " * 8
     (tmp_path / "text").write_text(text)
-    base = ("eval", "-m", bundle, "--perplexity", tmp_path / "text")
+    base = ("eval", "perplexity", tmp_path / "text", "-m", bundle)
     got = answer(run(*base, "--json"))
     tokens = len(Tokenizer(tiny_tokenizer()).encode(text)) - 1
     assert list(got) == [
@@ -44,12 +44,12 @@ def test_eval(run: Run, bundle: Path, tmp_path: Path) -> None:
     split = answer(run(*base, "--separator", ". ", "--window", 16, "--json"))
     assert (split["documents"], split["window_tokens"]) == (8, 16)
     assert split["tokens"] == 8 * (len(Tokenizer(tiny_tokenizer()).encode("hello the hello")) - 1)
-    assert answer(run("eval", "-m", bundle, "--perplexity", "-", "--json", stdin=text.encode())) == got
+    assert answer(run("eval", "perplexity", "-", "-m", bundle, "--json", stdin=text.encode())) == got
 
 
 def test_tasks(run: Run, home: Path, data: Path, tmp_path: Path) -> None:
     said = tmp_path / "said.jsonl"
-    base = ("eval", "-m", home / "base.jaxllm", "--data", data, "--task", "all")
+    base = ("eval", "tasks", "-m", home / "base.jaxllm", "--data", data)
     got = answer(run(*base, "--json", "--predictions", said))
     assert list(got) == ["model", "weights", "tasks", "missing"]
     assert {"news", "shorten"} < set(got["missing"])
@@ -75,17 +75,9 @@ def test_tasks(run: Run, home: Path, data: Path, tmp_path: Path) -> None:
     assert "No files of: news, " in out
 
 
-def test_perplexity_and_a_task_together(run: Run, home: Path, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("hello the hello")
-    base = ("eval", "-m", home / "base.jaxllm", "--data", data, "--task", "sentiment")
-    got = answer(run(*base, "--perplexity", tmp_path / "text", "--json"))
-    assert got["documents"] == 1
-    assert [each["task"] for each in got["tasks"]] == ["sentiment"]
-
-
 def test_limit_is_a_sample_that_does_not_hang_on_the_order(run: Run, home: Path, data: Path) -> None:
     said = data / "said.jsonl"
-    base = ("eval", "-m", home / "base.jaxllm", "--data", data, "--task", "sentiment", "--limit", 4)
+    base = ("eval", "tasks", "-m", home / "base.jaxllm", "--data", data, "--task", "sentiment", "--limit", 4)
     asked = []
     path = data / "tasks/sst2/valid.jsonl"
     for _ in range(2):
@@ -99,26 +91,29 @@ def test_limit_is_a_sample_that_does_not_hang_on_the_order(run: Run, home: Path,
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--task", "sentiment"),
-        ("--task", "chess", "--data", "."),
-        ("--data", "."),
-        ("--task", "news", "--data", ".", "--limit", 0),
-        ("--task", "news", "--data", ".", "--window", 8),
-        ("--perplexity", "x", "--predictions", "y"),
-        ("--perplexity", "x", "--prefill", "int8"),
+        ("tasks", "--task", "sentiment"),
+        ("tasks", "--task", "chess", "--data", "."),
+        ("tasks", "--task", "news", "--data", ".", "--limit", 0),
+        ("tasks", "--task", "news", "--data", ".", "--window", 8),
+        ("perplexity", "x", "--predictions", "y"),
+        ("perplexity", "x", "--separator", ""),
+        ("perplexity", "x", "--prefill", "int8"),
+        ("perplexity",),
+        ("agreement", "x"),
+        ("routing",),
     ],
 )
 def test_usage(run: Run, bundle: Path, arguments: tuple[object, ...]) -> None:
-    assert run("eval", "-m", bundle, *arguments).code == 2
+    assert run("eval", *arguments, "-m", bundle).code == 2
 
 
 def test_faults(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
-    base = ("eval", "-m", bundle, "--data", data)
+    base = ("eval", "tasks", "-m", bundle, "--data", data)
     failed(run(*base, "--task", "news"), "agnews", "No such file")
-    failed(run("eval", "-m", bundle, "--data", tmp_path / "no", "--task", "all"), "files of no task")
+    failed(run("eval", "tasks", "-m", bundle, "--data", tmp_path / "no"), "files of no task")
     failed(run(*base, "--task", "sentiment", "--predictions", tmp_path / "no" / "x"), "--predictions")
     (data / "tasks/sst2/valid.jsonl").write_text("{}\n{")
-    failed(run(*base, "--task", "all"), "valid.jsonl, line 1")
+    failed(run(*base), "valid.jsonl, line 1")
 
 
 def test_without_rouge_the_extra_is_named(
@@ -129,5 +124,5 @@ def test_without_rouge_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     rouge._scorer.cache_clear()
     write_lines(tmp_path / "tasks/samsum/valid.jsonl", {"dialogue": "a", "summary": "b"})
-    failed(run("eval", "-m", bundle, "--data", tmp_path, "--task", "chat-summary"), "jaxllm[eval]")
+    failed(run("eval", "tasks", "-m", bundle, "--data", tmp_path, "--task", "chat-summary"), "jaxllm[eval]")
     rouge._scorer.cache_clear()

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import serving.console
-import serving.models
+import serving.bundles
+import serving.commands.console
 from jaxllm.bundle import Bundle
 from tests.serving.commands.outcome import WINDOW, Run, edit_config, failed
 
@@ -68,7 +68,7 @@ BUNDLE_DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
 COMMAND_LINES: dict[str, tuple[Any, ...]] = {
     "generate": ("generate", "-p", "x", "-m"),
     "chat": ("chat", "-m"),
-    "eval": ("eval", "--perplexity", "-", "-m"),
+    "eval": ("eval", "perplexity", "-", "-m"),
     "info": ("info", "--verify"),
     "info --json": ("info", "--verify", "--json"),
 }
@@ -134,7 +134,7 @@ def test_a_request(
 
 
 def test_a_prompt_too_large_to_read(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.console, "MAX_INPUT_BYTES", 3 << 20)
+    monkeypatch.setattr(serving.commands.console, "MAX_INPUT_BYTES", 3 << 20)
     failed(run("generate", "-m", bundle, stdin=b"x" * ((3 << 20) + 1)), "standard input: more than 3 MiB")
 
 
@@ -150,11 +150,11 @@ def test_a_prompt_too_large_to_read(run: Run, bundle: Path, monkeypatch: pytest.
     ],
 )
 def test_a_text_to_score(run: Run, bundle: Path, part: str, arguments: tuple[Any, ...], stdin: bytes) -> None:
-    failed(run("eval", "-m", bundle, "--perplexity", "-", *arguments, stdin=stdin), part)
+    failed(run("eval", "perplexity", "-", "-m", bundle, *arguments, stdin=stdin), part)
 
 
 def test_a_missing_text_to_score(run: Run, bundle: Path, tmp_path: Path) -> None:
-    failed(run("eval", "-m", bundle, "--perplexity", tmp_path / "absent"), "absent: cannot be read")
+    failed(run("eval", "perplexity", tmp_path / "absent", "-m", bundle), "absent: cannot be read")
 
 
 def test_a_cache_that_cannot_be_written(
@@ -172,7 +172,7 @@ def test_places_that_cannot_take_a_bundle(run: Run, home: Path, tmp_path: Path, 
 
 
 def test_the_packaged_model_is_missing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving.models, "default_bundle", lambda: tmp_path / "default.jaxllm")
+    monkeypatch.setattr(serving.bundles, "default_bundle", lambda: tmp_path / "default.jaxllm")
     for command in (("generate", "-p", "x"), ("demo",), ("chat",)):
         failed(run(*command), "default.jaxllm")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer
 from tests.serving.commands.outcome import WINDOW, Run, answer, succeeded
 from tests.tiny import tiny_tokenizer
 

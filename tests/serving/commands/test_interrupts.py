@@ -102,7 +102,7 @@ def test_in_the_middle_of_a_file(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
-from jaxllm.atomic import atomic_file
+from jaxllm.files.atomic import atomic_file
 from serving import cli, entry
 def write(arguments):
     with atomic_file(Path(sys.argv[1])) as file:

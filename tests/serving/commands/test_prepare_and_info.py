@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import serving.models
+import serving.bundles
 from jaxllm.bundle import Bundle
 from jaxllm.models.parameters import parameter_count
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
@@ -84,7 +84,7 @@ def test_info_of_odd_names(run: Run, tmp_path: Path, name: str) -> None:
 def test_info_describes_the_packaged_model(
     run: Run, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving.models, "default_bundle", lambda: bundle)
+    monkeypatch.setattr(serving.bundles, "default_bundle", lambda: bundle)
     assert answer(run("info", "--json"))["model"] == "tiny"
-    monkeypatch.setattr(serving.models, "default_bundle", lambda: tmp_path / "default.jaxllm")
+    monkeypatch.setattr(serving.bundles, "default_bundle", lambda: tmp_path / "default.jaxllm")
     failed(run("info"), "default.jaxllm", "No such file")

@@ -20,7 +20,7 @@ def program(home: Path) -> Path:
 
     out = home / "program"
     arguments = [str(home / "tiny.jaxllm"), "-o", str(out), "--platform", "cpu"]
-    arguments += ["--chunk", "16", "--verify", "4"]
+    arguments += ["--chunk-tokens", "16", "--verify-tokens", "4"]
     done = CliRunner().invoke(cli, ["export", *arguments], catch_exceptions=False)
     assert done.output.startswith(f"{out}: 3 programs of tiny, ")
     return out
@@ -82,7 +82,7 @@ def test_what_cannot_be_exported(run: Run, bundle: Path, tmp_path: Path) -> None
         ("--format", "tflite", "--precision", "w8a8"),
         ("--format", "tflite", "--platform", "cpu"),
         ("--precision", "int8"),
-        ("--calibrate", bundle),
+        ("--calibration-text", bundle),
     ):
         assert run("export", bundle, "-o", out, *options).code == 2
     assert not out.exists()

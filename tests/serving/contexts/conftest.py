@@ -11,10 +11,10 @@ from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.engine import Engine
 from serving.options import EngineOptions
-from tests.serving.streaming.conftest import budget
+from tests.serving.weights.conftest import budget
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
-# The first and the last layer share graphs, the one between has none like it.
+# The first and the last layer share buckets, the one between has none like it.
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=(0, 24, 0))
 OPTIONS = EngineOptions(
     context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
@@ -31,7 +31,7 @@ def engine_of(tmp_path_factory):
         if share is not None:
             whole = made(codec, weights, levels, None)
             options = dataclasses.replace(options, memory_bytes=budget(whole, share))
-            return Engine.open(whole.bundle.path, options=options)
+            return Engine.open(whole.model.bundle.path, options=options)
         folder = tmp_path_factory.mktemp("contexts")
         parts = elastic_parts(Ladder(levels=(*levels, 100))) if levels else None
         path = write_tiny_bundle(

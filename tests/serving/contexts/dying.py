@@ -22,8 +22,8 @@ from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
 from serving.contexts.store import ContextStore
 from serving.engine import Engine
-from serving.generation import GenerationConfig
 from serving.options import EngineOptions
+from serving.request import GenerationConfig
 
 _APPS = ("mail", "calendar")
 _MOST_CONTEXTS = 5
@@ -64,7 +64,7 @@ def live_and_die(
       options: of its engine.
       seed: of what is done.
       after_s: until the kill.
-      cache: where lives find each other's compiled graphs.
+      cache: where lives find each other's compiled buckets.
 
     Raises:
       AssertionError: something older was lost, or the store is not whole.
@@ -193,5 +193,5 @@ def _say(
         # What came back is what a prefill of the same tokens would have made.
         config = GenerationConfig(max_tokens=4, ignore_eos=True)
         wanted = contexts.engine.generate([*before, *prompt], config).tokens
-        if answer.generation.tokens != wanted:
-            raise ConfigError(f"{context.name} goes on with {answer.generation.tokens}, not {wanted}")
+        if answer.tokens != wanted:
+            raise ConfigError(f"{context.name} goes on with {answer.tokens}, not {wanted}")

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.root import PREVIOUS, RECORD
-from serving.generation import GenerationConfig
+from serving.request import GenerationConfig
 
 # Whatever a call of a context runs through in this process.
 FILES = (
@@ -20,7 +20,7 @@ FILES = (
             "segment", "record", "record_file", "catalog", "loading", "pins", "lock",
         )
     ),
-    "/serving/generation.py", "/serving/text.py", "/jaxllm/atomic.py",
+    "/serving/generation.py", "/serving/text.py", "/jaxllm/files/atomic.py",
 )  # fmt: skip
 _FIRST, _NEXT = [*range(20, 57)], [7, 9, 11]
 
@@ -126,7 +126,7 @@ def goes_on(contexts: Contexts, context: Context) -> None:
     """Checks that a context whose chunks are kept as they are answers as an engine that is given all of its
     tokens."""
     before = context.tokens
-    said = context.generate([2], max_tokens=3, ignore_eos=True, slide=True).result().generation
+    said = context.generate([2], max_tokens=3, ignore_eos=True, slide=True).result()
     config = GenerationConfig(max_tokens=3, ignore_eos=True)
     assert list(context.tokens[-3:]) == said.tokens
     assert contexts.engine.generate(list(context.tokens[:-3]), config).tokens == said.tokens

@@ -12,7 +12,7 @@ import xxhash
 
 from serving.contexts import segment
 from serving.contexts.record_file import signed
-from serving.direct_io import PAGE
+from serving.host.direct_io import PAGE
 
 JUNK: tuple[Any, ...] = (
     {}, [], "", "x", [0], [[]], {"a": 0}, None, True, False, 0, 1, 2, 3, 4, 8, 16, -1, 0.5, 1e308, -1e308,

@@ -5,7 +5,7 @@ import numpy as np
 from jaxllm.kv.recompute import Delay
 from serving.contexts.context import Context
 from serving.contexts.delays import Delays
-from serving.generation import GenerationConfig, Session
+from serving.request import GenerationConfig, Session
 
 C = 16
 DRAW = np.random.default_rng(5)

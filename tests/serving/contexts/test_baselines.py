@@ -28,14 +28,14 @@ def segments(contexts, context):
 
 def talked(kept, **options):
     """Three contexts by turns in a memory for less than two, and how each came back."""
-    size = kept()._graphs[100].chunk_bytes(RAW)
+    size = kept()._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=TIGHT * size, **options)
     wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
     mine, how = [new(contexts) for _ in TURNS], []
     for turn in range(3):
         for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
             answer = say(context, turns[turn])
-            assert answer.generation.tokens == answers[turn]
+            assert answer.tokens == answers[turn]
             assert contexts.memory.resident_bytes <= TIGHT * size
             how.append(answer.restoration)
     return contexts, mine, how
@@ -68,7 +68,7 @@ def test_every_system_goes_on_as_one_conversation(kept, system):
 def test_no_switch_waits_for_the_device_and_every_call_does(kept, monkeypatch, system):
     """What leaves memory need not be safe from a power cut; what was said is, on whichever system."""
     size, options = (
-        kept()._graphs[100].chunk_bytes(RAW),
+        kept()._chunk_io[100].chunk_bytes(RAW),
         system.options("", 1, ContextOptions(folder="").storage),
     )
     names = ("ratio", "policy", "writing", "recompute")
@@ -151,7 +151,7 @@ def test_nothing_is_computed_that_can_be_read(kept):
 
 def test_room_is_made_as_an_answer_grows_and_not_when_it_ends(kept):
     """Nor for more than it comes to: what it might have said evicts nobody."""
-    size = kept()._graphs[100].chunk_bytes(RAW)
+    size = kept()._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=(TIGHT + 2) * size)
     mine = [new(contexts) for _ in range(2)]
     for context in mine:

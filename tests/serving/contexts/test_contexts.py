@@ -14,9 +14,9 @@ import pytest
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.tolerance import RATIOS
-from jaxllm.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import Tokenizer
 from serving.contexts.context import turn_ids
-from serving.generation import GenerationConfig
+from serving.request import GenerationConfig
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 from tests.tiny import END_ID, tiny_tokenizer
@@ -36,11 +36,11 @@ def test_calls_are_one_conversation_whatever_ran_between(kept, compiles):
         for turn in range(3):
             for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
                 answer = say(context, turns[turn])
-                assert answer.generation.tokens == answers[turn]
+                assert answer.tokens == answers[turn]
                 # What is cached is what was saved.
                 saved = (37 + 6 - 1) // C if turn == 1 else (37 + 6 + 5 + 6 - 1) // C
                 if turn:
-                    assert answer.generation.reused_tokens == saved * C
+                    assert answer.reused_tokens == saved * C
                     assert answer.restoration.resident == saved
         assert count() == 0
     contexts = kept()
@@ -54,33 +54,33 @@ def test_the_context_that_ran_last_is_still_there(kept):
     context, wanted = new(contexts), answers_without_contexts(contexts.engine, TURNS[0])
     for turn, answer in zip(TURNS[0], wanted, strict=True):
         said = say(context, turn)
-        assert said.generation.tokens == answer
+        assert said.tokens == answer
     # All but the last token, whole chunks or not.
-    assert said.generation.reused_tokens == 37 + 6 + 5 + 6 - 1
+    assert said.reused_tokens == 37 + 6 + 5 + 6 - 1
 
 
 def test_a_fresh_process_goes_on_token_for_token(kept, tmp_path):
     contexts = kept()
     wanted = answers_without_contexts(contexts.engine, TURNS[0])
     context = new(contexts)
-    assert say(context, TURNS[0][0]).generation.tokens == wanted[0]
+    assert say(context, TURNS[0][0]).tokens == wanted[0]
     contexts.close()
     code = f"""
 import json
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 from serving.engine import Engine
-from serving.experts.options import ExpertOptions
+from serving.weights.experts.options import ExpertOptions
 from serving.options import EngineOptions
-from serving.prefill.options import PrefillOptions
-engine = Engine.open({str(contexts.engine.bundle.path)!r}, options={contexts.engine.options!r})
+from serving.int8_prefill.options import PrefillOptions
+engine = Engine.open({str(contexts.engine.model.bundle.path)!r}, options={contexts.engine.options!r})
 contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
 context = Context(contexts, contexts.record("mail", {context.name!r}))
 answer = context.generate({TURNS[0][1]!r}, max_tokens=6, ignore_eos=True).result()
 how = answer.restoration
-print(json.dumps([answer.generation.tokens, answer.generation.reused_tokens, len(how.read + how.computed)]))
+print(json.dumps([answer.tokens, answer.reused_tokens, len(how.read + how.computed)]))
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -97,12 +97,12 @@ def test_an_answer_that_is_closed_is_part_of_the_context(kept):
     next(answer)
     answer.close()
     answer.close()
-    assert context.tokens == (*TURNS[0][0], *answer.generation.tokens)
-    assert 0 < len(answer.generation.tokens) < 40
+    assert context.tokens == (*TURNS[0][0], *answer.tokens)
+    assert 0 < len(answer.tokens) < 40
     # Before the first piece nothing was said, and nothing stays.
     context.generate([1], max_tokens=4).close()
-    assert context.tokens == (*TURNS[0][0], *answer.generation.tokens)
-    assert say(context, [1]).generation.reused_tokens == 37 + len(answer.generation.tokens) - 1
+    assert context.tokens == (*TURNS[0][0], *answer.tokens)
+    assert say(context, [1]).reused_tokens == 37 + len(answer.tokens) - 1
 
 
 def test_an_answer_that_is_dropped_holds_nobody_up(kept):
@@ -112,13 +112,13 @@ def test_an_answer_that_is_dropped_holds_nobody_up(kept):
     next(answer)
     del answer
     gc.collect()
-    assert len(say(other, [1]).generation.tokens) == 6
+    assert len(say(other, [1]).tokens) == 6
     assert len(context.tokens) > 37
 
 
 @pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
 def test_levels_keep_contexts_of_their_own(kept, weights):
-    """With graphs of each level's own, and with one set for all."""
+    """With chunk_io of each level's own, and with one set for all."""
     contexts = kept("raw", weights, (50,))
     half, whole = new(contexts, level=50), new(contexts)
     assert (half.level, whole.level) == (50, 100)
@@ -127,14 +127,14 @@ def test_levels_keep_contexts_of_their_own(kept, weights):
     assert [each.restoration.resident for each in again] == [2, 2]
     for level, context, answers in ((50, half, (first[0], again[0])), (100, whole, (first[1], again[1]))):
         wanted = answers_without_contexts(contexts.engine.at(level), TURNS[0][:2])
-        assert [each.generation.tokens for each in answers] == wanted, context
+        assert [each.tokens for each in answers] == wanted, context
 
 
 def test_a_context_slides_past_the_window(kept):
     """Its first chunk stays where it is, its newest tokens are computed where they come to stand."""
     contexts = kept()
     context = new(contexts)
-    said = say(context, TURNS[0][0] * 2, 20).generation.tokens
+    said = say(context, TURNS[0][0] * 2, 20).tokens
     before = context.tokens
     assert before == (*TURNS[0][0], *TURNS[0][0], *said)
     with pytest.raises(ContextOverflow):
@@ -144,9 +144,9 @@ def test_a_context_slides_past_the_window(kept):
     answer = context.generate(TURNS[1][0], max_tokens=4, ignore_eos=True, slide=True).result()
     wanted = [*before[:C], *before[-48:], *TURNS[1][0]]
     config = GenerationConfig(max_tokens=4, ignore_eos=True)
-    assert answer.generation.tokens == contexts.engine.generate(wanted, config).tokens
-    assert answer.generation.reused_tokens == C
-    assert context.tokens == (*wanted, *answer.generation.tokens)
+    assert answer.tokens == contexts.engine.generate(wanted, config).tokens
+    assert answer.reused_tokens == C
+    assert context.tokens == (*wanted, *answer.tokens)
     assert len(context.record.bits) == len(context.tokens[:-1]) // C
     assert contexts.store.verify() == []
     # Where there is room nothing slides.
@@ -160,14 +160,14 @@ def test_a_context_slides_past_the_window(kept):
 def test_chunks_leave_memory_and_come_back(kept):
     """Room for about one context of three; what is pinned stays."""
     contexts = kept()
-    one = 4 * contexts._graphs[100].chunk_bytes(RAW)
+    one = 4 * contexts._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=2 * one)
     wanted = [answers_without_contexts(contexts.engine, turns[:2]) for turns in TURNS]
     mine = [new(contexts, pinned=not place) for place in range(3)]
     for turn in range(2):
         for context, turns, answers in zip(mine, TURNS, wanted, strict=True):
             answer = say(context, turns[turn])
-            assert answer.generation.tokens == answers[turn]
+            assert answer.tokens == answers[turn]
             assert contexts.memory.resident_bytes <= 2 * one
             if turn:
                 how = answer.restoration
@@ -180,14 +180,14 @@ def test_chunks_leave_memory_and_come_back(kept):
 
 def test_a_budget_below_one_context_is_told(kept):
     contexts = kept()
-    chunk = contexts._graphs[100].chunk_bytes(RAW)
+    chunk = contexts._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=3 * chunk)
     context = new(contexts)
     with pytest.raises(BudgetExceeded, match="may come to need"):
         say(context, TURNS[0][0], 40)
     # Nothing is locked, nothing was said.
     assert context.tokens == ()
-    assert len(say(context, TURNS[0][0], 8).generation.tokens) == 8
+    assert len(say(context, TURNS[0][0], 8).tokens) == 8
 
 
 # Compression
@@ -242,7 +242,7 @@ def test_compressed_contexts_come_back_alike(kept):
     contexts._delays[100] = READ
     again = say(found(contexts, same), [3], 8)
     assert len(again.restoration.read) == (10 * 8 - 1) // C
-    assert again.generation.tokens == first.generation.tokens
+    assert again.tokens == first.tokens
 
 
 # Text

@@ -40,31 +40,31 @@ def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
     answer = say(context, TURNS[0][1])
     assert answer.restoration.read == (0,)
     assert answer.restoration.computed == (1,)
-    assert answer.generation.tokens == wanted[1]
+    assert answer.tokens == wanted[1]
     # And is whole on storage from now on.
     assert LOST not in context.record.bits
     assert contexts.store.verify() == []
     contexts = kept()
-    assert say(found(contexts, context), TURNS[0][2]).generation.tokens == wanted[2]
+    assert say(found(contexts, context), TURNS[0][2]).tokens == wanted[2]
 
 
 def test_so_it_is_where_weights_come_from_storage_too(kept, compiles):
     wanted = answers_without_contexts(kept(weights="int8").engine, TURNS[0])
     contexts = kept(weights="int8", share=0.8)
-    assert contexts.engine.streamed is not None
+    assert contexts.engine.model.streamed is not None
     context = new(contexts)
     with compiles() as count:
-        assert say(context, TURNS[0][0]).generation.tokens == wanted[0]
+        assert say(context, TURNS[0][0]).tokens == wanted[0]
         damaged(contexts, context, 1)
         contexts = kept(weights="int8", share=0.8)
         contexts._delays[100] = READ
         answer = say(found(contexts, context), TURNS[0][1])
         assert (answer.restoration.read, answer.restoration.computed) == ((0,), (1,))
-        assert answer.generation.tokens == wanted[1]
+        assert answer.tokens == wanted[1]
         contexts = kept(weights="int8", share=0.8)
         answer = say(found(contexts, context), TURNS[0][2])
         assert len(answer.restoration.read) + len(answer.restoration.computed) == 3
-        assert answer.generation.tokens == wanted[2]
+        assert answer.tokens == wanted[2]
     assert count() == 0
 
 
@@ -78,7 +78,7 @@ def test_a_segment_that_is_gone_is_computed_from_the_text(kept):
     contexts = kept()
     answer = say(found(contexts, context), TURNS[0][1])
     assert answer.restoration.computed == (0, 1)
-    assert answer.generation.tokens == wanted[1]
+    assert answer.tokens == wanted[1]
 
 
 def test_widths_that_its_blobs_have_not_never_reach_a_kernel(kept):
@@ -94,7 +94,7 @@ def test_widths_that_its_blobs_have_not_never_reach_a_kernel(kept):
     assert [each.chunks for each in contexts.store.verify()] == [(0, 1)]
     answer = say(found(contexts, context), TURNS[0][1])
     assert (answer.restoration.read, answer.restoration.computed) == ((), (0, 1))
-    assert answer.generation.tokens == wanted[1]
+    assert answer.tokens == wanted[1]
     assert contexts.store.verify() == []
 
 
@@ -134,7 +134,7 @@ def test_a_segment_that_storage_refuses_is_computed_and_stays(kept, monkeypatch)
         assert path.exists()
     answer.result()
     assert answer.restoration.computed == (0, 1)
-    assert answer.generation.tokens == wanted[1]
+    assert answer.tokens == wanted[1]
     assert contexts.store.verify() == []
 
 
@@ -198,7 +198,7 @@ def test_one_call_runs_at_a_time(kept):
     running.result()
     with pytest.raises(ConfigError, match="went on since"):
         next(late)
-    assert len(say(second, [1]).generation.tokens) == 6
+    assert len(say(second, [1]).tokens) == 6
 
 
 def test_bad_input_is_told(kept, engine_of):

@@ -21,7 +21,7 @@ PLACES = int(os.environ.get("JAXLLM_TEST_PLACES", "8"))
 @pytest.mark.parametrize("deed", DEEDS)
 def test_an_interrupt_leaves_a_context_before_a_call_or_after_it(kept, deed):
     """It comes out as the interrupt, and whoever is next is answered at once."""
-    size = kept()._graphs[100].chunk_bytes(RAW)
+    size = kept()._chunk_io[100].chunk_bytes(RAW)
     # A call evicts what another context has.
     contexts = kept(budget_bytes=9 * size)
     victim = Victim(contexts)

@@ -10,7 +10,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.codecs import RAW
 from serving.contexts.delays import UNMEASURED_READING, measure_reading
 from serving.contexts.store import ContextStore
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 from tests.faults import FailingDevice
 from tests.serving.contexts.talking import TURNS, new, say
 
@@ -28,7 +28,7 @@ def test_answers_and_contexts_end_with_their_service(kept):
         with pytest.raises(ConfigError, match="was closed"):
             use()
     with ContextStore(contexts.store.root) as store:
-        assert store.record(context.name).tokens == (*TURNS[0][0], *answer.generation.tokens)
+        assert store.record(context.name).tokens == (*TURNS[0][0], *answer.tokens)
 
 
 def test_a_dropped_answer_that_cannot_be_kept_is_told_of(kept, monkeypatch, caplog):
@@ -45,7 +45,7 @@ def test_a_dropped_answer_that_cannot_be_kept_is_told_of(kept, monkeypatch, capl
     assert "could not be kept: there is no room" in caplog.text
     with pytest.raises(BudgetExceeded, match="could not be kept when it was dropped"):
         context.generate([1])
-    assert len(say(context, [1]).generation.tokens) == 6
+    assert len(say(context, [1]).tokens) == 6
 
 
 def test_nothing_slides_before_an_answer_has_ended(kept):
@@ -64,15 +64,15 @@ def test_nothing_slides_before_an_answer_has_ended(kept):
 
 
 def test_pins_leave_room_for_others(kept):
-    size = kept()._graphs[100].chunk_bytes(RAW)
+    size = kept()._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=12 * size)
     say(new(contexts, "greedy", pinned=True), [1] * 70, 1)
     second = new(contexts, "greedy", pinned=True)
     with pytest.raises(BudgetExceeded, match=r"pinned contexts of greedy may take .*app_pinned_share"):
         say(second, [1] * 70, 1)
-    assert len(say(new(contexts, "victim"), [1] * 110, 1).generation.tokens) == 1
+    assert len(say(new(contexts, "victim"), [1] * 110, 1).tokens) == 1
     second.pin(False)
-    assert len(say(second, [1] * 70, 1).generation.tokens) == 1
+    assert len(say(second, [1] * 70, 1).tokens) == 1
     with pytest.raises(BudgetExceeded, match="may take"):
         second.pin()
 

@@ -183,12 +183,12 @@ def test_closing_at_exit_says_nothing(tmp_path, engine_of):
 from serving.contexts.context import Context
 from serving.contexts.manager import Contexts
 from serving.contexts.options import ContextOptions
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 from serving.engine import Engine
-from serving.experts.options import ExpertOptions
+from serving.weights.experts.options import ExpertOptions
 from serving.options import EngineOptions
-from serving.prefill.options import PrefillOptions
-engine = Engine.open({str(engine.bundle.path)!r}, options={engine.options!r})
+from serving.int8_prefill.options import PrefillOptions
+engine = Engine.open({str(engine.model.bundle.path)!r}, options={engine.options!r})
 contexts = Contexts(engine, ContextOptions(folder={str(tmp_path / "store")!r}))
 answer = Context(contexts, contexts.create("mail")).generate([5] * 40, max_tokens=20, ignore_eos=True)
 next(answer)

@@ -9,10 +9,11 @@ import pytest
 from jaxllm.errors import CheckpointError
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST, Delay
+from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.delays import Delays, measure_computing, measure_reading
-from serving.contexts.graphs import ContextGraphs
 from serving.contexts.restore import restore
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
+from serving.runners.runner import prefill_prompt
 
 C = 16
 TOKENS = np.random.default_rng(1).integers(0, 250, 7 * C).tolist()
@@ -22,17 +23,17 @@ COMPUTE = Delays(reading=DEAR, computing=FREE)
 
 
 @pytest.fixture(scope="module")
-def graphs(engine_of):
-    return ContextGraphs(engine_of("raw").table)
+def chunk_io(engine_of):
+    return ChunkIO(engine_of("raw").runner)
 
 
 @pytest.fixture(scope="module")
-def whole(graphs):
+def whole(chunk_io):
     """The rows of a prefill, and its chunks as they are stored."""
-    table = graphs.table
-    _, cache = table.prefill(table.start(len(TOKENS)), TOKENS, 0)
+    runner = chunk_io.runner
+    _, cache = prefill_prompt(runner, runner.start(len(TOKENS)), TOKENS, 0)
     rows = [np.array(each) for each in (*cache.keys, *cache.values)]
-    return rows, graphs.encode(cache, dict.fromkeys(range(7), RAW))
+    return rows, chunk_io.encode(cache, dict.fromkeys(range(7), RAW))
 
 
 class Shelf:
@@ -48,11 +49,11 @@ class Shelf:
         return [self.stored[chunk][1][layer] for chunk in chunks]
 
 
-def brought_back(graphs, shelf, *, resident=(), lost=(), delays=READ):
+def brought_back(chunk_io, shelf, *, resident=(), lost=(), delays=READ):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return restore(
-            graphs,
-            graphs.table.start(len(TOKENS)),
+            chunk_io,
+            chunk_io.runner.start(len(TOKENS)),
             tokens=TOKENS,
             bits=[LOST if chunk in lost else RAW for chunk in range(7)],
             resident={chunk: shelf.stored[chunk] for chunk in resident},
@@ -75,13 +76,13 @@ def brought_back(graphs, shelf, *, resident=(), lost=(), delays=READ):
         ((), range(7), READ, (), range(7)),
     ],
 )
-def test_it_is_as_if_it_had_never_left(graphs, whole, resident, lost, delays, read, computed, compiles):
+def test_it_is_as_if_it_had_never_left(chunk_io, whole, resident, lost, delays, read, computed, compiles):
     rows, stored = whole
     shelf = Shelf(stored)
     with compiles() as count:
-        cache, arrived, how = brought_back(graphs, shelf, resident=resident, lost=lost, delays=delays)
+        cache, arrived, how = brought_back(chunk_io, shelf, resident=resident, lost=lost, delays=delays)
     assert count() == 0
-    assert graphs.table.options.recomputed_chunks == (1, 2)
+    assert chunk_io.runner.options.recomputed_chunks == (1, 2)
     assert how.read == tuple(read)
     assert how.computed == tuple(computed)
     assert how.resident == len(resident)
@@ -91,24 +92,24 @@ def test_it_is_as_if_it_had_never_left(graphs, whole, resident, lost, delays, re
         np.testing.assert_allclose(np.asarray(got)[:, :, : 7 * C], wanted[:, :, : 7 * C], atol=2e-5)
 
 
-def test_layers_are_read_in_order_beside_the_work(graphs, whole):
+def test_layers_are_read_in_order_beside_the_work(chunk_io, whole):
     shelf = Shelf(whole[1])
-    brought_back(graphs, shelf, resident=(0,), lost=(2,))
+    brought_back(chunk_io, shelf, resident=(0,), lost=(2,))
     layers, chunks, threads = zip(*shelf.asked, strict=True)
-    assert layers == tuple(range(graphs.layers))
+    assert layers == tuple(range(chunk_io.layers))
     assert set(chunks) == {(1, 3, 4, 5, 6)}
     assert threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("lost", [(), (2,)])
-def test_a_corrupt_chunk_is_told(graphs, whole, lost):
+def test_a_corrupt_chunk_is_told(chunk_io, whole, lost):
     shelf = Shelf(whole[1], corrupt=1)
     with pytest.raises(CheckpointError, match="chunk 3 is corrupt"):
-        brought_back(graphs, shelf, lost=lost)
+        brought_back(chunk_io, shelf, lost=lost)
 
 
-def test_delays_are_of_this_device(graphs, tmp_path):
-    computing = measure_computing(graphs)
+def test_delays_are_of_this_device(chunk_io, tmp_path):
+    computing = measure_computing(chunk_io)
     assert 0 < computing.ms(1) <= computing.ms(2)
     plain, slow = (measure_reading(tmp_path, Storage(bytes_per_s=speed)) for speed in (0, 1 << 26))
     assert 0 < plain.ms(1 << 20) < slow.ms(1 << 20)

@@ -5,7 +5,7 @@ import pytest
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.tolerance import RATIOS, sightings
-from serving.generation import GenerationConfig
+from serving.request import GenerationConfig
 from serving.sliding import Sliding, slid
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, found, new, say
 
@@ -58,7 +58,7 @@ def test_a_context_that_slid_in_an_answer_goes_on_after_a_restart(kept, compiles
     with compiles() as count:
         answer = long_answer(context, 230)
         assert count() == 0
-    assert answer.generation.tokens == said
+    assert answer.tokens == said
     assert context.tokens == tuple(sequence)
     record, held = context.record, len(sequence) - 1
     assert len(record.bits) == held // C
@@ -77,24 +77,24 @@ def test_a_context_that_slid_in_an_answer_goes_on_after_a_restart(kept, compiles
     contexts = kept()
     later = say(found(contexts, context), TURNS[0][1])
     config = GenerationConfig(max_tokens=6, ignore_eos=True)
-    assert later.generation.tokens == engine.generate([*sequence, *TURNS[0][1]], config).tokens
-    assert later.generation.reused_tokens == held // C * C
+    assert later.tokens == engine.generate([*sequence, *TURNS[0][1]], config).tokens
+    assert later.reused_tokens == held // C * C
 
 
 @pytest.mark.parametrize("writing", ["at-eviction", "never"])
 def test_a_context_that_slid_comes_back_however_it_is_written(kept, writing):
     contexts = kept(writing=writing)
     context, other = new(contexts), new(contexts)
-    said = say(context, PROMPT).generation.tokens
+    said = say(context, PROMPT).tokens
     later, sequence = reference(contexts.engine, [*PROMPT, *said, 7], 90, C)
-    assert long_answer(context, 90, [7]).generation.tokens == later
+    assert long_answer(context, 90, [7]).tokens == later
     for forget in (False, True):
         say(other, [1])
         if forget:
             contexts.memory.reclaim(contexts.memory.budget_bytes)
         config = GenerationConfig(max_tokens=2, ignore_eos=True)
         wanted = contexts.engine.generate([*sequence, 9], config).tokens
-        assert say(context, [9], 2).generation.tokens == wanted
+        assert say(context, [9], 2).tokens == wanted
         sequence += [9, *wanted]
 
 
@@ -102,7 +102,7 @@ def test_an_answer_that_cannot_be_kept_leaves_what_was_before(kept, monkeypatch)
     """Although it had slid: in memory and on storage all is there for the next call."""
     contexts = kept()
     context, wanted = new(contexts), answers_without_contexts(contexts.engine, TURNS[0])
-    assert say(context, PROMPT).generation.tokens == wanted[0]
+    assert say(context, PROMPT).tokens == wanted[0]
     before = context.record
     with monkeypatch.context() as full:
 
@@ -114,7 +114,7 @@ def test_an_answer_that_cannot_be_kept_leaves_what_was_before(kept, monkeypatch)
             long_answer(context, 150, [3])
     assert context.record == before
     again = say(context, TURNS[0][1])
-    assert again.generation.tokens == wanted[1]
+    assert again.tokens == wanted[1]
     assert again.restoration.resident == len(before.bits)
 
 

@@ -8,7 +8,7 @@ from serving.contexts import stored as stored_module
 from serving.contexts.blobs import Blobs
 from serving.contexts.segment import write_segment
 from serving.contexts.stored import OpenSegments
-from serving.direct_io import Storage
+from serving.host.direct_io import Storage
 from tests.serving.contexts.talking import READ, TURNS, found, new, say
 
 

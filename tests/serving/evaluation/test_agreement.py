@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from jaxllm import Engine
 from jaxllm.errors import ConfigError
-from serving import Engine
 from serving.cli import cli
 from serving.evaluation.agreement import greedy_agreement
 from serving.evaluation.routing import expert_use
+from tests.models.test_lora import MOE
 from tests.serving.conftest import OPTIONS
-from tests.test_lora import MOE
 from tests.tiny import TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
 TEXTS = ["hello there, all of you", "the hell with it " * 9, "x"]
@@ -47,7 +47,7 @@ def test_agreement_is_that_of_greedy_answers(engines):
     ids = first.tokenizer.encode(TEXTS[0])
     agreed = 0
     for end in range(1, len(ids)):
-        heads = [each.table.predict(ids[:end], ids[1 : end + 1])[1][-1] for each in engines]
+        heads = [each.runner.scorer().predict(ids[:end], ids[1 : end + 1])[1][-1] for each in engines]
         agreed += heads[0] == heads[1]
     found = greedy_agreement(first, second, TEXTS[:1])
     assert found.agreement == pytest.approx(agreed / (len(ids) - 1))
@@ -90,29 +90,22 @@ def test_a_dense_model_has_no_experts_to_count(engines):
         expert_use(engines[0], TEXTS)
 
 
-def test_the_command_reports_both(tmp_path):
+def test_the_commands_report_agreement_and_routing(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("|".join(TEXTS))
     bundle = str(write_tiny_bundle(tmp_path / "moe", cfg=MOE))
-    arguments = [
-        "-m",
-        bundle,
-        "--perplexity",
-        str(text),
-        "--separator",
-        "|",
-        "--agreement",
-        bundle,
-        "--routing",
-    ]
-    result = CliRunner().invoke(cli, ["eval", *arguments, "--json"], catch_exceptions=False)
-    facts = json.loads(result.stdout)
-    assert facts["agreement"]["agreement"] == 1.0
-    assert facts["routing"]["tokens"] == facts["tokens"] == facts["agreement"]["tokens"]
-    shown = CliRunner().invoke(cli, ["eval", *arguments], catch_exceptions=False)
-    assert "agreement 100.0%" in shown.stdout
-    assert "experts: " in shown.stdout
-    alone = CliRunner().invoke(
-        cli, ["eval", "--agreement", bundle, "--task", "news", "--data", str(tmp_path)]
-    )
-    assert alone.exit_code == 2
+    agreement = ["agreement", str(text), bundle, "-m", bundle, "--separator", "|"]
+    routing = ["routing", str(text), "-m", bundle, "--separator", "|"]
+    tokens = set()
+    for arguments, shown, key in (
+        (agreement, "agreement 100.0%", "agreement"),
+        (routing, "experts: ", "paths"),
+    ):
+        result = CliRunner().invoke(cli, ["eval", *arguments, "--json"], catch_exceptions=False)
+        facts = json.loads(result.stdout)
+        assert facts["weights"] == "f32"
+        assert facts[key] > 0
+        tokens.add(facts["tokens"])
+        result = CliRunner().invoke(cli, ["eval", *arguments], catch_exceptions=False)
+        assert shown in result.stdout
+    assert len(tokens) == 1

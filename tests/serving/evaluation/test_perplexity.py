@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxllm import Engine, EngineOptions
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
-from serving import Engine, EngineOptions
 from serving.evaluation.perplexity import perplexity
 
 DOCUMENTS = ["the cat sat on the mat. " * 8, "a dog", "ran and ran to the end of the road. " * 5]
@@ -14,7 +14,7 @@ DOCUMENTS = ["the cat sat on the mat. " * 8, "a dog", "ran and ran to the end of
 
 def reference(engine, documents, window):
     """Sum of negative log-likelihoods, and their number, from whole-window logits."""
-    params = engine.bundle.load()
+    params = engine.model.bundle.load()
 
     @jax.jit
     def scored(tokens):

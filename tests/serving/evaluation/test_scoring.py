@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from jaxllm.branching import Branching, cut, pack
+from jaxllm import Engine, EngineOptions
 from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.steps.branching import Branching, cut, pack
 from jaxllm.tasks.branching import branching
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.prompts import prompt_ids
-from jaxllm.tokenizer import Tokenizer
-from serving import Engine, EngineOptions
+from jaxllm.text.prompts import prompt_ids
+from jaxllm.text.tokenizer import Tokenizer
 from serving.evaluation.scoring import score_options
 from tests.tiny import END_ID, TINY, tiny_params, tiny_tokenizer, write_tiny_bundle
 
@@ -33,11 +33,12 @@ def random_questions(count, context, seed=0, vocab=TINY.vocab_size):
 
 
 def one_by_one(engine, question):
-    engine.table.fill(engine.table.score_buckets(engine.options.context_tokens))
+    scorer = engine.runner.scorer()
+    scorer.prepare(engine.options.context_tokens)
     sums = []
     for branch in question.branches:
         whole = [*question.trunk, *branch]
-        scores = engine.table.score(whole[:-1], whole[1:])
+        scores = scorer.score(whole[:-1], whole[1:])
         sums.append(scores[len(question.trunk) - 1 :].sum(dtype="float64"))
     return sums
 

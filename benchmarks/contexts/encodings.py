@@ -1,0 +1,94 @@
+"""Stores a context's chunks at several widths, and restores its cache from each."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.contexts.systems import OURS
+from jaxllm.kv.cache import KVCache
+from serving.contexts.chunk_io import ChunkIO
+from serving.contexts.growth import grown
+from serving.contexts.options import ContextOptions
+from serving.contexts.record import Origin, Record
+from serving.runners.runner import prefill_prompt
+
+RAW = "raw"
+EIGHT = "8 bit"
+_FLAT = {EIGHT: 8, "4 bit": 4, "2 bit": 2}
+_EMPTY = Record(
+    name="",
+    app="",
+    origin=Origin(
+        model="", level=100, adapter="", codec="raw", chunk_tokens=1, dtype="", heads=(), head_width=4
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A context that can be restored from several encodings.
+
+    Attributes:
+      chunk_io: of its engine.
+      cache: as it was computed; all of its tokens are in whole chunks.
+      widths: bits of each chunk, by encoding.
+    """
+
+    chunk_io: ChunkIO
+    cache: KVCache
+    widths: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, chunk_io: ChunkIO, tokens: list[int], ratios: Mapping[str, float], seed: int) -> "Stored":
+        """Computes a context and the widths of its chunks.
+
+        Args:
+          chunk_io: of an engine that chooses widths.
+          tokens: of the context; as many as fill whole chunks.
+          ratios: by encoding, of the bytes of 8 bits; each is also there with its widths shuffled over the
+            chunks but the newest.
+          seed: of the shuffling.
+        """
+        runner, size = chunk_io.runner, chunk_io.chunk_tokens
+        assert len(tokens) % size == 0
+        _, cache = prefill_prompt(runner, runner.start(runner.options.context_tokens), tokens, 0)
+        widths = {name: np.full(len(tokens) // size, bits) for name, bits in _FLAT.items()}
+        mass = np.asarray(cache.mass)[0]
+        for name, ratio in ratios.items():
+            record = grown(
+                _EMPTY, chunk_io, ContextOptions(folder="", ratio=ratio),
+                tokens=tokens, mass=mass, first=0, held=len(tokens),
+            )  # fmt: skip
+            widths[name] = bits = np.array(record.bits)
+            shuffled = np.random.default_rng(seed).permutation(bits[:-1])
+            widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
+        return cls(chunk_io, cache, widths)
+
+    @property
+    def encodings(self) -> list[str]:
+        """Names of all encodings, ours first."""
+        return sorted([*self.widths, RAW], key=lambda name: not name.startswith(OURS))
+
+    def restored(self, encoding: str) -> KVCache:
+        """The cache as it is restored from an encoding."""
+        if encoding == RAW:
+            return copied(self.cache)
+        coded = self.chunk_io.encode(self.cache, dict(enumerate(self.widths[encoding].tolist())))
+        runner = self.chunk_io.runner
+        cache = self.chunk_io.load(runner.start(runner.options.context_tokens), coded)
+        jax.block_until_ready(cache.keys)
+        return dataclasses.replace(cache, length=np.int32(len(coded) * self.chunk_io.chunk_tokens))
+
+    def bytes_of(self, encoding: str) -> int:
+        """Bytes of all chunks in an encoding."""
+        if encoding == RAW:
+            return sum(each.nbytes for each in (*self.cache.keys, *self.cache.values))
+        return sum(self.chunk_io.chunk_bytes(bits) for bits in self.widths[encoding].tolist())
+
+
+def copied(cache: KVCache) -> KVCache:
+    """A copy of a cache, for a dispatch that donates it."""
+    return jax.tree.map(jnp.copy, cache)

@@ -1,0 +1,218 @@
+"""Measures a model live and in every form that it can be exported in, side by side.
+
+All are made of the same float weights. `jaxllm` is the live engine on them, `jaxllm-live-steps` the steps
+that programs are made of, jitted: the difference between it and `jaxllm-stablehlo` is what exporting costs.
+TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`) and, as a bundle, through LiteRT-LM; the
+float one that Google's AI Edge Quantizer has quantized, and llama.cpp, stand beside them where these are
+installed. Each runs in a process of its own, in alternation.
+"""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.export.formats import (
+    LITERT_LM,
+    LIVE,
+    LLAMA_CPP,
+    STEPS,
+    VERIFY_TOKENS,
+    Export,
+    Tell,
+    make_exports,
+)
+from benchmarks.export.litert_lm import measure_litert_lm
+from benchmarks.export.rows import agreement_rows, opening_rows, quality_rows, speed_rows
+from benchmarks.measuring.alternation import System, alternate, prompt_ids
+from benchmarks.measuring.perplexity import Text
+from benchmarks.measuring.report import Row
+from benchmarks.models.checkpoint import Checkpoint
+from benchmarks.peers import PEERS, Opening
+from benchmarks.peers.jaxllm_engine import BLOCKS
+from benchmarks.peers.process import Child
+from benchmarks.samples.stories import SEPARATOR
+from jaxllm.text.tokenizer import Tokenizer
+from serving.bundles import open_model
+from serving.host.progress import Progress
+from serving.options import CPU_CHUNK_TOKENS, cache_lengths
+
+_PROMPT_TOKENS = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Sizes of one measurement.
+
+    Attributes:
+      prompt_tokens: lengths of prompts.
+      decode_tokens: decoded after each of them.
+      rounds: of which medians are taken.
+      answers: greedy answers that are compared with the live engine's.
+      answer_tokens: of each.
+      text_windows: of text to score.
+      context_tokens: most; 0 is the model's window.
+      patience_s: for repeating what other processes disturbed, in all.
+    """
+
+    prompt_tokens: tuple[int, ...] = (64, 256)
+    decode_tokens: int = 64
+    rounds: int = 5
+    answers: int = 20
+    answer_tokens: int = 48
+    text_windows: int = 12
+    context_tokens: int = 1024
+    patience_s: float = 60.0
+
+    @classmethod
+    def quick(cls) -> "Plan":
+        """Fits in a minute on two cores for the packaged model."""
+        return cls(
+            prompt_tokens=(64,), decode_tokens=16, rounds=2, answers=4, answer_tokens=16, text_windows=2,
+            context_tokens=256, patience_s=2.0,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+      model: a bundle or a Hugging Face folder.
+      text: to calibrate w8a8 on, to take prompts from and to score; without it there is no w8a8.
+      threads: that every system may compute with; 0 takes all cores.
+    """
+
+    model: Path
+    text: Path | None
+    threads: int = 0
+
+
+def run(subject: Subject, plan: Plan, progress: Progress, tell: Tell) -> list[Row]:
+    """Measures one model.
+
+    Raises:
+      JaxllmError: the model cannot be opened.
+    """
+    threads = subject.threads or len(os.sched_getaffinity(0))
+    checkpoint = Checkpoint.find(subject.model)
+    folder = checkpoint.folder(progress)
+    with open_model(folder, weights="f32", progress=progress) as bundle:
+        path, tokenizer = bundle.path, Tokenizer(bundle.tokenizer_files())
+        context = min(plan.context_tokens, bundle.cfg.window_tokens)
+        vocab = bundle.cfg.vocab_size
+    text = None
+    if subject.text is not None:
+        text = Text.read(
+            subject.text, checkpoint, separator=SEPARATOR, window_tokens=context // 2, limit=plan.text_windows
+        )
+    prompts = _prompts(text, vocab, plan, tokenizer)
+    models = _Models(folder=folder, bundle=path, context_tokens=context, threads=threads)
+    with tempfile.TemporaryDirectory() as scratch:
+        exports = make_exports(path, Path(scratch), context, subject.text, tell)
+        with _opened(models, exports, progress, tell) as children:
+            speed_prompts = [prompt_ids(vocab, min(each, context // 2)) for each in plan.prompt_tokens]
+            results = alternate(
+                [
+                    System(system, child, (BLOCKS,) if system == LIVE else tuple(child.settings))
+                    for system, child in children.items()
+                ],
+                speed_prompts,
+                decode_tokens=plan.decode_tokens,
+                rounds=plan.rounds,
+                patience_s=plan.patience_s,
+                progress=progress,
+            )
+            runtime = None
+            if LITERT_LM in exports:
+                order = {
+                    "threads": threads,
+                    "context_tokens": context,
+                    "prefill": min(max(plan.prompt_tokens), context // 2),
+                    "decode": plan.decode_tokens,
+                    "rounds": plan.rounds,
+                    # It takes text: random tokens would come to it as others.
+                    "texts": [] if text is None else [tokenizer.decode(each) for each in prompts],
+                    "answer_tokens": plan.answer_tokens,
+                }
+                runtime = measure_litert_lm(exports[LITERT_LM].path, Path(scratch), order)
+            rows = opening_rows(children, exports, runtime)
+            for prompt in speed_prompts:
+                rows += speed_rows(results, children, len(prompt), plan.decode_tokens, runtime)
+            rows += agreement_rows(children, prompts, plan.answer_tokens, tokenizer, runtime)
+            if text is not None:
+                rows += quality_rows(children, text, progress)
+    return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Models:
+    """The model's float weights as a folder and as a bundle, and what all systems are given alike."""
+
+    folder: Path
+    bundle: Path
+    context_tokens: int
+    threads: int
+
+    def opening(self, peer: str, model: Path, format_: str, **options: Any) -> Opening:
+        return Opening(
+            peer=peer,
+            model=model,
+            format=format_,
+            threads=self.threads,
+            context_tokens=self.context_tokens,
+            options=options,
+        )
+
+
+@contextlib.contextmanager
+def _opened(
+    models: _Models, exports: Mapping[str, Export], progress: Progress, tell: Tell
+) -> Iterator[dict[str, Child]]:
+    """Every system in a process of its own, by name."""
+    context = models.context_tokens
+    openings = {
+        LIVE: models.opening(
+            "jaxllm",
+            models.folder,
+            "f32",
+            context_tokens=context,
+            chunk_tokens=list(CPU_CHUNK_TOKENS),
+            executables_bytes=0,
+        ),
+        STEPS: models.opening(
+            "live-steps",
+            models.bundle,
+            "f32",
+            chunk_tokens=[each for each in CPU_CHUNK_TOKENS if each <= context],
+            verify_tokens=[min(VERIFY_TOKENS, context)],
+            cache_tokens=list(cache_lengths(context)[:-1]),
+        ),
+    }
+    for system, export in exports.items():
+        if system != LITERT_LM:
+            openings[system] = models.opening("programs", export.path, "")
+    missing = PEERS[LLAMA_CPP].missing()
+    if missing is None:
+        openings[LLAMA_CPP] = models.opening(LLAMA_CPP, models.folder, "Q8_0")
+    else:
+        tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
+    with contextlib.ExitStack() as stack:
+        yield {
+            system: stack.enter_context(Child(system, opening, progress))
+            for system, opening in openings.items()
+        }
+
+
+def _prompts(text: Text | None, vocab: int, plan: Plan, tokenizer: Tokenizer) -> list[list[int]]:
+    """Prompts to answer: beginnings of pieces of the text, else random ids."""
+    if text is None:
+        return [[(7 * i + 13 * j) % vocab for j in range(8 + i)] for i in range(plan.answers)]
+    tokens = [token for window, _ in text.windows for token in window]
+    step = max(1, len(tokens) // plan.answers)
+    pieces = [tokens[at : at + _PROMPT_TOKENS] for at in range(0, step * plan.answers, step)]
+    # As every tokenizer reads them: a piece may begin within a word.
+    return [list(tokenizer.encode(tokenizer.decode(each))) for each in pieces]

@@ -1,0 +1,130 @@
+"""Makes models of known shapes with random weights, to measure speed alone: the same on every machine.
+
+Weights are drawn once, in bfloat16, into a Hugging Face folder in the user's cache directory; bundles and
+peers' files are made from it as from any other. Their deviations keep activations of order one, so that no
+denormal or infinite number changes the speed of a system.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.errors import ConfigError
+from jaxllm.text.tokenizer import TokenizerFiles
+from serving.host.progress import Progress
+from serving.host.user_cache import cache_folder
+
+# Deviation of a mixture's embeddings; what layers add is of order one.
+_EMBEDDING_DEVIATION = 10.0
+# Changes whenever the same name would draw other weights.
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a Llama: D, L, N, K, H, F and V as everywhere here. With E experts of F neurons, of which each
+    token visits `choices`, it is a Qwen3-MoE."""
+
+    D: int
+    L: int
+    N: int
+    K: int
+    H: int
+    F: int
+    V: int = 32000
+    E: int = 0
+    choices: int = 0
+    tied: bool = False
+    window_tokens: int = 2048
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """As a model."""
+        return ModelConfig(
+            model_type="qwen3_moe" if self.E else "llama",
+            qk_norm=bool(self.E),
+            experts=self.E,
+            experts_per_token=self.choices,
+            expert_ffn_size=self.F if self.E else 0,
+            vocab_size=self.V,
+            hidden_size=self.D,
+            layers=self.L,
+            heads=self.N,
+            kv_heads=self.K,
+            head_dim=self.H,
+            ffn_size=self.F,
+            window_tokens=self.window_tokens,
+            rope=RopeConfig(dim=self.H, theta=10000.0),
+            tied_head=self.tied,
+        )
+
+
+SHAPES = {
+    # The sizes of Karpathy's stories15M and stories110M.
+    "15m": Shape(D=288, L=6, N=6, K=6, H=48, F=768, tied=True),
+    "110m": Shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied=True),
+    # A small model for a phone: grouped queries, an ffn of 3 D, a head of its own: 258 M parameters.
+    "250m": Shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
+    # TinyLlama 1.1B.
+    "1b": Shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
+    # A mixture of 1.2 billion parameters, of which a token uses 265 million.
+    "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
+}
+MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
+DENSE = tuple(name for name in SHAPES if name not in MIXTURES)
+
+
+def shape_folder(name: str, progress: Progress) -> Path:
+    """The Hugging Face folder of a shape, drawn unless it is there.
+
+    Args:
+      name: of `SHAPES`.
+      progress: called with ("Drawing weights", parameters drawn, parameters in all).
+
+    Raises:
+      ConfigError: there is no such shape.
+    """
+    if name not in SHAPES:
+        raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(SHAPES)}")
+    folder = cache_folder() / "benchmarks" / "shapes" / f"v{_VERSION}" / name
+    if not (folder / "config.json").exists():
+        write_random(folder, SHAPES[name].cfg, progress)
+    return folder
+
+
+def write_random(folder: Path, cfg: ModelConfig, progress: Progress) -> None:
+    """Writes a model of random weights and a tokenizer of as many words as a Hugging Face folder."""
+    import ml_dtypes
+
+    from jaxllm.checkpoints.huggingface import write_folder
+    from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+    from jaxllm.models.parameters import param_specs
+
+    specs = param_specs(cfg)
+    params: dict[str, np.ndarray] = {}
+    for number, (name, spec) in enumerate(specs.items()):
+        if spec.role == "vector" and not name.endswith("router"):
+            value = np.ones(spec.shape, np.float32)
+        else:
+            inputs = np.prod(spec.shape[:-1]) if spec.role == "from_units" else spec.shape[-1]
+            # A generator for each: the draw of one does not depend on the others' sizes.
+            draw = np.random.default_rng((_VERSION, number))
+            value = draw.standard_normal(spec.shape, np.float32) * np.float32(inputs**-0.5)
+            if cfg.experts and name == "embed.tokens":
+                # Embeddings outweigh what layers add, or all tokens visit the same experts.
+                value *= np.float32(_EMBEDDING_DEVIATION * inputs**0.5)
+        params[name] = value.astype(ml_dtypes.bfloat16)
+        progress("Drawing weights", len(params), len(specs))
+    write_tokenizer(folder, _word_tokenizer(cfg.vocab_size))
+    write_folder(folder, cfg, params)
+
+
+def _word_tokenizer(size: int) -> TokenizerFiles:
+    """A tokenizer of `size` words: a model needs one, though its text is never read."""
+    import tokenizers
+
+    words = {f"w{i}": i for i in range(size)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    return TokenizerFiles(tokenizer_json=library.to_str())

@@ -1,0 +1,167 @@
+"""Runs llama.cpp through llama-cpp-python's low-level binding, on a GGUF of the same weights.
+
+Both settings of flash attention are tried: on a CPU it makes prompts faster and long decodes slower. All
+else is as its own tools set it: batches of 512, repacked weights (tile or vector kernels as the CPU has
+them), logits of the last token alone, greedy.
+"""
+
+import collections
+import ctypes
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.gguf_cache import gguf_of
+from benchmarks.peers.gguf_file import refusal, tensor_bytes
+from benchmarks.peers.peer import Opening, Progress, Session, missing_packages
+from jaxllm.config import ModelConfig
+from jaxllm.errors import JaxllmError
+
+_FORMATS = {"f32": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0", "int4-all": "Q4_0"}
+_BATCH_TOKENS = 512
+_WARNING = 3  # of ggml's log levels
+_SETTINGS = {"flash attention": 1, "no flash attention": 0}
+
+
+class LlamaCpp:
+    """llama.cpp, at the format nearest to each of our widths."""
+
+    name = "llama.cpp"
+    slow = False
+
+    def missing(self) -> str | None:
+        """llama-cpp-python, which runs it, and gguf, which writes its files."""
+        return missing_packages("llama_cpp", "gguf")
+
+    def refusal(self, cfg: ModelConfig) -> str | None:
+        """The reason why the model cannot be written as GGUF."""
+        return refusal(cfg)
+
+    def systems(self, weights: str) -> Mapping[str, str]:
+        """One system, at the format of the same width."""
+        return {self.name: _FORMATS[weights]}
+
+    def open(self, opening: Opening, progress: Progress) -> Session:
+        """Writes and quantizes the GGUF unless that has been done, and loads it."""
+        path = gguf_of(opening.model, opening.format, threads=opening.threads, progress=progress)
+        return LlamaCppSession(path, opening)
+
+
+class LlamaCppSession:
+    """One model and, for each setting, a context on it."""
+
+    def __init__(self, path: Path, opening: Opening) -> None:
+        import llama_cpp
+
+        self._lib = llama_cpp
+        self._path, self._format = path, opening.format
+        self._buffers: list[str] = []
+        self._warnings: collections.deque[str] = collections.deque(maxlen=3)
+        # Kept: the library calls it for as long as the process lives.
+        self._on_log = llama_cpp.llama_log_callback(self._log)
+        llama_cpp.llama_log_set(self._on_log, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        how = llama_cpp.llama_model_default_params()
+        how.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), how)
+        if not self._model:
+            raise JaxllmError(f"llama.cpp cannot load {path}: {self._last_log()}")
+        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        contexts = {
+            name: self._context(opening.context_tokens, opening.threads, flash)
+            for name, flash in _SETTINGS.items()
+        }
+        self._contexts = {name: context for name, context in contexts.items() if context}
+        if not self._contexts:
+            raise JaxllmError(f"llama.cpp cannot make a context for {path}: {self._last_log()}")
+        self.settings = tuple(self._contexts)
+        self._token = 0
+
+    def facts(self) -> dict[str, Any]:
+        """Sizes of the file's tensors, and where llama.cpp put them."""
+        sizes = tensor_bytes(self._path)
+        weight_bytes = sum(size for size, _ in sizes.values())
+        tied = "output.weight" not in sizes
+        return {
+            "weight_bytes": weight_bytes,
+            "bits_per_weight": 8 * weight_bytes / sum(count for _, count in sizes.values()),
+            # One row of an embedding is read; a tied one is the head too, and read whole.
+            "step_bytes": weight_bytes - (0 if tied else sizes["token_embd.weight"][0]),
+            # The buffers that weights were packed into, such as AMX or REPACK, tell which kernels run.
+            "format": f"{self._format} in {' and '.join(self._buffers)} buffers",
+        }
+
+    def prefill(self, prompt: Sequence[int], setting: str) -> int:
+        """See `Session.prefill`."""
+        self._current = self._contexts[setting]
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(self._current), True)
+        self._token = self._feed(prompt)
+        return self._token
+
+    def decode(self, tokens: int, setting: str) -> list[int]:
+        """See `Session.decode`."""
+        ids = []
+        for _ in range(tokens):
+            self._token = self._feed((self._token,))
+            ids.append(self._token)
+        return ids
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> Sequence[float]:
+        """See `Session.score`."""
+        lib, context = self._lib, next(iter(self._contexts.values()))
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        scores: list[float] = []
+        for start in range(0, len(tokens), _BATCH_TOKENS):
+            chunk = tokens[start : start + _BATCH_TOKENS]
+            batch = lib.llama_batch_init(len(chunk), 0, 1)
+            for i, token in enumerate(chunk):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, start + i, True
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.n_tokens = len(chunk)
+            code = lib.llama_decode(context, batch)
+            lib.llama_batch_free(batch)
+            self._check(code)
+            rows = np.ctypeslib.as_array(lib.llama_get_logits(context), (len(chunk), self._vocab))
+            rows = rows.astype(np.float64)
+            rows -= rows.max(-1, keepdims=True)
+            rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+            scores += rows[np.arange(len(chunk)), list(targets[start : start + len(chunk)])].tolist()
+        return scores
+
+    def _context(self, tokens: int, threads: int, flash: int) -> Any:
+        """A context; None where the model's shape does not allow the setting."""
+        how = self._lib.llama_context_default_params()
+        how.n_ctx, how.n_batch, how.n_ubatch = tokens, _BATCH_TOKENS, _BATCH_TOKENS
+        how.n_threads = how.n_threads_batch = threads
+        how.flash_attn_type = flash
+        how.no_perf = True
+        return self._lib.llama_init_from_model(self._model, how)
+
+    def _feed(self, tokens: Sequence[int]) -> int:
+        """Feeds tokens after those already seen; the likeliest next one."""
+        lib = self._lib
+        for start in range(0, len(tokens), _BATCH_TOKENS):
+            chunk = tokens[start : start + _BATCH_TOKENS]
+            # The batch points into this array: it has to stay until the call has returned.
+            array = (lib.llama_token * len(chunk))(*chunk)
+            self._check(lib.llama_decode(self._current, lib.llama_batch_get_one(array, len(chunk))))
+        logits = lib.llama_get_logits_ith(self._current, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocab,)).argmax())
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise JaxllmError(f"llama_decode failed with {code}: {self._last_log()}")
+
+    def _log(self, level: int, text: bytes, _: Any) -> None:
+        line = text.decode(errors="replace").strip()
+        if found := re.search(r"(\S+) +model buffer size", line):
+            self._buffers.append(found[1])
+        if level >= _WARNING:
+            self._warnings.append(line)
+
+    def _last_log(self) -> str:
+        return " ".join(filter(None, self._warnings)) or "it does not say why"

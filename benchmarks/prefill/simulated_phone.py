@@ -1,0 +1,61 @@
+"""Describes a phone with an integer and a float processor, by the times in the mllm-NPU paper.
+
+Stated (arXiv 2407.05858): "with a prompt length of 256 using the Qwen1.5-1.8B model, NPU execution takes
+315ms, about twice that of the CPU" (section 3.4); products of 8 bits are 4.5 to 5.8 times as fast on the NPU
+as on the CPU (section 2.2); chunks have 256 tokens (section 4); 85 % of layers have no shadow, and those near
+inputs and outputs matter most (section 3.3). The paper does not say which phone the 315 ms are of.
+
+Assumed: floats on the CPU are as fast as its 8 bits, in the middle of that range; the rest of the CPU's time
+goes to norms, rotations, softmax and the like, equally for each token and layer, together with attention. (If
+all of the CPU's time were products of attention, it would grow with the prompt to nearly twice the NPU's at
+1,024 tokens.)
+
+315 ms for 256 tokens are at most 813 tokens/s: the paper's headline of more than 1,000 does not follow from
+them, and this phone does not reach it.
+"""
+
+from jaxllm.config import ModelConfig
+from jaxllm.int8_prefill.schedule import Processor, prompt_subgraphs
+from jaxllm.int8_prefill.simulator import SpeedProfile, stage_operations
+
+# Qwen1.5-1.8B.
+MODEL = ModelConfig(
+    model_type="qwen2",
+    vocab_size=151936,
+    hidden_size=2048,
+    layers=24,
+    heads=16,
+    kv_heads=16,
+    head_dim=128,
+    ffn_size=5504,
+    window_tokens=32768,
+)
+CHUNK_TOKENS = 256
+_INTEGER_MS, _FLOAT_MS = 315.0, 315.0 / 2
+_FASTER = (4.5 + 5.8) / 2
+_SHADOWS = 4
+
+
+def shadowed_layers() -> tuple[bool, ...]:
+    """Whether each layer of `MODEL` has a shadow: 15 % of them, nearest to inputs and outputs."""
+    near = _SHADOWS // 2
+    return tuple(layer < near or layer >= MODEL.layers - near for layer in range(MODEL.layers))
+
+
+def stated_phone() -> SpeedProfile:
+    """The phone, on which a chunk of `CHUNK_TOKENS` takes as long as stated on either processor."""
+    chunk = prompt_subgraphs(1, shadowed_layers())
+
+    def work(processor: Processor) -> float:
+        own = [each for each in chunk if each.processor == processor]
+        return sum(stage_operations(MODEL, each.stage, CHUNK_TOKENS) for each in own)
+
+    integer_gops = work("integer") / _INTEGER_MS / 1e6
+    float_gflops = integer_gops / _FASTER
+    besides_ms = _FLOAT_MS - work("float") / float_gflops / 1e6
+    return SpeedProfile(
+        name="phone of 315 ms for 256 tokens on its NPU",
+        integer_gops=integer_gops,
+        float_gflops=float_gflops,
+        attend_us_per_token=1000 * besides_ms / (MODEL.layers * CHUNK_TOKENS),
+    )

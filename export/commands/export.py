@@ -1,0 +1,260 @@
+"""`jaxllm export`: writes a bundle as programs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.option_types import Level
+from serving.commands.console import progress_bars, read_text
+from serving.commands.shared_options import context_option
+
+if TYPE_CHECKING:
+    from export.quantized import Ranges
+    from export.signatures import ExportPlan
+    from export.subject import Subject
+    from jaxllm.program_folder.manifest import Manifest
+    from serving.host.progress import Progress
+
+# Formats, and the precisions that each takes.
+FORMATS = {
+    "stablehlo": ("f32", "bf16"),
+    "tflite": ("f32", "int8", "w8a8"),
+    "litertlm": ("f32", "int8", "w8a8"),
+    "iree": ("f32",),
+}
+PRECISIONS = ("f32", "bf16", "int8", "w8a8")
+PLATFORMS = ("cpu", "cuda", "tpu")
+CHUNK_TOKENS = (16, 64, 256)
+# Enough for the largest magnitudes of a text to have been seen.
+_CALIBRATION_TOKENS = 4096
+# What surely holds as many.
+_CALIBRATION_CHARACTERS = 1 << 20
+
+
+@click.command("export")
+@click.argument("bundle", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+    help="The folder to write, or the file of a LiteRT-LM bundle.",
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(list(FORMATS)),
+    default="stablehlo",
+    show_default=True,
+    help="StableHLO for JAX, a TFLite model for LiteRT, a bundle for LiteRT-LM, or modules of IREE.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    default="f32",
+    show_default=True,
+    help="Width of weights and activations: stablehlo takes f32 and bf16; tflite and litertlm f32, int8 "
+    "(weights alone) and w8a8 (both); iree f32.",
+)
+@click.option(
+    "--calibration-text",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="For w8a8, a UTF-8 text to find the activations' scales on.",
+)
+@click.option(
+    "--without-shadow",
+    is_flag=True,
+    help="For w8a8 of a bundle that was calibrated for integer prefill, leave out the float path of its "
+    "outlier channels, which the format cannot hold.",
+)
+@click.option(
+    "--platform",
+    "platforms",
+    multiple=True,
+    type=click.Choice(PLATFORMS),
+    help="For stablehlo, export for this kind of device. Repeatable.  [default: all]",
+)
+@context_option
+@click.option(
+    "--chunk-tokens",
+    multiple=True,
+    type=click.IntRange(min=2),
+    default=CHUNK_TOKENS,
+    show_default=True,
+    metavar="TOKENS",
+    help="Make a prefill program for chunks of this length. Repeatable.",
+)
+@click.option(
+    "--cache-tokens",
+    multiple=True,
+    type=click.IntRange(min=0),
+    metavar="TOKENS",
+    help="Make programs over caches of this length, too, which attend over less than the whole context; 0 "
+    "for the whole context alone. Repeatable.  [default: 512 and four times more each time]",
+)
+@click.option(
+    "--verify-tokens",
+    multiple=True,
+    type=click.IntRange(min=2),
+    metavar="TOKENS",
+    help="Make a program that verifies token trees of this size in one step. Repeatable.  [default: none]",
+)
+@click.option(
+    "--level",
+    "levels",
+    multiple=True,
+    type=Level(),
+    help="Export this level of an elastic bundle. Repeatable.  [default: the whole model alone]",
+)
+@click.option(
+    "--adapter",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A low-rank adapter in PEFT's layout, to be folded into the weights.",
+)
+def export_command(
+    bundle: Path,
+    output: Path,
+    kind: str,
+    precision: str,
+    calibration_text: Path | None,
+    platforms: tuple[str, ...],
+    adapter: Path | None,
+    **shapes: Any,
+) -> None:
+    """Export a model as programs that run without our model code.
+
+    Reads BUNDLE and writes a folder of programs with their weights, manifest and tokenizer (`jaxllm generate
+    --program` runs stablehlo and tflite), or one LiteRT-LM file. Each program is tried before it is kept.
+
+    \b
+    Example:
+      jaxllm export model.jaxllm --output programs
+      jaxllm export model.jaxllm --output model.litertlm --format litertlm --precision int8
+    """
+    _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
+    # Here, so that --help and wrong usage do not wait for JAX.
+    from export import extras, quantized
+    from export.stablehlo import DTYPES, export_stablehlo
+    from export.subject import read_subject
+
+    plan = _plan(shapes)
+    # Before anything is read, and for what is not imported yet.
+    extras.require_format(kind)
+    subject = read_subject(bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision))
+    # Before a text is read with it.
+    without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
+    with progress_bars() as progress:
+        if kind == "stablehlo":
+            manifest = export_stablehlo(
+                subject,
+                output,
+                plan,
+                precision=precision,
+                platforms=platforms or PLATFORMS,
+                progress=progress,
+            )
+            said = [_facts(output, manifest)]
+        elif kind == "iree":
+            from export.iree import export_iree
+
+            said = [_facts(output, export_iree(subject, output, plan, progress=progress))]
+        else:
+            said = _export_tflite(subject, output, plan, kind, precision, calibration_text, progress)
+    for line in [*said, *(f"without {each}" for each in without)]:
+        click.echo(line)
+
+
+def _check_usage(
+    kind: str,
+    precision: str,
+    calibration_text: Path | None,
+    platforms: tuple[str, ...],
+    *,
+    without_shadow: bool,
+) -> None:
+    """Refuses options that do not go together.
+
+    Raises:
+      UsageError: some do not.
+    """
+    if kind != "stablehlo" and platforms:
+        raise click.UsageError("--platform goes with --format stablehlo")
+    if (precision == "w8a8") != (calibration_text is not None):
+        raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
+    if without_shadow and precision != "w8a8":
+        raise click.UsageError("--without-shadow goes with --precision w8a8")
+    if precision not in FORMATS[kind]:
+        raise click.UsageError(
+            f"--format {kind} takes --precision {', '.join(FORMATS[kind])}, not {precision}"
+        )
+
+
+def _plan(shapes: dict[str, Any]) -> "ExportPlan":
+    """Which programs to make, by the options of their shapes."""
+    from export.signatures import ExportPlan
+
+    def ascending(name: str) -> tuple[int, ...]:
+        return tuple(sorted(set(shapes[name])))
+
+    # 0 stands for no cache length besides the whole context; nothing for the usual ones.
+    caches = tuple(each for each in ascending("cache_tokens") if each)
+    return ExportPlan(
+        context_tokens=shapes["context_tokens"],
+        chunk_tokens=ascending("chunk_tokens"),
+        verify_tokens=ascending("verify_tokens"),
+        cache_tokens=caches if shapes["cache_tokens"] else None,
+        levels=ascending("levels"),
+        without_shadow=shapes["without_shadow"],
+    )
+
+
+def _export_tflite(
+    subject: "Subject",
+    output: Path,
+    plan: "ExportPlan",
+    kind: str,
+    precision: Any,
+    calibration_text: Path | None,
+    progress: "Progress",
+) -> list[str]:
+    """Exports as tflite or litertlm; what there is to say of it."""
+    from export.tflite import export_tflite, require_holdable
+
+    # Before a text is read with it.
+    require_holdable(subject.cfg)
+    ranges = None if calibration_text is None else _ranges(subject, calibration_text)
+    if kind == "tflite":
+        manifest, sharing = export_tflite(
+            subject, output, plan, precision=precision, ranges=ranges, progress=progress
+        )
+        said = [_facts(output, manifest)]
+    else:
+        from export.litertlm import export_litertlm
+
+        sharing = export_litertlm(
+            subject, output, plan, precision=precision, ranges=ranges, progress=progress
+        )
+        said = [f"{output}: {subject.name}, {output.stat().st_size / 1e6:.1f} MB"]
+    if len(subject.levels) > 1:
+        said.append(
+            f"weights: {sharing.stored_bytes / 1e6:.1f} MB, which would be "
+            f"{sharing.apart_bytes / 1e6:.1f} MB if levels shared none"
+        )
+    return said
+
+
+def _ranges(subject: "Subject", text: Path) -> "dict[str, Ranges]":
+    from export import quantized
+    from jaxllm.text.tokenizer import Tokenizer
+
+    tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
+    return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
+
+
+def _facts(output: Path, manifest: "Manifest") -> str:
+    size_mb = sum(each.size_bytes for each in manifest.files.values()) / 1e6
+    return f"{output}: {len(manifest.signatures)} programs of {manifest.name}, {size_mb:.1f} MB"

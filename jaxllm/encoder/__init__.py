@@ -1,1 +1,0 @@
-"""Encoders: what one is (`config`), its parameters (`parameters`) and what it computes (`forward`)."""

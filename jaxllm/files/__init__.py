@@ -1,0 +1,1 @@
+"""Reads files from elsewhere within limits, and writes files that are either whole or absent."""

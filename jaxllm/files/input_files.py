@@ -1,0 +1,93 @@
+"""Opens and reads files from elsewhere: regular files only, up to a stated limit of bytes.
+
+A pipe may block for ever and a device may never end, so neither is opened; a link to a regular file is
+followed (Hugging Face's cache consists of them). All refusals are OSErrors with an `strerror`, so that
+callers handle them like other files that cannot be read.
+"""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxllm.errors import CheckpointError, one_line
+
+# Far above any config, index or manifest; parsed JSON of this size still fits a small memory.
+MAX_JSON_BYTES = 32 << 20
+
+# Never wait for a pipe's other end, and never translate line ends.
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a file to read bytes.
+
+    Raises:
+      OSError: the file is missing, cannot be opened, or is no regular file (a pipe, a device, a folder).
+    """
+    # Checked before opening, because opening some devices has effects, and after, because names may change.
+    _require_regular(os.stat(path), path)
+    descriptor = os.open(path, _FLAGS)
+    try:
+        _require_regular(os.fstat(descriptor), path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bytes(path: Path, limit_bytes: int) -> bytes:
+    """All of a file.
+
+    Raises:
+      OSError: as `open_regular`, or the file is larger than `limit_bytes`.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        # Some file systems (/proc) report 0 for files that are not empty.
+        data = b"" if size > limit_bytes else file.read(limit_bytes + 1)
+    if max(size, len(data)) > limit_bytes:
+        raise OSError(errno.EFBIG, f"larger than {limit_bytes} bytes, the most that it may have", str(path))
+    return data
+
+
+def read_text(path: Path, limit_bytes: int = MAX_JSON_BYTES) -> str:
+    """A file's text in UTF-8.
+
+    Raises:
+      OSError: as `read_bytes`.
+      UnicodeDecodeError: the file is not UTF-8.
+    """
+    return read_bytes(Path(path), limit_bytes).decode("utf-8")
+
+
+def read_json(path: Path, hint: str, *, limit_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+      path: of the file.
+      hint: what the user can do about a file that cannot be read; the end of messages.
+      limit_bytes: most bytes that the file may have.
+
+    Raises:
+      CheckpointError: the file is missing, no regular file or too large, is not JSON or not an object.
+    """
+    try:
+        value = json.loads(read_bytes(path, limit_bytes).decode("utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; {hint}") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); {hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({one_line(error)}); {hint}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, not a JSON object; {hint}")
+    return value
+
+
+def _require_regular(facts: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "a pipe or device"
+        raise OSError(errno.EINVAL, f"{kind}, not a regular file", str(path))

@@ -1,0 +1,292 @@
+"""Calibrates integer prefill from observations on a text: steps, channels and layers with a shadow (mllm-NPU,
+arXiv 2407.05858, section 3.3).
+
+- Steps. For each product, the largest magnitude of every input channel is observed. With a shadow, the step
+  is one of
+  these magnitudes over 127, such that few channels exceed it: each exceeding channel must make the step finer
+    by a given share. Without a shadow it is the largest of them over 127, and no observed value is clipped.
+- Channels. Channels with outliers get rows of weights in floats. These stay in the mapped file, and the
+  operating system reads their pages when a prompt needs them. (The paper keeps the rows of hot channels in
+  memory.)
+- Layers. The importance of a layer is how far its largest outlier exceeds its step. The least important
+  layers get no shadow, as many as the allowed loss permits. If shadows in all layers are not enough, steps
+  become finer and more channels exceed them.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
+from jaxllm.int8_prefill.reference import Rule, observed
+from jaxllm.int8_prefill.shadow import FloatRows
+from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.kernels.stepwise import TOP_LEVEL
+from jaxllm.models.parameters import Params
+from jaxllm.quant import contracted_rows
+
+# [layer][product] -> a value per input channel, `[D]`.
+ByProduct = list[list[np.ndarray]]
+# Least step of native kernels, used where all activations are zero.
+_LEAST_STEP = 1e-20
+# Default of the largest allowed growth of the perplexity, as a share: calibration keeps to it, and an engine
+# requires it of a bundle.
+MOST_LOSS = 0.01
+# How often steps are made finer; at the last time one channel in four may exceed the step.
+_FINER = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShadowRecipe:
+    """Settings that separate outliers from other activations.
+
+    Attributes:
+      most_channels: share of a product's channels that may exceed the step in a layer with a shadow.
+      least_gain: share by which each exceeding channel must make the step finer.
+      pruned_share: share of the layers, the least important ones, that get no shadow if the loss allows it.
+    """
+
+    most_channels: float = 0.03
+    least_gain: float = 0.05
+    pruned_share: float = 0.85
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value <= 1:
+                raise ConfigError(f"{field.name} must be in [0, 1], got {value}")
+
+    def finer(self) -> "Iterator[ShadowRecipe]":
+        """This recipe, then finer ones: each lets twice as many channels exceed the step, for a smaller
+        gain."""
+        for power in range(_FINER + 1):
+            yield dataclasses.replace(
+                self,
+                most_channels=min(1.0, self.most_channels * 2**power),
+                least_gain=self.least_gain * 0.4**power,
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PrefillCalibration:
+    """The calibration of a model's integer prefill, as host arrays.
+
+    Attributes:
+      levels: calibrated levels, in percent, ascending.
+      steps: `[levels, L, 4]` float32, per product of `PRODUCTS`.
+      shadowed: per layer, whether it has a shadow.
+      channels: (layer, product) of layers with a shadow -> channels `[R]` int32 of the float rows, those with
+        most outliers first, -1 for padding; R is the same for all.
+      rows: (layer, product) -> per weight of the product, its float rows `[R, outputs]`.
+      losses: level -> share by which the perplexity grew on the calibration text and on a held-out text.
+    """
+
+    levels: tuple[int, ...]
+    steps: np.ndarray
+    shadowed: tuple[bool, ...]
+    channels: Mapping[tuple[int, int], np.ndarray]
+    rows: Mapping[tuple[int, int], tuple[np.ndarray, ...]]
+    losses: Mapping[int, tuple[float, float]]
+
+    def loss(self, level: int) -> float:
+        """The larger of the two losses of a level; infinite if they were not measured."""
+        return max(self.losses.get(level, (math.inf,)))
+
+    def layers(self, level: int, cfg: ModelConfig) -> tuple[LayerCalibration, ...]:
+        """The calibration of each layer, as host arrays.
+
+        Args:
+          level: one of `levels`.
+          cfg: the level's sub-model, or the whole model; it gives the products' inputs.
+
+        Raises:
+          ConfigError: the level was not calibrated.
+        """
+        if level not in self.levels:
+            raise ConfigError(
+                f"level {level} has no integer prefill; there are {', '.join(map(str, self.levels))}: "
+                "calibrate again with `jaxllm calibrate-prefill`"
+            )
+        steps = self.steps[self.levels.index(level)]
+
+        def rows_of(layer: int) -> tuple[FloatRows, ...]:
+            found = []
+            for product in range(len(PRODUCTS)):
+                inputs, _ = product_sizes(cfg, layer, product)
+                place, channels = np.full(inputs, -1, np.int32), self.channels[layer, product]
+                real = (channels >= 0) & (channels < inputs)
+                place[channels[real]] = np.flatnonzero(real)
+                found.append(FloatRows(place, self.rows[layer, product]))  # pyright: ignore[reportArgumentType]
+            return tuple(found)
+
+        return tuple(
+            LayerCalibration(steps[layer], rows_of(layer) if with_shadow else None)
+            for layer, with_shadow in enumerate(self.shadowed)
+        )
+
+    @property
+    def float_rows(self) -> int:
+        """R, the same for all products; 0 where no layer has a shadow."""
+        return max(map(len, self.channels.values()), default=0)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of all float rows."""
+        return sum(each.nbytes for rows in self.rows.values() for each in rows)
+
+
+def channel_tops(
+    params: Params, tokens: jax.Array, *, cfg: ModelConfig, rule: Rule | None = None
+) -> list[list[jax.Array]]:
+    """The largest magnitude of each input channel `[D]` of all products, over tokens `[T]` of a text; NaN if
+    an activation is NaN."""
+
+    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+        del layer, product
+        return jnp.max(jnp.abs(x), axis=0)
+
+    return observed(params, tokens, look, cfg=cfg, rule=rule)
+
+
+def outlier_counts(
+    params: Params, tokens: jax.Array, steps: jax.Array, *, cfg: ModelConfig, rule: Rule | None = None
+) -> list[list[jax.Array]]:
+    """How many tokens exceed 127 steps in each input channel `[D]` of all products, int32; `steps` is `[L,
+    4]`."""
+
+    def look(layer: int, product: int, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.abs(x) > TOP_LEVEL * steps[layer, product], axis=0, dtype=jnp.int32)
+
+    return observed(params, tokens, look, cfg=cfg, rule=rule)
+
+
+def largest_of(tops: Sequence[ByProduct]) -> ByProduct:
+    """The largest magnitudes over several texts.
+
+    Raises:
+      ConfigError: there is no text, or an activation was NaN or infinite.
+    """
+    if not tops:
+        raise ConfigError("there is no text to calibrate on; give more")
+    found = [
+        [
+            np.max([np.asarray(each[layer][product]) for each in tops], axis=0)
+            for product in range(len(PRODUCTS))
+        ]
+        for layer in range(len(tops[0]))
+    ]
+    if not all(np.isfinite(each).all() for layer in found for each in layer):
+        raise ConfigError("activations are NaN or infinite on the calibration text; the model is broken")
+    return found
+
+
+def whole_steps(tops: ByProduct) -> np.ndarray:
+    """The least steps `[L, 4]` float32 that clip no observed value."""
+    return _as_steps([[each.max() for each in layer] for layer in tops])
+
+
+def clipping_steps(tops: ByProduct, recipe: ShadowRecipe) -> np.ndarray:
+    """The steps `[L, 4]` float32 of products with a shadow, by the recipe's limits on exceeding channels."""
+
+    def top_of(sizes: np.ndarray) -> float:
+        most = math.ceil(len(sizes) * recipe.most_channels - 1e-9)
+        largest = np.sort(sizes)[::-1][: most + 1]
+        largest = largest[largest > 0]
+        if not len(largest):
+            return 0.0
+        gained = np.log(largest[0] / largest)
+        return float(largest[np.argmax(gained - np.arange(len(largest)) * np.log1p(recipe.least_gain))])
+
+    return _as_steps([[top_of(each) for each in layer] for layer in tops])
+
+
+def _as_steps(tops: list[list[float]]) -> np.ndarray:
+    return np.maximum(np.array(tops) / TOP_LEVEL, _LEAST_STEP).astype(np.float32)
+
+
+def importances(tops: ByProduct, steps: np.ndarray) -> np.ndarray:
+    """The importance of each layer's shadow, `[L]`: how far its largest outlier exceeds its step."""
+    largest = np.array([[each.max() for each in layer] for layer in tops])
+    return (largest / steps).max(axis=1)
+
+
+def most_important(importance: np.ndarray, count: int) -> tuple[bool, ...]:
+    """Per layer, whether it is among the `count` most important."""
+    chosen = set(np.argsort(-importance, kind="stable")[:count].tolist())
+    return tuple(layer in chosen for layer in range(len(importance)))
+
+
+def shadow_counts(layers: int, pruned_share: float) -> list[int]:
+    """Numbers of layers with a shadow to try in this order: as few as the share asks for, then doubling."""
+    count = max(1, math.ceil(layers * (1 - pruned_share) - 1e-9))
+    found = []
+    while count < layers:
+        found.append(count)
+        count *= 2
+    return [*found, layers]
+
+
+def outlying_channels(counts: np.ndarray) -> np.ndarray:
+    """Indices of channels with outliers, by falling count."""
+    return np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)].astype(np.int32)
+
+
+def assembled(
+    cfg: ModelConfig,
+    floats: Params,
+    counts: ByProduct,
+    *,
+    levels: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    shadowed: tuple[bool, ...],
+    losses: Mapping[int, tuple[float, float]] | None = None,
+) -> PrefillCalibration:
+    """A calibration from observations.
+
+    Args:
+      cfg: the model.
+      floats: its parameters at the best available precision.
+      counts: outliers of each channel, at the steps of layers with a shadow.
+      levels: level -> steps `[L, 4]` with a shadow, and without.
+      shadowed: per layer, whether it has a shadow.
+      losses: see `PrefillCalibration`.
+    """
+    mask = np.array(shadowed)[:, None]
+    steps = [np.where(mask, *levels[level]) for level in sorted(levels)]
+    found = {
+        (layer, product): outlying_channels(counts[layer][product])
+        for layer, with_shadow in enumerate(shadowed)
+        for product in range(len(PRODUCTS))
+        if with_shadow
+    }
+    # One shape for all layers, so that they share buckets.
+    most = max(map(len, found.values()), default=0)
+    channels, rows = {}, {}
+    for (layer, product), own in found.items():
+        padded = np.full(most, -1, np.int32)
+        padded[: len(own)] = own
+        channels[layer, product] = padded
+        last = contracts_last_axis(product)
+        rows[layer, product] = tuple(
+            _float_rows(each, padded, last=last) for each in product_matrices(floats, layer, product, cfg)
+        )
+    return PrefillCalibration(
+        levels=tuple(sorted(levels)),
+        steps=np.stack(steps).astype(np.float32),
+        shadowed=shadowed,
+        channels=channels,
+        rows=rows,
+        losses=losses or {},
+    )
+
+
+def _float_rows(weight, channels: np.ndarray, *, last: bool) -> np.ndarray:
+    """Rows of some channels in half precision, zero for padding channels."""
+    taken = np.asarray(contracted_rows(weight, jnp.maximum(channels, 0), last=last))
+    top = float(np.finfo(np.float16).max)
+    return np.where(channels[:, None] >= 0, np.clip(taken, -top, top), 0).astype(np.float16)

@@ -1,0 +1,256 @@
+"""Fits a calibration to a model and a text: observes activations in floats, and chooses layers with a shadow
+by loss.
+
+A loss is the growth of the perplexity, as a share of the unchanged model's perplexity. It is measured with
+`reference.py`, which computes the products of integer prefill and leaves everything else unchanged.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.calibration import (
+    MOST_LOSS,
+    ByProduct,
+    PrefillCalibration,
+    ShadowRecipe,
+    assembled,
+    channel_tops,
+    clipping_steps,
+    importances,
+    largest_of,
+    most_important,
+    outlier_counts,
+    shadow_counts,
+    whole_steps,
+)
+from jaxllm.int8_prefill.products import PRODUCTS, contracted_axes
+from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
+from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
+from jaxllm.models.parameters import Params
+from jaxllm.quant import BlockedArray, quantize, to_blocks
+
+# With less text, chance decides which channels have outliers.
+LEAST_TOKENS = 2048
+
+
+def whole_rows(tokens: Sequence[int] | np.ndarray, length: int) -> list[np.ndarray]:
+    """A text's tokens in rows of one length; an incomplete last row is left out."""
+    row = np.asarray(tokens, np.int32)
+    return list(row[: len(row) // length * length].reshape(-1, length))
+
+
+def per_tensor_weights(cfg: ModelConfig, floats: Params) -> dict[str, BlockedArray]:
+    """The weights of all products at 8 bits with one scale per tensor, by name, on the host."""
+    return {
+        name: to_blocks(quantize(np.asarray(floats[name], np.float32), bits=8, axis=axis, per_tensor=True))
+        for name, axis in contracted_axes(cfg).items()
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Fitted:
+    """The result of a fit.
+
+    Attributes:
+      calibration: with its losses on both texts.
+      recipe: the recipe that was used, finer than the given one if that lost too much.
+      lossy: levels that lose more than allowed, or were not measured because the whole model does.
+    """
+
+    calibration: PrefillCalibration
+    recipe: ShadowRecipe
+    lossy: tuple[int, ...]
+
+    @property
+    def worse_by(self) -> tuple[int, float]:
+        """A key to compare failed fits, lower is better: number of lossy levels, loss of the whole model if
+        lossy."""
+        return len(self.lossy), self.calibration.loss(WHOLE) if WHOLE in self.lossy else 0.0
+
+
+def fit_calibration(
+    cfg: ModelConfig,
+    floats: Params,
+    stored: Params,
+    texts: Sequence[np.ndarray],
+    held_out: Sequence[np.ndarray],
+    *,
+    recipe: ShadowRecipe | None = None,
+    most_loss: float = MOST_LOSS,
+    sub_models: Mapping[int, tuple[ModelConfig, Params]] | None = None,
+) -> Fitted:
+    """Calibrates integer prefill.
+
+    Steps and channels come from one text. Choices of layers are tried from few shadows to all, then with
+    finer recipes; the first is taken with which no level loses more than `most_loss` on that text or on the
+    held-out one. If there is none, the choice with the fewest lossy levels is taken; if the whole model is
+    always lossy, the choice with its least loss.
+
+    Args:
+      cfg: a dense model.
+      floats: its parameters at the best available precision.
+      stored: the same parameters at 8 bits, as they are served.
+      texts: rows `[T]` int32 of one length, to calibrate on.
+      held_out: rows of the same length, to measure losses on another text.
+      recipe: settings that separate outliers.
+      most_loss: largest allowed growth of the perplexity on either text, as a share.
+      sub_models: level -> config and parameters as they are served, for levels besides the whole model.
+
+    Raises:
+      ConfigError: the model has experts, there is too little text, or its activations are not finite.
+    """
+    require_integer_prefill(cfg)
+    for rows in (texts, held_out):
+        if (tokens := sum(map(len, rows))) < LEAST_TOKENS:
+            raise ConfigError(
+                f"calibrating and holding out take {LEAST_TOKENS} tokens each, and there are {tokens}: "
+                "give more text"
+            )
+    both = texts, held_out
+    levels = {WHOLE: _Level(cfg, floats, stored, both)}
+    levels |= {
+        level: _Level(own, params, params, both) for level, (own, params) in (sub_models or {}).items()
+    }
+    best: Fitted | None = None
+    for tried, choice in _choices(cfg, floats, texts, levels, recipe or ShadowRecipe()):
+        losses = {WHOLE: levels[WHOLE].losses(choice.layers(WHOLE, cfg))}
+        if max(losses[WHOLE]) <= most_loss:
+            losses |= {
+                level: each.losses(choice.layers(level, each.cfg))
+                for level, each in levels.items()
+                if level != WHOLE
+            }
+        lossy = tuple(
+            level for level in sorted(levels) if not max(losses.get(level, (math.inf,))) <= most_loss
+        )
+        found = Fitted(calibration=dataclasses.replace(choice, losses=losses), recipe=tried, lossy=lossy)
+        if best is None or found.worse_by < best.worse_by:
+            best = found
+        if not lossy:
+            break
+    assert best is not None
+    return best
+
+
+def _choices(
+    cfg: ModelConfig,
+    floats: Params,
+    texts: Sequence[np.ndarray],
+    levels: Mapping[int, "_Level"],
+    recipe: ShadowRecipe,
+) -> Iterator[tuple[ShadowRecipe, PrefillCalibration]]:
+    """Yields calibrations without losses, the cheapest to serve first, with their recipes."""
+    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
+    tops = levels[WHOLE].tops
+    seen: set[tuple[bytes, tuple[bool, ...]]] = set()
+    for each in recipe.finer():
+        steps = {
+            level: (clipping_steps(one.tops, each), whole_steps(one.tops)) for level, one in levels.items()
+        }
+        clipping = steps[WHOLE][0]
+        counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
+        importance = importances(tops, clipping)
+        for shadows in shadow_counts(cfg.layers, each.pruned_share):
+            shadowed = most_important(importance, shadows)
+            # A finer recipe may give the same steps.
+            own = b"".join(pair[0][np.array(shadowed)].tobytes() for pair in steps.values()), shadowed
+            if own in seen:
+                continue
+            seen.add(own)
+            yield each, assembled(cfg, floats, counts, levels=steps, shadowed=shadowed)
+
+
+class _Level:
+    """One level under calibration: the magnitudes of its products' inputs, and its losses.
+
+    Attributes:
+      cfg: its config.
+      tops: see `channel_tops`.
+    """
+
+    def __init__(
+        self, cfg: ModelConfig, floats: Params, stored: Params, texts: Sequence[Sequence[np.ndarray]]
+    ) -> None:
+        self.cfg, self._stored, self._texts = cfg, stored, texts
+        self.tops = _largest(cfg, floats, texts[0])
+        plain = _nats(cfg, lambda params, known: plain_rule(params, cfg))
+        self._exact = [plain(floats, (), rows) for rows in texts]
+        self._integer = _nats(cfg, lambda params, known: integer_rule(params, known, cfg))
+
+    def losses(self, known: Sequence[LayerCalibration]) -> tuple[float, float]:
+        """The growth of the perplexity of both texts, as shares."""
+        here, elsewhere = (
+            growth(self._integer(self._stored, known, rows), exact)
+            for rows, exact in zip(self._texts, self._exact, strict=True)
+        )
+        return here, elsewhere
+
+
+def random_calibration(
+    cfg: ModelConfig,
+    floats: Params,
+    texts: Sequence[np.ndarray],
+    *,
+    shadows: int,
+    recipe: ShadowRecipe | None = None,
+) -> PrefillCalibration:
+    """A calibration of a model with random weights, for measurements of speed: a given number of layers has a
+    shadow, and there are no losses."""
+    recipe = recipe or ShadowRecipe()
+    tops = _largest(cfg, floats, texts)
+    clipping = clipping_steps(tops, recipe)
+    count = jax.jit(functools.partial(outlier_counts, cfg=cfg))
+    counts = _summed(cfg, [jax.device_get(count(floats, row, clipping)) for row in texts])
+    shadowed = most_important(importances(tops, clipping), shadows)
+    return assembled(
+        cfg,
+        floats,
+        counts,
+        levels={WHOLE: (clipping, whole_steps(tops))},
+        shadowed=shadowed,
+        losses={WHOLE: (0.0, 0.0)},
+    )
+
+
+def growth(nats: float, exact: float) -> float:
+    """The growth of the perplexity as a share, from losses in nats per token."""
+    return math.exp(nats - exact) - 1
+
+
+def _largest(cfg: ModelConfig, params: Params, texts: Sequence[np.ndarray]) -> ByProduct:
+    look = jax.jit(functools.partial(channel_tops, cfg=cfg))
+    return largest_of([jax.device_get(look(params, row)) for row in texts])
+
+
+def _summed(cfg: ModelConfig, each: Sequence[ByProduct]) -> ByProduct:
+    """Outliers of each channel of each product over several texts."""
+    return [
+        [np.sum([one[layer][product] for one in each], axis=0) for product in range(len(PRODUCTS))]
+        for layer in range(cfg.layers)
+    ]
+
+
+def _nats(
+    cfg: ModelConfig, rule_of: Callable[[Params, Sequence], Rule]
+) -> Callable[[Params, Sequence, Sequence[np.ndarray]], float]:
+    """A function that measures the nats per token of texts under a rule."""
+
+    @jax.jit
+    def one(params: Params, known: Sequence, row: jax.Array) -> jax.Array:
+        return -jnp.sum(scores_by_rule(params, row[:-1], row[1:], rule_of(params, known), cfg=cfg))
+
+    def all_of(params: Params, known: Sequence, texts: Sequence[np.ndarray]) -> float:
+        total = sum(float(one(params, known, row)) for row in texts)
+        if not math.isfinite(total):
+            raise ConfigError("the model's loss on the calibration text is not finite; it is broken")
+        return total / sum(len(row) - 1 for row in texts)
+
+    return all_of

@@ -1,0 +1,140 @@
+"""A forward pass over a text with any rule for its products, to observe activations and to compare
+quantization methods.
+
+It computes one chunk from an empty cache. Requests are served by the stages of `subgraphs.py` instead.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ModelConfig
+from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
+from jaxllm.int8_prefill.shadow import shadow_products
+from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.kv.cache import Places
+from jaxllm.models.decoder import embed_tokens, logits
+from jaxllm.models.layer import attend_cache, normed_heads
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import activate, normalize
+from jaxllm.nn.linear import add_normed, from_units, to_units
+
+# (layer, index in PRODUCTS, the product's input `[T, inputs]`) -> its results `[T, outputs]`, without biases.
+Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]
+
+
+def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: ModelConfig) -> jax.Array:
+    """Hidden states `[T, D]` after the final norm of a text's tokens `[T]` int32, from position 0.
+
+    Args:
+      params: the model's; matrices of layers are read by the rule alone.
+      tokens: the text.
+      rule: computes all products of layers.
+      cfg: the model.
+    """
+    count = len(tokens)
+    at = Places.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
+    x = embed_tokens(params, tokens[None], at.positions, cfg=cfg)
+    for layer in range(cfg.layers):
+        x = _layer(params, x, at, rule, cfg, layer)
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg))[0]
+
+
+def scores_by_rule(
+    params: Params, tokens: jax.Array, targets: jax.Array, rule: Rule, *, cfg: ModelConfig
+) -> jax.Array:
+    """Natural log-probabilities `[T]` float32 of targets `[T]`, each after its token and all tokens
+    before."""
+    out = logits(params, forward_by_rule(params, tokens, rule, cfg=cfg), cfg=cfg)
+    return jnp.take_along_axis(jax.nn.log_softmax(out, axis=-1), targets[:, None], axis=-1)[:, 0]
+
+
+def plain_rule(params: Params, cfg: ModelConfig) -> Rule:
+    """A rule that computes products with the weights as they are stored."""
+
+    def rule(layer: int, product: int, x: jax.Array) -> list[jax.Array]:
+        return [_product(x, each, product, None) for each in product_matrices(params, layer, product, cfg)]
+
+    return rule
+
+
+def integer_rule(params: Params, calibration: Sequence[LayerCalibration], cfg: ModelConfig) -> Rule:
+    """A rule that computes products as integer prefill does, with the shadow of layers that have one.
+
+    Args:
+      params: the model's.
+      calibration: of each layer.
+      cfg: the model.
+    """
+
+    def rule(layer: int, product: int, x: jax.Array) -> list[jax.Array]:
+        known, weights = calibration[layer], product_matrices(params, layer, product, cfg)
+        step, last = known.steps[product], contracts_last_axis(product)
+        found = [_product(x, each, product, step) for each in weights]
+        if known.rows is None:
+            return found
+        shadows, _ = shadow_products(x, step, weights, known.rows[product], last=last)
+        return [each + shadow for each, shadow in zip(found, shadows, strict=True)]
+
+    return rule
+
+
+def observed(
+    params: Params,
+    tokens: jax.Array,
+    look: Callable[[int, int, jax.Array], Any],
+    *,
+    cfg: ModelConfig,
+    rule: Rule | None = None,
+) -> list[list[Any]]:
+    """Results of `look(layer, product, x)` for the inputs `[T, inputs]` of all products, by layer and
+    product.
+
+    `rule` is `plain_rule` unless given.
+    """
+    found: list[list[Any]] = [[None] * len(PRODUCTS) for _ in range(cfg.layers)]
+    multiply = plain_rule(params, cfg) if rule is None else rule
+
+    def watching(layer: int, product: int, x: jax.Array) -> Sequence[jax.Array]:
+        found[layer][product] = look(layer, product, x)
+        return multiply(layer, product, x)
+
+    forward_by_rule(params, tokens, watching, cfg=cfg)
+    return found
+
+
+def _layer(params: Params, x: jax.Array, at: Places, rule: Rule, cfg: ModelConfig, layer: int) -> jax.Array:
+    weights, units = LayerParams(params, f"layers.{layer}."), cfg.units(layer)
+
+    def multiplied(product: int, rows: jax.Array) -> list[jax.Array]:
+        found = rule(layer, product, rows.reshape(rows.shape[1], -1))
+        biases = product_biases(params, layer, product, cfg)
+        return [
+            each if bias is None else each + bias.reshape(-1)
+            for each, bias in zip(found, biases, strict=True)
+        ]
+
+    def with_residual(x: jax.Array, mixed: jax.Array, norm: str) -> jax.Array:
+        if not cfg.post_norms:
+            return x + mixed[None]
+        return add_normed(x, mixed[None], weights.norm(norm, cfg))
+
+    q, k, v = multiplied(0, normalize(x, weights.norm("attn_norm", cfg)))
+    shape = (1, len(at.positions), units.kv_heads, -1)
+    q, k, v = normed_heads(weights, q.reshape(shape), k.reshape(shape), v.reshape(shape), cfg)
+    none = jnp.zeros((1, units.kv_heads, shape[1], cfg.head_dim), jnp.float32)
+    out, _ = attend_cache(q, k, v, None, cfg=cfg, layer=layer, at=at, past=(none, none), mass=None)
+    x = with_residual(x, multiplied(1, out)[0], "attn_post_norm")
+    products = multiplied(2, normalize(x, weights.norm("ffn_norm", cfg)))
+    hidden = activate(products[0], cfg.activation)
+    hidden = hidden * products[1] if cfg.gated_ffn else hidden
+    return with_residual(x, multiplied(3, hidden[None])[0], "ffn_post_norm")
+
+
+def _product(x: jax.Array, weight: Any, product: int, step: jax.Array | None) -> jax.Array:
+    if contracts_last_axis(product):
+        return to_units(x, weight, step=step).reshape(len(x), -1)
+    return from_units(x.reshape(len(x), *weight.shape[:-1]), weight, step=step)

@@ -1,0 +1,344 @@
+"""The stages of a layer in integer prefill (mllm-NPU, arXiv 2407.05858, section 3.2).
+
+Static stages depend only on the length of a chunk: one bucket serves all chunks of all prompts, and all
+layers of one shape. Attention alone depends on the cache, and has a bucket for each cache length. Weights,
+steps and float rows are arguments.
+
+A layer without a shadow has three stages, of which the integer processor runs two:
+
+    project   norm, quantize, products of queries, keys and values
+    attend    attention over the cache, in floats
+    finish    product of what was attended to, the feed-forward block
+
+A layer with a shadow is cut at every product, so that the float processor multiplies the excess (`shadow.py`)
+while the integer processor multiplies the clipped activations; both results are added in the next stage:
+
+    project        project_shadow     ->  attend (adds both; multiplies its own output's excess)
+    widen                                 product of what was attended to, norm, first products of the block
+    narrow         widen_shadow       ->  (adds both) activation, last product of the block
+                   narrow_shadow          adds the excess of what the last product took
+
+On a single processor a layer is one step (`whole_layer.py`), equal to all of these stages. `schedule.py` says
+where and in which order stages run.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
+from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
+from jaxllm.kernels.used_units import used_in_layer
+from jaxllm.kv.cache import Places
+from jaxllm.models.layer import attend_cache, normed_heads
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import activate, normalize
+from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
+
+Stage = Literal[
+    "project",
+    "attend",
+    "finish",
+    "project_shadow",
+    "widen",
+    "widen_shadow",
+    "narrow",
+    "narrow_shadow",
+    "layer",
+]
+# In an order in which one processor can run them.
+PLAIN_STAGES: tuple[Stage, ...] = ("project", "attend", "finish")
+SHADOWED_STAGES: tuple[Stage, ...] = (
+    "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow",
+)  # fmt: skip
+INTEGER_STAGES: frozenset[Stage] = frozenset(("project", "finish", "widen", "narrow"))
+# Stage -> prefixes of the names of its parameters within the layer.
+STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
+    "project": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
+    "project_shadow": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
+    "attend": ("attn.q_norm.", "attn.k_norm.", "attn.o"),
+    "finish": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.", "ffn_post_norm."),
+    "widen": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.gate", "ffn.up"),
+    "widen_shadow": ("ffn_norm.", "ffn.gate", "ffn.up"),
+    "narrow": ("ffn.down",),
+    "narrow_shadow": ("ffn.down", "ffn_post_norm."),
+    "layer": ("",),
+}
+# Product -> the norm of its input.
+_NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerCalibration:
+    """The calibration of one layer.
+
+    Attributes:
+      steps: `[4]` float32, per product of `PRODUCTS`.
+      rows: per product of `PRODUCTS`, the float rows of channels with outliers; None if the layer has no
+        shadow.
+    """
+
+    steps: jax.Array
+    rows: tuple[FloatRows, ...] | None = None
+
+    @property
+    def shadowed(self) -> bool:
+        """Whether the layer has a shadow."""
+        return self.rows is not None
+
+
+def require_integer_prefill(cfg: ModelConfig) -> None:
+    """Raises ConfigError unless the model can have integer prefill."""
+    if cfg.experts:
+        raise ConfigError(
+            "a mixture of experts has no integer prefill: which products a token needs depends on the token"
+        )
+
+
+def stages_of(shadowed: bool) -> tuple[Stage, ...]:
+    """The stages of a layer for two processors."""
+    return SHADOWED_STAGES if shadowed else PLAIN_STAGES
+
+
+def project(
+    params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
+) -> list[jax.Array]:
+    """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
+    return _products(layer_weights(params, layer), calibration, PROJECT, x, cfg, layer)
+
+
+def project_shadow(
+    params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """The shadow of the products of `project`, and the number of channels with an outlier."""
+    return _normed_shadow(layer_weights(params, layer), calibration, PROJECT, x, cfg)
+
+
+def attend(
+    params: Params,
+    calibration: LayerCalibration,
+    heads: Sequence[jax.Array],
+    shadows: Sequence[jax.Array] | None,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
+    """Attention of a chunk over the cache.
+
+    Args:
+      params: the layer's, among them the norms of heads and the weight of the output product.
+      calibration: of the layer.
+      heads: results of `project`.
+      shadows: results of `project_shadow`, if the layer has a shadow.
+      at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
+
+      Returns:
+      Attention outputs `[1, T, K, G·H]`; the shadow of the output product `[1, T, D]`, or None without a
+      shadow; the updated keys and values; the updated mass; and the number of channels with outliers, or
+      None."""
+    weights = layer_weights(params, layer)
+    q, k, v = heads if shadows is None else _sums(heads, shadows)
+    q, k, v = normed_heads(weights, q, k, v, cfg)
+    groups, _ = used_in_layer(weights.counts, layer)
+    out, (*past_after, mass) = attend_cache(
+        q, k, v, groups, cfg=cfg, layer=layer, at=at, past=past, mass=mass
+    )
+    out = out.reshape(*out.shape[:3], -1)
+    keys, values = past_after
+    if not calibration.shadowed:
+        return out, None, (keys, values), mass, None
+    used = out if groups is None else groups.only(out, 2)
+    (added,), count = _shadow(weights, calibration, OUT, used.reshape(*out.shape[:2], -1), cfg)
+    return out, added, (keys, values), mass, count
+
+
+def finish(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> jax.Array:
+    """The next layer's input `[1, T, D]`, from the layer's input and the attention outputs."""
+    weights = layer_weights(params, layer)
+    x = _added_output(weights, calibration, x, out, None, cfg, layer)
+    _, neurons = used_in_layer(weights.counts, layer)
+    steps = calibration.steps[WIDEN], calibration.steps[NARROW]
+    mixed = feed_forward(
+        x,
+        weights.norm("ffn_norm", cfg),
+        block_weights(weights, cfg),
+        cfg.activation,
+        add_input=not cfg.post_norms,
+        used=neurons,
+        steps=steps,
+    )
+    return add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+
+
+def widen(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    added: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Input of the feed-forward block `[1, T, D]`, and its first products, each `[1, T, F]`; `added` is the
+    shadow from `attend`."""
+    weights = layer_weights(params, layer)
+    x = _added_output(weights, calibration, x, out, added, cfg, layer)
+    return x, _products(weights, calibration, WIDEN, x, cfg, layer)
+
+
+def widen_shadow(
+    params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
+) -> tuple[list[jax.Array], jax.Array]:
+    """The shadow of the products of `widen`, from the block's input; and the number of channels with an
+    outlier."""
+    return _normed_shadow(layer_weights(params, layer), calibration, WIDEN, x, cfg)
+
+
+def narrow(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    products: Sequence[jax.Array],
+    shadows: Sequence[jax.Array],
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Output of the feed-forward block `[1, T, D]` (with x added, unless a norm follows), and the input of
+    its last product `[1, T, F]`."""
+    weights = layer_weights(params, layer)
+    hidden = _hidden(_sums(products, shadows), cfg)
+    _, neurons = used_in_layer(weights.counts, layer)
+    out = from_units(
+        hidden,
+        weights["ffn.down"],
+        weights.vector("ffn.down_bias"),
+        residual=None if cfg.post_norms else x,
+        used=neurons,
+        step=calibration.steps[NARROW],
+    )
+    return out, hidden
+
+
+def narrow_shadow(
+    params: Params,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    hidden: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The next layer's input `[1, T, D]`, with the shadow of `hidden` added; and the number of channels with
+    an outlier."""
+    weights = layer_weights(params, layer)
+    _, neurons = used_in_layer(weights.counts, layer)
+    used = hidden if neurons is None else neurons.only(hidden, 2)
+    (added,), count = _shadow(weights, calibration, NARROW, used, cfg)
+    out = out + added
+    return add_normed(x, out, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else out, count
+
+
+def layer_weights(params: Params, layer: int) -> LayerParams:
+    """A layer's parameters by their names within it."""
+    return LayerParams(params, f"layers.{layer}.")
+
+
+def block_weights(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
+    """The weights and biases of a layer's feed-forward block."""
+    first, biases = matrices_of(weights, WIDEN, cfg)
+    return FeedForward(
+        up=first[-1],
+        down=weights["ffn.down"],
+        gate=first[0] if cfg.gated_ffn else None,
+        up_bias=biases[-1],
+        down_bias=weights.vector("ffn.down_bias"),
+        gate_bias=biases[0] if cfg.gated_ffn else None,
+    )
+
+
+def _added_output(
+    weights: LayerParams,
+    calibration: LayerCalibration,
+    x: jax.Array,
+    out: jax.Array,
+    added: jax.Array | None,
+    cfg: ModelConfig,
+    layer: int,
+) -> jax.Array:
+    """A layer's input with its output product and that product's shadow added."""
+    groups, _ = used_in_layer(weights.counts, layer)
+    mixed = from_units(
+        out,
+        weights["attn.o"],
+        weights.vector("attn.o_bias"),
+        residual=None if cfg.post_norms else x,
+        used=groups,
+        step=calibration.steps[OUT],
+    )
+    mixed = mixed if added is None else mixed + added
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+
+
+def _hidden(products: Sequence[jax.Array], cfg: ModelConfig) -> jax.Array:
+    if not cfg.gated_ffn:
+        return activate(products[0], cfg.activation)
+    gate, up = products
+    return activate(gate, cfg.activation) * up
+
+
+def _products(
+    weights: LayerParams,
+    calibration: LayerCalibration,
+    product: int,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+) -> list[jax.Array]:
+    """Products of the normalized `x`: of heads, or the first of the feed-forward block."""
+    matrices, biases = matrices_of(weights, product, cfg)
+    groups, neurons = used_in_layer(weights.counts, layer)
+    used = groups if product == PROJECT else neurons
+    norm = weights.norm(_NORMS[product], cfg)
+    return normed_to_units(x, norm, matrices, biases, used=used, step=calibration.steps[product])
+
+
+def _normed_shadow(
+    weights: LayerParams, calibration: LayerCalibration, product: int, x: jax.Array, cfg: ModelConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """The shadow of `_products`, and the number of channels with an outlier."""
+    normed = normalize(x, weights.norm(_NORMS[product], cfg))
+    return _shadow(weights, calibration, product, normed, cfg)
+
+
+def _sums(results: Sequence[jax.Array], shadows: Sequence[jax.Array]) -> list[jax.Array]:
+    return [each + shadow.astype(each.dtype) for each, shadow in zip(results, shadows, strict=True)]
+
+
+def _shadow(
+    weights: LayerParams, calibration: LayerCalibration, product: int, x: jax.Array, cfg: ModelConfig
+) -> tuple[list[jax.Array], jax.Array]:
+    """The shadow of a product's input `[1, T, inputs]` for each of its results."""
+    assert calibration.rows is not None
+    matrices, _ = matrices_of(weights, product, cfg)
+    last = contracts_last_axis(product)
+    return added_by_shadow(x, calibration.steps[product], matrices, calibration.rows[product], last=last)

@@ -1,0 +1,2 @@
+"""Encoders such as MobileBERT: configuration (`config`), parameters (`parameters`), forward pass
+(`forward`)."""

@@ -1,0 +1,146 @@
+"""The configuration of an encoder: frozen, hashable, validated when it is made.
+
+`EncoderConfig` uses the terms of MobileBERT (arXiv 2004.02984, section 3); a BERT-like encoder is the case
+without bottlenecks. Checkpoints are read by `checkpoints/mobilebert_folder.py`.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from jaxllm.config import MAX_DIMENSION, MAX_LAYERS, Activation
+from jaxllm.errors import ConfigError
+
+# Far above MobileBERT's 4.
+MAX_FFN_BLOCKS = 64
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ConfigError with `message` unless `condition`."""
+    if not condition:
+        raise ConfigError(message)
+
+
+def require_whole(config: Any, low: int, high: int, *names: str) -> None:
+    """Checks that fields of a config are whole numbers in [low, high]."""
+    for name in names:
+        value = getattr(config, name)
+        whole = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        require(whole, f"{name} must be a whole number in [{low}, {high}], got {value!r:.80}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Shape and mathematics of one encoder.
+
+    Letters of shapes: V `vocab_size`, Z `embedding_size`, D `hidden_size`, W `width` (within a layer), N
+    `heads`, H `head_dim`, F `ffn_size`, P `window_tokens`, Y `type_vocab_size`.
+
+    Attributes:
+      bottleneck_size: the width within a layer, between a matrix that narrows its input and one that widens
+        its output; 0: no bottleneck, W = D.
+      share_bottleneck: queries and keys are computed from a second narrowed input, values from the wide
+        input.
+      bottleneck_attention: queries, keys and values are all computed from the narrowed input. A layer with a
+        bottleneck has either this or `share_bottleneck`.
+      ffn_blocks: number of feed-forward blocks of a layer.
+      trigram_input: a token's input is computed from its own and its two neighbours' embeddings.
+      norm: `no_norm` only scales and shifts.
+      norm_eps: of layer norms.
+      type_vocab_size: number of token types (first and second sentence).
+      window_tokens: number of positions.
+    """
+
+    vocab_size: int
+    embedding_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    ffn_size: int
+    window_tokens: int
+    model_type: Literal["mobilebert"] = "mobilebert"
+    bottleneck_size: int = 0
+    share_bottleneck: bool = False
+    bottleneck_attention: bool = False
+    ffn_blocks: int = 1
+    trigram_input: bool = False
+    norm: Literal["no_norm", "layer"] = "no_norm"
+    norm_eps: float = 1e-12
+    activation: Activation = "relu"
+    type_vocab_size: int = 2
+
+    def __post_init__(self) -> None:
+        require(
+            self.model_type == "mobilebert", f"model_type must be mobilebert, got {self.model_type!r:.80}"
+        )
+        require_whole(
+            self, 1, MAX_DIMENSION,
+            "vocab_size", "embedding_size", "hidden_size", "heads", "ffn_size", "window_tokens",
+            "type_vocab_size",
+        )  # fmt: skip
+        require_whole(self, 1, MAX_LAYERS, "layers")
+        require_whole(self, 0, MAX_DIMENSION, "bottleneck_size")
+        require_whole(self, 1, MAX_FFN_BLOCKS, "ffn_blocks")
+        for name in ("share_bottleneck", "bottleneck_attention", "trigram_input"):
+            value = getattr(self, name)
+            require(isinstance(value, bool), f"{name} must be true or false, got {value!r:.80}")
+        require(self.norm in ("no_norm", "layer"), f"norm must be no_norm or layer, got {self.norm!r:.80}")
+        require(
+            self.activation in ("silu", "gelu", "gelu_tanh", "relu"),
+            f"activation {self.activation!r:.80} is not supported; use silu, gelu, gelu_tanh or relu",
+        )
+        eps = self.norm_eps
+        number = isinstance(eps, int | float) and not isinstance(eps, bool) and math.isfinite(eps)
+        require(number and 0 < eps <= 1, f"norm_eps must be a number in (0, 1], got {eps!r:.80}")
+        object.__setattr__(self, "norm_eps", float(eps))
+        require(
+            self.width % self.heads == 0,
+            f"the width within a layer ({self.width}) must be a multiple of heads ({self.heads})",
+        )
+        self._check_bottleneck()
+
+    def _check_bottleneck(self) -> None:
+        either = self.share_bottleneck + self.bottleneck_attention
+        if self.bottleneck_size:
+            require(
+                either == 1,
+                f"with a bottleneck either share_bottleneck or bottleneck_attention must be true, got "
+                f"{self.share_bottleneck} and {self.bottleneck_attention}",
+            )
+        else:
+            require(
+                not either,
+                "share_bottleneck and bottleneck_attention need a bottleneck, but bottleneck_size "
+                "is 0; set it, or leave them false",
+            )
+
+    @property
+    def width(self) -> int:
+        """Width within a layer (W)."""
+        return self.bottleneck_size or self.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head (H)."""
+        return self.width // self.heads
+
+    @property
+    def projects_embeddings(self) -> bool:
+        """Whether a matrix projects embeddings to the hidden size."""
+        return self.trigram_input or self.embedding_size != self.hidden_size
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "EncoderConfig":
+        """The config that `to_json` gave as a dict.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        try:
+            return cls(**data)
+        except TypeError as error:
+            raise ConfigError(f"malformed encoder config: {error}") from error

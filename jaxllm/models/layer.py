@@ -1,0 +1,222 @@
+"""Computes one decoder layer: attention over a cache or over whole documents, then feed-forward block or
+experts."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.experts.mixture import mixture
+from jaxllm.experts.routing import Routing, route
+from jaxllm.kernels.used_units import UsedUnits, used_in_layer
+from jaxllm.kv.cache import Places
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.nn.documents import Branches, document_attention
+from jaxllm.nn.layers import (
+    cached_attention,
+    normalize,
+    rotary_cos_sin,
+    rotate,
+)
+from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
+
+CosSin = tuple[jax.Array, jax.Array]
+Kept = TypeVar("Kept")
+# (queries, keys and values of new tokens, used heads) -> (attention outputs, what the layer keeps, such as
+# the cache).
+Attend = Callable[[jax.Array, jax.Array, jax.Array, UsedUnits | None], tuple[jax.Array, Kept]]
+
+
+def run_layer(
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    attend: Attend[Kept],
+    *,
+    live: jax.Array | None = None,
+    differentiable: bool = False,
+    rowwise: bool = False,
+) -> tuple[jax.Array, Kept, Routing | None]:
+    """One layer of `x` `[B, T, D]`: its output, what `attend` keeps, and the routing if it is sparse.
+
+    `live` `[T]` bool: which tokens are real; experts skip the others. For `rowwise` see `linear.py`.
+    """
+    x, kept = attended(weights, x, cfg, layer, attend, rowwise)
+    routing = None
+    if cfg.is_sparse(layer):
+        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
+    else:
+        mixed = _ffn(weights, x, cfg, used_in_layer(weights.counts, layer)[1], rowwise)
+    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+    return x, kept, routing
+
+
+def attended(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, layer: int, attend: Attend[Kept], rowwise: bool
+) -> tuple[jax.Array, Kept]:
+    """The first half of a layer: attention, and what `attend` keeps."""
+    groups, _ = used_in_layer(weights.counts, layer)
+    q, k, v = normed_to_units(
+        x,
+        weights.norm("attn_norm", cfg),
+        [weights[f"attn.{name}"] for name in "qkv"],
+        [weights.vector(f"attn.{name}_bias") for name in "qkv"],
+        used=groups,
+        rowwise=rowwise,
+    )
+    q, k, v = normed_heads(weights, q, k, v, cfg)
+    out, kept = attend(q, k, v, groups)
+    out = out.reshape(*out.shape[:3], -1)
+    # The output product adds the residual, unless a norm comes between.
+    residual = None if cfg.post_norms else x
+    mixed = from_units(
+        out,
+        weights["attn.o"],
+        weights.vector("attn.o_bias"),
+        residual=residual,
+        used=groups,
+        rowwise=rowwise,
+    )
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed, kept
+
+
+def normed_heads(
+    weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Inputs of attention from a layer's products `[B, T, K, G·H]` and `[B, T, K, H]`, normalized and clipped
+    as the model does: queries `[B, T, K, G, H]`, keys and values `[B, T, K, H]`."""
+    if cfg.joint_qk_norm:
+        q, k = (
+            normalize(each.reshape(*each.shape[:2], -1), weights.norm(f"attn.{name}_norm", cfg)).reshape(
+                each.shape
+            )
+            for name, each in (("q", q), ("k", k))
+        )
+    q = q.reshape(*q.shape[:3], -1, k.shape[-1])
+    if cfg.qk_norm and not cfg.joint_qk_norm:
+        q = normalize(q, weights.norm("attn.q_norm", cfg))
+        k = normalize(k, weights.norm("attn.k_norm", cfg))
+    if cfg.qkv_clip:
+        q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
+    return q, k, v
+
+
+def attend_cache(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    used: UsedUnits | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+    """Attention of new tokens over a cache, into which their keys and values are written.
+
+    Queries are `[B, T, K, G, H]`, keys and values `[B, T, K, H]`; for the other arguments see
+    `decoder.forward_layer`.
+
+    Returns:
+      Outputs in the shape of the queries; and the updated keys, values and mass.
+    """
+    window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
+    # XLA computes angles and masks that layers share only once.
+    rotary = None if rope is None else rotary_cos_sin(at.positions, rope)
+    mask = at.visible(past[0].shape[2], window)
+    scale, softcap = cfg.attention_scale, cfg.attention_softcap
+    out, keys, values, mass = cached_attention(
+        q, k, v, rotary, past, mask, at, mass, scale=scale, softcap=softcap, window=window, used=used
+    )
+    return out, (keys, values, mass)
+
+
+def attend_documents(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    used: UsedUnits | None,
+    *,
+    cfg: ModelConfig,
+    rotary: CosSin | None,
+    starts: jax.Array,
+    branches: Branches | None,
+    window: int,
+) -> tuple[jax.Array, None]:
+    """Attention of whole documents without a cache (see `document_attention`): queries `[B, T, K, G, H]`,
+    keys and values `[B, T, K, H]`, not yet rotated; `rotary` is their cos and sin."""
+    # Unused heads are computed all the same, and the output product leaves them out: documents serve training
+    # and scoring, where time matters less.
+    del used
+    if rotary is not None:
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+    scale, softcap = cfg.attention_scale, cfg.attention_softcap
+    out = document_attention(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
+    return out, None
+
+
+def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | None, CosSin]:
+    """cos and sin at `positions` of every rotary embedding that a layer uses."""
+    return {rope: rotary_cos_sin(positions, rope) for rope in (cfg.rope, cfg.local_rope) if rope is not None}
+
+
+def _ffn(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, used: UsedUnits | None, rowwise: bool
+) -> jax.Array:
+    """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between."""
+    gated = cfg.gated_ffn
+    block = FeedForward(
+        up=weights["ffn.up"],
+        down=weights["ffn.down"],
+        gate=weights["ffn.gate"] if gated else None,
+        up_bias=weights.vector("ffn.up_bias"),
+        down_bias=weights.vector("ffn.down_bias"),
+        gate_bias=weights.vector("ffn.gate_bias") if gated else None,
+    )
+    norm = weights.norm("ffn_norm", cfg)
+    return feed_forward(
+        x, norm, block, cfg.activation, add_input=not cfg.post_norms, used=used, rowwise=rowwise
+    )
+
+
+def _experts(
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    *,
+    live: jax.Array | None,
+    differentiable: bool,
+) -> tuple[jax.Array, Routing]:
+    """Mixture of experts of `x` `[B, T, D]`, and the routing; x is added here unless a norm comes between."""
+    norm = weights.norm("ffn_norm", cfg)
+    routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
+    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
+    out = mixture(
+        x,
+        norm,
+        routing,
+        block,
+        cfg.activation,
+        add_input=not cfg.post_norms,
+        live=live,
+        differentiable=differentiable,
+    )
+    return out, routing
+
+
+def chosen_experts(
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, differentiable: bool = False
+) -> Routing:
+    """The routing of tokens `x` `[B, T, D]` by the norm and the router of `weights`."""
+    return route(
+        x,
+        weights["router"],
+        experts_per_token=cfg.experts_per_token,
+        normalize=cfg.normalize_expert_weights,
+        norm=weights.norm("ffn_norm", cfg),
+        differentiable=differentiable,
+    )

@@ -1,0 +1,120 @@
+"""Attention over packed documents without a cache, with branches where documents share a beginning.
+
+Several documents are packed one after the other into one sequence of T tokens. Training uses packed
+documents; scoring uses branches, so that a question is computed once for all of its possible answers.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.axes import Axes
+from jaxllm.kernels import document_attention as kernel
+from jaxllm.nn.layers import attention, causal_mask
+
+# Queries per block on the XLA path: keys after a block are left out of its product.
+BLOCK = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """Documents that share a beginning: a trunk, followed by branches that do not attend to each other.
+
+    Attributes:
+      trunk_ends: `[B, T]` int32, per token the index in the sequence right after the trunk of its document.
+      starts: `[B, T]` int32, per token the index in the sequence where its branch begins; for a token of a
+        trunk, where its trunk ends.
+    """
+
+    trunk_ends: jax.Array
+    starts: jax.Array
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the branches is traced."""
+        axes.check(jnp.int32, "B T", trunk_ends=self.trunk_ends, branch_starts=self.starts)
+
+
+def document_positions(starts: jax.Array, branches: Branches | None = None) -> jax.Array:
+    """Positions `[B, T]` of tokens in their documents; a branch continues the positions of its trunk."""
+    positions = jnp.arange(starts.shape[1], dtype=jnp.int32) - starts
+    # Between the trunk and a token's branch are the other branches, which have the same positions.
+    return positions if branches is None else positions - (branches.starts - branches.trunk_ends)
+
+
+def document_mask(starts: jax.Array, window: int, branches: Branches | None = None) -> jax.Array:
+    """Mask `[B, T, T]` bool (query, key), True = attend; arguments are those of `document_attention`."""
+    count = starts.shape[1]
+    places = jnp.arange(count, dtype=jnp.int32)
+    if branches is None:
+        return causal_mask(places, count, window) & (places >= starts[:, :, None])
+    mask = causal_mask(places, count, 0) & (places >= starts[:, :, None])
+    mask = mask & ((places < branches.trunk_ends[:, :, None]) | (places >= branches.starts[:, :, None]))
+    if window:
+        positions = document_positions(starts, branches)
+        mask = mask & (positions[:, None, :] > positions[:, :, None] - window)
+    return mask
+
+
+def document_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    branches: Branches | None = None,
+) -> jax.Array:
+    """Causal attention within documents that are packed one after the other.
+
+    Args:
+      q: queries `[B, T, K, G, H]`, already rotated.
+      k, v: keys and values `[B, T, K, H]`, keys already rotated.
+      starts: `[B, T]` int32, per token the index in the sequence where its document begins: the token's own
+        index or the start of the token before. The native kernel refuses any other value when it runs.
+      scale, softcap: see `attention`.
+      window: see `causal_mask`.
+      branches: where documents branch; None if they do not.
+
+    Returns:
+      `[B, T, K, G, H]` in q's dtype; differentiable in q, k and v.
+    """
+    plain = softcap == 0.0 and window == 0 and branches is None
+    if plain and q.dtype == k.dtype == v.dtype and kernel.fits(q):
+        return kernel.document_attention(q, k, v, starts, scale, functools.partial(_by_xla, scale=scale))
+    return _by_xla(q, k, v, starts, scale=scale, softcap=softcap, window=window, branches=branches)
+
+
+def _by_xla(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    starts: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    branches: Branches | None = None,
+) -> jax.Array:
+    """`document_attention` by blocks of queries, each against the keys that any of its queries attends to."""
+    mask = document_mask(starts, window, branches)
+    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    tokens, outs = q.shape[1], []
+    for first in range(0, tokens, BLOCK):
+        last = min(tokens, first + BLOCK)
+        # The window of a branch reaches back by positions, which are not indices in the sequence.
+        oldest = max(0, first + 1 - window) if window and branches is None else 0
+        part = attention(
+            q[:, first:last],
+            keys[:, :, oldest:last],
+            values[:, :, oldest:last],
+            mask[:, first:last, oldest:last],
+            scale=scale,
+            softcap=softcap,
+        )
+        outs.append(part)
+    return jnp.concatenate(outs, axis=1)

@@ -1,0 +1,255 @@
+"""Norms, rotary embedding, attention and feed-forward blocks, as pure functions over arrays.
+
+Statistics and softmax are computed in float32, whatever the dtype of the activations.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import Activation, RopeConfig
+from jaxllm.kernels import native, native_attention
+from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kv.cache import Places
+
+# Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
+MASKED = -1e30
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """A norm over the last axis: layer norm where there is a `bias`, else root-mean-square norm."""
+
+    scale: jax.Array
+    bias: jax.Array | None
+    eps: float = dataclasses.field(metadata={"static": True})
+
+
+def normalize(x: jax.Array, norm: Norm) -> jax.Array:
+    """`norm` of `x` `[..., D]`."""
+    if norm.bias is None:
+        return rms_norm(x, norm.scale, norm.eps)
+    return layer_norm(x, norm.scale, norm.bias, norm.eps)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis; `scale` `[D]`."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Layer norm over the last axis; `scale`, `bias` `[D]`."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
+
+def activate(x: jax.Array, activation: Activation) -> jax.Array:
+    """The feed-forward non-linearity named `activation`."""
+    if activation == "silu":
+        return jax.nn.silu(x)
+    if activation == "relu":
+        return jax.nn.relu(x)
+    return jax.nn.gelu(x, approximate=activation == "gelu_tanh")
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[dim/2]` float32 and the factor that scales cos and sin.
+
+    Follows Hugging Face's conventions for each scaling kind, so checkpoints behave as trained.
+    """
+    exponent = np.arange(0, rope.dim, 2, dtype=np.float64) / rope.dim
+    frequencies = rope.theta**-exponent
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = _llama3(frequencies, rope)
+    elif rope.kind == "yarn":
+        frequencies = _yarn(frequencies, rope)
+    return frequencies.astype(np.float32), rope.attention_factor
+
+
+def _llama3(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Long wavelengths are interpolated, short ones kept, those between blended linearly."""
+    turns = rope.original_window_tokens * frequencies / (2 * math.pi)
+    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = np.clip(kept, 0.0, 1.0)
+    return kept * frequencies + (1 - kept) * frequencies / rope.factor
+
+
+def _yarn(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """NTK-by-parts interpolation (arXiv 2309.00071, section 3.2)."""
+
+    def dimension(turns: float) -> float:
+        window = rope.original_window_tokens
+        return rope.dim * math.log(window / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    high = high + 0.001 if low == high else high
+    interpolated = np.clip((np.arange(rope.dim // 2) - low) / (high - low), 0.0, 1.0)
+    return (1 - interpolated) * frequencies + interpolated * frequencies / rope.factor
+
+
+def rotary_cos_sin(positions: jax.Array, rope: RopeConfig) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[..., T, dim/2]` float32 at `positions` `[..., T]` int32."""
+    frequencies, factor = inverse_frequencies(rope)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the first 2·R dimensions of `x` `[B, T, ..., H]`, halves paired (x[i], x[i+R]).
+
+    `cos`, `sin` are `[T, R]`, or `[B, T, R]` where sequences of the batch differ in their positions.
+    """
+    half = cos.shape[-1]
+    lead = (cos.shape[0] if cos.ndim == 3 else 1, cos.shape[-2]) + (1,) * (x.ndim - 3) + (half,)
+    cos, sin = cos.reshape(lead), sin.reshape(lead)
+    first = x[..., :half].astype(jnp.float32)
+    second = x[..., half : 2 * half].astype(jnp.float32)
+    parts = [first * cos - second * sin, second * cos + first * sin]
+    turned = jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
+
+
+def causal_mask(positions: jax.Array, keys: int, window: int) -> jax.Array:
+    """True where the query at `positions[t]` may attend key position s: `[T, keys]` bool.
+
+    `window` 0 is full causal attention; w > 0 keeps the last w positions, the query's own included.
+    """
+    return Places(positions, jnp.asarray(len(positions), jnp.int32)).visible(keys, window)
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+) -> jax.Array:
+    """Grouped-query attention.
+
+    Args:
+      q: queries `[B, T, K, G, H]`.
+      k, v: keys and values `[B, K, S, H]`.
+      mask: `[T, S]` or `[B, T, S]` bool, True = attend.
+      scale: multiplies the scores.
+      softcap: caps scores at ±softcap by tanh when positive (Gemma 2).
+
+    Returns:
+      `[B, T, K, G, H]` in q's dtype.
+    """
+    return _weighted(v, _weights(q, k, mask, scale=scale, softcap=softcap), q)
+
+
+def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, *, scale: float, softcap: float) -> jax.Array:
+    """Attention weights `[B, K, T, G, S]` float32."""
+    batch, new, kv_heads, group, width = q.shape
+    # The G queries of every token share one kv head's keys: one [T·G, H] x [H, S] product per head.
+    rows = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, new * group, width)
+    scores = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = scores * np.float32(scale)
+    if softcap:
+        scores = jnp.tanh(scores / np.float32(softcap)) * np.float32(softcap)
+    scores = scores.reshape(batch, kv_heads, new, group, -1)
+    # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
+    # score is
+    # lost in float32 rounding beside MASKED, so the result is the same.
+    bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
+    scores = scores + (bias[:, None, :, None, :] if mask.ndim == 3 else bias[None, None, :, None, :])
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
+    """The sum of values `[B, K, S, H]` by attention weights, in the shape and dtype of the queries."""
+    batch, new, kv_heads, group, width = q.shape
+    weights = weights.astype(q.dtype).reshape(batch, kv_heads, new * group, -1)
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
+    return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
+
+
+def cached_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    cache: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    at: Places,
+    mass: jax.Array | None = None,
+    *,
+    scale: float,
+    softcap: float,
+    window: int,
+    used: UsedUnits | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """Rotates queries and new keys, writes new keys and values into a layer's cache, and attends over it.
+
+    The native kernel reads only the positions in use; XLA, whose shapes are static, reads the whole cache.
+
+    Args:
+      q: queries `[B, T, K, G, H]`.
+      k, v: new keys and values `[B, T, K, H]`.
+      rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
+      cache: keys and values `[B, K, S, H]`.
+      mask: `[T, S]` bool, `at.visible` with the same window.
+      at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
+      mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
+        S]`, per new token, after an entry 0 that stays unchanged; or None.
+      scale, softcap: see `attention`.
+      window: see `causal_mask`.
+      used: how many of the K kv heads are used; None for all. Outputs of the other heads are undefined, and
+        they add nothing to the mass.
+
+    Returns:
+      Outputs `[B, T, K, G, H]` in q's dtype, the updated keys and values of the cache, and the updated mass.
+    """
+
+    def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
+        wide = jnp.float32
+        out, keys, values, mass = native_attention.attention(
+            q.astype(wide),
+            k.astype(wide),
+            v.astype(wide),
+            rotary,
+            keys,
+            values,
+            at.positions,
+            at.valid,
+            mass,
+            tree=None if at.tree is None else (at.tree.rows, at.tree.base, at.tree.seen),
+            scale=scale,
+            softcap=softcap,
+            window=window,
+            used=used,
+        )
+        return out.astype(q.dtype), keys, values, mass
+
+    def by_xla(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
+        turned = k if rotary is None else rotate(k, *rotary)
+        q = q if rotary is None else rotate(q, *rotary)
+        keys = at.write(keys, turned.transpose(0, 2, 1, 3))
+        values = at.write(values, v.transpose(0, 2, 1, 3))
+        weights = _weights(q, keys, mask, scale=scale, softcap=softcap)
+        if mass is not None:
+            real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
+            seen = jnp.where(real[None, None, :, None, None], weights, 0.0)
+            seen = seen if used is None else used.only(seen, 1)
+            mass = mass + seen.sum((1, 2, 3)) if mass.ndim == 2 else mass.at[:, 1:].add(seen.sum((1, 3)))
+        return _weighted(values, weights, q), keys, values, mass
+
+    if not native.kernels().native or cache[0].dtype not in (jnp.float32, jnp.float16):
+        return by_xla(q, *cache, mass)
+    return jax.lax.platform_dependent(q, *cache, mass, cpu=by_kernel, default=by_xla)

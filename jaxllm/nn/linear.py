@@ -1,0 +1,393 @@
+"""Matrix products of a model: every product goes through this module.
+
+Weights lead with their unit axes (`[*U, D]`: the rows of a kv group, of an MLP neuron, of a vocabulary
+entry), on whichever side of the product units are, so that a prefix of units is a prefix of memory. This
+gives two orientations:
+
+- `to_units`:   x `[..., D]`  with w `[*U, D]` -> `[..., *U]` (q, k, v, gate, up, head)
+- `from_units`: h `[..., *U]` with w `[*U, D]` -> `[..., D]`  (o, down)
+
+and functions that a kernel may fuse: `normed_to_units` (a norm, then several products of the same
+activations), `feed_forward`, and `add_normed`, which ends a block.
+
+`used` limits a product to the first units: outputs of the other units are undefined, and as inputs they
+contribute nothing.
+
+With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, whatever the
+weight's format (mllm-NPU, arXiv 2407.05858, equation 1, without its outliers: see
+`jaxllm.int8_prefill.shadow`).
+
+With `rowwise`, native products give each token bit for bit what it gets alone, which verification of drafted
+tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way.
+
+Callers need not know whether a weight is dense, quantized or adapted, nor which kernel runs: native kernels
+for weights in blocks on a CPU, with their adapters (`kernels/native.py`); loops over converted blocks for
+other quantized weights on a CPU (`kernels/converted.py`); plain products elsewhere. All are differentiable in
+their activations, and in float weights.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.config import Activation
+from jaxllm.kernels import converted, native, stepwise
+from jaxllm.kernels.platforms import natively, on_platform
+from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.quant import (
+    Adapted,
+    AdaptedFromBuffer,
+    BlockedArray,
+    FirstUnits,
+    OwnProduct,
+    QArray,
+    Weight,
+    dequantize,
+    embedding_rows,
+)
+
+# Static steps of a feed-forward block: of the inputs of its first products, and of the input of its last.
+Steps = tuple[jax.Array, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FeedForward:
+    """Weights `[F, D]` and biases of a feed-forward block, gated or plain (`gate` None)."""
+
+    up: Weight
+    down: Weight
+    gate: Weight | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
+    gate_bias: jax.Array | None = None
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Its weights, in the order of their use."""
+        return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+
+    @property
+    def biased(self) -> bool:
+        """Whether it has any bias."""
+        return any(bias is not None for bias in (self.up_bias, self.down_bias, self.gate_bias))
+
+
+def to_units(
+    x: jax.Array,
+    weight: Weight,
+    bias: jax.Array | None = None,
+    *,
+    used: UsedUnits | None = None,
+    rowwise: bool = False,
+    step: jax.Array | None = None,
+) -> jax.Array:
+    """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
+    units, width = weight.shape[:-1], weight.shape[-1]
+    rows = x.reshape(-1, width)
+
+    def by_kernel(
+        rows: jax.Array, weight: native.Adaptable, used: UsedUnits | None, step: jax.Array | None
+    ) -> jax.Array:
+        return native.to_units(rows, [weight], used=used, rowwise=rowwise, step=step)[0]
+
+    def by_xla(rows: jax.Array, weight: Weight, used: UsedUnits | None, step: jax.Array | None) -> jax.Array:
+        del used
+        return _to_units_by_xla(rows, weight, step)
+
+    if in_blocks(weight):
+        out = natively(by_kernel, by_xla, rows, weight, used, step)
+    else:
+        out = by_xla(rows, weight, used, step)
+    return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
+
+
+def normed_to_units(
+    x: jax.Array,
+    norm: Norm,
+    weights: Sequence[Weight],
+    biases: Sequence[jax.Array | None],
+    *,
+    used: UsedUnits | None = None,
+    rowwise: bool = False,
+    step: jax.Array | None = None,
+) -> list[jax.Array]:
+    """`to_units` of `norm(x)` with each weight."""
+
+    def apart(
+        x: jax.Array, norm: Norm, weights: Sequence[Weight], used: UsedUnits | None, step: jax.Array | None
+    ) -> list[jax.Array]:
+        normed = normalize(x, norm)
+        return [to_units(normed, weight, used=used, rowwise=rowwise, step=step) for weight in weights]
+
+    def together(
+        x: jax.Array,
+        norm: Norm,
+        weights: Sequence[native.Adaptable],
+        used: UsedUnits | None,
+        step: jax.Array | None,
+    ) -> list[jax.Array]:
+        rows = x.reshape(-1, x.shape[-1])
+        products = native.to_units(
+            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used, rowwise=rowwise, step=step
+        )
+        return [
+            out.reshape(*x.shape[:-1], *weight.shape[:-1])
+            for out, weight in zip(products, weights, strict=True)
+        ]
+
+    if norm.bias is None and _one_format(weights):
+        outs = natively(together, apart, x, norm, list(weights), used, step)
+    else:
+        outs = apart(x, norm, weights, used, step)
+    return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
+
+
+def from_units(
+    h: jax.Array,
+    weight: Weight,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    used: UsedUnits | None = None,
+    rowwise: bool = False,
+    step: jax.Array | None = None,
+) -> jax.Array:
+    """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
+    `[..., D]` if there is one: `[..., D]`."""
+    units, width = weight.shape[:-1], weight.shape[-1]
+    batch = h.shape[: h.ndim - len(units)]
+
+    def by_kernel(
+        h: jax.Array,
+        weight: native.Adaptable,
+        residual: jax.Array | None,
+        used: UsedUnits | None,
+        step: jax.Array | None,
+    ) -> jax.Array:
+        rows = h.reshape(-1, math.prod(units))
+        add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
+        return native.from_units(rows, weight, residual=add, used=used, rowwise=rowwise, step=step)
+
+    def by_xla(
+        h: jax.Array,
+        weight: Weight,
+        residual: jax.Array | None,
+        used: UsedUnits | None,
+        step: jax.Array | None,
+    ) -> jax.Array:
+        h = h if used is None else used.only(h, len(batch))
+        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, step)
+        return out if residual is None else residual.reshape(out.shape) + out
+
+    if in_blocks(weight):
+        out = natively(by_kernel, by_xla, h, weight, residual, used, step)
+        return _with_bias(out.reshape(*batch, width), bias)
+    out = _with_bias(by_xla(h, weight, None, used, step).reshape(*batch, width), bias)
+    return out if residual is None else residual + out
+
+
+def feed_forward(
+    x: jax.Array,
+    norm: Norm,
+    weights: FeedForward,
+    activation: Activation,
+    *,
+    add_input: bool,
+    used: UsedUnits | None = None,
+    rowwise: bool = False,
+    steps: Steps | None = None,
+) -> jax.Array:
+    """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`. `steps`: of
+    the input of the first products, and of the input of `down` (see the module docstring)."""
+
+    def apart(
+        x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None, steps: Steps | None
+    ) -> jax.Array:
+        step, hidden_step = steps or (None, None)
+        if weights.gate is None:
+            (up,) = normed_to_units(
+                x, norm, (weights.up,), (weights.up_bias,), used=used, rowwise=rowwise, step=step
+            )
+            hidden = activate(up, activation)
+        else:
+            both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
+            gate, up = normed_to_units(x, norm, both, biases, used=used, rowwise=rowwise, step=step)
+            hidden = activate(gate, activation) * up
+        residual = x if add_input else None
+        return from_units(
+            hidden,
+            weights.down,
+            weights.down_bias,
+            residual=residual,
+            used=used,
+            rowwise=rowwise,
+            step=hidden_step,
+        )
+
+    def together(
+        x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None, steps: Steps | None
+    ) -> jax.Array:
+        fused = norm.bias is None
+        rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
+        out = native.feed_forward(
+            rows,
+            weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
+            weights.up,  # pyright: ignore[reportArgumentType]
+            weights.down,  # pyright: ignore[reportArgumentType]
+            activation=activation,
+            norm_scale=norm.scale if fused else None,
+            norm_eps=norm.eps,
+            residual=add_input and fused,
+            used=used,
+            rowwise=rowwise,
+            steps=steps,
+        ).reshape(x.shape)
+        return x + out if add_input and not fused else out
+
+    if weights.biased or not _one_format(weights.weights):
+        return apart(x, norm, weights, used, steps)
+    return natively(together, apart, x, norm, weights, used, steps)
+
+
+def add_normed(residual: jax.Array, x: jax.Array, norm: Norm) -> jax.Array:
+    """`residual + norm(x)`, `[..., D]`. Where native kernels run, each token's result is bit for bit what it
+    is alone; XLA's would vary with what it fuses them with."""
+
+    def by_xla(x: jax.Array, residual: jax.Array, norm: Norm) -> jax.Array:
+        return residual + normalize(x, norm)
+
+    def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm) -> jax.Array:
+        rows = (-1, x.shape[-1])
+        wide = residual.astype(jnp.float32).reshape(rows)
+        return native.add_normed(wide, x.reshape(rows), norm.scale, norm.eps).reshape(x.shape)
+
+    if norm.bias is not None:
+        return by_xla(x, residual, norm)
+    return natively(by_kernel, by_xla, x, residual, norm)
+
+
+def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype) -> jax.Array:
+    """Rows of `embedding` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`."""
+
+    def by_xla(tokens: jax.Array) -> jax.Array:
+        return embedding_rows(embedding, tokens, dtype)
+
+    if not isinstance(embedding, BlockedArray) or not native.kernels().native:
+        return by_xla(tokens)
+    blocked = embedding
+
+    def by_kernel(tokens: jax.Array) -> jax.Array:
+        return native.unit_rows(blocked, tokens).astype(dtype)
+
+    return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
+
+
+def in_blocks(weight: Weight) -> bool:
+    """Whether the weight is in blocks, as native kernels take it."""
+    stacked = isinstance(weight, Adapted) and weight.stacked
+    return isinstance(_stored(weight), BlockedArray) and not stacked
+
+
+def _one_format(weights: Sequence[Weight]) -> bool:
+    """Whether all weights are in blocks of one width, which a fused kernel needs."""
+    stored = map(_stored, weights)
+    formats = {(each.bits, each.group) for each in stored if isinstance(each, BlockedArray)}
+    return all(in_blocks(weight) for weight in weights) and len(formats) == 1
+
+
+def _stored(weight: Weight) -> Weight:
+    """The weight without its adapter."""
+    return weight.base if isinstance(weight, Adapted | AdaptedFromBuffer) else weight
+
+
+def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
+    """Activations `[M, D]` times a weight `[*U, D]`: `[M, prod(U)]`."""
+    width = weight.shape[-1]
+    if isinstance(weight, AdaptedFromBuffer):
+        return _to_units_by_xla(rows, weight.apart, step)
+    if isinstance(weight, OwnProduct):
+        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -1)
+    if isinstance(weight, Adapted):
+        low = _to_units_by_xla(rows, weight.right)
+        return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, _as_matrix(weight.left))
+    if step is not None:
+        if stepwise.in_integers(weight):
+            return stepwise.rows_product(rows, _flat(weight), step)
+        rows = stepwise.rounded(rows, step)
+
+    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
+        dense = dequantize(weight, rows.dtype).reshape(-1, width)
+        return jax.lax.dot_general(rows, dense, (((1,), (1,)), ((), ())))
+
+    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
+        return converted.rows_product(rows, _flat(weight))
+
+    if isinstance(weight, BlockedArray):
+        return whole(rows, weight)
+    return _product(rows, weight, whole=whole, by_blocks=by_blocks)
+
+
+def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
+    """Activations `[M, prod(U)]` times a weight `[*U, D]`: `[M, D]`."""
+    units, width = weight.shape[:-1], weight.shape[-1]
+    if isinstance(weight, AdaptedFromBuffer):
+        return _from_units_by_xla(rows, weight.apart, step)
+    if isinstance(weight, OwnProduct):
+        return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
+    if isinstance(weight, FirstUnits):
+        # The weight stays whole and shared; zero activations stand for the missing units.
+        missing = math.prod(weight.base.shape[:-1]) - rows.shape[-1]
+        return _from_units_by_xla(jnp.pad(rows, ((0, 0), (0, missing))), weight.base, step)
+    if isinstance(weight, Adapted):
+        low = _to_units_by_xla(rows, _as_matrix(weight.left))
+        return _from_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, weight.right)
+    if step is not None:
+        if stepwise.in_integers(weight):
+            return stepwise.reduction_product(rows, weight, step)
+        rows = stepwise.rounded(rows, step)
+
+    def whole(rows: jax.Array, weight: Weight) -> jax.Array:
+        dense = dequantize(weight, rows.dtype).reshape(-1, width)
+        return jax.lax.dot_general(rows, dense, (((1,), (0,)), ((), ())))
+
+    def by_blocks(rows: jax.Array, weight: Weight) -> jax.Array:
+        if isinstance(weight, QArray) and weight.ndim == 3:
+            return converted.stacked_reduction_product(rows.reshape(-1, *units), weight)
+        return converted.reduction_product(rows, _flat(weight))
+
+    if isinstance(weight, BlockedArray):
+        return whole(rows, weight)
+    return _product(rows, weight, whole=whole, by_blocks=by_blocks)
+
+
+def _as_matrix(side: jax.Array | OwnProduct) -> jax.Array | OwnProduct:
+    """An adapter's left factor `[r, *U]` as `[r, prod(U)]`, the shape that `OwnProduct` needs."""
+    return side if isinstance(side, OwnProduct) else side.reshape(side.shape[0], -1)
+
+
+def _product(
+    rows: jax.Array,
+    weight: Weight,
+    *,
+    whole: Callable[[jax.Array, Weight], jax.Array],
+    by_blocks: Callable[[jax.Array, Weight], jax.Array],
+) -> jax.Array:
+    """The product by the path for this weight and the platform that the step is compiled for."""
+    stored_as_is = isinstance(weight, jax.Array) and weight.dtype == rows.dtype
+    if stored_as_is or converted.fits_one_block(weight, rows.dtype):
+        return whole(rows, weight)
+    return on_platform(by_blocks, whole, (rows, weight))
+
+
+def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:
+    return out if bias is None else out + bias.astype(out.dtype)
+
+
+def _flat(weight: Weight) -> Weight:
+    """The weight as a matrix `[R, C]`."""
+    return jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)

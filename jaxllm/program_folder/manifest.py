@@ -1,0 +1,373 @@
+"""The manifest of a folder of exported programs: their signatures, shapes and weights.
+
+    program.json       this manifest
+    tokenizer.json     see `jaxllm.text.tokenizer.TokenizerFiles`
+    weights.safetensors, *.jaxexport     or     *.tflite
+
+A signature names one program, an exported bucket: `prefill_16`, `decode`, `verify_8`; of a level
+`level_30_decode`; over caches shorter than the context `cache_512_decode`. The manifest has all facts that a
+loop over programs needs, so that running them takes neither model code nor the bundle.
+"""
+
+import collections
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import xxhash
+
+from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError, ProgramError
+from jaxllm.files.input_files import read_bytes
+from jaxllm.program_folder.files import StoredFile, require_ints, require_text
+from jaxllm.text.tokenizer import TokenizerFiles
+
+# "live" programs are in no folder: a process traces them for itself.
+ProgramFormat = Literal["stablehlo", "tflite", "iree", "live"]
+FORMATS: tuple[ProgramFormat, ...] = ("stablehlo", "tflite", "iree")
+Kind = Literal["prefill", "decode", "verify"]
+Precision = Literal["f32", "bf16", "int8", "w8a8"]
+CACHE_DTYPES = ("float32", "bfloat16")
+
+MANIFEST, TOKENIZER, WEIGHTS = "program.json", "tokenizer.json", "weights.safetensors"
+VERSION = 2
+KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
+# Suffixes of the names of an adapter's factors, after the parameter's name.
+LEFT, RIGHT = ".left", ".right"
+_MAX_MANIFEST_BYTES, _MAX_TOKENIZER_BYTES = 16 << 20, 64 << 20
+_MAX_SIGNATURES = 1 << 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signature:
+    """One program.
+
+    Attributes:
+      kind: prefill, decode or verify.
+      tokens: T, number of new tokens.
+      level: the sub-model, in percent.
+      cache_tokens: S, length of its caches; 0 for the whole context.
+      file: name of its file.
+    """
+
+    kind: Kind
+    tokens: int
+    level: int
+    cache_tokens: int = 0
+    file: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ValueError(f"a program of kind {self.kind!r:.40}")
+        require_text("a program's file", self.file)
+        require_ints("a program", (self.tokens, self.level), 1, MAX_DIMENSION)
+        require_ints("a program's cache", (self.cache_tokens,), 0, MAX_DIMENSION)
+
+    @property
+    def name(self) -> str:
+        """Its name in runtimes. Levels and short caches come first, so that LiteRT-LM, which goes by
+        prefixes, does not take their signatures for the model's."""
+        parts = [] if self.level == WHOLE else [f"level_{self.level}"]
+        parts += [f"cache_{self.cache_tokens}"] if self.cache_tokens else []
+        parts += [self.kind] if self.kind == "decode" else [f"{self.kind}_{self.tokens}"]
+        return "_".join(parts)
+
+
+def level_signatures(
+    level: int,
+    *,
+    chunk_tokens: Sequence[int],
+    verify_tokens: Sequence[int],
+    cache_tokens: Sequence[int] = (),
+    file: Callable[[str], str] = lambda _: "",
+) -> list[Signature]:
+    """The signatures of a level.
+
+    Args:
+      level: in percent.
+      chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
+      cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
+      file: name of a program -> its file.
+    """
+    found = []
+    for cache in (*cache_tokens, 0):
+        sizes: list[tuple[Kind, int]] = [
+            *(("prefill", each) for each in chunk_tokens),
+            ("decode", 1),
+            *(("verify", each) for each in verify_tokens),
+        ]
+        for kind, tokens in sizes:
+            if not cache or tokens <= cache:
+                bare = Signature(kind=kind, tokens=tokens, level=level, cache_tokens=cache, file="")
+                found.append(dataclasses.replace(bare, file=file(bare.name)))
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Argument:
+    """A weight argument of a level's programs: a stored array, and the shape of its leading units."""
+
+    stored: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        require_text("a weight", self.stored)
+        require_ints(f"the shape of {self.stored!r:.80}", self.shape or (None,), 1, MAX_DIMENSION)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramLevel:
+    """A level: the sub-model, and by name the weight arguments of its programs (none if weights are constants
+    in them)."""
+
+    cfg: ModelConfig
+    weights: Mapping[str, Argument]
+
+    def views(self, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """The weight arguments of the level's programs by name, as views of the stored arrays.
+
+        Raises:
+          ProgramError: an array is missing, or has another shape.
+        """
+        found = {}
+        for name, each in self.weights.items():
+            whole = arrays.get(each.stored, np.zeros(0))
+            if whole.shape[1:] != each.shape[1:] or len(whole) < each.shape[0]:
+                raise ProgramError(
+                    f"{name} must be the beginning {list(each.shape)} of {each.stored}, which is missing or "
+                    f"another ({list(whole.shape)}); export the model again"
+                )
+            found[name] = whole[: each.shape[0]]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A folder of programs.
+
+    Attributes:
+      format: of the programs.
+      name: the model's name, for people.
+      model: fingerprint of the exported bundle, which the weights carry too.
+      context_tokens: length of the longest caches.
+      precision: of the weight matrices, and for w8a8 also of activations.
+      cache_dtype: of keys and values.
+      platforms: on which the programs run.
+      levels: by percent; 100 is the whole model.
+      signatures: the programs.
+      files: all files but the manifest, by name.
+      made_with: versions of the packages that wrote it, for people.
+      left_out: features of the bundle that the programs do not have, for people.
+    """
+
+    format: ProgramFormat
+    name: str
+    model: str
+    context_tokens: int
+    precision: Precision
+    cache_dtype: str
+    platforms: tuple[str, ...]
+    levels: Mapping[int, ProgramLevel]
+    signatures: tuple[Signature, ...]
+    files: Mapping[str, StoredFile]
+    made_with: Mapping[str, str]
+    left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for what in (self.name, self.model, *self.platforms, *self.made_with.values(), *self.left_out):
+            require_text("the manifest", what)
+        require_ints("the number of programs", (len(self.signatures),), 1, _MAX_SIGNATURES)
+        if WHOLE not in self.levels:
+            raise ValueError("there is no whole model")
+        for level in self.levels:
+            require_ints("a level", (level,), 1, WHOLE)
+        require_ints("context_tokens", (self.context_tokens,), 1, self.levels[WHOLE].cfg.window_tokens)
+        if self.cache_dtype not in CACHE_DTYPES:
+            raise ValueError(f"cache_dtype {self.cache_dtype!r:.40}")
+        for each in self.signatures:
+            room = self.room(each)
+            if each.level not in self.levels or each.tokens > room or room > self.context_tokens:
+                raise ValueError(f"{each.name} is of no level, or does not fit its caches")
+        kinds = collections.defaultdict(list)
+        for each in self.signatures:
+            kinds[each.level, self.room(each)].append(each.kind)
+        for level in self.levels:
+            for cache in {self.context_tokens, *self.cache_tokens(level)}:
+                if kinds[level, cache].count("decode") != 1 or "prefill" not in kinds[level, cache]:
+                    raise ValueError(f"level {level} cannot read a prompt and decode in {cache} tokens")
+
+    def room(self, signature: Signature) -> int:
+        """Positions of a program's caches (S)."""
+        return signature.cache_tokens or self.context_tokens
+
+    def cache_tokens(self, level: int) -> tuple[int, ...]:
+        """Lengths of caches that a level has programs for, ascending."""
+        return tuple(sorted({self.room(each) for each in self.signatures if each.level == level}))
+
+    def chunk_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
+        """Prefill chunk lengths of a level over caches of a length, ascending."""
+        return self._sizes("prefill", level, cache_tokens)
+
+    def verify_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
+        """Tree sizes of a level over caches of a length, ascending."""
+        return self._sizes("verify", level, cache_tokens)
+
+    def signature(self, kind: Kind, tokens: int, level: int, cache_tokens: int) -> Signature:
+        """The signature of these values.
+
+        Raises:
+          ProgramError: the folder has no such program.
+        """
+        for each in self._of(level, cache_tokens):
+            if (each.kind, each.tokens) == (kind, tokens):
+                return each
+        names = ", ".join(each.name for each in self.signatures)
+        raise ProgramError(
+            f"there is no {kind} program of {tokens} tokens for level {level} in {cache_tokens}, only "
+            f"{names}; export the model again with it"
+        )
+
+    def cache_shapes(self, level: int, cache_tokens: int) -> dict[str, tuple[int, ...]]:
+        """Shapes `[1, K, S, H]` of a level's caches by name."""
+        return cache_shapes(self.levels[level].cfg, cache_tokens)
+
+    def _stored(self, folder: Path, name: str) -> StoredFile:
+        if name not in self.files:
+            raise ProgramError(f"{folder} has no {name}; export the model again")
+        return self.files[name]
+
+    def _sizes(self, kind: Kind, level: int, cache_tokens: int) -> tuple[int, ...]:
+        return tuple(sorted(each.tokens for each in self._of(level, cache_tokens) if each.kind == kind))
+
+    def _of(self, level: int, cache_tokens: int) -> list[Signature]:
+        return [each for each in self.signatures if each.level == level and self.room(each) == cache_tokens]
+
+    def write(self, folder: Path) -> None:
+        """Writes `program.json`."""
+        data = {"version": VERSION, **dataclasses.asdict(self)}
+        (folder / MANIFEST).write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Reads and checks `program.json`, and the existence and size of all files.
+
+        Raises:
+          ProgramError: the folder has no programs, is incomplete, or of another version.
+        """
+        path = folder / MANIFEST
+        try:
+            data = json.loads(read_bytes(path, _MAX_MANIFEST_BYTES))
+        except OSError as error:
+            raise ProgramError(
+                f"{folder}: not a folder of programs ({error.strerror}); make one with `jaxllm export`"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+        version = data.pop("version", None) if isinstance(data, dict) else None
+        if version != VERSION:
+            raise ProgramError(
+                f"{path}: version {version!r:.40}, this jaxllm reads {VERSION}; export the model again"
+            )
+        try:
+            manifest = cls._parsed(data)
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError) as error:
+            raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+        for name, stored in manifest.files.items():
+            if Path(name).name != name or "\0" in name:
+                raise ProgramError(f"{path}: {name!r:.80} is not a file of its folder")
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != stored.size_bytes:
+                raise ProgramError(f"{file}: missing or truncated; copy the folder again or export it again")
+        return manifest
+
+    @classmethod
+    def _parsed(cls, data: dict[str, Any]) -> "Manifest":
+        fields = dict(data)
+        for name, allowed in (("format", FORMATS), ("precision", get_args(Precision))):
+            if fields[name] not in allowed:
+                raise ValueError(f"{name} {fields[name]!r:.40}")
+        fields["platforms"] = tuple(fields["platforms"])
+        fields["left_out"] = tuple(fields.get("left_out", ()))
+        fields["signatures"] = tuple(Signature(**each) for each in fields["signatures"])
+        fields["files"] = {name: StoredFile(**each) for name, each in fields["files"].items()}
+        fields["levels"] = {int(level): _level(each) for level, each in fields["levels"].items()}
+        manifest = cls(**fields)
+        unknown = [each.file for each in manifest.signatures if each.file not in manifest.files]
+        if unknown or TOKENIZER not in manifest.files:
+            raise ValueError(f"there is no file {', '.join(unknown) or TOKENIZER}")
+        return manifest
+
+    def read_intact(self, folder: Path, name: str, *, most_bytes: int) -> bytes:
+        """The content of a file.
+
+        Raises:
+          ProgramError: its checksum is wrong, it is larger than `most_bytes`, or not in the manifest.
+        """
+        path = folder / name
+        stored = self._stored(folder, name)
+        try:
+            raw = read_bytes(path, most_bytes)
+        except OSError as error:
+            raise ProgramError(
+                f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
+            ) from error
+        if StoredFile(size_bytes=len(raw), xxh3_128=xxhash.xxh3_128_hexdigest(raw)) != stored:
+            raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
+        return raw
+
+    def require_intact(self, folder: Path, name: str) -> Path:
+        """The path of a file, after checking it.
+
+        Raises:
+          ProgramError: its checksum is wrong, or it is not in the manifest.
+        """
+        path = folder / name
+        stored = self._stored(folder, name)
+        try:
+            found = StoredFile.of(path)
+        except OSError as error:
+            raise ProgramError(
+                f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
+            ) from error
+        if found != stored:
+            raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
+        return path
+
+
+def cache_shapes(cfg: ModelConfig, cache_tokens: int) -> dict[str, tuple[int, ...]]:
+    """Shapes `[1, K, S, H]` of the caches of a model by name."""
+    shapes = {}
+    for layer in range(cfg.layers):
+        shape = (1, cfg.units(layer).kv_heads, cache_tokens, cfg.head_dim)
+        shapes[KEYS.format(layer)] = shapes[VALUES.format(layer)] = shape
+    return shapes
+
+
+def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
+    """Writes the tokenizer beside the programs."""
+    (folder / TOKENIZER).write_text(json.dumps(files.to_json()), encoding="utf-8")
+
+
+def read_tokenizer(manifest: Manifest, folder: Path) -> TokenizerFiles:
+    """The tokenizer beside the programs.
+
+    Raises:
+      ProgramError: it is malformed.
+    """
+    path = folder / TOKENIZER
+    text = manifest.read_intact(folder, TOKENIZER, most_bytes=_MAX_TOKENIZER_BYTES)
+    try:
+        return TokenizerFiles.from_json(json.loads(text))
+    except (OSError, ValueError, RecursionError, CheckpointError) as error:
+        raise ProgramError(f"{path}: malformed ({error!s:.200}); export the model again") from error
+
+
+def _level(data: dict[str, Any]) -> ProgramLevel:
+    weights = {
+        name: Argument(stored=each["stored"], shape=tuple(each["shape"]))
+        for name, each in data["weights"].items()
+    }
+    return ProgramLevel(cfg=ModelConfig.from_json(data["cfg"]), weights=weights)

@@ -1,0 +1,131 @@
+"""Dequantizes weights of every storage type, whole or by rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.quant.blocks import (
+    BlockedArray,
+    blocked_levels,
+    blocked_scales,
+    take_blocked_inputs,
+    take_blocked_rows,
+)
+from jaxllm.quant.formats import QArray
+from jaxllm.quant.parts import entry_of_form, sliced
+from jaxllm.quant.weights import (
+    Adapted,
+    AdaptedFromBuffer,
+    Apart,
+    Bfloat16Bits,
+    ByForm,
+    Changed,
+    FirstUnits,
+    Narrowed,
+    OwnProduct,
+    Weight,
+)
+
+
+def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
+    """The weight as floats `[..., R, C]` in `dtype`, any adapter included."""
+    if isinstance(weight, AdaptedFromBuffer):
+        return dequantize(weight.apart, dtype)
+    if isinstance(weight, Adapted):
+        return dequantize(weight.base, dtype) + weight.change.astype(dtype)
+    if isinstance(weight, OwnProduct):
+        return dequantize(weight.base, dtype)
+    if isinstance(weight, Narrowed):
+        return dequantize(weight.stack, dtype)[:, : weight.rows]
+    if isinstance(weight, Apart):
+        return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
+    if isinstance(weight, ByForm):
+        each = [entry_of_form(weight, *place) for place in zip(weight.form, weight.at, strict=True)]
+        return jnp.stack([dequantize(matrix, dtype) for matrix in each])
+    if isinstance(weight, FirstUnits):
+        return dequantize(sliced(weight), dtype)
+    if isinstance(weight, Bfloat16Bits):
+        # A bfloat16 is the upper half of a float32.
+        wide = weight.bits.astype(jnp.uint32) << np.uint32(16)
+        return jax.lax.bitcast_convert_type(wide, jnp.float32).astype(dtype)
+    if isinstance(weight, BlockedArray):
+        levels, scale = blocked_levels(weight).astype(dtype), blocked_scales(weight)
+    elif isinstance(weight, QArray):
+        data, scale = weight.data, weight.scale
+        levels = data.astype(dtype)
+        if weight.bits != 8:
+            unpack = unpack_int4 if weight.bits == 4 else unpack_int2
+            levels = unpack(data, weight.columns, dtype)
+    else:
+        return weight.astype(dtype)
+    return levels * _spread(scale.astype(dtype), weight.group, levels.shape[weight.axis], weight.axis)
+
+
+def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
+    halves = (packed & np.uint8(15), packed >> np.uint8(4))
+    wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
+    return wide[..., :columns] - np.asarray(8, dtype)
+
+
+def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
+    """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
+    quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
+    codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
+    return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
+
+
+def embedding_rows(weight: Weight, rows: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rows of a matrix `[R, C]` contracted along its last axis: `[*rows.shape, C]` in `dtype`; `rows`
+    (any shape) in range."""
+    if isinstance(weight, Adapted):
+        low = jnp.moveaxis(jnp.take(weight.left, rows, axis=1, mode="clip"), 0, -1).astype(dtype)
+        return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
+    if isinstance(weight, OwnProduct):
+        return embedding_rows(weight.base if weight.rows is None else weight.rows, rows, dtype)
+    if isinstance(weight, BlockedArray):
+        levels, scale = take_blocked_rows(weight, rows)
+        scale = _spread(scale.astype(dtype), weight.group, levels.shape[-1], -1)
+        return levels.astype(dtype) * scale
+
+    def take(part: jax.Array) -> jax.Array:
+        return jnp.take(part, rows, axis=0, mode="clip")
+
+    return dequantize(jax.tree.map(take, weight), dtype)
+
+
+def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Array:
+    """The weights of some inputs of a product as floats, without adapters.
+
+    Of a weight in blocks only the blocks of these inputs are read.
+
+    Args:
+      weight: `[*U, D]`.
+      index: `[N]` int32, inputs in range: along the last axis if `last`, else along all other axes together.
+      last: whether the last axis is contracted.
+
+    Returns:
+      `[N, outputs]` float32.
+    """
+    while isinstance(weight, Changed):
+        weight = weight.base
+    if isinstance(weight, BlockedArray):
+        return take_blocked_inputs(weight, index)
+    if isinstance(weight, QArray) and weight.bits == 8 and not weight.group:
+        rows, columns = weight.data.shape[-2:]
+        if last:
+            taken = weight.data.reshape(-1, columns)[:, index].T
+            return taken.astype(jnp.float32) * weight.scale.reshape(-1)
+        scale = weight.scale.reshape(-1, columns)[index // rows]
+        return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
+    dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])
+    return dense[:, index].T if last else dense[index]
+
+
+def _spread(scale: jax.Array, group: int, length: int, axis: int) -> jax.Array:
+    """Scales of groups along `axis`, repeated for each of `length` values; with `group` 0 (one scale for the
+    whole axis) they are returned unchanged and broadcast."""
+    if not group:
+        return scale
+    scale = jnp.repeat(scale, group, axis=axis)
+    return jax.lax.slice_in_dim(scale, 0, length, axis=scale.ndim + axis)

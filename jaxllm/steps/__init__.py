@@ -1,0 +1,1 @@
+"""The functions that are compiled: of a whole model, of single layers, of token trees, and as exported."""

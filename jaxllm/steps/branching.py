@@ -1,0 +1,224 @@
+"""Questions packed into rows for scoring: each is read once, with all of its possible answers behind it.
+
+A `Branching` becomes a trunk and branches (see `jaxllm.nn.documents`); several stand one behind the other in
+a row, and several rows make one dispatch. What is predicted from a token is scored, so an answer's last token
+is never fed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxllm.steps.model import SCORE_BLOCK
+
+# In a short row attention looks at little that it must then mask; in a long one less is left empty.
+_ROW_TOKENS = (128, 256, 512, 1024, 2048, 4096)
+
+
+@dataclasses.dataclass(frozen=True)
+class Branching:
+    """A text and its possible ends, as token ids.
+
+    Attributes:
+      trunk: what all of them begin with, at least one token.
+      branches: what follows in each, at least one token.
+    """
+
+    trunk: tuple[int, ...]
+    branches: tuple[tuple[int, ...], ...]
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens to be fed for the trunk with its longest branch."""
+        return len(self.trunk) + max(map(len, self.branches)) - 1
+
+    @property
+    def fed_tokens(self) -> int:
+        """Tokens to be fed for the trunk with all branches."""
+        return len(self.trunk) + sum(map(len, self.branches)) - len(self.branches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A question, or as many of its branches as fit a row.
+
+    Attributes:
+      trunk: see `Branching`.
+      branches: each with the number of its answer, counted over all answers of all questions.
+    """
+
+    trunk: tuple[int, ...]
+    branches: tuple[tuple[int, tuple[int, ...]], ...]
+
+    @property
+    def fed_tokens(self) -> int:
+        """Tokens to be fed."""
+        return len(self.trunk) + sum(len(branch) - 1 for _, branch in self.branches)
+
+    @property
+    def targets(self) -> int:
+        """Tokens to be scored."""
+        return sum(len(branch) for _, branch in self.branches)
+
+
+@dataclasses.dataclass
+class Packed:
+    """One dispatch of `steps.score_branches`, and whose answers it scores.
+
+    Attributes:
+      tokens, starts, trunk_ends, branch_starts: `[B, T]` int32 (see `jaxllm.nn.documents`).
+      places, targets: `[P]` int32 (see `steps.score_branches`), of which `count` are real.
+      owners: `[P]` int32, the answer that each target is a token of.
+      used: real tokens in each row.
+      count: real targets.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    trunk_ends: np.ndarray
+    branch_starts: np.ndarray
+    places: np.ndarray
+    targets: np.ndarray
+    owners: np.ndarray
+    used: list[int]
+    count: int = 0
+
+    @classmethod
+    def empty(cls, rows: int, length: int) -> "Packed":
+        """All padding: every token is a document of its own."""
+        alone = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+        room = target_room(rows, length)
+        return cls(
+            tokens=np.zeros((rows, length), np.int32),
+            starts=alone.copy(),
+            trunk_ends=alone + np.int32(1),
+            branch_starts=alone + np.int32(1),
+            places=np.zeros(room, np.int32),
+            targets=np.zeros(room, np.int32),
+            owners=np.zeros(room, np.int32),
+            used=[0] * rows,
+        )
+
+    def take(self, piece: Piece) -> bool:
+        """Puts a piece into the first row with room for it; says whether there was one."""
+        length = self.tokens.shape[1]
+        if self.count + piece.targets > len(self.targets):
+            return False
+        for row, used in enumerate(self.used):
+            if used + piece.fed_tokens <= length:
+                self._put(row, piece)
+                return True
+        return False
+
+    def _put(self, row: int, piece: Piece) -> None:
+        start = self.used[row]
+        trunk_end = start + len(piece.trunk)
+        end = start + piece.fed_tokens
+        self.tokens[row, start:trunk_end] = piece.trunk
+        self.starts[row, start:end] = start
+        self.trunk_ends[row, start:end] = trunk_end
+        self.branch_starts[row, start:trunk_end] = trunk_end
+        at, base = trunk_end, row * self.tokens.shape[1]
+        for owner, branch in piece.branches:
+            fed = len(branch) - 1
+            self.tokens[row, at : at + fed] = branch[:-1]
+            self.branch_starts[row, at : at + fed] = at
+            scored = slice(self.count, self.count + len(branch))
+            # A branch's first token follows the trunk's last, the others each other.
+            self.places[scored] = [base + trunk_end - 1, *range(base + at, base + at + fed)]
+            self.targets[scored] = branch
+            self.owners[scored] = owner
+            self.count += len(branch)
+            at += fed
+        self.used[row] = end
+
+
+def target_room(rows: int, length: int) -> int:
+    """How many targets a dispatch has room for: one for each of its tokens, in whole blocks."""
+    return -(-rows * length // SCORE_BLOCK) * SCORE_BLOCK
+
+
+def row_lengths(context_tokens: int) -> tuple[int, ...]:
+    """The row lengths that graphs exist for, ascending; the last is the context."""
+    return (*(length for length in _ROW_TOKENS if length < context_tokens), context_tokens)
+
+
+def cut(questions: Sequence[Branching], lengths: Sequence[int]) -> dict[int, list[Piece]]:
+    """The pieces of all questions by the length of the rows that they go into, the largest first.
+
+    Args:
+      questions: no trunk with a branch is longer than the longest row.
+      lengths: of rows, ascending.
+    """
+    pieces: dict[int, list[Piece]] = {length: [] for length in lengths}
+    answers = 0
+    for question in questions:
+        branches = list(enumerate(question.branches, answers))
+        answers += len(branches)
+        for piece in _split(question.trunk, branches, lengths[-1]):
+            pieces[next(length for length in lengths if length >= piece.fed_tokens)].append(piece)
+    for group in pieces.values():
+        group.sort(key=lambda piece: -piece.fed_tokens)
+    return {length: group for length, group in pieces.items() if group}
+
+
+def pack(pieces: Sequence[Piece], rows: int, length: int) -> Iterator[Packed]:
+    """Dispatches of `rows` rows of `length` tokens that hold all pieces."""
+    packed = Packed.empty(rows, length)
+    for piece in pieces:
+        if packed.take(piece):
+            continue
+        yield packed
+        packed = Packed.empty(rows, length)
+        taken = packed.take(piece)
+        assert taken
+    if packed.count:
+        yield packed
+
+
+def score_pieces(
+    questions: Sequence[Branching],
+    pieces: Mapping[int, Sequence[Piece]],
+    rows: Mapping[int, int],
+    dispatch: Callable[[Packed], np.ndarray],
+    on_scored: Callable[[int, int], None] | None = None,
+) -> list[np.ndarray]:
+    """Log-probability (natural, summed over tokens) of every branch of every question.
+
+    Args:
+      questions: any number, in any order.
+      pieces: what `cut` made of them.
+      rows: how many of each length a dispatch has.
+      dispatch: gives the log-probabilities of a dispatch's real targets, `[count]`.
+      on_scored: called with (tokens scored, tokens in all) after each dispatch.
+
+    Returns:
+      For each question `[branches]` float64.
+    """
+    counts = [len(question.branches) for question in questions]
+    sums = np.zeros(sum(counts))
+    done, total = 0, sum(len(branch) for question in questions for branch in question.branches)
+    for length, group in pieces.items():
+        for packed in pack(group, rows[length], length):
+            np.add.at(sums, packed.owners[: packed.count], dispatch(packed).astype(np.float64))
+            done += packed.count
+            if on_scored is not None:
+                on_scored(done, total)
+    return np.split(sums, np.cumsum(counts)[:-1]) if counts else []
+
+
+def _split(
+    trunk: tuple[int, ...], branches: Sequence[tuple[int, tuple[int, ...]]], longest: int
+) -> Iterator[Piece]:
+    """The trunk with all branches, or several times with some of them, where a row has no room for all."""
+    group: list[tuple[int, tuple[int, ...]]] = []
+    fed = targets = 0
+    for owner, branch in branches:
+        more = len(branch) - 1
+        if group and (len(trunk) + fed + more > longest or targets + len(branch) > longest):
+            yield Piece(trunk, tuple(group))
+            group, fed, targets = [], 0, 0
+        group.append((owner, branch))
+        fed, targets = fed + more, targets + len(branch)
+    yield Piece(trunk, tuple(group))

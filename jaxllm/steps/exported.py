@@ -1,0 +1,140 @@
+"""The step that every exported program is: new tokens in, caches and logits out, all flat and named.
+
+Names and shapes are those of LiteRT-LM, whose runtime takes them as they are: `tokens` `[1, T]` and
+`input_pos` `[T]` int32, `kv_cache_k_i` and `kv_cache_v_i` `[1, K, S, H]` of layer i; a decoding step gives
+`logits` `[1, T, V]` float32, a prefill step none. A token is real if it stands where the first one's
+successor must: whatever other number a runtime writes into `input_pos` behind the prompt's end marks padding,
+which is written nowhere. Static shapes, unrolled layers, no loops.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.axes import Axes
+from jaxllm.config import ModelConfig
+from jaxllm.kv.cache import KVCache, Places, TreeRows
+from jaxllm.models.decoder import forward_at, logits
+from jaxllm.models.parameters import Params, param_specs
+from jaxllm.program_folder.manifest import KEYS, LEFT, RIGHT, VALUES, Signature
+from jaxllm.quant import Adapted, Weight
+
+Arrays = Mapping[str, jax.Array]
+ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
+
+
+def step_of(signature: Signature, cfg: ModelConfig, dtype: jnp.dtype) -> Callable[..., dict[str, jax.Array]]:
+    """The function `(weights, caches, tokens, input_pos[, mask])` that a signature is, of a level's model."""
+    if signature.kind == "verify":
+        return functools.partial(run_tree, cfg=cfg, dtype=dtype)
+    return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
+
+
+def run_step(
+    weights: Arrays,
+    caches: Arrays,
+    tokens: jax.Array,
+    input_pos: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    with_logits: bool,
+    params_of: ParamsOf | None = None,
+) -> dict[str, jax.Array]:
+    """Feeds tokens that follow one another.
+
+    Args:
+      weights: parameters by name; beside one of them its adapter's sides, if it has one.
+      caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
+      tokens: `[1, T]` int32.
+      input_pos: `[T]` int32, their positions (see above).
+      cfg: the model, or the sub-model whose shapes the weights have.
+      dtype: of the activations.
+      with_logits: whether the head is run.
+      params_of: makes what models take of the weights; None is `with_adapters`.
+
+    Returns:
+      The caches with the tokens' rows, and `logits` if asked for.
+    """
+    axes = Axes("run_step")
+    axes.check(jnp.int32, "1 T", tokens=tokens)
+    axes.check(jnp.int32, "T", input_pos=input_pos)
+    count = tokens.shape[1]
+    start = input_pos[0]
+    real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
+    at = Places.after(start, count, jnp.sum(real, dtype=jnp.int32))
+    params = (params_of or with_adapters)(weights, cfg)
+    return _step(params, caches, tokens, at, cfg, dtype, with_logits, padded=count > 1)
+
+
+def run_tree(
+    weights: Arrays,
+    caches: Arrays,
+    tokens: jax.Array,
+    input_pos: jax.Array,
+    mask: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    params_of: ParamsOf | None = None,
+) -> dict[str, jax.Array]:
+    """Reads a token tree behind the sequence in the caches: logits behind each of its nodes.
+
+    Args:
+      weights, caches, cfg, dtype, params_of: see `run_step`.
+      tokens: `[1, M]` int32, the nodes; the first is the root. They lie in the cache one behind the other.
+      input_pos: `[M]` int32, where they stand in a sequence; the root's is the length of what is cached.
+      mask: `[M, M]` bool, which nodes each one sees, itself among them; a row of padding is all False.
+
+    Returns:
+      The caches with the nodes' rows, and `logits` `[1, M, V]`.
+    """
+    axes = Axes("run_tree")
+    axes.check(jnp.int32, "1 M", tokens=tokens)
+    axes.check(jnp.int32, "M", input_pos=input_pos)
+    axes.check(jnp.bool_, "M M", mask=mask)
+    base = input_pos[0]
+    rows = base + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    real = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
+    at = Places(input_pos, real, TreeRows(base, rows, mask), run=True)
+    params = (params_of or with_adapters)(weights, cfg)
+    return _step(params, caches, tokens, at, cfg, dtype, with_logits=True, padded=True)
+
+
+def _step(
+    params: Params,
+    caches: Arrays,
+    tokens: jax.Array,
+    at: Places,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    with_logits: bool,
+    *,
+    padded: bool,
+) -> dict[str, jax.Array]:
+    cache = KVCache(
+        keys=tuple(caches[KEYS.format(layer)] for layer in range(cfg.layers)),
+        values=tuple(caches[VALUES.format(layer)] for layer in range(cfg.layers)),
+        length=at.positions[0],
+    )
+    hidden, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded)
+    out = {KEYS.format(layer): each for layer, each in enumerate(cache.keys)}
+    out |= {VALUES.format(layer): each for layer, each in enumerate(cache.values)}
+    if with_logits:
+        out["logits"] = logits(params, hidden, cfg=cfg)
+    return out
+
+
+def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, Weight]:
+    """The parameters as models take them: those that have an adapter with it."""
+    params: dict[str, Weight] = {}
+    for name in param_specs(cfg):
+        weight = weights[name]
+        if f"{name}{LEFT}" in weights:
+            left, right = weights[f"{name}{LEFT}"], weights[f"{name}{RIGHT}"]
+            params[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: arrays
+        else:
+            params[name] = weight
+    return params

@@ -1,0 +1,270 @@
+"""What is compiled of a model by pieces, where all of it at once is not there: layers whose weights are read
+while others run, experts that come one by one, and the way of a context's chunks back into a cache, layer by
+layer.
+
+Pure functions of static shapes, as in `steps.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.axes import Axes
+from jaxllm.config import ModelConfig
+from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
+from jaxllm.kernels.used_units import used_in_layer
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.chunks import Past, load_chunks
+from jaxllm.kv.codecs import ChunkFormat
+from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
+from jaxllm.models.layer import chosen_experts
+from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.parameters import Params
+from jaxllm.nn.layers import normalize
+from jaxllm.nn.linear import FeedForward
+from jaxllm.quant import Weight
+
+
+def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """What the head takes of some tokens, `[n, D]`.
+
+    Args:
+      params: the final norm's.
+      x: `[1, T, D]`, the last layer's output.
+      rows: `[n]` int32, which of the T tokens.
+      cfg: the model.
+    """
+    axes = Axes("final_rows", D=cfg.hidden_size)
+    axes.check(jnp.floating, "1 T D", x=x)
+    axes.check(jnp.int32, "n", rows=rows)
+    return normalize(x[0, rows], LayerParams(params, "").norm("final_norm", cfg))
+
+
+def head_piece(table: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """Logits `[n, v]` float32 for v tokens of the vocabulary.
+
+    Args:
+      table: their rows `[v, D]`.
+      hidden: `[n, D]`, see `final_rows`.
+      cfg: the model.
+    """
+    Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
+    # Several rows are those of a tree.
+    return logits({"embed.tokens" if cfg.tied_head else "head": table}, hidden, cfg=cfg, rowwise=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class AtExperts:
+    """T tokens of one sequence before the experts of a layer.
+
+    Attributes:
+      x: `[1, T, D]`.
+      tiles: of their pairs.
+      weights: `[T, k]` float32, what the outputs of pairs are multiplied by.
+      ids: `[T, k]` int32, the experts they visit; those of padding are anything.
+      ahead: `[E]` float32, how probable a visit to each expert of the next sparse layer is by its router, the
+        mean over real tokens.
+    """
+
+    x: jax.Array
+    tiles: Tiles
+    weights: jax.Array
+    ids: jax.Array
+    ahead: jax.Array
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the tokens is traced."""
+        axes.check(jnp.floating, "1 T D", x=self.x)
+        axes.check(jnp.float32, "T k", weights=self.weights)
+        axes.check(jnp.int32, "T k", ids=self.ids)
+        axes.check(jnp.float32, "E", ahead=self.ahead)
+
+
+def attend_layer(
+    params: Params,
+    next_router: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
+    """A sparse layer up to its experts (see `decoder.forward_to_experts`).
+
+    The next router is applied to this layer's hidden states: residual streams change so little from layer to
+    layer that it mostly chooses as it will.
+
+    Args:
+      params: the layer's, without experts.
+      next_router: "router" and "ffn_norm" of the next sparse layer.
+      x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
+
+    Returns:
+      The tokens before the experts, the outputs of all tiles before any has run, keys and values, the mass.
+    """
+    _check_layer("attend_layer", x, at, past, cfg)
+    x, routing, past, mass = forward_to_experts(params, x, at, past, mass, cfg=cfg, layer=layer)
+    count = x.shape[1]
+    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
+    tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
+    following = chosen_experts(LayerParams(next_router, ""), x, cfg).probs[0]
+    share = jnp.ones((count, 1), jnp.float32) if live is None else live[:, None].astype(jnp.float32)
+    ahead = jnp.sum(following * share, axis=0) / jnp.sum(share)
+    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
+    return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
+
+
+def attend_restored(
+    params: Params,
+    next_router: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    source: jax.Array,
+    bits: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    form: ChunkFormat,
+) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array]]:
+    """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
+    past = _loaded_layer(params, past, source, bits, layer, form=form)
+    tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
+    return tokens, out, past
+
+
+def expert_tile(
+    expert: Params,
+    norm: Params,
+    tokens: AtExperts,
+    number: jax.Array,
+    out: jax.Array,
+    *,
+    cfg: ModelConfig,
+) -> jax.Array:
+    """One tile of tokens through its expert.
+
+    Args:
+      expert: "gate", "up" and "down" `[F, D]`.
+      norm: "ffn_norm" of the layer.
+      tokens: before the experts.
+      number: of the tile, int32 scalar.
+      out: the outputs of all tiles so far; donated.
+      cfg: the model.
+    """
+    axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
+    tokens.check(axes)
+    axes.check(jnp.int32, "", number=number)
+    block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"])
+    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
+    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
+    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation)
+
+
+def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
+    """What a layer makes of its experts' outputs: `[1, T, D]`."""
+    tokens.check(Axes("combine_experts"))
+    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
+    return sum_visits(out, tokens.tiles, tokens.weights, rows).reshape(tokens.x.shape)
+
+
+def load_cache(
+    params: Params,
+    cache: KVCache,
+    sources: jax.Array | tuple[jax.Array, ...],
+    bits: jax.Array,
+    *,
+    cfg: ModelConfig,
+    form: ChunkFormat,
+) -> KVCache:
+    """Puts stored chunks into all layers of a cache.
+
+    Args:
+      params: what says how many units are used, where anything does (see `jaxllm.kernels.used_units`).
+      cache: of one sequence; donated. Its length is the caller's business.
+      sources: where the blobs of all layers are, and
+      bits: how wide they are (see `load_chunks`).
+      cfg: the model.
+      form: how they were stored.
+    """
+    axes = Axes("load_cache", B=1, H=cfg.head_dim)
+    cache.check(axes)
+    axes.check(jnp.int32, "n", bits=bits)
+    pasts = list(zip(cache.keys, cache.values, strict=True))
+    keys, values = zip(*_loaded(params, pasts, sources, bits, range(cfg.layers), form=form), strict=True)
+    return dataclasses.replace(cache, keys=keys, values=values)
+
+
+def restore_layer(
+    params: Params,
+    x: jax.Array,
+    at: Places,
+    past: tuple[jax.Array, jax.Array],
+    source: jax.Array,
+    bits: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    form: ChunkFormat,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One layer of a context that comes back: stored chunks are put into its cache, then tokens of the other
+    chunks pass the layer and write their own keys and values (LLMS, section 3.3).
+
+    Exact: a token attends to all before it, which are there by then, stored or of the same pass.
+
+    Args:
+      params: the layer's, and what says how many units are used.
+      x: `[1, T, D]`, the layer's input; donated.
+      at: where the T tokens stand.
+      past: keys and values `[1, K, S, H]`; donated.
+      source: where the layer's blobs are: addresses and sizes `[n, 3]`, or the blobs themselves.
+      bits: how wide they are (see `load_chunks`).
+      cfg: the model.
+      layer: its index.
+      form: how chunks were stored.
+
+    Returns:
+      The next layer's input, keys and values.
+    """
+    _check_layer("restore_layer", x, at, past, cfg)
+    past = _loaded_layer(params, past, source, bits, layer, form=form)
+    x, past, _ = forward_layer(params, x, at, past, cfg=cfg, layer=layer)
+    return x, past
+
+
+def _check_layer(step: str, x: jax.Array, at: Places, past: Past, cfg: ModelConfig) -> None:
+    """Asserts what a step over one layer of one sequence takes."""
+    axes = Axes(step, B=1, D=cfg.hidden_size, H=cfg.head_dim)
+    axes.check(jnp.floating, "B T D", x=x)
+    at.check(axes)
+    axes.check(jnp.floating, "B K S H", keys=past[0], values=past[1])
+
+
+def _loaded_layer(
+    params: Params, past: Past, source: jax.Array, bits: jax.Array, layer: int, *, form: ChunkFormat
+) -> Past:
+    """`load_chunks` into one layer."""
+    sources = source[None] if source.dtype == jnp.uint32 else (source,)
+    (past,) = _loaded(params, [past], sources, bits, [layer], form=form)
+    return past
+
+
+def _loaded(
+    params: Params,
+    pasts: Sequence[Past],
+    sources: jax.Array | tuple[jax.Array, ...],
+    bits: jax.Array,
+    layers: Sequence[int],
+    *,
+    form: ChunkFormat,
+) -> tuple[Past, ...]:
+    """`load_chunks` into some layers."""
+    counts = LayerParams(params, "").counts
+    # Blobs that come by value have all of the cache's heads.
+    used = [used_in_layer(counts, layer)[0] for layer in layers] if isinstance(sources, jax.Array) else ()
+    return load_chunks(pasts, sources, bits, form=form, used=used)

@@ -1,0 +1,227 @@
+"""What is compiled of a whole model: one chunk of prefill, a few tokens of decode, the scoring of text.
+
+Pure functions of static shapes. `serving/runners/resident.py` compiles them, with `cfg`, `block` and `dtype`
+bound and the caches donated; nobody else does.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.axes import Axes
+from jaxllm.config import ModelConfig
+from jaxllm.kv.cache import KVCache
+from jaxllm.models.decoder import (
+    forward,
+    forward_documents,
+    forward_documents_with_routing,
+    logits,
+)
+from jaxllm.models.parameters import Params
+from jaxllm.nn.documents import Branches
+from jaxllm.sampling import NO_TOKEN, SamplerState, sample
+
+# Tokens whose logits `score_branches` has in memory together.
+SCORE_BLOCK = 128
+
+
+def prefill_chunk(
+    params: Params,
+    tokens: jax.Array,
+    valid: jax.Array,
+    last: jax.Array,
+    cache: KVCache,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, KVCache]:
+    """Feeds one chunk of a prompt.
+
+    Args:
+      params: the model's parameters.
+      tokens: `[B, T]` int32; the first `valid` are real.
+      valid: int32 scalar in [1, T].
+      last: bool scalar; False for a chunk that others follow, whose logits nobody reads.
+      cache: holds the tokens before; donated.
+      cfg: the model.
+      dtype: of the activations.
+
+    Returns:
+      Logits `[B, V]` float32 after the last real token (zeros unless `last`), and the cache.
+    """
+    axes = Axes("prefill_chunk", H=cfg.head_dim)
+    axes.check(jnp.int32, "B T", tokens=tokens)
+    axes.check(jnp.int32, "", valid=valid)
+    axes.check(jnp.bool_, "", last=last)
+    cache.check(axes)
+    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
+    final = jax.lax.dynamic_index_in_dim(hidden, valid - 1, axis=1, keepdims=False)
+    # The head of a large vocabulary costs as much as several layers: run it once per prompt.
+    out = jax.lax.cond(
+        last,
+        lambda x: logits(params, x, cfg=cfg),
+        lambda x: jnp.zeros((x.shape[0], cfg.vocab_size), jnp.float32),
+        final,
+    )
+    return out, cache
+
+
+def decode_step(
+    params: Params,
+    token: jax.Array,
+    cache: KVCache,
+    sampler: SamplerState,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, KVCache, SamplerState]:
+    """Feeds one token per row `[B]` int32 and chooses the next: ids `[B]`, cache, sampler."""
+    axes = Axes("decode_step", H=cfg.head_dim, V=cfg.vocab_size)
+    axes.check(jnp.int32, "B", token=token)
+    cache.check(axes)
+    sampler.check(axes)
+    hidden, cache = forward(params, token[:, None], cache, cfg=cfg, dtype=dtype)
+    token, sampler = sample(logits(params, hidden[:, 0], cfg=cfg), sampler)
+    return token, cache, sampler
+
+
+def decode_tokens(
+    params: Params,
+    token: jax.Array,
+    cache: KVCache,
+    sampler: SamplerState,
+    stop_ids: jax.Array,
+    limit: jax.Array,
+    *,
+    cfg: ModelConfig,
+    block: int,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
+    """Decodes up to `limit` tokens in one dispatch, stopping on device at a stop token.
+
+    Stop strings are the host's: it reads every token of the block in order, so none can be missed;
+    what was decoded behind one is dropped.
+
+    Args:
+      params: the model's parameters.
+      token: `[B]` int32, the last token chosen, not yet in the cache.
+      cache: donated; must have room for `limit` more tokens.
+      sampler: donated.
+      stop_ids: `[n]` int32 token ids that end a row; pad with -1.
+      limit: int32 scalar in [1, block].
+      cfg: the model.
+      block: most tokens per dispatch.
+      dtype: of the activations.
+
+    Returns:
+      Tokens `[B, block]` int32 (-1 beyond the count), their count `[]` int32 (it ends early once every
+      row has met a stop token or `NO_TOKEN`), the cache with all but the last token, and the sampler.
+    """
+    axes = Axes("decode_tokens")
+    axes.check(jnp.int32, "B", token=token)
+    axes.check(jnp.int32, "n", stop_ids=stop_ids)
+    axes.check(jnp.int32, "", limit=limit)
+    batch = token.shape[0]
+    rows = jnp.full((batch, block), -1, jnp.int32)
+    running = jnp.ones(batch, jnp.bool_)
+
+    def more(carry):
+        done, running = carry[0], carry[2]
+        return (done < limit) & jnp.any(running)
+
+    def step(carry):
+        done, token, running, rows, cache, sampler = carry
+        token, cache, sampler = decode_step(params, token, cache, sampler, cfg=cfg, dtype=dtype)
+        rows = jax.lax.dynamic_update_slice_in_dim(rows, token[:, None], done, axis=1)
+        stopped = (token == NO_TOKEN) | jnp.any(token[:, None] == stop_ids[None, :], axis=1)
+        running = running & ~stopped
+        return done + 1, token, running, rows, cache, sampler
+
+    start = (jnp.zeros((), jnp.int32), token, running, rows, cache, sampler)
+    done, _, _, rows, cache, sampler = jax.lax.while_loop(more, step, start)
+    return rows, done, cache, sampler
+
+
+def score_chunk(
+    params: Params,
+    tokens: jax.Array,
+    targets: jax.Array,
+    valid: jax.Array,
+    cache: KVCache,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Log-probabilities of `targets` `[B, T]`, each the token after the one at its place in `tokens`.
+
+    Returns:
+      `[B, T]` float32 natural logarithms and `[B, T]` int32, the likeliest token at each place (padding gives
+      numbers nobody should read), and the cache.
+    """
+    axes = Axes("score_chunk", H=cfg.head_dim)
+    axes.check(jnp.int32, "B T", tokens=tokens, targets=targets)
+    axes.check(jnp.int32, "", valid=valid)
+    cache.check(axes)
+    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
+    scores = jax.nn.log_softmax(logits(params, hidden, cfg=cfg), axis=-1)
+    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], best, cache
+
+
+def route_documents(
+    params: Params, tokens: jax.Array, starts: jax.Array, *, cfg: ModelConfig, dtype: jnp.dtype
+) -> jax.Array:
+    """The experts `[L_sparse, B, T, k]` int32 that tokens `[B, T]` of packed documents visit, best first."""
+    Axes("route_documents").check(jnp.int32, "B T", tokens=tokens, starts=starts)
+    _, routing = forward_documents_with_routing(params, tokens, starts, cfg=cfg, dtype=dtype)
+    return routing.ids
+
+
+def score_branches(
+    params: Params,
+    tokens: jax.Array,
+    starts: jax.Array,
+    branches: Branches,
+    places: jax.Array,
+    targets: jax.Array,
+    count: jax.Array,
+    *,
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Log-probabilities of tokens in many short documents with many ends each, in one dispatch.
+
+    Args:
+      params: the model's parameters.
+      tokens: `[B, T]` int32; documents packed one behind the other.
+      starts: `[B, T]` int32 (see `forward_documents`); padding is a document of its own.
+      branches: where the documents branch.
+      places: `[P]` int32, of tokens in the flattened `[B·T]`; P is a multiple of `SCORE_BLOCK`.
+      targets: `[P]` int32, the token that may follow each of them.
+      count: int32 scalar, how many of the P are real.
+      cfg: the model.
+      dtype: of the activations.
+
+    Returns:
+      `[P]` float32 natural logarithms; zeros behind the real ones' last block.
+    """
+    axes = Axes("score_branches")
+    axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
+    branches.check(axes)
+    axes.check(jnp.int32, "P", places=places, targets=targets)
+    axes.check(jnp.int32, "", count=count)
+    hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype, differentiable=False)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+
+    def block(index: jax.Array, scores: jax.Array) -> jax.Array:
+        at = index * SCORE_BLOCK
+        rows = hidden[jax.lax.dynamic_slice_in_dim(places, at, SCORE_BLOCK)]
+        goals = jax.lax.dynamic_slice_in_dim(targets, at, SCORE_BLOCK)
+        out = logits(params, rows, cfg=cfg)
+        chosen = jnp.take_along_axis(out, goals[:, None], axis=-1)[:, 0]
+        scores_here = chosen - jax.nn.logsumexp(out, axis=-1)
+        return jax.lax.dynamic_update_slice_in_dim(scores, scores_here, at, axis=0)
+
+    # By blocks, so that the logits of a large vocabulary never are in memory together, and none are
+    # computed that nobody asked for.
+    blocks = (count + SCORE_BLOCK - 1) // SCORE_BLOCK
+    return jax.lax.fori_loop(0, blocks, block, jnp.zeros(places.shape, jnp.float32))

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates and prompts. Those of unknown cost run in a child process with bounds."""

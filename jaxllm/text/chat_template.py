@@ -1,0 +1,244 @@
+"""Renders messages as a prompt with a model's chat template.
+
+The result says of each character whether it comes from a message (`MarkedText`), so that no message can spell
+a special token and speak as another role. For this the template runs twice: on the messages, and on the same
+messages with every character replaced by a private one, which shows where the template put them.
+
+A chat template is a program written by whoever published the model. A template whose work is bounded by its
+input runs here, in Jinja's sandbox; any other runs in a child process with bounds of time and memory.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, TemplateError, one_line
+from jaxllm.text.child_process import ChildFailed, TextProcess
+from jaxllm.text.marked_text import MarkedText, Marks
+from jaxllm.text.template_bounds import is_bounded
+from jaxllm.text.template_program import TemplateProgram, names_in, parse
+
+# Roles that every template accepts; others must be named in the template. A role must be known, because a
+# template may write it within a special token.
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+# Names and identifiers that templates look up or compare; text of this form is no content.
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_NAMING_KEYS = ("role", "type")
+
+
+# Time limit of a template of unknown cost; ordinary ones take milliseconds.
+RENDER_S = 5.0
+RENDER_BYTES = 1 << 29
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Raises:
+      TemplateError: `source` is no template.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str], spelled: Sequence[str] = ()) -> None:
+        """Compiles a template.
+
+        Args:
+          source: in Jinja.
+          special: the named tokens that it may write (`bos_token` ...).
+          spelled: the special tokens, as text.
+        """
+        self._source, self._special = source, dict(special)
+        self._words = _SpecialWords(spelled)
+        tree = parse(source)
+        names = names_in(tree)
+        self._roles = ROLES | names
+        # Texts that the template may look for in messages, without special tokens, which it writes.
+        self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
+        bounded = is_bounded(tree, special)
+        self._program = TemplateProgram(source) if bounded else ConfinedTemplate(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        now: datetime.datetime | None,
+    ) -> MarkedText:
+        """The prompt (see `Tokenizer.chat_text`)."""
+        plain = _plain_messages(messages)
+        self._check_roles(plain)
+
+        def run(messages: Any) -> str:
+            variables = {
+                **self._special,
+                "messages": messages,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            return self._program.run(variables, now)
+
+        text = run(plain)
+        if not self._words:
+            return MarkedText.of_template(text)
+        marks = Marks.free_in(self._source, *self._special.values(), *_texts(plain))
+        if marks is None:
+            raise ConfigError(
+                "messages use private characters of both of Unicode's planes 15 and 16; drop some"
+            )
+        # A template that looks at the content of messages may write something else if that is marked. Then
+        # less is
+        # marked, in three attempts: everything but the texts that the template names; only characters
+        # that may form a special token with their neighbours; only whole special tokens, which no
+        # template has a reason to look at.
+        at_edges = self._words.at_edges(marks)
+        named = "".join(name for name in self._looked_for if any(name in each for each in _texts(plain)))
+
+        def unnamed(text: str) -> str:
+            text = at_edges(text)
+            return marks.put(text, np.array([letter not in named for letter in text], np.bool_))
+
+        for changes in (marks.put, unnamed, at_edges):
+            try:
+                marked = marks.take(run(_changed(plain, changes)))
+            except TemplateError:
+                continue
+            if marked.text == text:
+                return marked
+        return marks.take(run(_changed(plain, self._words.whole(marks))))
+
+    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role not in ROLES and not (_NAME.fullmatch(role) and role in self._roles):
+                known = ", ".join(sorted(ROLES))
+                raise ConfigError(
+                    f"message {index} has the role {role!r:.40}, which the model's chat template does not "
+                    f"know; roles are {known}, and those that a template names"
+                )
+
+
+class ConfinedTemplate:
+    """A template that runs in a child process, which all such templates share."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    def run(self, variables: Mapping[str, Any], now: datetime.datetime | None) -> str:
+        """See `TemplateProgram.run`.
+
+        Raises:
+          ConfigError, TemplateError: as there, and for a template that takes too long or too much memory.
+        """
+        request = {
+            "operation": "render",
+            "source": self._source,
+            "variables": dict(variables),
+            "now": None if now is None else now.isoformat(),
+        }
+        try:
+            return _templates_process().ask(request, limit_s=RENDER_S)
+        except ChildFailed as error:
+            raise TemplateError(
+                f"the model's chat template cannot render these messages: {error}; send fewer or shorter "
+                "messages, or a plain prompt"
+            ) from error
+
+
+@functools.cache
+def _templates_process() -> TextProcess:
+    return TextProcess(memory_bytes=RENDER_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SpecialWords:
+    """Special tokens as text, and their occurrences in other texts."""
+
+    words: Sequence[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+    def whole(self, marks: Marks) -> Callable[[str], str]:
+        """Marks the first letter of each special token in a text."""
+        pattern = re.compile("|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True)))
+
+        def change(text: str) -> str:
+            # Repeated, because a special token may begin within another.
+            while found := [match.start() for match in pattern.finditer(text)]:
+                changed = marks.put(text, _at(found, len(text)))
+                if changed == text:
+                    break
+                text = changed
+            return text
+
+        return change
+
+    def at_edges(self, marks: Marks) -> Callable[[str], str]:
+        """Marks the first letter of each special token in a text, and of parts of one at the text's beginning
+        or end."""
+        whole = self.whole(marks)
+
+        def change(text: str) -> str:
+            ends = {
+                len(text) - size
+                for word in self.words
+                for size in range(1, min(len(word), len(text) + 1))
+                if text.endswith(word[:size])
+            }
+            begins = any(text.startswith(word[size:]) for word in self.words for size in range(1, len(word)))
+            return whole(marks.put(text, _at([*ends, *([0] if begins and text else [])], len(text))))
+
+        return change
+
+
+def _at(places: Sequence[int], length: int) -> np.ndarray:
+    mask = np.zeros(length, np.bool_)
+    mask[list(places)] = True
+    return mask
+
+
+def _changed(value: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """JSON values with `change` applied to all texts but names."""
+    if isinstance(value, dict):
+        return {
+            name if _NAME.fullmatch(name) else change(name): _changed(each, change, name)
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        return [_changed(each, change) for each in value]
+    if not isinstance(value, str) or (key in _NAMING_KEYS and _NAME.fullmatch(value)):
+        return value
+    return change(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, str):
+        yield value
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A deep copy of plain JSON types only, which is all that a template may see."""
+    try:
+        plain = json.loads(json.dumps(messages))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"messages must be plain JSON values: {one_line(error)}") from error
+    if not isinstance(plain, list):
+        raise ConfigError(f"messages must be a list of objects, got {type(messages).__name__}")
+    for index, message in enumerate(plain):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
+    return plain

@@ -1,0 +1,182 @@
+"""Runs chat templates and tokenizers of unknown cost in a child process with bounds of time and memory.
+
+Both are programs: a template can loop without end, a tokenizer's regular expressions can take years, and
+their libraries abort the process when memory is short. A child is started with the first request and kept for
+the next ones; it answers one at a time (`child_worker.py`). It ends at its bounds, and with its parent: while
+it waits its input ends, while it computes it runs out of processor time.
+
+Where a system cannot bound a process's memory (Windows; macOS ignores it), only time is bounded, and a
+warning says so once.
+"""
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxllm import errors
+
+_BOOT = (
+    "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
+    "from jaxllm.text.child_worker import serve; serve(json.loads(sys.argv[2]))"
+)
+_LENGTH = struct.Struct(">Q")
+# One thread per pool: each thread takes address space, and with many cores the pools would exceed the child's
+# bound.
+_ONE_THREAD = {f"{each}_NUM_THREADS": "1" for each in ("OPENBLAS", "OMP", "MKL", "RAYON")} | {
+    "TOKENIZERS_PARALLELISM": "false"
+}
+# Far above any answer; the worker has a much lower bound of its own.
+_MOST_REPLY_BYTES = 1 << 30
+
+
+class ChildFailed(Exception):
+    """A request ended its child process; the message is for users."""
+
+
+class TextProcess:
+    """A child process that answers requests one at a time. Threads may share it, and wait for each other."""
+
+    def __init__(self, *, memory_bytes: int, setup: Mapping[str, Any] | None = None, setup_s: float = 0.0):
+        """Starts no process yet.
+
+        Args:
+          memory_bytes: most bytes of the child's address space.
+          setup: a request that every child gets before all others; its answer is dropped.
+          setup_s: time limit of `setup`, in seconds.
+        """
+        self._memory_bytes, self._setup, self._setup_s = memory_bytes, setup, setup_s
+        self._lock = threading.Lock()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._finalizer: weakref.finalize | None = None
+
+    def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Any:
+        """The answer to a request.
+
+        Args:
+          request: plain JSON values, see `jaxllm.text.child_worker`.
+          limit_s: time limit in seconds.
+
+          Raises:
+          JaxllmError: the worker raised it.
+          ChildFailed: the request exceeded its time or memory, or ended the process.
+        """
+        with self._lock:
+            child = self._running()
+            try:
+                return self._exchange(child, request, limit_s)
+            except errors.JaxllmError:
+                raise
+            except BaseException:
+                # The child may still write the answer of this request, so it cannot be used again.
+                self._child = None
+                _end(child)
+                raise
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        child = self._child
+        # A forked process must not use the child of its parent: they would share its pipes.
+        if child is not None and self._owner == os.getpid() and child.poll() is None:
+            return child
+        child = _start(self._memory_bytes)
+        if self._setup is not None:
+            try:
+                self._exchange(child, self._setup, self._setup_s)
+            except BaseException:
+                _end(child)
+                raise
+        self._child, self._owner = child, os.getpid()
+        # The finalizer also runs at the interpreter's exit and when this object is collected.
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _end_own, child, self._owner)
+        return child
+
+    def _exchange(self, child: "subprocess.Popen[bytes]", request: Mapping[str, Any], limit_s: float) -> Any:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(limit_s, stop)
+        timer.daemon = True
+        timer.start()
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            raw = json.dumps({**request, "limit_s": limit_s}).encode()
+            try:
+                child.stdin.write(_LENGTH.pack(len(raw)) + raw)
+                child.stdin.flush()
+                head = child.stdout.read(_LENGTH.size)
+                size = _LENGTH.unpack(head)[0] if len(head) == _LENGTH.size else _MOST_REPLY_BYTES + 1
+                body = child.stdout.read(size) if size <= _MOST_REPLY_BYTES else b""
+            except OSError:
+                body = b""
+        finally:
+            timer.cancel()
+        if not body:
+            if late.is_set():
+                raise ChildFailed(f"it takes longer than {limit_s:g} seconds")
+            child.kill()
+            code = child.wait()
+            raise ChildFailed(
+                f"it ended its process (exit {code}), for which it may take {self._memory_bytes >> 20} MiB"
+            )
+        reply = json.loads(body)
+        if "failed" in reply:
+            raise ChildFailed(reply["failed"])
+        if "error" in reply:
+            raise getattr(errors, reply["error"])(reply["message"])
+        return reply["answer"]
+
+
+def _start(memory_bytes: int) -> "subprocess.Popen[bytes]":
+    if sys.platform in ("win32", "darwin"):
+        _say_once("this system does not bound a child process's memory; templates are bounded in time alone")
+    if not sys.executable:
+        raise errors.ConfigError(
+            "chat templates and tokenizers of unknown cost run in a child process, and this program has no "
+            "Python to start one with; use a packaged model, or token ids as prompts"
+        )
+    package = str(Path(__file__).resolve().parents[2])
+    path = [package, *(os.path.abspath(each) for each in sys.path if each and os.path.exists(each))]
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _BOOT, json.dumps(path), json.dumps(memory_bytes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, **_ONE_THREAD},
+        # Outside of the terminal's process group: an interrupt goes to the parent, which then ends the child.
+        start_new_session=True,
+    )
+
+
+def _end_own(child: "subprocess.Popen[bytes]", owner: int) -> None:
+    if owner == os.getpid():
+        _end(child)
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # Unflushed data has no reader any more.
+                pipe.close()
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("jaxllm").warning(message)

@@ -1,0 +1,187 @@
+"""Encodes text such that only the template's own characters become special tokens.
+
+The `tokenizers` library makes a special token wherever its letters occur. If no content spells one,
+`encode_marked` gives exactly the library's tokens. Else it cuts the text at the special tokens that the
+template wrote, and encodes the parts between them without special tokens.
+"""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tokenizers
+
+from jaxllm.text.marked_text import MarkedText
+
+# How a part begins: with the text, after a special token, or at any other cut.
+_Begins = Literal["text", "section", "rest"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Token ids, and the first and last + 1 character that each stands for."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class ControlTokens:
+    """The tokens of a tokenizer that content must not spell.
+
+    These are the tokens that the tokenizer marks as special, and of its other added tokens those that a
+    model's files name as the beginning or end of a text. Other added tokens (`<think>`, runs of spaces) are
+    ordinary text.
+
+    Attributes:
+      spelled: the tokens as text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        tokenizer_json: str,
+        eos_ids: Sequence[int],
+        special: Mapping[str, str],
+    ) -> None:
+        self._tokenizer, self._json = tokenizer, tokenizer_json
+        self._plain: dict[_Begins, tokenizers.Tokenizer] = {}
+        named = set(special.values())
+        self._tokens = {
+            number: token
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.content and (token.special or number in eos_ids or token.content in named)
+        }
+        # The unknown token stands for any unknown word, so it is no control token.
+        unknown = {special.get("unk_token"), getattr(tokenizer.model, "unk_token", None)}
+        self._unknown = {number for number, token in self._tokens.items() if token.content in unknown}
+        self.spelled = tuple(token.content for token in self._tokens.values())
+
+    def encode_marked(self, text: MarkedText, *, add_special_tokens: bool) -> Encoded:
+        """The tokens of a text; its content never becomes a special token."""
+        encoding = self._tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
+        whole = Encoded(encoding.ids, encoding.offsets)
+        if not text.content.any() or not any(
+            text.content[start:end].any() for _, start, end in self._written(text.text, whole)
+        ):
+            return whole
+        ids, offsets = [], []
+        for each in self._parts(text):
+            ids += each.ids
+            offsets += each.offsets
+        before, after = self._around() if add_special_tokens else ([], [])
+        return Encoded(
+            [*before, *ids, *after], [*((0, 0) for _ in before), *offsets, *((0, 0) for _ in after)]
+        )
+
+    def _written(self, text: str, encoded: Encoded) -> Iterator[tuple[int, int, int]]:
+        """Special tokens that are spelled in a text: id, first and last + 1 character, without the white
+        space that they absorb."""
+        if self._tokens.keys().isdisjoint(encoded.ids):
+            return
+        for number, (start, end) in zip(encoded.ids, encoded.offsets, strict=True):
+            token = self._tokens.get(number)
+            if token is None or start == end:
+                continue
+            at = text.find(token.content, start, end)
+            if at >= 0:
+                yield number, at, at + len(token.content)
+            elif number not in self._unknown:
+                # A normalizer turned other letters into the token.
+                inner = text[start:end]
+                start += len(inner) - len(inner.lstrip())
+                yield number, start, max(start + 1, start + len(inner.strip()))
+
+    def _parts(self, text: MarkedText) -> Iterator[Encoded]:
+        """The tokens of a text, cut at the special tokens that its template wrote."""
+        end = 0
+        for number, start, stop in self._own(text):
+            start = max(start, end)
+            yield from self._between(text.text, end, start, "section" if end else "text")
+            yield Encoded([number], [(start, stop)])
+            end = stop
+        yield from self._between(text.text, end, len(text.text), "section" if end else "text")
+
+    def _own(self, text: MarkedText) -> Iterator[tuple[int, int, int]]:
+        """Special tokens that are entirely the template's characters: id, first and last + 1 character, with
+        the white space that they absorb."""
+        edges = np.flatnonzero(np.diff(text.content, prepend=True, append=True))
+        for start, end in edges.reshape(-1, 2).tolist():
+            run = text.text[start:end]
+            encoding = self._tokenizer.encode(run, add_special_tokens=False)
+            for number, first, last in self._written(run, Encoded(encoding.ids, encoding.offsets)):
+                first, last = first + start, last + start
+                while self._tokens[number].lstrip and first and text.text[first - 1].isspace():
+                    first -= 1
+                while self._tokens[number].rstrip and text.text[last : last + 1].isspace():
+                    last += 1
+                yield number, first, last
+
+    def _between(self, text: str, start: int, end: int, begins: _Begins) -> Iterator[Encoded]:
+        """The tokens of `text[start:end]`, none of them special; `begins` says how that part begins."""
+        section = text[start:end]
+        if not section:
+            return
+        encoding = self._without_control(begins).encode(section, add_special_tokens=False)
+        encoded = Encoded(encoding.ids, [(first + start, last + start) for first, last in encoding.offsets])
+        # Some vocabularies have special tokens as ordinary pieces, too: cut in two, such a text gives other
+        # tokens.
+        cuts = [
+            first + 1
+            for number, first, last in self._written(text, encoded)
+            if last - first > 1 and self._spells(text[first:last], number)
+        ]
+        if not cuts:
+            yield encoded
+            return
+        for first, last in itertools.pairwise([start, *cuts, end]):
+            yield from self._between(text, first, last, begins if first == start else "rest")
+
+    def _spells(self, written: str, number: int) -> bool:
+        normalizer = self._tokenizer.normalizer
+        content = self._tokens[number].content
+        return content in (written, written if normalizer is None else normalizer.normalize_str(written))
+
+    def _without_control(self, begins: _Begins) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer that makes no special tokens, for texts that begin in this way.
+
+        It is made when content first spells a special token, because it takes the memory of another
+        tokenizer.
+        """
+        if begins in self._plain:
+            return self._plain[begins]
+        data = json.loads(self._json)
+        for token in data["added_tokens"]:
+            token["special"] = token["special"] or token["id"] in self._tokens
+        for part in ("normalizer", "pre_tokenizer"):
+            _prepend_less(data.get(part), begins)
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        self._plain[begins] = tokenizer
+        return tokenizer
+
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer adds before and after a text."""
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        inner = np.flatnonzero(np.array(encoding.special_tokens_mask, np.int64) == 0)
+        first, last = (inner[0], inner[-1] + 1) if inner.size else (len(encoding.ids),) * 2
+        return encoding.ids[:first], encoding.ids[last:]
+
+
+def _prepend_less(part: Any, begins: _Begins) -> None:
+    """Removes the settings that prepend a space, for parts that do not begin a text."""
+    if not isinstance(part, dict) or begins == "text":
+        return
+    if part.get("prepend_scheme") == "first" or (begins == "rest" and "prepend_scheme" in part):
+        part["prepend_scheme"] = "never"
+    if begins == "rest":
+        if part.get("type") == "Prepend":
+            part["prepend"] = ""
+        if "add_prefix_space" in part:
+            part["add_prefix_space"] = False
+    for each in (*part.get("normalizers", ()), *part.get("pretokenizers", ())):
+        _prepend_less(each, begins)

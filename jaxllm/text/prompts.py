@@ -1,0 +1,108 @@
+"""Renders and encodes a prompt: through the model's chat template, or as a text to continue."""
+
+import dataclasses
+import datetime
+from typing import TYPE_CHECKING, Literal
+
+from jaxllm.errors import ConfigError, TemplateError
+
+if TYPE_CHECKING:
+    from jaxllm.text.marked_text import MarkedText
+    from jaxllm.text.tokenizer import Tokenizer
+
+Form = Literal["chat", "text"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One turn for a model to answer.
+
+    Attributes:
+      user: the user's message; with the form "text", the text to continue.
+      system: the instruction, which is never shortened; empty for none.
+      form: "chat" for messages of a chat, "text" for a text to continue.
+    """
+
+    user: str
+    system: str = ""
+    form: Form = "chat"
+
+    def __post_init__(self) -> None:
+        if self.form not in ("chat", "text"):
+            raise ConfigError(f"a prompt is a chat or a text, not {self.form!r:.80}")
+
+    def messages(self) -> list[dict[str, str]]:
+        """The prompt as the messages of a chat."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.user}]
+
+
+def prompt_text(
+    tokenizer: "Tokenizer", prompt: Prompt, *, now: datetime.datetime | None = None
+) -> "tuple[MarkedText, bool]":
+    """The text of a prompt, and whether the tokenizer must add its special tokens.
+
+    A model without a chat template gets the instruction and the question as plain lines. A template that
+    refuses a system turn gets the instruction in the user's turn. Only a text to continue may spell special
+    tokens itself.
+
+    Args:
+      tokenizer: the model's.
+      prompt: to render.
+      now: the time for templates that ask for it.
+
+    Raises:
+      TemplateError: the model's template is broken.
+    """
+    # Here, so that command lines can list tasks without importing NumPy.
+    from jaxllm.text.marked_text import MarkedText
+
+    if prompt.form == "text":
+        return MarkedText.of_template(prompt.user), True
+    plain = "\n".join(part for part in (prompt.system, prompt.user) if part)
+    if not tokenizer.has_chat_template:
+        return MarkedText.of_content(f"{plain}\n"), True
+    messages = prompt.messages()
+    try:
+        return tokenizer.chat_text(messages, now=now), False
+    except TemplateError:
+        if len(messages) == 1:
+            raise
+        return tokenizer.chat_text([{"role": "user", "content": plain}], now=now), False
+
+
+def prompt_ids(tokenizer: "Tokenizer", prompt: Prompt, *, now: datetime.datetime | None = None) -> list[int]:
+    """The token ids of a prompt.
+
+    Raises:
+      ConfigError: the prompt has no token.
+    """
+    return encode_prompt(tokenizer, *prompt_text(tokenizer, prompt, now=now))
+
+
+def encode_prompt(tokenizer: "Tokenizer", text: "MarkedText", special: bool) -> list[int]:
+    """The token ids of the result of `prompt_text`.
+
+    Raises:
+      ConfigError: the text has no token.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=special)
+    if not ids:
+        raise ConfigError(f"a question without a token: {text.text!r:.200}")
+    return ids
+
+
+def end_of_turn_id(tokenizer: "Tokenizer", *, now: datetime.datetime | None = None) -> int | None:
+    """The token that ends an assistant's turn: of the model's end tokens the one that its chat template
+    writes there, else the first; None if the model has none."""
+    ends = tokenizer.eos_ids
+    if len(ends) > 1 and tokenizer.has_chat_template:
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            ids = tokenizer.encode_chat(turns, add_generation_prompt=False, now=now)
+        except TemplateError:
+            ids = []
+        for each in reversed(ids):
+            if each in ends:
+                return each
+    return ends[0] if ends else None

@@ -1,0 +1,338 @@
+"""Encodes text as token ids, and decodes them.
+
+`TokenizerFiles` has all data of a tokenizer as plain strings, which a bundle stores; `Tokenizer` is made from
+it. Hugging Face folders are read by `jaxllm/checkpoints/tokenizer_folder.py`, messages are rendered by
+`chat_template.py`.
+"""
+
+import copy
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, one_line
+from jaxllm.text.confined_tokenizer import ConfinedTokenizer
+from jaxllm.text.control_tokens import Encoded
+from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, LibraryTokenizer
+from jaxllm.text.marked_text import MarkedText
+from jaxllm.text.tokenizer_bounds import is_ordinary
+
+if TYPE_CHECKING:
+    from jaxllm.text.chat_template import ChatTemplate
+
+# A limited tokenizer refuses texts with more characters per token than this. Text has some four; the longest
+# tokens of published vocabularies are runs of 128 spaces.
+MAX_CHARACTERS_PER_TOKEN = 64
+_USUAL_CHARACTERS = 8
+_LEAST_PART = 4096
+# Allowance for tokens of a word that is cut in its middle.
+_OPEN_TOKENS = 256
+
+AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """A tokenizer as plain data: what a bundle stores.
+
+    Fields:
+      tokenizer_json: the text of a `tokenizer.json` of the `tokenizers` library.
+      chat_template: the Jinja source of the chat template, or None.
+      special: names that the chat template may use (`bos_token`, `eos_token`, `pad_token`, ...) -> their
+        tokens.
+      eos_ids: every token that ends an answer, the main one first; empty when none does.
+      bos_id: the token that begins a text, or None.
+
+    Raises:
+      CheckpointError: a field is of the wrong type.
+    """
+
+    tokenizer_json: str
+    chat_template: str | None = None
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    def __post_init__(self) -> None:
+        template, special, ids = self.chat_template, self.special, self.eos_ids
+        _require("tokenizer_json", isinstance(self.tokenizer_json, str), "text", self.tokenizer_json)
+        _require("chat_template", template is None or isinstance(template, str), "text or null", template)
+        named = isinstance(special, Mapping) and all(
+            isinstance(text, str) for item in special.items() for text in item
+        )
+        _require("special", named, "a map from names to tokens", special)
+        valid = isinstance(ids, tuple) and all(map(_is_token_id, ids))
+        _require("eos_ids", valid, f"token ids in [0, {MAX_TOKEN_ID}]", ids)
+        valid = self.bos_id is None or _is_token_id(self.bos_id)
+        _require("bos_id", valid, f"null or a token id in [0, {MAX_TOKEN_ID}]", self.bos_id)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return {
+            "tokenizer_json": self.tokenizer_json,
+            "chat_template": self.chat_template,
+            "special": dict(self.special),
+            "eos_ids": list(self.eos_ids),
+            "bos_id": self.bos_id,
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> "TokenizerFiles":
+        """The data that `to_json` gave as a dict.
+
+        Raises:
+          CheckpointError: a key is unknown or missing, or a value is of the wrong type.
+        """
+        _require("the tokenizer", isinstance(data, dict), "a JSON object", data)
+        fields = dict(data)
+        if isinstance(fields.get("eos_ids"), list):
+            fields["eos_ids"] = tuple(fields["eos_ids"])
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise CheckpointError(
+                f"malformed tokenizer: {one_line(error)}; prepare the bundle again"
+            ) from error
+
+
+class Tokenizer:
+    """A model's tokenizer. It keeps no state between calls; threads may share it.
+
+    Raises:
+      CheckpointError: `files.tokenizer_json` is not a tokenizer.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._files = files
+        self._tokenizer = open_tokenizer(files.tokenizer_json, files.eos_ids, files.special)
+        self._most_tokens: int | None = None
+        self._unlimited = self
+
+    def limited(self, most_tokens: int) -> "Tokenizer":
+        """A tokenizer that refuses texts of more tokens without encoding all of them.
+
+        Its results may still have some tokens more than `most_tokens`, because the tokens of a cut word are
+        unknown. It shares all data with this tokenizer, and costs nothing.
+        """
+        limited = copy.copy(self)
+        limited._most_tokens = most_tokens
+        return limited
+
+    @property
+    def files(self) -> TokenizerFiles:
+        """The plain data that this tokenizer was made from."""
+        return self._files
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest token id. A model's embedding may have more rows than this, never
+        fewer."""
+        return self._tokenizer.vocab_size
+
+    def same_tokens(self, other: "Tokenizer") -> bool:
+        """Whether both have the same tokens with the same ids."""
+        return self._tokenizer.vocabulary() == other._tokenizer.vocabulary()
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer."""
+        return self._files.eos_ids
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that begins a text, if the model has one."""
+        return self._files.bos_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` and `encode_chat` can be used."""
+        return self._files.chat_template is not None
+
+    def encode(
+        self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+          text: in a `MarkedText` only the template's characters become special tokens, never content.
+          add_special_tokens: whether the model's begin and end tokens are added, if it has them.
+          special: whether special tokens spelled in a plain text become these tokens, as in Hugging Face's
+            tokenizers. Pass False for text from others.
+
+        Raises:
+          ConfigError: `text` is no text, or has a lone surrogate, which UTF-8 cannot encode.
+          ContextOverflow: it has more tokens than this tokenizer is limited to.
+        """
+        return self._encode(text, add_special_tokens, special).ids
+
+    def encode_with_offsets(
+        self, text: str | MarkedText, *, add_special_tokens: bool = True, special: bool = True
+    ) -> tuple[list[int], np.ndarray]:
+        """`encode`, and the characters of `text` that each token stands for.
+
+        Returns:
+          The ids; and `[T, 2]` int64, first and last + 1 character. Added begin and end tokens stand for
+          none; tokens that share the bytes of a character all stand for it.
+
+        Raises:
+          ConfigError, ContextOverflow: as `encode`.
+        """
+        encoded = self._encode(text, add_special_tokens, special)
+        return encoded.ids, np.array(encoded.offsets, np.int64).reshape(-1, 2)
+
+    def _encode(self, text: str | MarkedText, add_special_tokens: bool, special: bool) -> Encoded:
+        plain = text.text if isinstance(text, MarkedText) else text
+        if not isinstance(plain, str):
+            raise ConfigError(f"a prompt must be text, got {type(plain).__name__}")
+        self._require_short(len(plain))
+        try:
+            plain.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the text has a lone surrogate {plain[error.start]!r} at character {error.start}; "
+                "send valid Unicode"
+            ) from error
+        if not isinstance(text, MarkedText):
+            text = MarkedText.of_template(text) if special else MarkedText.of_content(text)
+        self._require_fitting(text)
+        return self._tokenizer.encode_marked(text, add_special_tokens=add_special_tokens)
+
+    def _require_short(self, characters: int) -> None:
+        most = self._most_tokens
+        if most is not None and characters > most * MAX_CHARACTERS_PER_TOKEN:
+            raise ContextOverflow(
+                f"the prompt has {characters} characters; at most {most * MAX_CHARACTERS_PER_TOKEN} are read "
+                f"where {most} tokens fit; shorten it"
+            )
+
+    def _require_fitting(self, text: MarkedText) -> None:
+        """Encodes longer and longer beginnings of a text that may be too long, at most twice of what fits."""
+        most, length = self._most_tokens, len(text.text)
+        if most is None:
+            return
+        part = max(_LEAST_PART, most * _USUAL_CHARACTERS)
+        while part < length:
+            beginning = self._tokenizer.encode_marked(text.part(0, part), add_special_tokens=False)
+            if len(beginning.ids) > most + _OPEN_TOKENS:
+                raise ContextOverflow(
+                    f"the prompt has {length} characters, of which the first {part} are more than the {most} "
+                    "tokens that fit; shorten it"
+                )
+            part *= 2
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
+
+        Ids past the vocabulary (the padding rows of a model) stand for no text.
+
+        Raises:
+          ConfigError: an id is negative or exceeds 32 bits.
+        """
+        plain = [int(token) for token in ids]
+        bad = next((token for token in plain if not 0 <= token <= MAX_TOKEN_ID), None)
+        if bad is not None:
+            raise ConfigError(f"token ids must be in [0, {MAX_TOKEN_ID}], got {bad}")
+        return self._tokenizer.decode(plain, skip_special_tokens=skip_special_tokens)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> MarkedText:
+        """The prompt of `messages` by the model's chat template. Encode it without adding special tokens,
+        because the template writes all of them.
+
+        Args:
+          messages: JSON objects with a `role` and usually a `content`, oldest first.
+          add_generation_prompt: whether the prompt ends with the beginning of an assistant's turn.
+          now: the time for templates that ask for it; this module has no clock.
+
+        Raises:
+          ConfigError: the model has no chat template, a message is malformed or of a role that the
+            template does not know, or the template asks for the time and `now` is None.
+          TemplateError: the template refuses the messages or is broken.
+          ContextOverflow: they have more tokens than this tokenizer is limited to, by far.
+        """
+        if self._most_tokens is not None:
+            self._require_short(_characters(messages))
+        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, now=now)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> str:
+        """`chat_text` as a plain string, for display. To encode use `chat_text`, which marks content.
+
+        Raises:
+          ConfigError, TemplateError: as `chat_text`.
+        """
+        return self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now).text
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        now: datetime.datetime | None = None,
+    ) -> list[int]:
+        """Token ids of `chat_text`: the template's special tokens, and none that a message spells.
+
+        Raises:
+          ConfigError: as `chat_text` and `encode`.
+          TemplateError: as `chat_text`.
+        """
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now)
+        return self.encode(text, add_special_tokens=False)
+
+    @property
+    def _chat_template(self) -> "ChatTemplate":
+        return self._unlimited._compiled_template
+
+    @functools.cached_property
+    def _compiled_template(self) -> "ChatTemplate":
+        # Compiled at first use: a model with a broken template still answers plain prompts, without importing
+        # Jinja.
+        if self._files.chat_template is None:
+            raise ConfigError("the model has no chat template; send a plain prompt instead")
+        from jaxllm.text.chat_template import ChatTemplate
+
+        return ChatTemplate(self._files.chat_template, self._files.special, self._tokenizer.spelled)
+
+
+def _characters(messages: Any) -> int:
+    """Number of characters of all messages as JSON, the form in which templates get them."""
+    try:
+        return sum(map(len, json.JSONEncoder(ensure_ascii=False).iterencode(messages)))
+    except (TypeError, ValueError, RecursionError):
+        return 0  # Values that are no JSON are refused later, with a message of their own.
+
+
+def open_tokenizer(
+    tokenizer_json: str, eos_ids: Sequence[int] = (), special: Mapping[str, str] | None = None
+) -> AnyTokenizer:
+    """A tokenizer: in this process if its cost is known to be bounded, else in a child process.
+
+    Raises:
+      CheckpointError: `tokenizer_json` is not a tokenizer.
+    """
+    make = LibraryTokenizer if is_ordinary(tokenizer_json) else ConfinedTokenizer
+    return make(tokenizer_json, eos_ids, special or {})
+
+
+def _is_token_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_TOKEN_ID
+
+
+def _require(name: str, condition: bool, allowed: str, value: Any) -> None:
+    if not condition:
+        raise CheckpointError(f"{name} must be {allowed}, got {value!r:.80}; prepare the model again")

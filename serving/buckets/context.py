@@ -1,0 +1,105 @@
+"""Buckets of stored contexts: chunks into a cache, a layer with other chunks computed, a cache as chunks."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.kv.chunks import chunk_shapes, encode_chunks, reads_addresses
+from jaxllm.steps.layers import load_cache, restore_layer
+from serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
+from serving.buckets.parts import counts_alone, layer_shapes
+from serving.options import EngineOptions
+
+# Chunks that are encoded in one dispatch.
+ENCODED_CHUNKS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadBucket(Bucket):
+    """Puts stored chunks into all layers of a cache (see `steps.layers.load_cache`).
+
+    Attributes:
+      cache_tokens: length of the cache.
+    """
+
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(counts, cache, sources, bits) -> cache."""
+        cfg, options = model.cfg, model.options
+        shapes = [source_shape(cfg, options, each, self.cache_tokens) for each in range(cfg.layers)]
+        if reads_addresses(jnp.dtype(options.cache_dtype)):
+            sources: Any = jax.ShapeDtypeStruct((cfg.layers, *shapes[0][0]), jnp.uint32)
+        else:
+            sources = tuple(jax.ShapeDtypeStruct(*each) for each in shapes)
+        load = functools.partial(load_cache, cfg=cfg, form=options.chunk_format)
+        cache, bits = model.cache(self.cache_tokens), bits_shape(model, self.cache_tokens)
+        return jax.jit(load, donate_argnums=(1,)).lower(counts_alone(model.params), cache, sources, bits)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoreBucket(Bucket):
+    """Brings one layer back, and computes other chunks of it (see `steps.layers.restore_layer`).
+
+    Attributes:
+      tokens: of chunks that are computed.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, x, positions, keys and values, source, bits) -> x, keys and values."""
+        layer, options = self.layer, model.options
+        step = functools.partial(restore_layer, cfg=model.cfg, layer=layer, form=options.chunk_format)
+        source = jax.ShapeDtypeStruct(*source_shape(model.cfg, options, layer, self.cache_tokens))
+        return model.jitted_part(step, 1, 3).lower(
+            layer_shapes(model.params, layer),
+            model.hidden(self.tokens),
+            position_shapes(self.tokens, run=False),
+            model.layer_cache(layer, self.cache_tokens),
+            source,
+            bits_shape(model, self.cache_tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodeBucket(Bucket):
+    """Encodes `ENCODED_CHUNKS` chunks of one layer (see `kv.chunks.encode_chunks`).
+
+    Attributes:
+      bits: width of the chunks.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    bits: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(keys and values, numbers of chunks) -> chunks as bytes."""
+        encode = functools.partial(encode_chunks, form=model.options.chunk_format, bits=self.bits)
+        return jax.jit(encode).lower(model.layer_cache(self.layer, self.cache_tokens), ids(ENCODED_CHUNKS))
+
+
+def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tokens: int) -> tuple[Any, ...]:
+    """Shape and dtype of what `load_chunks` reads a layer's chunks from, for all of a cache's."""
+    chunks = -(-cache_tokens // options.kv_chunk_tokens)
+    if reads_addresses(jnp.dtype(options.cache_dtype)):
+        return (chunks, 3), np.uint32
+    shape = chunk_shapes(cfg, tokens=options.kv_chunk_tokens, dtype=options.cache_dtype)[layer]
+    return (chunks, max(options.chunk_format.sizes(shape).values())), np.uint8
+
+
+def bits_shape(model: ModelShapes, cache_tokens: int) -> jax.ShapeDtypeStruct:
+    """The shape of the widths of a cache's chunks."""
+    return ids(-(-cache_tokens // model.options.kv_chunk_tokens))

@@ -1,0 +1,163 @@
+"""Compiled buckets on disk, so that a process starts in the time it takes to read them.
+
+XLA takes seconds to compile what it loads back in tens of milliseconds. An entry is one file,
+
+    header   magic, version, key, length and xxh3_128 of the payload
+    payload  what `jax.experimental.serialize_executable` makes of the executable
+
+named by the key of its bucket (`store.py`). Whatever is wrong with an entry or its folder, the bucket
+is compiled instead: a cache never stands between a user and an answer.
+
+An executable is machine code, and loading one runs code that its file chooses. No checksum can make that
+safe; what makes it safe is that nobody else can have written the file (`user_cache.py`); the checksum only
+tells damage.
+"""
+
+import contextlib
+import logging
+import os
+import pickle
+import struct
+import threading
+from pathlib import Path
+
+import jax
+import xxhash
+from jax.experimental import serialize_executable
+
+from jaxllm.errors import ConfigError
+from jaxllm.files.atomic import atomic_file, remove_abandoned
+from serving.host.user_cache import clear_entry, make_private_folder, private_file, private_folder
+
+# Of files; entries of another suffix would never be deleted.
+SUFFIX = ".graph"
+# Of one entry: far above any bucket (code grows with layers, not with weights), far below what would hurt.
+MAX_ENTRY_BYTES = 256 << 20
+_HEADER = struct.Struct("<8sI32sQ16s")
+_MAGIC, _VERSION = b"jaxllmGX", 1
+_log = logging.getLogger(__name__)
+
+
+class ExecutableFolder:
+    """Executables by key, in one folder of this user's. Threads and processes may share it.
+
+    Args:
+      folder: made when it is missing, closed to others.
+      limit_bytes: most bytes of entries; those unused for longest are deleted to keep it.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._told = False
+        self._lock = threading.Lock()
+
+    def load(self, key: str, device: jax.Device | None = None) -> jax.stages.Compiled | None:
+        """The executable of a bucket for a device (the first one by default), or None when there is none that
+        can be used."""
+        try:
+            payload = self._read(key)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, struct.error) as error:
+            _log.debug("%s: %s", self._path(key), error)
+            return None
+        try:
+            executable, arguments, results = pickle.loads(payload)
+            return serialize_executable.deserialize_and_load(
+                executable, arguments, results, execution_devices=[device or jax.devices()[0]]
+            )
+        except Exception as error:  # Whatever JAX and XLA raise for what they cannot use.
+            _log.debug("%s: cannot be loaded (%s)", self._path(key), error)
+            return None
+
+    def store(self, key: str, compiled: jax.stages.Compiled) -> None:
+        """Keeps the executable of a bucket that was just compiled, in place of what had its key."""
+        settings = jax.config.values
+        if settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]:
+            # JAX may have read it from its own cache, and XLA:CPU serializes what was read without its code:
+            # it would load, and fail when it runs.
+            return
+        try:
+            payload = pickle.dumps(serialize_executable.serialize(compiled))
+        except Exception as error:  # Backends and buckets that have no serialized form.
+            _log.debug("%s: cannot be serialized (%s)", key, error)
+            return
+        if _HEADER.size + len(payload) > min(MAX_ENTRY_BYTES, self._limit_bytes):
+            return
+        checksum = xxhash.xxh3_128_digest(payload)
+        header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(key), len(payload), checksum)
+        try:
+            make_private_folder(self._folder)
+            with private_folder(self._folder) as folder:
+                clear_entry(self._path(key))
+                with atomic_file(self._path(key)) as file:
+                    os.fchmod(file.fileno(), 0o600)
+                    file.write(header)
+                    file.write(payload)
+                self._make_room(folder, newest=self._path(key).name)
+        except (OSError, ValueError) as error:
+            self._tell(error)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}{SUFFIX}"
+
+    def _read(self, key: str) -> bytes:
+        """The payload of an entry, checked.
+
+        Raises:
+          OSError: there is none, or it cannot be read.
+          ValueError: the folder or the entry is not ours alone, or the entry is damaged.
+        """
+        try:
+            with private_folder(self._folder):
+                pass
+        except ConfigError as error:
+            self._tell(error)
+            raise
+        with private_file(self._path(key)) as number, open(number, "rb", closefd=False) as file:
+            facts = os.fstat(number)
+            if not _HEADER.size <= facts.st_size <= MAX_ENTRY_BYTES:
+                raise ValueError(f"{facts.st_size} bytes are not the size of an entry")
+            magic, version, named, size, checksum = _HEADER.unpack(file.read(_HEADER.size))
+            if (magic, version, named.hex(), size) != (_MAGIC, _VERSION, key, facts.st_size - _HEADER.size):
+                raise ValueError("not an entry of this key, or truncated")
+            payload = file.read(size)
+            if xxhash.xxh3_128_digest(payload) != checksum:
+                raise ValueError("the checksum is wrong")
+            with contextlib.suppress(OSError):  # On storage that is read-only now.
+                # The time of its last use, which is what `_make_room` goes by.
+                os.utime(number)
+        return payload
+
+    def _make_room(self, folder: int, *, newest: str) -> None:
+        """Deletes what killed processes left, and the entries unused for longest until the rest keep the
+        limit."""
+        remove_abandoned(self._folder)
+        entries = []
+        with os.scandir(folder) as found:
+            for each in found:
+                with contextlib.suppress(FileNotFoundError):  # Another process makes room too.
+                    facts = each.stat(follow_symlinks=False)
+                    if each.name.endswith(SUFFIX):
+                        entries.append((each.name == newest, facts.st_mtime_ns, each.name, facts.st_size))
+        total = sum(size for *_, size in entries)
+        for _, _, name, size in sorted(entries):
+            if total <= self._limit_bytes:
+                return
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            total -= size
+
+    def _tell(self, error: Exception) -> None:
+        """Says once that buckets are not kept, and why: it costs every later start."""
+        with self._lock:
+            told, self._told = self._told, True
+        if not told:
+            reason = error.strerror if isinstance(error, OSError) else error
+            _log.warning(
+                "%s: compiled buckets are not kept there, so every start compiles them anew (%s); set "
+                "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_EXECUTABLES_BYTES=0",
+                self._folder,
+                reason,
+            )

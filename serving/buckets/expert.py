@@ -1,0 +1,161 @@
+"""Buckets of mixtures whose experts come one by one: a sparse layer up to its experts, one tile of one
+expert, and the sum of what experts gave."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from jaxllm.elastic.submodel import whole_params
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile
+from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
+from serving.buckets.context import bits_shape, source_shape
+from serving.buckets.parts import EXPERT_PARTS, any_expert, expert_norm, layer_params, router_params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendBucket(Bucket):
+    """Runs a sparse layer over a chunk, up to its experts (see `steps.layers.attend_layer`).
+
+    Attributes:
+      tokens: length of the chunk, padding among it.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, next router, x, positions, keys and values, mass) -> tokens at experts, room for
+        what these give, keys and values, mass."""
+        cache = model.cache(self.cache_tokens)
+        return _lower_attend(model, self.layer, position_shapes(self.tokens), cache, cache.mass)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendTreeBucket(Bucket):
+    """`AttendBucket` over a token tree.
+
+    Attributes:
+      nodes: room of the tree.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    nodes: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """See `AttendBucket`; the mass is by node."""
+        cache, at = model.cache(self.cache_tokens), position_shapes(self.nodes, tree=True)
+        return _lower_attend(model, self.layer, at, cache, mass_by_node(cache, self.nodes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttendRestoredBucket(Bucket):
+    """Brings a sparse layer of a context back, up to its experts (see `steps.layers.attend_restored`).
+
+    Attributes:
+      tokens: of chunks that are computed.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, next router, x, positions, keys and values, source, bits) -> tokens at experts,
+        room for what these give, keys and values."""
+        whole, layer = whole_params(model.params), self.layer
+        attend = functools.partial(
+            attend_restored, cfg=model.cfg, layer=layer, form=model.options.chunk_format
+        )
+        at, past = position_shapes(self.tokens, run=False), model.layer_cache(layer, self.cache_tokens)
+        source = jax.ShapeDtypeStruct(*source_shape(model.cfg, model.options, layer, self.cache_tokens))
+        return jax.jit(attend, donate_argnums=(2, 4)).lower(
+            layer_params(whole, layer, layer),
+            router_params(whole, layer),
+            model.hidden(self.tokens),
+            at,
+            past,
+            source,
+            bits_shape(model, self.cache_tokens),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertBucket(Bucket):
+    """Takes one tile of tokens through one expert (see `steps.layers.expert_tile`). All layers share it.
+
+    Attributes:
+      tokens: of the chunk that the tile is of.
+      bits: width of the expert.
+    """
+
+    tokens: int
+    bits: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(expert, norm, tokens at experts, number of the tile, out) -> out."""
+        whole, (before, out) = whole_params(model.params), _at_experts(model, self.tokens)
+        expert = {name: whole[f"{any_expert(self.bits)}.{name}"] for name in EXPERT_PARTS}
+        norm = expert_norm(router_params(whole, _first_sparse(model)))
+        step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
+        return step.lower(expert, norm, before, SCALAR, out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CombineBucket(Bucket):
+    """Sums what experts gave (see `steps.layers.combine_experts`). All layers share it.
+
+    Attributes:
+      tokens: of the chunk.
+    """
+
+    tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(tokens at experts, out) -> x."""
+        # The outputs of all tiles have no other shape to be given back in.
+        return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens))
+
+
+def _lower_attend(
+    model: ModelShapes, layer: int, at: Places, cache: KVCache, mass: Any
+) -> jax.stages.Lowered:
+    whole = whole_params(model.params)
+    attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
+    past = cache.keys[layer], cache.values[layer]
+    x = model.hidden(at.positions.shape[0])
+    return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
+        layer_params(whole, layer, layer), router_params(whole, layer), x, at, past, mass
+    )
+
+
+def _at_experts(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
+    """The shapes of tokens at experts, and of what experts give."""
+    layer, whole = _first_sparse(model), whole_params(model.params)
+    # The same whatever the cache.
+    cache = model.cache(model.options.cache_tokens[0])
+    attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
+    before, out, *_ = jax.eval_shape(
+        attend,
+        layer_params(whole, layer, layer),
+        router_params(whole, layer),
+        model.hidden(tokens),
+        position_shapes(tokens),
+        (cache.keys[layer], cache.values[layer]),
+        cache.mass,
+    )
+    return before, out
+
+
+def _first_sparse(model: ModelShapes) -> int:
+    return next(layer for layer in range(model.cfg.layers) if model.cfg.is_sparse(layer))

@@ -1,0 +1,159 @@
+"""Buckets of exported programs: their steps as JAX runs them, and what moves their caches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxllm.errors import ProgramError, one_line
+from jaxllm.program_folder.manifest import Manifest, Signature
+from jaxllm.program_folder.shapes import input_shapes
+from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.speculative.acceptance import choices
+from serving.buckets.bucket import Bucket, ids, shapes_of
+from serving.buckets.tree import tree_shapes
+
+Caches = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramShapes:
+    """What buckets of one level of a folder of programs are lowered from.
+
+    Attributes:
+      manifest: what there is to run.
+      weights: of the level, or their shapes.
+      step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
+      path: where its program is, for people.
+    """
+
+    manifest: Manifest
+    weights: Mapping[str, Any]
+    step: Callable[[Signature], Callable[..., dict[str, jax.Array]]]
+    path: Callable[[Signature], str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramBucket(Bucket):
+    """Runs one exported step.
+
+    Attributes:
+      signature: which.
+      contents: tells its program from all others.
+    """
+
+    signature: Signature
+    contents: str
+
+    def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
+        """(weights, caches, tokens, positions[, mask]) -> caches and logits."""
+        manifest, signature = model.manifest, self.signature
+        cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
+        shapes = input_shapes(signature, cfg, manifest.room(signature), dtype)
+        # The export knows no donation: without it every step would copy the caches.
+        step = jax.jit(model.step(signature), donate_argnums=(1,), keep_unused=True)
+        return step.lower(model.weights, *shapes)
+
+    def compile(self, model: ProgramShapes, /) -> jax.stages.Compiled:
+        """See `Bucket`.
+
+        Raises:
+          ProgramError: it is refused, or cannot be compiled.
+        """
+        try:
+            return super().compile(model)
+        except (ProgramError, MemoryError):
+            raise
+        except Exception as error:  # Whatever JAX and XLA raise for what they cannot compile.
+            raise ProgramError(
+                f"{model.path(self.signature)}: cannot be compiled ({one_line(error)}); export the model "
+                "again"
+            ) from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramGrowBucket(Bucket):
+    """Pads a level's caches.
+
+    Attributes:
+      short_tokens, long_tokens: lengths before and after.
+      shapes: of all caches before, by name: sizes and dtype.
+    """
+
+    short_tokens: int
+    long_tokens: int
+    shapes: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
+        """(caches) -> caches."""
+        del model
+        # Nothing to donate: no buffer of the short caches has the size of one of the long.
+        grow = jax.jit(functools.partial(_padded, tokens=self.long_tokens - self.short_tokens))
+        return grow.lower(_named(self.shapes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramKeepBucket(Bucket):
+    """Moves a path of a tree to where the tree began.
+
+    Attributes:
+      nodes: room of the tree.
+      shapes: of all caches, by name: sizes and dtype.
+    """
+
+    nodes: int
+    shapes: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
+        """(caches, row of the root, nodes) -> caches."""
+        del model
+        keep = jax.jit(_moved, donate_argnums=(0,))
+        return keep.lower(_named(self.shapes), np.int32(0), ids(self.nodes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceBucket(Bucket):
+    """Draws a token behind each node of a tree from logits on the host (see
+    `jaxllm.speculative.acceptance.choices`).
+
+    Attributes:
+      nodes: room of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
+      vocab_tokens: that there are to choose from.
+    """
+
+    nodes: int
+    vocab_tokens: int
+
+    def lower(self, model: None, /) -> jax.stages.Lowered:
+        """([tree,] logits, sampler) -> token and sampler, or tokens."""
+        del model
+        logits = jax.ShapeDtypeStruct((max(1, self.nodes), self.vocab_tokens), np.float32)
+        sampler = shapes_of(sampler_state(Sampling(), [], self.vocab_tokens, 0))
+        if not self.nodes:
+            return jax.jit(sample).lower(logits, sampler)
+        return jax.jit(choices).lower(tree_shapes(self.nodes), logits, sampler)
+
+
+def named_shapes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    """Shapes of caches as buckets name them."""
+    return tuple(sorted((name, each.shape, str(each.dtype)) for name, each in shapes.items()))
+
+
+def _named(shapes: tuple[tuple[str, tuple[int, ...], str], ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes}
+
+
+def _padded(caches: Caches, *, tokens: int) -> Caches:
+    return {name: jnp.pad(rows, ((0, 0), (0, 0), (0, tokens), (0, 0))) for name, rows in caches.items()}
+
+
+def _moved(caches: Caches, at: jax.Array, nodes: jax.Array) -> Caches:
+    """The rows of some nodes one behind the other from `at` on, where the rows of all began."""
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(rows, jnp.take(rows, at + nodes, axis=2), at, axis=2)
+        for name, rows in caches.items()
+    }

@@ -1,0 +1,219 @@
+"""Buckets of integer prefill: stages of a layer on two processors, or whole layers on one."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
+from jaxllm.int8_prefill import subgraphs, whole_layer
+from jaxllm.int8_prefill.products import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, product_sizes
+from jaxllm.int8_prefill.shadow import FloatRows
+from jaxllm.int8_prefill.subgraphs import STAGE_PARAMETERS, LayerCalibration, Stage
+from jaxllm.models.parameters import Params
+from jaxllm.quant import BlockedArray, from_blocks
+from serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
+from serving.buckets.parts import layer_params, layer_shapes
+
+# Of `PRODUCTS` those whose excess a stage multiplies: always, and where its layer has a shadow.
+_SHADOWS: Mapping[Stage, tuple[int, ...]] = {
+    "project_shadow": (PROJECT,),
+    "widen_shadow": (WIDEN,),
+    "narrow_shadow": (NARROW,),
+}
+_SHADOWS_OF_SHADOWED: Mapping[Stage, tuple[int, ...]] = {
+    "attend": (OUT,),
+    "layer": tuple(range(len(PRODUCTS))),
+}
+# Stages that depend on what is in the cache.
+WITH_CACHE: tuple[Stage, ...] = ("attend", "layer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntegerStageBucket(Bucket):
+    """Runs one stage of a layer over a chunk (see `jaxllm.int8_prefill.subgraphs`).
+
+    Attributes:
+      stage: which.
+      shadowed: whether it is another bucket because its layer has a shadow.
+      tokens: length of the chunk, padding among it.
+      cache_tokens: length of the cache; 0 for stages that have to do with none.
+      layer: the first of those that are alike.
+      float_rows: how many channels have rows in floats; 0 where none are multiplied.
+      device: that runs it, "cpu:1" say; empty for the first one.
+      blocks: whether that takes weights in blocks, as native kernels do.
+      own_cores: whether it computes in the calling thread alone, beside another processor.
+    """
+
+    stage: Stage
+    shadowed: bool
+    tokens: int
+    cache_tokens: int
+    layer: int
+    float_rows: int
+    device: str = ""
+    blocks: bool = True
+    own_cores: bool = False
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(stage's params, what it knows of the calibration, operands...) -> see `subgraphs`."""
+        weights = _of_stage(layer_shapes(model.params, self.layer), self.layer, self.stage)
+        if not self.blocks:
+            weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
+        # Where a bucket serves all levels, units are those of the whole model.
+        own = model.cfg.whole if isinstance(model.params, CountedSubModel) else model.cfg
+        step = _STEPS[self.stage]
+
+        def run(params: Params | CountedSubModel, *rest: Any) -> Any:
+            return step.run(part_of_sub_model(params, model.cfg), *rest, cfg=model.cfg, layer=self.layer)
+
+        known = shapes_of(_calibration_shapes(self, own))
+        operands = step.operands(_Operands(self, dataclasses.replace(model, cfg=own)))
+        where = self.placement
+        with contextlib.nullcontext() if where is None else jax.default_device(where.device):
+            return jax.jit(run, donate_argnums=step.donated).lower(weights, known, *operands)
+
+    @property
+    def placement(self) -> Placement | None:
+        """See `Bucket`."""
+        if not self.device:
+            return None
+        # XLA's own threads would take the other processor's cores.
+        options = (("xla_cpu_multi_thread_eigen", False),) if self.own_cores else ()
+        return Placement(device_named(self.device), self.blocks, options)
+
+
+def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:
+    """Which of `PRODUCTS` have an excess that a stage multiplies, of a layer with or without shadow."""
+    return _SHADOWS.get(stage, ()) or (_SHADOWS_OF_SHADOWED.get(stage, ()) if shadowed else ())
+
+
+def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> LayerCalibration:
+    """Of a layer's calibration what a stage takes: steps, and the rows of its own products."""
+    products = shadow_products(stage, shadowed=shadowed)
+    if not products or calibration.rows is None:
+        return LayerCalibration(calibration.steps)
+    nothing = FloatRows(np.zeros(0, np.int32), ())  # pyright: ignore[reportArgumentType]: of the host
+    rows = (own if product in products else nothing for product, own in enumerate(calibration.rows))
+    return LayerCalibration(calibration.steps, tuple(rows))
+
+
+def stage_params(
+    params: Params | CountedSubModel, layer: int, like: int, stage: Stage
+) -> dict[str, Any] | CountedSubModel:
+    """The parameters that a stage takes of a layer, under the names of another's."""
+    return _of_stage(layer_params(params, layer, like), like, stage)
+
+
+def _of_stage(
+    found: dict[str, Any] | CountedSubModel, like: int, stage: Stage
+) -> dict[str, Any] | CountedSubModel:
+    """Of a layer's parameters, or their shapes, those that a stage takes."""
+    prefix = f"layers.{like}."
+    starts = tuple(prefix + each for each in STAGE_PARAMETERS[stage])
+    if not isinstance(found, CountedSubModel):
+        return {name: each for name, each in found.items() if name.startswith(starts)}
+    whole = {name: each for name, each in found.whole.items() if name.startswith(starts)}
+    places = tuple(place for place in found.places if place.name in whole)
+    return dataclasses.replace(found, whole=whole, places=places)
+
+
+def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> int:
+    """What the weights of a stage take."""
+    found = stage_params(params, layer, layer, stage)
+    whole = found.whole if isinstance(found, CountedSubModel) else found
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+
+
+def without_blocks(weights: Any) -> Any:
+    """Weights as processors without native kernels multiply them: in rows, not in blocks; on the host."""
+
+    def in_rows(weight: Any) -> Any:
+        return from_blocks(weight) if isinstance(weight, BlockedArray) else weight
+
+    return jax.tree.map(in_rows, weights, is_leaf=lambda each: isinstance(each, BlockedArray))
+
+
+def device_name(device: jax.Device) -> str:
+    """What names a device among those of this process."""
+    return f"{device.platform}:{jax.devices(device.platform).index(device)}"
+
+
+def device_named(name: str) -> jax.Device:
+    """The device of a `device_name`."""
+    platform, number = name.split(":")
+    return jax.devices(platform)[int(number)]
+
+
+class _Operands:
+    """The shapes of what stages of one layer give to each other."""
+
+    def __init__(self, bucket: IntegerStageBucket, model: ModelShapes) -> None:
+        cfg, tokens, layer = model.cfg, bucket.tokens, bucket.layer
+        units = cfg.units(layer)
+
+        def floats(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((1, tokens, *shape), model.dtype)
+
+        heads, size = units.kv_heads, cfg.head_dim
+        self.x = floats(cfg.hidden_size)
+        self.out = floats(heads, cfg.group * size)
+        self.heads = [self.out, floats(heads, size), floats(heads, size)]
+        self.shadows = self.heads if bucket.shadowed else None
+        self.hidden = floats(units.neurons)
+        self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
+        self.at = position_shapes(tokens)
+        cache = model.cache(bucket.cache_tokens)
+        self.past, self.mass = (cache.keys[layer], cache.values[layer]), cache.mass
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What computes a stage.
+
+    Attributes:
+      run: takes the stage's params, what it knows of the calibration, and operands.
+      operands: their shapes.
+      donated: places of arguments.
+    """
+
+    run: Callable[..., Any]
+    operands: Callable[[_Operands], tuple[Any, ...]]
+    donated: tuple[int, ...] = ()
+
+
+_STEPS: Mapping[Stage, _Step] = {
+    "project": _Step(subgraphs.project, lambda of: (of.x,)),
+    "project_shadow": _Step(subgraphs.project_shadow, lambda of: (of.x,)),
+    "attend": _Step(
+        subgraphs.attend, lambda of: (of.heads, of.shadows, of.at, of.past, of.mass), donated=(5, 6)
+    ),
+    "finish": _Step(subgraphs.finish, lambda of: (of.x, of.out)),
+    "widen": _Step(subgraphs.widen, lambda of: (of.x, of.out, of.x)),
+    "widen_shadow": _Step(subgraphs.widen_shadow, lambda of: (of.x,)),
+    "narrow": _Step(subgraphs.narrow, lambda of: (of.x, of.products, of.products)),
+    "narrow_shadow": _Step(subgraphs.narrow_shadow, lambda of: (of.x, of.x, of.hidden)),
+    "layer": _Step(whole_layer.pass_layer, lambda of: (of.x, of.at, of.past, of.mass), donated=(4, 5)),
+}
+
+
+def _calibration_shapes(bucket: IntegerStageBucket, cfg: ModelConfig) -> LayerCalibration:
+    """What `known_to` gives for a bucket's stage, of the bucket's number of rows."""
+    rows = []
+    for product in range(len(PRODUCTS)):
+        # Rows have the whole model's outputs at every level.
+        inputs, _ = product_sizes(cfg, bucket.layer, product)
+        _, outputs = product_sizes(cfg.whole, bucket.layer, product)
+        own = tuple(np.zeros((bucket.float_rows, each), np.float16) for each in outputs)
+        rows.append(FloatRows(np.zeros(inputs, np.int32), own))  # pyright: ignore[reportArgumentType]
+    steps = np.zeros(len(PRODUCTS), np.float32)
+    every = LayerCalibration(steps, tuple(rows))  # pyright: ignore[reportArgumentType]: of the host
+    return known_to(every, bucket.stage, shadowed=bucket.shadowed)
+
+
+def _zeros(leaf: Any) -> np.ndarray:
+    return np.zeros(leaf.shape, leaf.dtype)

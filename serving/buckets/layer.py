@@ -1,0 +1,141 @@
+"""Buckets of models that run layer by layer: what the first layer takes, one layer, and what gives logits.
+
+Layers that are alike share their buckets.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from jaxllm.elastic.submodel import whole_params
+from jaxllm.models.decoder import embed_tokens, forward_layer
+from jaxllm.models.parameters import Params
+from jaxllm.steps.layers import final_rows, head_piece
+from serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
+from serving.buckets.parts import embedding_params, head_name, layer_shapes, norm_params, row_step, some_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedBucket(Bucket):
+    """Embeds tokens by the whole table.
+
+    Attributes:
+      tokens: how many.
+    """
+
+    tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(embedding, ids, positions) -> x."""
+
+        def embedded(params: Params, tokens: jax.Array, positions: jax.Array) -> jax.Array:
+            return embed_tokens(params, tokens, positions, cfg=model.cfg, dtype=model.dtype)
+
+        step = model.jitted_part(embedded)
+        return step.lower(embedding_params(model.params), ids(1, self.tokens), ids(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedRowsBucket(Bucket):
+    """Embeds tokens by their own rows of the table alone, for tables that are not in memory.
+
+    Attributes:
+      tokens: how many.
+    """
+
+    tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(embedding with some rows, ids, positions) -> x."""
+        rows = whole_params(model.params)["embed.tokens"]
+        embedding = embedding_params(model.params)
+        embedding["embed.tokens"] = some_rows(rows, self.tokens * row_step(rows))
+        step = jax.jit(functools.partial(embed_tokens, cfg=model.cfg, dtype=model.dtype))
+        return step.lower(embedding, ids(1, self.tokens), ids(self.tokens))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerBucket(Bucket):
+    """Runs one layer over a chunk (see `models.decoder.forward_layer`).
+
+    Attributes:
+      tokens: length of the chunk, padding among it.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    tokens: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, x, positions, keys and values, mass) -> x, keys and values, mass."""
+        step = functools.partial(forward_layer, cfg=model.cfg, layer=self.layer, padded=self.tokens > 1)
+        cache = model.cache(self.cache_tokens)
+        weights = layer_shapes(model.params, self.layer)
+        past, at = (cache.keys[self.layer], cache.values[self.layer]), position_shapes(self.tokens)
+        return model.jitted_part(step, 1, 3, 4).lower(
+            weights, model.hidden(self.tokens), at, past, cache.mass
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTreeBucket(Bucket):
+    """Runs one layer over a token tree (see `models.decoder.forward_layer`).
+
+    Attributes:
+      nodes: room of the tree.
+      cache_tokens: length of the cache.
+      layer: the first of those that are alike.
+    """
+
+    nodes: int
+    cache_tokens: int
+    layer: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(layer's params, x, positions, keys and values, mass by node) -> x, keys and values, mass."""
+        step = functools.partial(forward_layer, cfg=model.cfg, layer=self.layer, padded=self.nodes > 1)
+        cache = model.cache(self.cache_tokens)
+        weights = layer_shapes(model.params, self.layer)
+        past, at = (cache.keys[self.layer], cache.values[self.layer]), position_shapes(self.nodes, tree=True)
+        mass = mass_by_node(cache, self.nodes)
+        return model.jitted_part(step, 1, 3, 4).lower(weights, model.hidden(self.nodes), at, past, mass)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NormBucket(Bucket):
+    """Norms what the head takes (see `steps.layers.final_rows`). All levels share it.
+
+    Attributes:
+      tokens: of what went through the layers.
+      rows: of them that are taken.
+    """
+
+    tokens: int
+    rows: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(norm, x, rows) -> hidden rows."""
+        step = jax.jit(functools.partial(final_rows, cfg=model.cfg))
+        return step.lower(norm_params(model.params), model.hidden(self.tokens), ids(self.rows))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadBucket(Bucket):
+    """Computes logits for a piece of the vocabulary (see `steps.layers.head_piece`). All levels share it.
+
+    Attributes:
+      rows: behind which tokens are wanted.
+      vocab_tokens: of the piece.
+    """
+
+    rows: int
+    vocab_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(piece of the head, hidden rows) -> logits."""
+        head = some_rows(whole_params(model.params)[head_name(model.cfg.tied_head)], self.vocab_tokens)
+        hidden = jax.ShapeDtypeStruct((self.rows, model.cfg.hidden_size), model.dtype)
+        return jax.jit(functools.partial(head_piece, cfg=model.cfg)).lower(head, hidden)

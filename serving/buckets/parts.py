@@ -1,0 +1,96 @@
+"""The parts of a model's parameters that buckets of one layer, of a table or of an expert take."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.elastic.submodel import CountedSubModel, layer_part, whole_params
+from jaxllm.kernels.used_units import PARAMETER
+from jaxllm.models.parameters import Params
+from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
+from serving.buckets.bucket import shapes_of
+
+EXPERT_PARTS = ("gate", "up", "down")
+
+
+def layer_params(params: Params | CountedSubModel, layer: int, like: int) -> dict[str, Any] | CountedSubModel:
+    """One layer's parameters under the names of another's, whose buckets it shares."""
+    if isinstance(params, CountedSubModel):
+        return layer_part(params, layer, like)
+    prefix = f"layers.{layer}."
+    return {
+        f"layers.{like}.{name.removeprefix(prefix)}": each
+        for name, each in params.items()
+        if name.startswith(prefix)
+    }
+
+
+def layer_shapes(params: Params | CountedSubModel, layer: int) -> dict[str, Any] | CountedSubModel:
+    """The shapes of `layer_params` under the layer's own names, of parameters or their shapes."""
+    if isinstance(params, CountedSubModel):
+        # What tells parts from each other is read from these.
+        counts = np.zeros(params.counts.shape, params.counts.dtype)
+        buffer = params.adapters
+        buffer = None if buffer is None else np.zeros(buffer.shape, buffer.dtype)
+        params = dataclasses.replace(params, counts=counts, adapters=buffer)  # pyright: ignore
+    return shapes_of(layer_params(params, layer, layer))
+
+
+def any_expert(bits: int) -> str:
+    """What the names of parameters begin with that stand for any expert of a width."""
+    return f"any_expert.{bits}"
+
+
+def router_params(params: Params, layer: int) -> dict[str, Any]:
+    """The router of a sparse layer and the norm before it."""
+    prefix = f"layers.{layer}."
+    return {
+        name.removeprefix(prefix): each
+        for name, each in params.items()
+        if name.startswith((f"{prefix}router", f"{prefix}ffn_norm."))
+    }
+
+
+def expert_norm(router: dict[str, Any]) -> dict[str, Any]:
+    """Of a sparse layer's router and norm the norm, which its experts take."""
+    return {name: each for name, each in router.items() if name != "router"}
+
+
+def counts_alone(params: Params | CountedSubModel) -> dict[str, Any]:
+    """What says how many units are used, where anything does."""
+    return {PARAMETER: params.counts} if isinstance(params, CountedSubModel) else {}
+
+
+def embedding_params(params: Params | CountedSubModel) -> dict[str, Any]:
+    """What embeds tokens."""
+    return {name: each for name, each in whole_params(params).items() if name.startswith("embed.")}
+
+
+def norm_params(params: Params | CountedSubModel) -> dict[str, Any]:
+    """The norm behind the last layer."""
+    return {name: each for name, each in whole_params(params).items() if name.startswith("final_norm.")}
+
+
+def head_name(tied: bool) -> str:
+    """The name of the parameter that gives logits, `[V, D]`; the embedding's where it is tied."""
+    return "embed.tokens" if tied else "head"
+
+
+def row_step(weight: Weight) -> int:
+    """Rows of a `[V, D]` weight that are stored together."""
+    return PANEL if isinstance(weight, BlockedArray | QArray) else 1
+
+
+def some_rows(weight: Weight, rows: int) -> Any:
+    """The shapes of a weight `[V, D]` that has only some rows."""
+    shape = (rows, weight.shape[-1])
+    if isinstance(weight, BlockedArray):
+        parts = blocked_shapes(shape, bits=weight.bits, group=weight.group, axis=weight.axis)
+        data, scale = (
+            jax.ShapeDtypeStruct(part, leaf.dtype)
+            for part, leaf in zip(parts, (weight.data, weight.scale), strict=True)
+        )
+        return dataclasses.replace(weight, data=data, scale=scale, shape=shape)  # pyright: ignore
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), weight)

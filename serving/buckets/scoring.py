@@ -1,0 +1,67 @@
+"""Buckets that judge text which is there already: log-probabilities, and which experts tokens visit."""
+
+import dataclasses
+
+import jax
+
+from jaxllm.nn.documents import Branches
+from jaxllm.steps.branching import target_room
+from jaxllm.steps.model import route_documents, score_branches, score_chunk
+from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreBucket(Bucket):
+    """Scores one chunk of a text behind a cache (see `steps.model.score_chunk`).
+
+    Attributes:
+      tokens: length of the chunk, padding among it.
+      cache_tokens: length of the cache.
+    """
+
+    tokens: int
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, row, targets, valid, cache) -> log-probabilities, likeliest tokens, cache."""
+        row = ids(1, self.tokens)
+        step = model.jitted(score_chunk, 4)
+        return step.lower(model.params, row, row, SCALAR, model.cache(self.cache_tokens))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchesBucket(Bucket):
+    """Scores tokens of packed documents with many ends, without a cache (see `steps.model.score_branches`).
+
+    Attributes:
+      rows: of a dispatch.
+      tokens: of a row.
+    """
+
+    rows: int
+    tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, tokens, starts, branches, places, targets, count) -> log-probabilities."""
+        rows, flat = ids(self.rows, self.tokens), ids(target_room(self.rows, self.tokens))
+        branches = Branches(rows, rows)  # pyright: ignore[reportArgumentType]: shapes
+        step = model.jitted(score_branches)
+        return step.lower(model.params, rows, rows, branches, flat, flat, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingBucket(Bucket):
+    """Says which experts the tokens of packed documents visit (see `steps.model.route_documents`).
+
+    Attributes:
+      rows: of a dispatch.
+      tokens: of a row.
+    """
+
+    rows: int
+    tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, tokens, starts) -> ids of experts."""
+        rows = ids(self.rows, self.tokens)
+        return model.jitted(route_documents).lower(model.params, rows, rows)

@@ -1,0 +1,178 @@
+"""Finds buckets on disk by a key of all that they depend on, without tracing them.
+
+Tracing and lowering a bucket takes as long as hundreds of tokens, so an executable on disk must be found
+without them. The key therefore names everything that goes into them: the bucket's family and fields, the
+model's config, the engine's options, the names, shapes and structure of the parameters, the source of the
+package, the versions of what compiles, JAX's and XLA's settings, and the machine. It is meant to be too fine:
+a key that differs for no reason costs one compilation, one that agrees wrongly costs a wrong answer.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jaxlib
+import ml_dtypes
+import numpy as np
+
+import jaxllm
+from jaxllm.config import ModelConfig
+from serving.buckets.bucket import Bucket
+from serving.buckets.executables import ExecutableFolder
+from serving.host.machine import cpu_features, usable_cores
+
+if TYPE_CHECKING:
+    from jaxllm.models.tiny_lm import TlmConfig
+    from serving.options import EngineOptions
+
+_ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "JAXLLM_KERNELS", "JAXLLM_THREADS")
+# Settings of JAX about logs and caches; every other one may change a bucket.
+_HARMLESS_SETTINGS = (
+    "jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log_", "jax_dump_ir_",
+    "jax_explain_cache_misses", "jax_traceback_filtering",
+)  # fmt: skip
+_MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
+# Options that change no bucket: where executables are kept, where weights are, which levels there are.
+_OUTSIDE_BUCKETS = (
+    "executables_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketStore:
+    """The buckets of one model in a folder of executables.
+
+    Attributes:
+      folder: where they are kept.
+      facts: all that they depend on besides their families and fields, as plain data by name.
+    """
+
+    folder: ExecutableFolder
+    facts: Mapping[str, Any]
+
+    @classmethod
+    def of_model(
+        cls,
+        folder: ExecutableFolder,
+        *,
+        cfg: ModelConfig,
+        options: "EngineOptions",
+        params: Any,
+        kernels: str = "xla",
+    ) -> "BucketStore":
+        """The store of a model's buckets.
+
+        Args:
+          folder: where they are kept.
+          cfg: the model.
+          options: resolved options of the engine.
+          params: the model's parameters.
+          kernels: names the kernels that buckets call, and what else distinguishes them. Whatever these need
+            of JAX (the targets of custom calls) must be registered before a bucket is loaded.
+        """
+        shapes = compiled_options(options)
+        # Of trees all is in their buckets.
+        del shapes["trees"]
+        environment = digest_of([kernels, environment_facts()])
+        return cls(folder, {"environment": environment, "options": shapes}).of(cfg, params)
+
+    @classmethod
+    def of_programs(cls, folder: ExecutableFolder) -> "BucketStore":
+        """The store of buckets that say themselves which program they are of."""
+        return cls(folder, {"environment": digest_of(environment_facts())})
+
+    def of(self, cfg: "ModelConfig | TlmConfig", params: Any) -> "BucketStore":
+        """The store of another model (a sub-model, say) in the same folder, for the same engine."""
+        model = {"cfg": cfg.to_json(), "params": params_digest(params)}
+        return dataclasses.replace(self, facts={**self.facts, **model})
+
+    def key(self, bucket: Bucket) -> str:
+        """Names a bucket among all others: 64 hexadecimal digits."""
+        where = bucket.placement
+        placed = None if where is None else where.facts()
+        return digest_of([dict(self.facts), type(bucket).__name__, dataclasses.asdict(bucket), placed])
+
+    def load(self, bucket: Bucket) -> jax.stages.Compiled | None:
+        """The executable of a bucket, or None where none is kept."""
+        where = bucket.placement
+        return self.folder.load(self.key(bucket), None if where is None else where.device)
+
+    def store(self, bucket: Bucket, compiled: jax.stages.Compiled) -> None:
+        """Keeps the executable of a bucket."""
+        self.folder.store(self.key(bucket), compiled)
+
+
+def compiled_options(options: "EngineOptions") -> dict[str, Any]:
+    """Those of an engine's resolved options that its buckets depend on, by name."""
+    names = (field.name for field in dataclasses.fields(options) if field.name not in _OUTSIDE_BUCKETS)
+    values = {name: getattr(options, name) for name in names}
+    return {
+        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        for name, value in values.items()
+    }
+
+
+def params_digest(params: Any) -> str:
+    """Names, shapes and dtypes of all parameters, and their structure with its static fields."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    named = [
+        (jax.tree_util.keystr(path), np.shape(leaf), str(leaf.dtype), bool(getattr(leaf, "weak_type", False)))
+        for path, leaf in leaves
+    ]
+    return digest_of([str(structure), named])
+
+
+def environment_facts() -> dict[str, Any]:
+    """Everything outside a model and its engine that a bucket depends on, by name."""
+    device = jax.devices()[0]
+    settings = {
+        name: repr(value)
+        for name, value in sorted(jax.config.values.items())
+        if not name.startswith(_HARMLESS_SETTINGS)
+    }
+    return {
+        "package": jaxllm.__version__,
+        "source": _SOURCE_DIGEST,
+        "python": [sys.implementation.cache_tag, *sys.version_info],
+        "versions": [each.__version__ for each in (jax, jaxlib, np, ml_dtypes)],
+        "settings": settings,
+        "environment": sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
+        "device": [device.platform, device.device_kind, device.id, device.client.platform_version],
+        "devices": jax.device_count(),
+        # XLA:CPU divides the work of a bucket by the cores that it finds when it compiles.
+        "cores": usable_cores(),
+        "cpu": cpu_features(),
+    }
+
+
+def source_digest(*packages: str) -> str:
+    """Digest of all modules in the given folders: their places and contents, source or compiled."""
+    digest = hashlib.sha256()
+    for package in packages:
+        for path in _modules(package):
+            with open(path, "rb", buffering=0) as file:
+                raw = file.read()
+            digest.update(f"{path.removeprefix(package)}\0{len(raw)}\0".encode())
+            digest.update(raw)
+    return digest.hexdigest()
+
+
+def _modules(package: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(package):
+        folders[:] = sorted(set(folders) - {"__pycache__"})
+        yield from (os.path.join(folder, name) for name in sorted(names) if name.endswith(_MODULE_SUFFIXES))
+
+
+# Taken when this module is imported, right after those that it describes: later, it could name code that
+# was edited meanwhile, and not what this process runs.
+_SOURCE_DIGEST = source_digest(*jaxllm.__path__, os.path.dirname(os.path.dirname(__file__)))
+
+
+def digest_of(parts: Any) -> str:
+    """Digest of plain data, 64 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

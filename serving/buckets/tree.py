@@ -1,0 +1,130 @@
+"""Buckets of token trees: a draft grows them, the target verifies them, both caches follow."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.speculative.tree import TokenTree, new_tree
+from jaxllm.steps.trees import draft, follow, keep_path, settle, verify
+from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyBucket(Bucket):
+    """Verifies a token tree behind a cache (see `steps.trees.verify`).
+
+    Attributes:
+      nodes: room of the tree.
+      cache_tokens: length of the target's cache.
+    """
+
+    nodes: int
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, tree, cache, sampler, limit) -> tokens, count, path, cache, sampler."""
+        cache = model.cache(self.cache_tokens)
+        step = model.jitted(verify, 2, 3)
+        return step.lower(model.params, tree_shapes(self.nodes), cache, model.sampler, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftBucket(Bucket):
+    """Grows a token tree behind a draft's cache (see `steps.trees.draft`).
+
+    Attributes:
+      nodes: room of the tree.
+      cache_tokens: length of the draft's cache.
+      tips, branches, threshold, paced: see `TreeShape`.
+    """
+
+    nodes: int
+    cache_tokens: int
+    tips: int
+    branches: int
+    threshold: float
+    paced: bool
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(params, tree, fed, cache, alpha, most, limit) -> tree, fed, cache, steps."""
+        grown = functools.partial(
+            draft, tips=self.tips, branches=self.branches, threshold=self.threshold, paced=self.paced
+        )
+        alpha, cache = jax.ShapeDtypeStruct((), jnp.float32), model.cache(self.cache_tokens)
+        step = model.jitted(grown, 1, 2, 3)
+        tree, fed = tree_shapes(self.nodes), _fed(self.nodes)
+        return step.lower(model.params, tree, fed, cache, alpha, SCALAR, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FollowBucket(Bucket):
+    """Brings a draft's cache and tree behind what was accepted (see `steps.trees.follow`).
+
+    Attributes:
+      nodes: room of the tree.
+      cache_tokens: length of the draft's cache.
+    """
+
+    nodes: int
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(cache, tree, fed, path, count, token) -> cache, tree, fed, how many are missing."""
+        cache, tree = model.cache(self.cache_tokens), tree_shapes(self.nodes)
+        step = jax.jit(follow, donate_argnums=(0,))
+        return step.lower(cache, tree, _fed(self.nodes), ids(self.nodes), SCALAR, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SettleBucket(Bucket):
+    """Decides what of a tree is accepted, by logits behind its nodes (see `steps.trees.settle`). All levels
+    share it.
+
+    Attributes:
+      nodes: room of the tree.
+    """
+
+    nodes: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(tree, logits, sampler, limit) -> tokens, count, path, sampler."""
+        logits = jax.ShapeDtypeStruct((self.nodes, model.cfg.vocab_size), jnp.float32)
+        step = jax.jit(settle, donate_argnums=(2,))
+        return step.lower(tree_shapes(self.nodes), logits, model.sampler, SCALAR)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepBucket(Bucket):
+    """Puts an accepted path behind the sequence in a cache (see `steps.trees.keep_path`).
+
+    Attributes:
+      nodes: room of the tree.
+      cache_tokens: length of the target's cache.
+    """
+
+    nodes: int
+    cache_tokens: int
+
+    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
+        """(cache without mass, mass by node, path, count) -> cache."""
+
+        def kept(cache: Any, mass: Any, *rest: Any) -> Any:
+            return keep_path(dataclasses.replace(cache, mass=mass), *rest)
+
+        # The mass comes out in another shape than it goes in.
+        cache = model.cache(self.cache_tokens)
+        mass, cache = mass_by_node(cache, self.nodes), dataclasses.replace(cache, mass=None)
+        return jax.jit(kept, donate_argnums=(0,)).lower(cache, mass, ids(self.nodes), SCALAR)
+
+
+def tree_shapes(nodes: int) -> TokenTree:
+    """The shapes of a tree."""
+    return jax.eval_shape(functools.partial(new_tree, room=nodes), SCALAR)
+
+
+def _fed(nodes: int) -> jax.ShapeDtypeStruct:
+    """The shape of which nodes a draft has read."""
+    return jax.ShapeDtypeStruct((nodes,), jnp.bool_)

@@ -1,0 +1,157 @@
+"""Opens the model that a command was told to use."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxllm.errors import ConfigError
+from serving.host.progress import Progress
+
+if TYPE_CHECKING:
+    from jaxllm.formats import WeightFormat
+    from serving.engine import Engine
+    from serving.int8_prefill.options import IntegerDevice, Mode, PrefillOptions
+    from serving.options import EngineOptions
+    from serving.speculation.options import SpeculationOptions
+
+_WHOLE = 100
+# Fields of a choice that exported programs have too.
+_OF_PROGRAMS = ("program", "level", "draft")
+# Options whose names are not their fields'.
+_OPTION_NAMES = {"context_tokens": "context", "most_loss": "max-prefill-loss"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """What the options of `serving.commands.shared_options.model_options` and `running_options` say.
+
+    Attributes:
+      model: a bundle, a Hugging Face folder, or a packaged model's name; None for the packaged default.
+      weights: width of a folder's weights; None for the checkpoint's own.
+      context_tokens: most tokens of prompt and answer together; 0 for the model's window, within bounds.
+      adapter: a folder of a low-rank adapter.
+      level: of an elastic bundle, in percent.
+      memory: most bytes for weights, context and activations; 0 for no limit.
+      draft: what drafts answers, as `speculation` reads it.
+      program: a folder of exported programs, instead of a model.
+      prefill: the prefill mode; None for the engine's default.
+      processors: of prefill, 1 or 2.
+      integer_device: what the integer one of two processors is.
+      most_loss: by which share integer prefill may let the perplexity grow; None for the engine's default.
+    """
+
+    model: Path | None = None
+    weights: "WeightFormat | None" = None
+    context_tokens: int = 0
+    adapter: Path | None = None
+    level: int = _WHOLE
+    memory: int = 0
+    draft: str | None = None
+    program: Path | None = None
+    prefill: "Mode | None" = None
+    processors: int = 1
+    integer_device: "IntegerDevice" = "cpu"
+    most_loss: float | None = None
+
+    def open(self, progress: Progress, *, warm_up: bool = True) -> "Engine":
+        """The engine that serves it.
+
+        Raises:
+          ConfigError: it is an exported program, with options that only a bundle has.
+        """
+        if self.program is not None:
+            return self._open_program(self.program, progress, warm_up=warm_up)
+        if self.processors > 1:
+            # Here, because it must come before JAX is used.
+            from serving.int8_prefill.processors import prepare_processors
+
+            prepare_processors(self.integer_device)
+        from serving.options import EngineOptions
+
+        options = EngineOptions(
+            context_tokens=self.context_tokens, memory_bytes=self.memory, prefill=self._prefill_options()
+        )
+        engine = self._open(
+            self.model,
+            options,
+            progress,
+            warm_up=warm_up,
+            adapter=self.adapter,
+            level=self.level,
+            speculation=None if self.draft is None else speculation(self.draft),
+        )
+        if self.prefill == "auto":
+            _choose_prefill(engine)
+        return engine
+
+    def open_other(self, model: Path, progress: Progress) -> "Engine":
+        """An engine for another model, with these options but for adapter, level, memory and draft."""
+        from serving.options import EngineOptions
+
+        return self._open(model, EngineOptions(context_tokens=self.context_tokens), progress, warm_up=False)
+
+    def _prefill_options(self) -> "PrefillOptions":
+        from serving.int8_prefill.options import PrefillOptions
+
+        options = PrefillOptions(
+            mode=self.prefill or "", processors=self.processors, integer_device=self.integer_device
+        )
+        return options if self.most_loss is None else dataclasses.replace(options, most_loss=self.most_loss)
+
+    def _open(
+        self, model: Path | None, options: "EngineOptions", progress: Progress, **more: Any
+    ) -> "Engine":
+        from serving.engine import Engine
+
+        return Engine.open(model, weights=self.weights, options=options, progress=progress, **more)
+
+    def _open_program(self, folder: Path, progress: Progress, *, warm_up: bool) -> "Engine":
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name) != field.default
+            if given and field.name not in _OF_PROGRAMS:
+                option = _OPTION_NAMES.get(field.name, field.name.replace("_", "-"))
+                raise ConfigError(
+                    f"--{option} cannot be given with --program, whose programs are as they were exported; "
+                    "leave it or --program out"
+                )
+        from serving.engine import Engine
+
+        drafts = None if self.draft is None else speculation(self.draft)
+        engine = Engine.open_program(folder, level=self.level, speculation=drafts)
+        if warm_up:
+            engine.warm_up(progress=progress)
+        return engine
+
+
+def speculation(draft: str) -> "SpeculationOptions":
+    """What --draft means: "ngram", "level:PERCENT", or a model.
+
+    Raises:
+      ConfigError: the level is no number.
+    """
+    from serving.speculation.options import SpeculationOptions
+
+    name, _, level = draft.partition(":")
+    if draft == "ngram":
+        return SpeculationOptions(drafter="ngram")
+    if name == "level":
+        if not level.removesuffix("%").isdecimal():
+            raise ConfigError(f"--draft level: takes a percentage, such as level:30, got {draft!r:.80}")
+        return SpeculationOptions(drafter="level", level=int(level.removesuffix("%")))
+    return SpeculationOptions(model=draft)
+
+
+def _choose_prefill(engine: "Engine") -> None:
+    """Has prompts read in the faster of both modes, by the profile of this device."""
+    from serving.planning.prefill_times import has_both_modes
+    from serving.planning.profile import choose_prefill, load_profile, profile_path
+
+    profile = load_profile(profile_path(engine.model.bundle, engine.options))
+    if profile is not None:
+        choose_prefill(engine, profile)
+    elif has_both_modes(engine):
+        logging.getLogger("jaxllm").warning(
+            "prompts are read in floats: this device has no times of both ways yet; `jaxllm profile "
+            "BUNDLE --prefill auto` measures them"
+        )

@@ -1,0 +1,245 @@
+"""Declares the options that commands share; importing it imports no JAX.
+
+Defaults and lists of values that other modules define are written out here for the help texts;
+`tests/serving/commands/test_help.py` compares them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.errors import ConfigError
+from jaxllm.formats import WEIGHT_FORMATS
+from jaxllm.option_types import Level, Share, Size
+from serving.commands.model_choice import ModelChoice
+
+if TYPE_CHECKING:
+    from serving.request import GenerationConfig
+
+Command = Callable[..., Any]
+
+PREFILL_MODES = ("float", "int8", "auto")
+INTEGER_DEVICES = ("cpu", "gpu")
+MAX_TOKENS = 256
+MAX_PREFILL_LOSS = 0.01
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+model_option = click.option(
+    "-m",
+    "--model",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="A bundle, a Hugging Face folder, or a packaged model's name.  [default: default]",
+)
+
+context_option = click.option(
+    "--context",
+    "context_tokens",
+    type=int,
+    default=0,
+    metavar="TOKENS",
+    help="Most tokens of prompt and answer together.  [default: the model's window, up to 2048]",
+)
+
+prefill_option = click.option(
+    "--prefill",
+    type=click.Choice(PREFILL_MODES),
+    help="Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "
+    "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: float; "
+    "int8 with --processors 2]",
+)
+
+processors_option = click.option(
+    "--processors",
+    type=click.IntRange(1, 2),
+    default=1,
+    help="With 2, prompts run on an integer and a float processor at once: two cores, or a GPU and the CPU.  "
+    "[default: 1]",
+)
+
+_MODEL_OPTIONS = (
+    model_option,
+    click.option(
+        "--weights",
+        type=click.Choice(WEIGHT_FORMATS),
+        help="Width of a Hugging Face folder's weights.  [default: the checkpoint's own]",
+    ),
+    context_option,
+    click.option(
+        "--adapter",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="A low-rank adapter of the model, a folder in PEFT's layout.",
+    ),
+    click.option(
+        "--level",
+        type=Level(),
+        default=100,
+        help="The level of an elastic bundle to run.  [default: the whole model]",
+    ),
+)
+
+_RUNNING_OPTIONS = (
+    click.option(
+        "--memory",
+        type=Size(),
+        default=0,
+        help="Most memory for weights, context and activations, such as 300MB. Layers of a larger model are "
+        "read from storage as they are needed.  [default: no limit]",
+    ),
+    click.option(
+        "--draft",
+        metavar="DRAFT",
+        help="Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
+        "--program a folder of programs), a level of the model itself (level:PERCENT), or what the text has "
+        "said before (ngram). The answer stays the same.",
+    ),
+    prefill_option,
+    processors_option,
+    click.option(
+        "--integer-device",
+        type=click.Choice(INTEGER_DEVICES),
+        default="cpu",
+        help="The integer one of two processors.  [default: cpu]",
+    ),
+    click.option(
+        "--max-prefill-loss",
+        "most_loss",
+        type=Share(most=float("inf"), allow_inf=True),
+        help="Growth of the perplexity that integer prefill may cost, as measured when the bundle was "
+        f"calibrated; inf for any.  [default: {MAX_PREFILL_LOSS:.0%}]",
+    ),
+    click.option(
+        "--program",
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="Run the exported programs in this folder (see `jaxllm export`) instead of a model.",
+    ),
+)
+
+_SAMPLING_OPTIONS = (
+    click.option(
+        "-n",
+        "--max-tokens",
+        type=int,
+        default=MAX_TOKENS,
+        show_default=True,
+        help="Most tokens of an answer.",
+    ),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at TEXT. Repeatable."),
+    click.option("--stop-token", type=int, multiple=True, metavar="ID", help="End at token ID. Repeatable."),
+    click.option("--ignore-eos", is_flag=True, help="Go on past the model's end token."),
+    click.option(
+        "-t",
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="Divide logits by this before drawing; 0 takes the likeliest token.  [default: 0]",
+    ),
+    click.option("--top-k", type=int, default=0, help="Draw from the k likeliest tokens.  [default: all]"),
+    click.option(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="PROBABILITY",
+        help="Draw from the likeliest tokens up to this probability in sum.  [default: 1]",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="PROBABILITY",
+        help="Drop tokens less probable than this times the likeliest one.  [default: 0]",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="Divide logits of tokens that were there by this.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Subtract this from logits of tokens in the answer.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        default=0.0,
+        show_default=True,
+        help="Subtract this times a token's count in the answer.",
+    ),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=VALUE",
+        help="Add VALUE to the logit of token ID. Repeatable.",
+    ),
+    click.option("--seed", type=int, help="Seed of the draw.  [default: a new one each time]"),
+)
+
+
+def model_options(command: Command) -> Command:
+    """--model, --weights, --context, --adapter and --level, given to the command as one `choice`.
+
+    Of `running_options` and `prefill_option` it takes what stands beneath it.
+    """
+
+    @functools.wraps(command)
+    def with_choice(**options: Any) -> Any:
+        names = [field.name for field in dataclasses.fields(ModelChoice) if field.name in options]
+        fields = {name: options.pop(name) for name in names}
+        return command(choice=ModelChoice(**fields), **options)
+
+    return _with_options(with_choice, _MODEL_OPTIONS)
+
+
+def running_options(command: Command) -> Command:
+    """--memory, --draft, --program and how prompts are computed; beneath `model_options`."""
+    return _with_options(command, _RUNNING_OPTIONS)
+
+
+def sampling_options(command: Command) -> Command:
+    """Length, stops and sampling of an answer; `generation_config` reads them."""
+    return _with_options(command, _SAMPLING_OPTIONS)
+
+
+def generation_config(options: dict[str, Any]) -> "GenerationConfig":
+    """Takes the values of `sampling_options` out of `options`.
+
+    Raises:
+      ConfigError: a value is out of its domain.
+    """
+    from jaxllm.sampling import Sampling
+    from serving.request import GenerationConfig
+
+    bias = tuple(_bias(pair) for pair in options.pop("logit_bias"))
+    length = {name: options.pop(name) for name in ("max_tokens", "ignore_eos")}
+    stop, stop_token_ids = tuple(options.pop("stop")), tuple(options.pop("stop_token"))
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    sampling = Sampling(logit_bias=bias, **{name: options.pop(name) for name in (*names, *penalties)})
+    return GenerationConfig(stop=stop, stop_token_ids=stop_token_ids, sampling=sampling, **length)
+
+
+def _with_options(command: Command, options: tuple[Callable[[Command], Command], ...]) -> Command:
+    # The last that is applied comes first in the help text.
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _bias(pair: str) -> tuple[int, float]:
+    token, _, value = pair.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise ConfigError(f"--logit-bias takes ID=VALUE, such as 42=-5, got {pair!r}") from None

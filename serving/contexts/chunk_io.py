@@ -1,0 +1,216 @@
+"""Brings the chunks of stored contexts into caches, and takes them out of caches, at one level of a model.
+
+On a CPU stored chunks are read where they are in memory; elsewhere they are handed over by value.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.errors import CheckpointError
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.chunks import chunk_shapes, reads_addresses
+from jaxllm.kv.recompute import LOST
+from serving.buckets.context import ENCODED_CHUNKS, source_shape
+from serving.contexts.blobs import Blobs, Stored
+from serving.contexts.record import Origin
+from serving.engine import Engine
+from serving.runners.level_runner import LevelRunner
+
+
+class ChunkIO:
+    """Loads, computes and encodes chunks of contexts.
+
+    Attributes:
+      runner: of the level.
+      chunk_tokens: of a chunk (C).
+      heads: of each layer, the kv heads that stored chunks hold.
+      head_width: of each.
+      layer_bytes: of one chunk in each layer `[L]`, by width.
+    """
+
+    def __init__(self, runner: LevelRunner) -> None:
+        """Takes a runner whose options name a codec.
+
+        Raises:
+          ConfigError: they do not.
+        """
+        self.runner, self._form = runner, runner.options.chunk_format
+        self.chunk_tokens = self._form.tokens
+        dtype = runner.options.cache_dtype
+        # Where all levels run the same buckets, caches have the heads of the whole model.
+        self._cfg = runner.model.bucket_cfg
+        self._by_address = reads_addresses(np.dtype(dtype))
+        used = runner.cfg if self._by_address else self._cfg
+        self._shapes = chunk_shapes(self._cfg, tokens=self.chunk_tokens, dtype=dtype)
+        stored = chunk_shapes(used, tokens=self.chunk_tokens, dtype=dtype)
+        self.heads = tuple(shape.heads for shape in stored)
+        self.head_width = stored[0].width
+        sizes = [self._form.sizes(shape) for shape in stored]
+        self.layer_bytes = {bits: [each[bits] for each in sizes] for bits in self._form.widths}
+
+    @property
+    def layers(self) -> int:
+        """Of the model."""
+        return self._cfg.layers
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """That chunks may have, best first."""
+        return self._form.widths
+
+    def chunk_bytes(self, bits: int) -> int:
+        """Of one chunk, all layers together."""
+        return sum(self.layer_bytes[bits])
+
+    def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
+        """A cache with stored chunks at their places, in one dispatch.
+
+        Args:
+          cache: donated.
+          chunks: by number. Their blobs must stay as they are until the result is ready.
+
+        Raises:
+          CheckpointError: a blob has not the bytes of its width.
+        """
+        bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
+        if self._by_address:
+            sources = self._addresses(cache, chunks)
+        else:
+            sources = tuple(
+                self._source(cache, layer, {n: (width, blobs[layer]) for n, (width, blobs) in chunks.items()})
+                for layer in range(self.layers)
+            )
+        return self.runner.load_chunks(cache, sources, bits)
+
+    def positions(self, chunks: Sequence[int], count: int) -> Places:
+        """Where the tokens of ascending chunks stand, in a bucket that computes `count` chunks."""
+        numbers = np.array([*chunks, *[chunks[-1]] * (count - len(chunks))], np.int32)
+        positions = numbers[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens, dtype=np.int32)
+        if len(chunks) < count:
+            # What is not real is written nowhere, but positions never descend.
+            positions[len(chunks) :] = positions[len(chunks) - 1, -1]
+        return Places(positions.reshape(-1), np.int32(len(chunks) * self.chunk_tokens))  # pyright: ignore
+
+    def embed(self, tokens: Sequence[int], at: Places) -> jax.Array:
+        """What the first layer takes of a context's `tokens` at some positions, `[1, T, D]`."""
+        return self.runner.begin_layers(np.asarray(tokens, np.int32)[np.asarray(at.positions)], at)
+
+    def restore_layer(
+        self,
+        layer: int,
+        x: jax.Array,
+        at: Places,
+        cache: KVCache,
+        chunks: Mapping[int, tuple[int, np.ndarray]],
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """One layer of some chunks loaded, and of others computed (see `steps.restore_layer`).
+
+        Args:
+          layer: its index.
+          x: the layer's input `[1, T, D]`; donated.
+          at: where its tokens stand.
+          cache: its keys and values of this layer are donated.
+          chunks: those to load: width and the layer's blob, which must stay until the result is ready.
+
+        Returns:
+          The next layer's input, and this layer's keys and values.
+
+        Raises:
+          CheckpointError: a blob has not the bytes of its width.
+        """
+        bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
+        source = self._source(cache, layer, chunks)
+        past = cache.keys[layer], cache.values[layer]
+        return self.runner.restore_layer(layer, x, at, past, source, bits)
+
+    def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
+        """Chunks of a cache as they are stored, by number, of the widths that are given."""
+        found: dict[int, tuple[int, list[np.ndarray]]] = {chunk: (bits, []) for chunk, bits in chunks.items()}
+        for bits in sorted(set(chunks.values())):
+            numbers = sorted(chunk for chunk, width in chunks.items() if width == bits)
+            for layer in range(self.layers):
+                shape, heads = self._shapes[layer], self.heads[layer]
+                runs = [numbers[i : i + ENCODED_CHUNKS] for i in range(0, len(numbers), ENCODED_CHUNKS)]
+                coded = [self.runner.encode_chunks(cache, layer, bits, run) for run in runs]
+                for run, out in zip(runs, coded, strict=True):
+                    blobs = self._form.first_heads(np.asarray(out)[: len(run)], shape, bits, heads)
+                    for chunk, blob in zip(run, blobs, strict=True):
+                        # Memory of its own: others of the run may be forgotten before.
+                        found[chunk][1].append(blob.copy())
+        return dict(found)
+
+    def rehearse(self) -> None:
+        """Runs all of it once (see `LevelRunner.rehearse`)."""
+        options = self.runner.options
+        for capacity in options.cache_tokens:
+            room = capacity // self.chunk_tokens
+            stored = self.encode(self.runner.start(capacity), dict(enumerate(self.widths[:room])))
+            cache = self.load(self.runner.start(capacity), stored)
+            for count in options.recomputed_chunks:
+                at = self.positions([0], count)
+                x = self.embed([0] * self.chunk_tokens, at)
+                keys, values = list(cache.keys), list(cache.values)
+                for layer in range(self.layers):
+                    x, (keys[layer], values[layer]) = self.restore_layer(layer, x, at, cache, {})
+                cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+            jax.block_until_ready(cache.keys)
+
+    def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:
+        (count, *_), _ = source_shape(self._cfg, self.runner.options, 0, cache.capacity_tokens)
+        bits = np.full(count, LOST, np.int32)
+        bits[list(widths)] = list(widths.values())
+        return bits
+
+    def _addresses(self, cache: KVCache, chunks: Mapping[int, Stored]) -> np.ndarray:
+        """What `_source` gives for each layer, `[L, N, 3]`."""
+        shape, dtype = source_shape(self._cfg, self.runner.options, 0, cache.capacity_tokens)
+        extents = np.zeros((self.layers, *shape), dtype)
+        if chunks:
+            each = [blobs if isinstance(blobs, Blobs) else Blobs(blobs) for _, blobs in chunks.values()]
+            found = np.stack([blobs.extents for blobs in each])
+            wanted = np.array([self.layer_bytes[bits] for bits, _ in chunks.values()])
+            for layer in np.flatnonzero((found[..., 2] != wanted).any(0)).tolist():
+                _require_sizes(layer, list(chunks), found[:, layer, 2].tolist(), wanted[:, layer].tolist())
+            extents[:, list(chunks)] = found.swapaxes(0, 1)
+        return extents
+
+    def _source(self, cache: KVCache, layer: int, chunks: Mapping[int, tuple[int, np.ndarray]]) -> np.ndarray:
+        shape, dtype = source_shape(self._cfg, self.runner.options, layer, cache.capacity_tokens)
+        source = np.zeros(shape, dtype)
+        blobs = Blobs(blob for _, blob in chunks.values())
+        wanted = [self.layer_bytes[bits][layer] for bits, _ in chunks.values()]
+        _require_sizes(layer, list(chunks), [blob.size for blob in blobs], wanted)
+        if self._by_address:
+            if chunks:
+                source[list(chunks)] = blobs.extents
+            return source
+        for chunk, blob in zip(chunks, blobs, strict=True):
+            source[chunk, : blob.size] = blob
+        return source
+
+
+def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
+    """What makes the keys and values of contexts that an engine answers in at a level."""
+    options = chunks.runner.options
+    return Origin(
+        model=engine.model.bundle.fingerprint,
+        level=chunks.runner.level,
+        adapter=engine.model.adapter_digest,
+        codec=options.kv_codec,
+        chunk_tokens=options.kv_chunk_tokens,
+        dtype=options.cache_dtype,
+        heads=chunks.heads,
+        head_width=chunks.head_width,
+    )
+
+
+def _require_sizes(layer: int, chunks: Sequence[int], found: Sequence[int], wanted: Sequence[int]) -> None:
+    for chunk, size, right in zip(chunks, found, wanted, strict=True):
+        if size != right:
+            raise CheckpointError(
+                f"chunk {chunk} has {size} bytes in layer {layer}, and its width takes {right}: it is not of "
+                "this model and codec"
+            )

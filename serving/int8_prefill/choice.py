@@ -1,0 +1,89 @@
+"""Chooses a bundle's prefill modes: by what was asked for, what was calibrated, and what it costs."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.prefill import prefill_facts, read_prefill
+from jaxllm.errors import ConfigError
+from jaxllm.int8_prefill.calibration import PrefillCalibration
+from jaxllm.int8_prefill.subgraphs import require_integer_prefill
+from serving.int8_prefill.modes import PrefillModes
+from serving.options import EngineOptions
+
+_log = logging.getLogger("jaxllm")
+
+
+def chosen_prefill(
+    bundle: Bundle, options: EngineOptions, levels: Sequence[int], *, streamed: bool
+) -> PrefillModes | None:
+    """The prefill modes of a bundle's levels; None where all prompts are computed in floats.
+
+    What was asked for by name and cannot be is refused; what was left to the bundle ("auto" on one processor)
+    and cannot be is said in the log. So are levels that lose too much where others do not.
+
+    Args:
+      bundle: an open one.
+      options: of the engine.
+      levels: that it serves, the whole model's among them.
+      streamed: whether weights are read while it runs.
+
+    Raises:
+      ConfigError: int8 or two processors were asked for, and the bundle was not calibrated for it or loses
+        too much at every level.
+      BundleError: the calibration is malformed.
+    """
+    asked = options.prefill
+    if asked.resolved_mode == "float":
+        return None
+    problem = _problem(bundle, streamed=streamed)
+    calibration = None if problem else read_prefill(bundle)
+    lossy = {} if calibration is None else _lossy(calibration, levels, asked.most_loss)
+    if len(lossy) == len(levels):
+        worst = max(lossy, key=lambda level: lossy[level])
+        problem = (
+            f"integer prefill was measured to lose {lossy[worst]:.2%} of level {worst}'s perplexity, more "
+            f"than {asked.most_loss:.2%}; calibrate again for less (`jaxllm calibrate-prefill "
+            "--max-loss SHARE`), or allow more (--max-prefill-loss, PrefillOptions.most_loss)"
+        )
+    if calibration is None or len(lossy) == len(levels):
+        if asked.resolved_mode == "int8" or asked.processors > 1:
+            instead = "leave --processors 2 out" if asked.processors > 1 else "choose --prefill float"
+            raise ConfigError(f"{problem}; or {instead}")
+        _log.warning("all prompts are read in floats: %s", problem)
+        return None
+    if lossy:
+        _log.warning(
+            "prompts of level %s are read in floats: integer prefill was measured to lose more than %s there",
+            ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
+            f"{asked.most_loss:.2%}",
+        )
+    return PrefillModes(asked, calibration, frozenset(levels) - lossy.keys())
+
+
+def _problem(bundle: Bundle, *, streamed: bool) -> str:
+    """Why a bundle's prompts cannot be read in integers, and what to do; empty where they can."""
+    try:
+        require_integer_prefill(bundle.cfg)
+    except ConfigError as error:
+        return str(error)
+    if streamed:
+        return "integer prefill takes all weights in memory; give more --memory"
+    if bundle.layout.weights != "int8":
+        return (
+            f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; "
+            "prepare it with --weights int8"
+        )
+    if not prefill_facts(bundle):
+        return (
+            f"{bundle.path} was not calibrated for integer prefill; make a bundle that is with `jaxllm "
+            f"calibrate-prefill {bundle.path} -o OUT --text FILE`"
+        )
+    return ""
+
+
+def _lossy(calibration: PrefillCalibration, levels: Sequence[int], most_loss: float) -> Mapping[int, float]:
+    """The levels that lose more than is allowed, with what they lose; infinity where nobody measured it."""
+    losses = {level: calibration.loss(level) for level in levels}
+    unknown = set(levels) - set(calibration.levels)
+    return {level: loss for level, loss in losses.items() if level in unknown or not loss <= most_loss}

@@ -1,0 +1,115 @@
+"""Takes one prompt through the layers, whichever subgraph of it runs next."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jaxllm.int8_prefill.schedule import Subgraph
+from jaxllm.kv.cache import KVCache, Places
+
+
+class PromptPass:
+    """A prompt between its subgraphs: layers' inputs, cache, and what stages give to each other.
+
+    Subgraphs that need nothing of each other may run at the same time.
+
+    Attributes:
+      chunks: where the tokens of each chunk stand.
+      x: of each chunk the input `[1, T, D]` of the layer that it has come to.
+      counts: of subgraphs with shadows, how many channels had an outlier, in the order of their products.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        chunks: Sequence[Places],
+        inputs: Sequence[jax.Array],
+        cache: KVCache,
+    ) -> None:
+        """Begins before the first layer.
+
+        Args:
+          call: runs a subgraph, with the tokens of its chunk and of the cache, on operands.
+          chunks: see the class.
+          inputs: what the first layer takes of each.
+          cache: holds the tokens before; its arrays are donated.
+        """
+        self.chunks, self.x = list(chunks), list(inputs)
+        self.counts: list[tuple[Subgraph, Any]] = []
+        self.capacity = cache.capacity_tokens
+        self._call = call
+        self._pasts = list(zip(cache.keys, cache.values, strict=True))
+        self._mass, self._length = cache.mass, cache.length
+        # Of each chunk what its layer has come to.
+        self._values: list[dict[str, Any]] = [{} for _ in chunks]
+        # Two processors may count at the same time.
+        self._counting = threading.Lock()
+
+    def run(self, each: Subgraph) -> None:
+        """Runs one subgraph, all that it needs having run."""
+        getattr(self, f"_{each.stage}")(each, self._values[each.chunk])
+
+    def repeated(self, each: Subgraph) -> Callable[[], None]:
+        """A function that runs a subgraph, all that it needs having run, as often as it is called."""
+        at = self._values[each.chunk]
+        before = dict(at)
+
+        def once() -> None:
+            at.clear()
+            at.update(before)
+            self.run(each)
+
+        return once
+
+    def cache(self) -> KVCache:
+        """The cache as it is now; its length is the caller's business."""
+        keys, values = zip(*self._pasts, strict=True)
+        return KVCache(keys=keys, values=values, length=self._length, mass=self._mass)
+
+    def _run(self, each: Subgraph, *operands: Any) -> Any:
+        return self._call(each, self.x[each.chunk].shape[1], self.capacity, *operands)
+
+    def _counted(self, each: Subgraph, count: Any) -> None:
+        with self._counting:
+            self.counts.append((each, count))
+
+    def _layer(self, each: Subgraph, at: dict[str, Any]) -> None:
+        del at
+        operands = self.x[each.chunk], self.chunks[each.chunk], self._pasts[each.layer], self._mass
+        self.x[each.chunk], self._pasts[each.layer], self._mass, count = self._run(each, *operands)
+        if count is not None:
+            self._counted(each, count)
+
+    def _project(self, each: Subgraph, at: dict[str, Any]) -> None:
+        at["heads"] = self._run(each, self.x[each.chunk])
+
+    def _project_shadow(self, each: Subgraph, at: dict[str, Any]) -> None:
+        at["head_shadows"], count = self._run(each, self.x[each.chunk])
+        self._counted(each, count)
+
+    def _attend(self, each: Subgraph, at: dict[str, Any]) -> None:
+        shadows = at.pop("head_shadows", None)
+        positions = self.chunks[each.chunk]
+        operands = at.pop("heads"), shadows, positions, self._pasts[each.layer], self._mass
+        at["out"], at["added"], self._pasts[each.layer], self._mass, count = self._run(each, *operands)
+        if count is not None:
+            self._counted(each, count)
+
+    def _finish(self, each: Subgraph, at: dict[str, Any]) -> None:
+        self.x[each.chunk] = self._run(each, self.x[each.chunk], at["out"])
+
+    def _widen(self, each: Subgraph, at: dict[str, Any]) -> None:
+        at["x"], at["products"] = self._run(each, self.x[each.chunk], at["out"], at["added"])
+
+    def _widen_shadow(self, each: Subgraph, at: dict[str, Any]) -> None:
+        at["product_shadows"], count = self._run(each, at["x"])
+        self._counted(each, count)
+
+    def _narrow(self, each: Subgraph, at: dict[str, Any]) -> None:
+        at["mixed"], at["hidden"] = self._run(each, at["x"], at.pop("products"), at.pop("product_shadows"))
+
+    def _narrow_shadow(self, each: Subgraph, at: dict[str, Any]) -> None:
+        self.x[each.chunk], count = self._run(each, at["x"], at.pop("mixed"), at.pop("hidden"))
+        self._counted(each, count)

@@ -1,0 +1,252 @@
+"""Opens a model for serving: places a bundle's weights and makes a runner for each level."""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.bundle.elastic import read_order, require_level
+from jaxllm.config import WHOLE
+from jaxllm.elastic.submodel import CountedSubModel
+from jaxllm.elastic.units import reorder_adapter
+from jaxllm.errors import ConfigError
+from jaxllm.kernels.native import kernels
+from jaxllm.models.lora import Adapter, LoraConfig, adapter_digest, padded
+from jaxllm.models.parameters import Params
+from jaxllm.quant import Weight
+from jaxllm.text.tokenizer import Tokenizer
+from serving.bundles import open_model
+from serving.host.forked import require_not_forked, watch_for_forks
+from serving.host.machine import give_back_memory
+from serving.host.progress import Progress, loading
+from serving.options import EngineOptions
+from serving.runners.level_runner import LevelRunner
+from serving.runners.make import make_runners
+from serving.runners.resident import ResidentRunner
+from serving.speculation.options import SpeculationOptions
+from serving.weights.footprint import drafter_bytes, streamed_weights
+from serving.weights.levels import Levels
+
+if TYPE_CHECKING:
+    from serving.speculation.speculation import Speculation
+
+
+class LoadedModel:
+    """A bundle whose weights are in their place, with a runner for each level.
+
+    Attributes:
+      bundle: the open model file.
+      options: resolved options.
+      tokenizer: the model's tokenizer.
+      streamed: what reads the weights while the model runs; None where all are in memory.
+      adapter_digest: tells the adapter that is on the model from all others, in hex; empty where there is
+        none.
+      load_ms: time to open the bundle and place its weights.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        options: EngineOptions | None = None,
+        progress: Progress | None = None,
+        *,
+        reserved_bytes: int = 0,
+        drafting_level: int = 0,
+    ) -> None:
+        """Places a bundle's weights, and makes a runner for each level.
+
+        Args:
+          bundle: an open one.
+          options: shapes of buckets and caches.
+          progress: called with (stage, done, total).
+          reserved_bytes: of `EngineOptions.memory_bytes`, for others.
+          drafting_level: a level that stays in memory whatever is read, to draft with; 0 for none.
+        """
+        require_not_forked()
+        watch_for_forks()
+        began = time.perf_counter()
+        self.bundle = bundle
+        quantized = bundle.layout.weights not in ("f32", "bf16")
+        self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
+        self.tokenizer = Tokenizer(bundle.tokenizer_files())
+        if quantized and jax.default_backend() == "cpu" and kernels().missing:
+            _say_once(
+                f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
+                "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
+            )
+        staying = require_level(bundle, drafting_level) if drafting_level else None
+        self.streamed = streamed_weights(
+            bundle, self.options, progress, reserved_bytes=reserved_bytes, level=staying
+        )
+        self._frozen = _load(bundle, progress) if self.streamed is None else self.streamed.frozen()
+        self.adapter_digest = ""
+        self._levels = Levels(bundle, self.options.levels, self._frozen)
+        self.runners = make_runners(bundle, self.options, self._levels, self._adapted({}, 1.0), self.streamed)
+        self.load_ms = 1000 * (time.perf_counter() - began)
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.bundle.layout.name
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """That there are runners of, in percent, ascending."""
+        return self.runners.levels
+
+    def runner(self, level: int) -> LevelRunner:
+        """The runner of a level.
+
+        Raises:
+          ConfigError: the model was not opened for this level.
+        """
+        return self.runners.at(level)
+
+    def resident_runner(self, level: int) -> ResidentRunner:
+        """The runner of a level, where all weights are in memory.
+
+        Raises:
+          ConfigError: they are not, or the model was not opened for this level.
+        """
+        return self.runners.resident_at(level)
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def warm_up(
+        self,
+        level: int,
+        speculation: "Speculation | None",
+        *,
+        prompt_tokens: int | None,
+        max_tokens: int,
+        progress: Progress | None,
+    ) -> None:
+        """Gets buckets ready (see `serving.engine.Engine.warm_up`); the whole model's levels all."""
+        runner, tokens = self.runner(level), None
+        if prompt_tokens is None:
+            self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
+        elif 0 < prompt_tokens <= self.options.context_tokens:
+            answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
+            runner.prepare(prompt_tokens, answer, progress)
+            tokens = prompt_tokens + max_tokens if max_tokens else None
+        else:
+            return
+        if speculation is not None:
+            room = None if tokens is None else speculation.cache_tokens(tokens)
+            runner.prepare_trees(speculation.options.trees.nodes, progress, tokens=room)
+            speculation.drafter.warm_up(progress, tokens=tokens)
+
+    def facts(self) -> dict[str, Any]:
+        """What getting ready and reading weights came to, as plain data: how many buckets were read from disk
+        and compiled, and what was read of storage."""
+        table = self.runners.table
+        built = {
+            "loaded_graphs": len(table.loaded),
+            "compiled_graphs": len(table.bucket_ms.keys() - table.loaded),
+        }
+        return built if self.streamed is None else {**built, "memory": self.streamed.facts()}
+
+    def close(self) -> None:
+        """Ends the reading of weights and the processors of prefill, if there are such, and lets go of
+        buckets."""
+        if self.streamed is not None:
+            self.streamed.close()
+        self.runners.close()
+        # Compiling leaves gaps between what it keeps, which grow with every model.
+        give_back_memory()
+
+    # -- adapters ---------------------------------------------------------------------------------
+
+    def set_adapter(self, folder: str | Path | None) -> None:
+        """Puts a low-rank adapter on all levels (see `serving.engine.Engine.set_adapter`)."""
+        if not self.options.adapter_rank:
+            raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
+        lora, adapter = (None, {}) if folder is None else _read_adapter(Path(folder), self.bundle)
+        self.put_adapter(adapter, 1.0 if lora is None else lora.scaling)
+
+    def put_adapter(self, adapter: Adapter, scaling: float) -> None:
+        """`set_adapter` of one that was read."""
+        # All are made before the first is changed: an adapter that does not fit changes nothing.
+        self.runners.swap(self._adapted(adapter, scaling), adapted=bool(adapter))
+        self.adapter_digest = adapter_digest(adapter, scaling) if adapter else ""
+
+    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
+        """The parameters of all levels, with room for an adapter if the options ask for it, and this one in
+        it."""
+        rank, targets = self.options.adapter_rank, self.options.adapter_targets
+        filled = padded(self.bundle.cfg, adapter, targets, rank) if rank else {}
+        return self._levels.params(self._frozen, filled, scaling)
+
+
+def load_model(
+    model: str | Path | None = None,
+    *,
+    weights: WeightFormat | None = None,
+    options: EngineOptions | None = None,
+    adapter: str | Path | None = None,
+    level: int = WHOLE,
+    speculation: SpeculationOptions | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Opens what a user names, for a level and drafts among others (see `serving.engine.Engine.open`).
+
+    Raises:
+      JaxllmError: the model cannot be opened, or the options do not fit it.
+    """
+    bundle = open_model(model, weights=weights, progress=progress)
+    options = _with_levels(options or EngineOptions(), [level])
+    if speculation is not None:
+        options = dataclasses.replace(options, trees=speculation.trees)
+        options = _with_levels(options, [speculation.level] if speculation.level else [])
+    lora, arrays = (None, {}) if adapter is None else _read_adapter(Path(adapter), bundle)
+    if lora is not None and not options.adapter_rank:
+        rank = max(part.shape[-2] for name, part in arrays.items() if name.endswith(".right"))
+        options = dataclasses.replace(options, adapter_rank=rank, adapter_targets=lora.targets)
+    reserved = drafting_level = 0
+    if speculation is not None and options.memory_bytes:
+        reserved = drafter_bytes(speculation, options.context_tokens, bundle.cfg)
+        drafting_level = speculation.level
+    loaded = LoadedModel(bundle, options, progress, reserved_bytes=reserved, drafting_level=drafting_level)
+    try:
+        if lora is not None:
+            loaded.put_adapter(arrays, lora.scaling)
+        if level != WHOLE and loaded.runners.modes is not None:
+            loaded.runners.modes.require(level)
+    except BaseException:
+        loaded.close()
+        raise
+    return loaded
+
+
+def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:
+    """Options that serve these levels, too."""
+    missing = {each for each in levels if each != WHOLE} - {*options.levels}
+    if not missing:
+        return options
+    return dataclasses.replace(options, levels=tuple(sorted({*options.levels, *missing})))
+
+
+def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
+    loaded = loading(progress, bundle.weight_bytes)
+    return bundle.load(on_segment=lambda _, size: loaded(size))
+
+
+def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
+    """An adapter of the model that the bundle was made from, its units in the bundle's order."""
+    # Here, because most models never see an adapter, and its files' library takes time to import.
+    from jaxllm.checkpoints.peft_folder import read_adapter
+
+    lora, adapter = read_adapter(folder, bundle.cfg)
+    order = read_order(bundle)
+    return lora, adapter if order is None else reorder_adapter(adapter, order)
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logging.getLogger("jaxllm").warning(message)

@@ -1,0 +1,92 @@
+"""Measures what prompts take in integers and in floats, of an engine that may do either."""
+
+import dataclasses
+import random
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from serving.engine import Engine
+from serving.host.progress import Progress
+from serving.int8_prefill.modes import PrefillMode
+from serving.runners.runner import prefill_in_chunks
+
+_MODES: tuple[PrefillMode, ...] = ("int8", "float")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillTimes:
+    """Milliseconds of each level and prompt length of a device's profile.
+
+    Attributes:
+      integer_ms: by integer prefill; of levels that lose too much by it, as in floats.
+      float_ms: by prefill as it is otherwise.
+    """
+
+    integer_ms: tuple[tuple[float, ...], ...]
+    float_ms: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "PrefillTimes":
+        """Reads what `dataclasses.asdict` gave; raises TypeError if it is anything else."""
+        return cls(**{name: tuple(tuple(row) for row in rows) for name, rows in data.items()})
+
+
+def has_both_modes(engine: Engine) -> bool:
+    """Whether an engine computes prompts in integers or in floats, as is faster, at some level."""
+    runners, modes = engine.model.runners, engine.model.runners.modes
+    return modes is not None and any(map(modes.both, runners.levels))
+
+
+def measure_prefill(
+    engine: Engine,
+    lengths: Sequence[int],
+    *,
+    repeats: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PrefillTimes:
+    """Times both modes at every level, which take turns in a random order; medians count.
+
+    Args:
+      engine: warmed up, one that `has_both_modes`.
+      lengths: of prompts, in tokens.
+      repeats: runs of each mode, level and length.
+      seed: of prompts and order.
+      progress: called with ("profile", runs done, runs in all).
+    """
+    draw = random.Random(seed)
+    cases: list[tuple[PrefillMode, int, int]] = [
+        (mode, level, length) for mode in _MODES for level in engine.levels for length in lengths
+    ]
+    times: dict[tuple[PrefillMode, int, int], list[float]] = {case: [] for case in cases}
+    # The first round warms caches and is not counted.
+    for number in range(-1, repeats):
+        draw.shuffle(cases)
+        for done, (mode, level, length) in enumerate(cases):
+            runner = engine.model.resident_runner(level)
+            if mode == "int8" and not (runner.int8 is not None and runner.int8.possible):
+                continue
+            prompt = [draw.randrange(engine.cfg.vocab_size) for _ in range(length)]
+            cache = jax.block_until_ready(runner.start(length))
+            began = time.perf_counter()
+            logits, _ = prefill_in_chunks(runner, cache, prompt, 0, runner.chunks_in(mode, length))
+            jax.block_until_ready(logits)
+            if number >= 0:
+                times[mode, level, length].append(1000 * (time.perf_counter() - began))
+            if progress is not None:
+                progress("profile", (number + 1) * len(cases) + done + 1, (repeats + 1) * len(cases))
+
+    def medians(mode: PrefillMode) -> tuple[tuple[float, ...], ...]:
+        return tuple(
+            tuple(
+                statistics.median(times[mode, level, length] or times["float", level, length])
+                for length in lengths
+            )
+            for level in engine.levels
+        )
+
+    return PrefillTimes(integer_ms=medians("int8"), float_ms=medians("float"))

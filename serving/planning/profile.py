@@ -1,0 +1,319 @@
+"""How long the levels of a bundle take on this device: measured once (`profiling.py`), kept, and asked by the
+planner.
+
+A profile belongs to a bundle, a device and an engine's options; another of any of them needs its own. It is
+kept in the user's cache directory, because a bundle is one file for all devices and never changes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from jaxllm.bundle import Bundle
+from jaxllm.errors import ConfigError
+from jaxllm.files.atomic import atomic_file
+from jaxllm.kernels import native
+from serving.buckets.store import compiled_options, environment_facts
+from serving.engine import Engine
+from serving.host.user_cache import cache_folder, make_private_folder, private_file
+from serving.options import EngineOptions
+from serving.planning.prefill_times import PrefillTimes
+from serving.runners.chunks import chunk_cost, plan_chunks
+
+_MAX_FILE_BYTES = 1 << 20
+_VERSION = 5
+_LARGEST = 1e12
+# Of a profile from a file: what a plan costs grows with them.
+_MOST_TOKENS, _MOST_LENGTHS, _MOST_SPREAD = 1 << 20, 1 << 10, 64
+# Prompt lengths whose times are kept at hand.
+_LISTED_TOKENS = 1 << 13
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Energy:
+    """What tokens cost on a device, from a meter or a data sheet: joules of each level, by its order.
+
+    Attributes:
+      prefill_joules: per token of the prompt.
+      decode_joules: per token of the answer.
+    """
+
+    prefill_joules: tuple[float, ...]
+    decode_joules: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceProfile:
+    """Times of a bundle's levels on a device.
+
+    Attributes:
+      levels: in percent, ascending, the last one 100.
+      tokens: prompt lengths that were measured, ascending.
+      chunk_tokens: prefill chunk lengths of the engine; a prompt takes the time of whole chunks.
+      ttft_ms: of each level and length, time to the first token.
+      tpot_ms: of each level and length, time per further token.
+      energy: what tokens cost, if it is known.
+      prefill: what reading prompts takes in integers and in floats, of an engine that may do either.
+    """
+
+    levels: tuple[int, ...]
+    tokens: tuple[int, ...]
+    chunk_tokens: tuple[int, ...]
+    ttft_ms: tuple[tuple[float, ...], ...]
+    tpot_ms: tuple[tuple[float, ...], ...]
+    energy: Energy | None = None
+    prefill: PrefillTimes | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("levels", "tokens", "chunk_tokens"):
+            values = getattr(self, name)
+            whole = all(type(each) is int and 0 < each <= _MOST_TOKENS for each in values)
+            if not 1 <= len(values) <= _MOST_LENGTHS or not whole or list(values) != sorted(set(values)):
+                raise ConfigError(
+                    f"{name} of a device profile must be ascending, at most {_MOST_TOKENS}, "
+                    f"got {values!r:.80}"
+                )
+        if self.chunk_tokens[-1] > _MOST_SPREAD * self.chunk_tokens[0]:
+            raise ConfigError(
+                f"chunk_tokens of a device profile lie too far apart: {self.chunk_tokens!r:.80}"
+            )
+        shape = (len(self.levels), len(self.tokens))
+        for name in ("ttft_ms", "tpot_ms"):
+            _require_times(name, getattr(self, name), shape)
+        for name in () if self.prefill is None else ("integer_ms", "float_ms"):
+            _require_times(name, getattr(self.prefill, name), shape)
+        if self.energy is not None:
+            check_energy(self.energy, len(self.levels))
+
+    def ttft(self, level: int, tokens: int) -> float:
+        """Milliseconds to the first token of a prompt of `tokens` at a level of the profile."""
+        return float(self.ttfts((level,), (tokens,))[0, 0])
+
+    def tpot(self, level: int, tokens: int) -> float:
+        """Milliseconds per further token behind a prompt of `tokens` at a level of the profile."""
+        return float(self.tpots((level,), (tokens,))[0, 0])
+
+    def joules(self, level: int, tokens: int, answer_tokens: int) -> float:
+        """What an answer costs.
+
+        Raises:
+          ConfigError: the profile does not know.
+        """
+        return float(self.all_joules((level,), (tokens,), answer_tokens)[0, 0])
+
+    def integers_are_faster(self, level: int, tokens: int) -> bool:
+        """Whether a prompt of `tokens` is read faster in integers; False where that is not known."""
+        if self.prefill is None or level not in self.levels:
+            return False
+        integers, floats = (
+            self._of_chunks(np.array(rows), (level,), (tokens,))[0, 0]
+            for rows in (self.prefill.integer_ms, self.prefill.float_ms)
+        )
+        return bool(integers < floats)
+
+    def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """`ttft` of levels and prompt lengths, `[levels, tokens]` float64."""
+        return self._times(0, levels, tokens)
+
+    def tpots(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """`tpot` of levels and prompt lengths, `[levels, tokens]` float64."""
+        return self._times(1, levels, tokens)
+
+    def all_joules(self, levels: Sequence[int], tokens: Sequence[int], answer_tokens: int) -> np.ndarray:
+        """`joules` of levels and prompt lengths, `[levels, tokens]` float64."""
+        if self.energy is None:
+            raise ConfigError("this device's profile has no energy; add it with `jaxllm profile --energy`")
+        places = self._places(levels)
+        prefill = np.array(self.energy.prefill_joules)[places, None]
+        decode = np.array(self.energy.decode_joules)[places, None]
+        return np.array(tokens) * prefill + answer_tokens * decode
+
+    def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
+        """This profile with what an earlier one of the same engine knows besides: levels that were not
+        measured again, and energy where that is known of all levels."""
+        if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
+            return self
+        levels = tuple(sorted({*self.levels, *earlier.levels}))
+
+        def rows(name: str) -> tuple[tuple[float, ...], ...]:
+            tables = dict(zip(earlier.levels, getattr(earlier, name), strict=True))
+            tables |= dict(zip(self.levels, getattr(self, name), strict=True))
+            return tuple(tables[level] for level in levels)
+
+        energy = self.energy
+        if energy is None and earlier.energy is not None and earlier.levels == levels:
+            energy = earlier.energy
+        return dataclasses.replace(
+            self,
+            levels=levels,
+            ttft_ms=rows("ttft_ms"),
+            tpot_ms=rows("tpot_ms"),
+            energy=energy,
+            prefill=next(
+                (each.prefill for each in (self, earlier) if each.prefill and each.levels == levels), None
+            ),
+        )
+
+    @functools.cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.array(self.ttft_ms), np.array(self.tpot_ms)
+
+    def _times(self, which: int, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Times to the first token (0) or per further token (1) of levels and prompt lengths."""
+        listed = self._listed[which]
+        if max(tokens) < listed.shape[1]:
+            return listed[:, list(tokens)][self._places(levels)]
+        return self._interpolated(levels, tokens)[which]
+
+    @functools.cached_property
+    def _listed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Both times of all levels at every prompt length from 0 to the longest that was measured, or to
+        `_LISTED_TOKENS`: a plan asks for many, and is made while a user waits."""
+        return self._interpolated(self.levels, range(min(self.tokens[-1], _LISTED_TOKENS) + 1))
+
+    def _interpolated(self, levels: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Both times of levels and prompt lengths, from those that were measured."""
+        ttft_ms, tpot_ms = self._tables
+        further = _between(np.array(tokens), np.array(self.tokens), tpot_ms[self._places(levels)])
+        return self._of_chunks(ttft_ms, levels, tokens), further
+
+    def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+        """Times `[levels, tokens]` of reading prompts, from `[levels of the profile, its lengths]`."""
+        known = np.array(_costs(self.tokens, self.chunk_tokens))
+        wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
+        return _between(wanted, known, times[self._places(levels)])
+
+    def _places(self, levels: Sequence[int]) -> list[int]:
+        for level in levels:
+            if level not in self.levels:
+                known = ", ".join(map(str, self.levels))
+                raise ConfigError(f"level {level} was not profiled; there are {known}")
+        return [self.levels.index(level) for level in levels]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "DeviceProfile":
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ConfigError: a key is unknown or missing, or a value is out of its domain.
+        """
+        try:
+            energy, prefill = data.get("energy"), data.get("prefill")
+            return cls(
+                levels=tuple(data["levels"]),
+                tokens=tuple(data["tokens"]),
+                chunk_tokens=tuple(data["chunk_tokens"]),
+                ttft_ms=tuple(tuple(row) for row in data["ttft_ms"]),
+                tpot_ms=tuple(tuple(row) for row in data["tpot_ms"]),
+                energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
+                prefill=None if prefill is None else PrefillTimes.from_json(prefill),
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"malformed device profile: {error!r:.200}") from error
+
+
+def check_energy(energy: Energy, levels: int) -> None:
+    """Raises ConfigError unless energy is known of so many levels."""
+    for name in ("prefill_joules", "decode_joules"):
+        _require_times(name, (getattr(energy, name),), (1, levels))
+
+
+def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
+    """Lets an engine that reads prompts in integers or in floats take what the profile says is faster."""
+    if engine.model.runners.modes is not None:
+        engine.model.runners.modes.choose_by(profile.integers_are_faster)
+
+
+def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
+    """Where the profile of a bundle on this device, with these resolved options, is kept."""
+    facts = {
+        "version": _VERSION,
+        "kernels": [native.kernels().name, native.threads()],
+        "environment": environment_facts(),
+        "options": compiled_options(options),
+        # How much may be lost changes no time.
+        "prefill": dataclasses.asdict(options.prefill) | {"most_loss": None},
+    }
+    key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
+    return cache_folder() / "profiles" / f"{key}.json"
+
+
+def save_profile(profile: DeviceProfile, path: Path) -> None:
+    """Writes a profile, whole or not at all.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    text = json.dumps(profile.to_json())
+    whole = {"xxh3_128": xxhash.xxh3_128_hexdigest(text.encode()), "record": text}
+    try:
+        make_private_folder(path.parent)
+        with atomic_file(path) as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(json.dumps(whole).encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: the profile cannot be written ({error.strerror})") from error
+
+
+def load_profile(path: Path) -> DeviceProfile | None:
+    """The profile in a file; None where there is none.
+
+    Raises:
+      ConfigError: it cannot be read, is damaged or malformed, or others could have written it.
+    """
+    try:
+        with private_file(path) as number, open(number, "rb", closefd=False) as file:
+            raw = file.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path}: the profile cannot be read ({error.strerror})") from error
+    try:
+        if len(raw) > _MAX_FILE_BYTES:
+            raise ConfigError("too large for a device profile")
+        whole = json.loads(raw)
+        text = whole["record"]
+        if xxhash.xxh3_128_hexdigest(text.encode()) != whole["xxh3_128"]:
+            raise ConfigError("its checksum is wrong")
+        return DeviceProfile.from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = error if isinstance(error, ConfigError) else f"malformed device profile: {error!r:.200}"
+        raise ConfigError(f"{path}: {reason}; remove it, and measure again with `jaxllm profile`") from error
+
+
+@functools.lru_cache(maxsize=8192)
+def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """What prompts of these lengths cost in chunks; cached, because every prompt asks."""
+    return tuple(chunk_cost(plan_chunks(each, chunk_tokens)) for each in lengths)
+
+
+def _between(wanted: np.ndarray, known: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Times `[levels, W]` at places `[W]` among those `[K]` that are known, from `[levels, K]`; beyond the
+    last, straight on from the last two."""
+    if len(known) == 1:
+        return np.repeat(times, len(wanted), axis=1)
+    place = np.clip(np.searchsorted(known, wanted), 1, len(known) - 1)
+    # Two lengths may cost the same chunks.
+    slope = (times[:, place] - times[:, place - 1]) / np.maximum(1, known[place] - known[place - 1])
+    found = times[:, place] + slope * (wanted - known[place])
+    return np.where(wanted <= known[0], times[:, :1], found)
+
+
+def _require_times(name: str, rows: Sequence[Sequence[Any]], shape: tuple[int, int]) -> None:
+    numbers = [value for row in rows for value in row]
+    square = len(rows) == shape[0] and all(len(row) == shape[1] for row in rows)
+    real = all(type(value) in (int, float) and 0 < value <= _LARGEST for value in numbers)
+    if not square or not real:
+        raise ConfigError(f"{name} of a device profile must be {shape[0]} x {shape[1]} numbers above 0")

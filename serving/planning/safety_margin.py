@@ -1,0 +1,70 @@
+"""How much longer answers take than a profile says, learned from those that were given.
+
+A profile holds medians of a quiet minute. Devices do other things, too, and an objective that is met by the
+median is missed half of the time: so answers are planned for the time that a share of them, the confidence,
+stays within.
+"""
+
+import math
+from collections import deque
+
+from jaxllm.errors import ConfigError
+from serving.planning.objectives import Cost
+
+CONFIDENCE = 0.99
+# Before anything is known: what a profile cannot foresee.
+START = 1 / 0.9
+# Answers that are remembered; the first ones are taken to be as `START` says.
+WINDOW = 256
+_STARTING = 16
+# More than this no plan waits for: a device that stalls has no bound.
+MOST = 2.0
+
+
+class SafetyMargin:
+    """What shares of expected times answers took lately.
+
+    Args:
+      confidence: share of answers that should stay within what is expected times the margin, in (0, 1).
+      window: answers that are remembered.
+
+    Raises:
+      ConfigError: an argument is out of its domain.
+    """
+
+    def __init__(self, confidence: float = CONFIDENCE, *, window: int = WINDOW) -> None:
+        number = isinstance(confidence, int | float) and not isinstance(confidence, bool)
+        if not number or not 0 < confidence < 1:
+            raise ConfigError(f"a confidence must be in (0, 1), got {confidence!r:.80}")
+        if not isinstance(window, int) or window < 1:
+            raise ConfigError(f"a window must be a number of answers above 0, got {window!r:.80}")
+        self._confidence = confidence
+        starting = [START] * min(_STARTING, window)
+        self._first, self._further = deque(starting, window), deque(starting, window)
+
+    def saw_first(self, expected: Cost, measured: Cost) -> None:
+        """Learns from the time to the first token of an answer."""
+        self._first.append(_share(measured.ttft_ms, expected.ttft_ms))
+
+    def saw_further(self, expected: Cost, measured: Cost) -> None:
+        """Learns from the time per further token, of an answer that has some."""
+        if measured.tokens > 1:
+            self._further.append(_share(measured.tpot_ms, expected.tpot_ms))
+
+    @property
+    def ttft(self) -> float:
+        """How many times the expected time to the first token to plan for, in [1, `MOST`]."""
+        return self._quantile(self._first)
+
+    @property
+    def tpot(self) -> float:
+        """The same of the time per further token."""
+        return self._quantile(self._further)
+
+    def _quantile(self, shares: deque[float]) -> float:
+        place = math.ceil(self._confidence * len(shares)) - 1
+        return min(MOST, max(1.0, sorted(shares)[place]))
+
+
+def _share(measured_ms: float, expected_ms: float) -> float:
+    return min(MOST, measured_ms / expected_ms)

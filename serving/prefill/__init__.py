@@ -1,1 +1,0 @@
-"""Integer prefill on one processor or two (mllm-NPU): options, graphs, their schedule on real processors."""

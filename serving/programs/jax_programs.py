@@ -1,0 +1,138 @@
+"""Runs programs by JAX: compiled once, kept for later processes, caches donated."""
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.program_folder.manifest import Manifest, Signature
+from serving.buckets.bucket import Bucket
+from serving.buckets.executables import ExecutableFolder
+from serving.buckets.exported import (
+    Caches,
+    ProgramBucket,
+    ProgramGrowBucket,
+    ProgramKeepBucket,
+    ProgramShapes,
+    named_shapes,
+)
+from serving.buckets.store import BucketStore
+from serving.buckets.table import BucketTable
+from serving.host.progress import Progress
+
+
+class JaxPrograms:
+    """The part that executors on JAX share.
+
+    Args:
+      manifest: what there is to run.
+      weights: by level, what its programs take.
+      step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
+      contents: tells a signature's program from all others.
+      folder: where executables are kept; None keeps none.
+    """
+
+    moves_rows = True
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        weights: Mapping[int, Mapping[str, Any]],
+        step: Callable[[Signature], Callable[..., dict[str, jax.Array]]],
+        contents: Callable[[Signature], str],
+        folder: ExecutableFolder | None,
+    ) -> None:
+        self.manifest, self.lock = manifest, threading.RLock()
+        self._weights, self._contents = weights, contents
+        self._programs: dict[str, ProgramBucket] = {}
+        self._table, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
+        for level, each in weights.items():
+            self._table.add_level(level, ProgramShapes(manifest, each, step, self._path), store)
+
+    def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
+        """See `Executor`: several at a time, from disk where an earlier process left them."""
+        for each in signatures:
+            if not self.is_ready(each):
+                # Its file may be another one since it failed.
+                self._programs.pop(each.name, None)
+        buckets: list[Bucket] = [self._program_bucket(each) for each in signatures]
+        rooms = {(each.level, self.manifest.room(each)) for each in signatures}
+        for level in {level for level, _ in rooms}:
+            for short, long in itertools.pairwise(self.manifest.cache_tokens(level)):
+                if {(level, short), (level, long)} <= rooms:
+                    buckets.append(self._grow_bucket(level, short, long))
+        buckets += [self._keep_bucket(each) for each in signatures if each.kind == "verify"]
+        self._table.fill(buckets, progress)
+
+    def is_ready(self, signature: Signature) -> bool:
+        """See `Executor`."""
+        bucket = self._programs.get(signature.name)
+        return bucket is not None and self._table.is_ready(bucket)
+
+    def compile(self, signature: Signature) -> None:
+        """Gets one program ready, in this thread."""
+        self._table.fill_here([self._program_bucket(signature)])
+
+    def start(self, level: int, cache_tokens: int) -> Caches:
+        """See `Executor`."""
+        shapes = self._cache_shapes(level, cache_tokens)
+        return {name: jax.device_put(np.zeros(each.shape, each.dtype)) for name, each in shapes.items()}
+
+    def grow(self, level: int, caches: Caches, cache_tokens: int) -> Caches:
+        """See `Executor`."""
+        short = next(iter(caches.values())).shape[2]
+        return self._ready(self._grow_bucket(level, short, cache_tokens))(caches)
+
+    def run(
+        self,
+        signature: Signature,
+        caches: Caches,
+        tokens: np.ndarray,
+        input_pos: np.ndarray,
+        mask: np.ndarray | None = None,
+    ) -> tuple[jax.Array | None, Caches]:
+        """See `Executor`."""
+        if not self.is_ready(signature):
+            self.prepare([signature])
+        inputs = (tokens, input_pos) if mask is None else (tokens, input_pos, mask)
+        program = self._table.get(self._program_bucket(signature))
+        out = program(self._weights[signature.level], caches, *inputs)
+        return out.pop("logits", None), out
+
+    def keep(self, signature: Signature, caches: Caches, at: int, path: np.ndarray) -> Caches:
+        """See `Executor`."""
+        nodes = np.arange(signature.tokens, dtype=np.int32)
+        nodes[: len(path)] = path
+        return self._ready(self._keep_bucket(signature))(caches, np.int32(at), nodes)
+
+    def _path(self, signature: Signature) -> str:
+        """Where a program is, for people."""
+        return signature.name
+
+    def _ready(self, bucket: Bucket) -> Any:
+        if not self._table.is_ready(bucket):
+            self._table.fill([bucket])
+        return self._table.get(bucket)
+
+    def _program_bucket(self, signature: Signature) -> ProgramBucket:
+        if signature.name not in self._programs:
+            self._programs[signature.name] = ProgramBucket(
+                signature=signature, contents=self._contents(signature), level=signature.level
+            )
+        return self._programs[signature.name]
+
+    def _grow_bucket(self, level: int, short: int, long: int) -> Bucket:
+        shapes = named_shapes(self._cache_shapes(level, short))
+        return ProgramGrowBucket(short_tokens=short, long_tokens=long, shapes=shapes, level=level)
+
+    def _keep_bucket(self, signature: Signature) -> Bucket:
+        shapes = named_shapes(self._cache_shapes(signature.level, self.manifest.room(signature)))
+        return ProgramKeepBucket(nodes=signature.tokens, shapes=shapes, level=signature.level)
+
+    def _cache_shapes(self, level: int, cache_tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+        dtype = jax.numpy.dtype(self.manifest.cache_dtype)
+        shapes = self.manifest.cache_shapes(level, cache_tokens)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}

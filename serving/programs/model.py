@@ -1,0 +1,121 @@
+"""Opens folders of exported programs as models of an engine, with a runner for each level."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError
+from jaxllm.program_folder.manifest import read_tokenizer
+from jaxllm.text.tokenizer import Tokenizer
+from serving.host.forked import require_not_forked, watch_for_forks
+from serving.host.progress import Progress
+from serving.programs.choosing import Choosing
+from serving.programs.drafts import drafted
+from serving.programs.executor import Executor, kept_executables, open_executor
+from serving.programs.runner import ProgramRunner
+from serving.speculation.options import SpeculationOptions
+from serving.speculation.speculation import Speculation
+
+
+class ProgramModel:
+    """The programs of one folder, with a runner for each level (see `serving.engine.Model`).
+
+    Attributes:
+      executor: runs the programs.
+      tokenizer: the model's.
+      load_ms: time to open the folder and place its weights.
+      build_ms: time spent getting programs ready.
+    """
+
+    def __init__(self, executor: Executor, tokenizer: Tokenizer, choosing: Choosing | None = None) -> None:
+        """See `open_program`; `choosing` draws tokens, None compiles what does."""
+        watch_for_forks()
+        self.executor, self.tokenizer = executor, tokenizer
+        self._choosing = choosing or Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size)
+        self._runners: dict[int, ProgramRunner] = {}
+        self.load_ms = self.build_ms = 0.0
+
+    @property
+    def name(self) -> str:
+        """The model's name, for people."""
+        return self.executor.manifest.name
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """That were exported, in percent, ascending."""
+        return tuple(sorted(self.executor.manifest.levels))
+
+    def runner(self, level: int) -> ProgramRunner:
+        """The runner of a level.
+
+        Raises:
+          ConfigError: it was not exported.
+        """
+        if level not in self._runners:
+            self._runners[level] = ProgramRunner(self.executor, level, self._choosing)
+        return self._runners[level]
+
+    def drafts(self, level: int, options: SpeculationOptions, *, threads: int = 0) -> Speculation:
+        """Drafts for a level (see `drafted`)."""
+        return drafted(self.runner(level), self.tokenizer, options, threads=threads)
+
+    def warm_up(
+        self,
+        level: int,
+        speculation: Speculation | None,
+        *,
+        prompt_tokens: int | None,
+        max_tokens: int,
+        progress: Progress | None,
+    ) -> None:
+        """Gets the programs of a level ready: all, or those that one request needs (see
+        `serving.engine.Engine.warm_up`); and what chooses their tokens, greedy or drawn. Nothing is compiled
+        under such a request."""
+        began = time.perf_counter()
+        runner, trees = self.runner(level), () if speculation is None else speculation.options.trees.nodes
+        self._choosing.prepare(trees)
+        wanted, tokens = runner.signatures, None
+        if prompt_tokens is not None:
+            answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
+            wanted, tokens = runner.request_signatures(prompt_tokens, answer, trees), prompt_tokens + answer
+        self.executor.prepare(wanted, progress)
+        if speculation is not None:
+            speculation.drafter.warm_up(progress, tokens=tokens)
+        self.build_ms += 1000 * (time.perf_counter() - began)
+
+    def facts(self) -> dict[str, Any]:
+        """Nothing: executors count no buckets."""
+        return {}
+
+    def set_adapter(self, folder: str | Path | None) -> None:
+        """Refuses: adapters are exported with the model.
+
+        Raises:
+          ConfigError: always.
+        """
+        raise ConfigError("programs take no adapters while they run; export the model with its adapter")
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+
+def open_program(folder: Path, *, threads: int = 0) -> ProgramModel:
+    """Opens a folder that `jaxllm export` wrote.
+
+    Args:
+      folder: the folder.
+      threads: that LiteRT computes with; 0 for all cores of this process.
+
+    Raises:
+      ProgramError: it is no program, corrupt, or of other weights.
+      ConfigError: what runs it is not installed.
+    """
+    require_not_forked()
+    began = time.perf_counter()
+    executor = open_executor(folder, threads=threads)
+    tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
+    choosing = Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_executables())
+    model = ProgramModel(executor, tokenizer, choosing)
+    model.load_ms = 1000 * (time.perf_counter() - began)
+    return model

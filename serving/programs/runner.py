@@ -1,0 +1,282 @@
+"""Runs exported programs: prefill by chunks, then a token per step or a tree, with choices on the host."""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.program_folder.manifest import Manifest, Signature
+from jaxllm.sampling import NO_TOKEN, SamplerState
+from jaxllm.speculative.tree import TokenTree
+from serving.host.forked import require_not_forked
+from serving.programs.choosing import Choosing
+from serving.programs.executor import Executor
+from serving.runners.chunks import padded, plan_chunks
+from serving.runners.runner import PrefillChunk
+from serving.runners.verdict import Verdict
+from serving.speculation.host_tree import accepted_path
+
+# A call runs a program for each of its tokens: few enough that text flows and a cancel is obeyed soon.
+_MOST_PER_CALL = 16
+# What marks padding in a row of positions (see `jaxllm.steps.exported`).
+_PADDING = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramOptions:
+    """Options of programs that answers need (see `serving.runners.runner.Window`)."""
+
+    context_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCache:
+    """Caches as the executor holds them, with room for `capacity_tokens` positions; `length` are in use."""
+
+    caches: Any
+    capacity_tokens: int
+    length: int = 0
+
+
+class ProgramRunner:
+    """A `serving.runners.runner.Runner` over an executor, as one level of its model.
+
+    Prefill programs give no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
+
+    Attributes:
+      executor: runs the programs.
+      level: in percent.
+      cfg: the model, or the level's sub-model.
+      options: see there.
+      choosing: draws tokens that are not the likeliest.
+      weights_version: names the weights that caches belong to.
+      streams_weights: none come from storage.
+    """
+
+    streams_weights = False
+
+    def __init__(self, executor: Executor, level: int = WHOLE, choosing: Choosing | None = None) -> None:
+        """The runner of a level; `choosing` draws its tokens, None makes what does.
+
+        Raises:
+          ConfigError: it was not exported.
+        """
+        manifest = executor.manifest
+        if level not in manifest.levels:
+            there = ", ".join(map(str, sorted(manifest.levels)))
+            raise ConfigError(
+                f"level {level} was not exported, only {there}; export the model with --level {level}"
+            )
+        self.executor, self.level = executor, level
+        self.cfg: ModelConfig = manifest.levels[level].cfg
+        self.options = ProgramOptions(manifest.context_tokens)
+        self.weights_version = (level, 0)
+        # Asked for with every token.
+        self._lengths = manifest.cache_tokens(level)
+        self.choosing = choosing or Choosing(self.cfg.vocab_size)
+        self._program = functools.cache(functools.partial(_program, manifest, level))
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The executor's, which all levels share."""
+        return self.executor.lock
+
+    @property
+    def signatures(self) -> list[Signature]:
+        """The programs of this level."""
+        return [each for each in self.executor.manifest.signatures if each.level == self.level]
+
+    def request_signatures(
+        self, prompt_tokens: int, max_tokens: int, trees: Sequence[int] = ()
+    ) -> list[Signature]:
+        """The fewest programs that answer one request: over caches of one length, the chunks of its prompt
+        and `trees` of these sizes. `max_tokens` is 0 where it is not known."""
+        wanted = min(prompt_tokens + max_tokens, self.options.context_tokens)
+        cache = next(each for each in self._lengths if each >= wanted)
+        chunks = dict.fromkeys(self._chunks(prompt_tokens - 1, cache))
+        return [
+            *(self._program("prefill", each, cache) for each in chunks),
+            self._program("decode", 1, cache),
+            *(self._program("verify", each, cache) for each in trees if each <= cache),
+        ]
+
+    def require_usable(self) -> None:
+        """See `Runner`."""
+        require_not_forked()
+
+    def start(self, tokens: int) -> ProgramCache:
+        """See `Runner`."""
+        length = self._length_for(tokens)
+        return ProgramCache(self.executor.start(self.level, length), length)
+
+    def make_room(self, cache: ProgramCache, tokens: int) -> ProgramCache:
+        """See `Runner`.
+
+        Raises:
+          ContextOverflow: there are no programs over caches of so many tokens.
+        """
+        target, caches = self._length_for(tokens), cache.caches
+        for length in self._lengths:
+            if cache.capacity_tokens < length <= target:
+                caches = self.executor.grow(self.level, caches, length)
+        return ProgramCache(caches, max(target, cache.capacity_tokens), cache.length)
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`: all of a prompt, for which programs there are depends on the cache."""
+        return [PrefillChunk(tokens=tokens, last=True)]
+
+    def prefill(
+        self, cache: ProgramCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[Any, ProgramCache]:
+        """See `Runner`."""
+        del chunk
+        room, fed = cache.capacity_tokens, 0
+        for length in self._chunks(len(tokens) - 1, room):
+            row, real = padded(tokens[fed : min(fed + length, len(tokens) - 1)], length)
+            positions = np.full(length, _PADDING, np.int32)
+            positions[:real] = np.arange(at + fed, at + fed + real)
+            program = self._program("prefill", length, room)
+            _, caches = self.executor.run(program, cache.caches, row, positions)
+            cache, fed = ProgramCache(caches, room, at + fed + real), fed + real
+        return self.step(cache, tokens[-1], at + len(tokens) - 1)
+
+    def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
+        """The next token `[1]`, and the sampler. The likeliest is found without a dispatch."""
+        if _likeliest(sampler):
+            return _most_likely(np.asarray(logits)), sampler
+        token, sampler = self.choosing.next_token(logits, sampler)
+        return np.asarray(token), sampler
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """See `Runner`."""
+        return min(pace, _MOST_PER_CALL, remaining)
+
+    def decode(
+        self,
+        token: Any,
+        cache: ProgramCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int] = (),
+    ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
+        """See `Runner`: a step for each token, until one of them stops."""
+        stops, said = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
+        while len(said) <= limit and (len(said) == 1 or said[-1] not in stops):
+            logits, cache = self.step(cache, said[-1], len(held) + len(said) - 1)
+            chosen, sampler = self.sample(logits, sampler)
+            said.append(int(chosen[0]))
+        rows = np.array([said[1:]], np.int32)
+        return rows, rows.shape[1], cache, sampler
+
+    def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
+        """Feeds one token at position `at`: logits `[1, V]` behind it, cache."""
+        row, position = np.array([[token]], np.int32), np.array([at], np.int32)
+        room = cache.capacity_tokens
+        logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, position)
+        # A part of a device's array would be a bucket of its own.
+        return np.asarray(logits)[0], ProgramCache(caches, room, at + 1)
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `Runner`: all that is read is in memory."""
+        del tokens
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: ProgramCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, ProgramCache, SamplerState]:
+        """See `Runner`."""
+        del meanwhile
+        at, room = int(cache.length), cache.capacity_tokens
+        signature = self._program("verify", tree.room, room)
+        positions = at + np.asarray(tree.depths)
+        row, seen = np.asarray(tree.tokens)[None], np.asarray(tree.ancestors)
+        logits, caches = self.executor.run(signature, cache.caches, row, positions.astype(np.int32), seen)
+        if _likeliest(sampler):
+            chosen = _most_likely(np.asarray(logits)[0])
+        else:
+            chosen = np.asarray(self.choosing.of_tree(tree, np.asarray(logits)[0], sampler))
+        path = accepted_path(tree, chosen)[:limit]
+        tokens = chosen[path]
+        if not _likeliest(sampler):
+            counts = np.array(sampler.counts)
+            np.add.at(counts[0], tokens, 1)
+            drawn = np.int32(int(sampler.drawn) + len(tokens))
+            sampler = dataclasses.replace(sampler, counts=counts, drawn=drawn)  # pyright: ignore
+        if path[-1] >= len(path):
+            caches = self.executor.keep(signature, caches, at, path)
+        return Verdict(tokens, path), ProgramCache(caches, room, at + len(path)), sampler
+
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
+        """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
+
+        By the largest program that verifies, or token by token where there is none.
+        """
+        cache, scores = self.start(len(tokens)), []
+        sizes = self.executor.manifest.verify_tokens(self.level, cache.capacity_tokens)
+        size = sizes[-1] if sizes else 1
+        for at in range(0, len(tokens), size):
+            part, goals = tokens[at : at + size], np.asarray(targets[at : at + size])
+            if sizes:
+                logits, cache = self._read_run(cache, part, at, size)
+            else:
+                logits, cache = self.step(cache, part[0], at)
+            wide = np.asarray(logits, np.float64)
+            wide = wide - wide.max(axis=-1, keepdims=True)
+            chosen = wide[np.arange(len(goals)), goals]
+            scores.append(chosen - np.log(np.exp(wide).sum(axis=-1)))
+        return np.concatenate(scores)
+
+    def _read_run(
+        self, cache: ProgramCache, part: Sequence[int], at: int, size: int
+    ) -> tuple[np.ndarray, ProgramCache]:
+        """Logits `[n, V]` behind each of n tokens that follow one another, a tree without branches."""
+        row, real = padded(part, size)
+        mask = np.tril(np.ones((size, size), np.bool_))
+        mask[real:] = False
+        positions, room = np.arange(at, at + size, dtype=np.int32), cache.capacity_tokens
+        logits, caches = self.executor.run(
+            self._program("verify", size, room), cache.caches, row, positions, mask
+        )
+        return np.asarray(logits)[0, :real], ProgramCache(caches, room, at + real)
+
+    def _length_for(self, tokens: int) -> int:
+        """The shortest caches for `tokens`; those first that a program is ready for."""
+        fitting = [each for each in self._lengths if each >= tokens]
+        if not fitting:
+            raise ContextOverflow(
+                f"{tokens} tokens do not fit; the programs' caches hold {self.options.context_tokens}: "
+                "export the model with a longer --context"
+            )
+        ready = (each for each in fitting if self.executor.is_ready(self._program("decode", 1, each)))
+        return next(ready, fitting[0])
+
+    def _chunks(self, tokens: int, room: int) -> list[int]:
+        lengths = self.executor.manifest.chunk_tokens(self.level, room)
+        return plan_chunks(tokens, lengths) if tokens > 0 else []
+
+
+def _program(manifest: Manifest, level: int, kind: Any, tokens: int, room: int) -> Signature:
+    return manifest.signature(kind, tokens, level, room)
+
+
+def _most_likely(logits: np.ndarray) -> np.ndarray:
+    """`jaxllm.sampling.likeliest` without a dispatch."""
+    token = logits.argmax(axis=-1)
+    chosen = np.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return np.where(np.isfinite(chosen), token, NO_TOKEN).astype(np.int32)
+
+
+def _likeliest(sampler: SamplerState) -> bool:
+    """Tells whether the likeliest token is the next one."""
+    # On the host: to compare a device's number would be a bucket of its own.
+    return not bool(sampler.penalized) and float(sampler.temperature) <= 0

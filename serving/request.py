@@ -1,0 +1,129 @@
+"""One request: its prompt's tokens, length, stops and sampling, and the conversation that it goes on from."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.kv.cache import KVCache
+from jaxllm.sampling import Sampling
+from jaxllm.text.tokenizer import MAX_TOKEN_ID
+from serving.runners.runner import Runner
+from serving.sliding import Sliding, kept_tokens
+from serving.text_stream import MAX_STOP_IDS
+
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """Length, stops and sampling of one answer.
+
+    Attributes:
+      max_tokens: most tokens of the answer.
+      stop: strings that end it; they are not part of the text.
+      stop_token_ids: tokens that end it besides the model's own end tokens.
+      ignore_eos: go on past the model's end tokens.
+      sampling: how tokens are chosen.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
+        for token in self.stop_token_ids:
+            if not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
+                raise ConfigError(f"stop_token_ids must be in [0, {MAX_TOKEN_ID}], got {token!r}")
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:
+        """The stop tokens as buckets take them, padded with -1."""
+        ids = sorted({*self.stop_token_ids, *(() if self.ignore_eos else eos_ids)})
+        if len(ids) > MAX_STOP_IDS:
+            raise ConfigError(f"{len(ids)} stop tokens; at most {MAX_STOP_IDS} are supported")
+        return np.array(ids + [-1] * (MAX_STOP_IDS - len(ids)), np.int32)
+
+
+@dataclasses.dataclass
+class Session:
+    """A conversation's cache. `tokens` are those whose keys and values `cache` holds, as the weights of
+    `Runner.weights_version` made them.
+
+    A bucket that is running owns the cache (it is donated), so the session is empty meanwhile, and stays so
+    if the bucket fails.
+    """
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    cache: KVCache | None = None
+    weights_version: tuple[int, int] | None = None
+
+    def take(self) -> tuple[list[int], KVCache | None]:
+        """Gives tokens and cache away."""
+        taken = self.tokens, self.cache
+        self.tokens, self.cache = [], None
+        return taken
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """All that an engine is told of one answer.
+
+    Attributes:
+      prompt: token ids.
+      config: length, stops and sampling.
+      seed: of the draw.
+      level: the sub-model that answers, in percent.
+      drafted: whether drafts may speed it up.
+      sliding: how an answer goes on that outgrows the context; None to end it there.
+      tpot_ms: what a further token should take, if that is known: the second token then need not come alone
+        to measure it.
+    """
+
+    prompt: tuple[int, ...]
+    config: GenerationConfig
+    seed: int
+    level: int
+    drafted: bool = False
+    sliding: Sliding | None = None
+    tpot_ms: float | None = None
+
+    def require_served_by(self, runner: Runner) -> None:
+        """Refuses what a runner cannot answer.
+
+        Raises:
+          ConfigError: the prompt is empty, a token is outside the vocabulary, or too many tokens are to stay
+            when the context slides.
+          ContextOverflow: the prompt is longer than the context.
+        """
+        window, vocab = runner.options.context_tokens, runner.cfg.vocab_size
+        if not self.prompt:
+            raise ConfigError("the prompt is empty; give it at least one token of text")
+        if len(self.prompt) > window:
+            raise ContextOverflow(
+                f"the prompt has {len(self.prompt)} tokens, the context holds {window} (the model's window "
+                f"is {runner.cfg.window_tokens}); shorten it"
+                + (" or ask for a longer --context" if window < runner.cfg.window_tokens else "")
+            )
+        worst = max(self.prompt) if min(self.prompt) >= 0 else min(self.prompt)
+        if not 0 <= worst < vocab:
+            raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")
+        # Besides those that stay one token must be fed again, and one is decoded from.
+        most = kept_tokens(window) - 2
+        if self.sliding is not None and not 0 <= self.sliding.sink_tokens <= most:
+            raise ConfigError(
+                f"{self.sliding.sink_tokens} tokens cannot stay where a context of {window} slides: at most "
+                f"{max(0, most)} may; ask for fewer, or for a longer --context"
+            )
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many first tokens two sequences share."""
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))

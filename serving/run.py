@@ -1,0 +1,191 @@
+"""The state of one request that runs, from its first step to its last."""
+
+import collections
+import dataclasses
+import time
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxllm.errors import JaxllmError
+from jaxllm.sampling import sampler_state
+from jaxllm.text.tokenizer import Tokenizer
+from serving.decoding import Decoding, pace
+from serving.host.forked import require_not_forked
+from serving.request import Request, Session
+from serving.runners.runner import PrefillChunk, Runner
+from serving.text_stream import TextStream
+
+Stage = Literal["begin", "prefill", "decode", "finish", "ended"]
+
+
+@dataclasses.dataclass
+class Timings:
+    """Of one answer, in milliseconds from its first step on, what brings a context back left aside."""
+
+    ttft_ms: float = 0.0
+    total_ms: float = 0.0
+
+    def tpot_ms(self, tokens: int) -> float:
+        """Time per output token after the first."""
+        return (self.total_ms - self.ttft_ms) / (tokens - 1) if tokens > 1 else 0.0
+
+
+class Lifecycle:
+    """What whoever asked does around an answer; this one does nothing. Called under the runner's lock."""
+
+    def begin(self, run: "Run") -> None:
+        """Before anything is fed: brings back what the session should hold."""
+
+    def stepped(self, run: "Run") -> None:
+        """Behind each dispatch that gave tokens."""
+
+    def sliding(self, run: "Run") -> None:
+        """When the middle of the sequence is about to be forgotten, and the session has it still."""
+
+    def finish(self, run: "Run") -> None:
+        """When the answer has ended or was closed; may come again, and then does nothing."""
+
+    def failed(self, run: "Run") -> None:
+        """`finish` where an error or an interrupt ended the answer, which must come out and no other."""
+
+    def dropped(self, run: "Run") -> None:
+        """`finish` of an answer that nobody holds any more."""
+
+
+class Run:
+    """The state of a request that runs (see `serving.step`).
+
+    Attributes:
+      request: what was asked.
+      prompt_tokens: number of tokens of the prompt.
+      reused_tokens: how many of them were in the session's cache already.
+      prefill_mode: how the others were computed, "int8" or "float".
+      tokens: ids of the answer so far, a stop token included.
+      sequence: prompt and answer, without what slid out of the window: what the next turn goes on from.
+      text: the answer so far, as far as it was taken.
+      finish_reason: "stop" (end token or stop string), "length" (max_tokens or the window), or None
+        while running or when closed early.
+      stop_string: the stop string that ended it, if one did.
+      seed: of the draw; give it in `Sampling` to get the same answer again.
+      timings: see `Timings`.
+      stage: what its next step does.
+      taken_whole: whether `result` ran it from its first step to its last, so that nobody kept it waiting.
+    """
+
+    # What `__del__` looks at, however far `__init__` came.
+    lifecycle: Lifecycle = Lifecycle()
+    stage: Stage = "ended"
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        tokenizer: Tokenizer,
+        request: Request,
+        *,
+        session: Session | None = None,
+        lifecycle: Lifecycle | None = None,
+    ) -> None:
+        """A request that waits for its first step.
+
+        Raises:
+          ConfigError, ContextOverflow: see `Request.require_served_by`.
+        """
+        runner, config = decoding.runner, request.config
+        request.require_served_by(runner)
+        self.request, self.prompt_tokens, self.reused_tokens = request, len(request.prompt), 0
+        self.prefill_mode: Literal["int8", "float"] = "float"
+        self.tokens: list[int] = []
+        self.sequence = list(request.prompt)
+        self.text = ""
+        self.finish_reason: Literal["stop", "length"] | None = None
+        self.stop_string: str | None = None
+        self.seed, self.timings = request.seed, Timings()
+        self.taken_whole = False
+        self.session = Session() if session is None else session
+        self.decoding = decoding
+        self.stops = TextStream(tokenizer, config.stop)
+        self.stop_ids = config.stop_ids(tokenizer.eos_ids)
+        self.sampler = sampler_state(config.sampling, request.prompt, runner.cfg.vocab_size, request.seed)
+        # How many tokens a dispatch should decode.
+        self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
+        self.began_s = self.stepped_s = 0.0
+        self.chunks: collections.deque[PrefillChunk] = collections.deque()
+        # The last token, as buckets take it.
+        self.last_token: Any = None
+        self.closed_because: JaxllmError | None = None
+        # Text that nobody took yet.
+        self.pieces: collections.deque[str] = collections.deque()
+        if lifecycle is not None:
+            self.lifecycle = lifecycle
+        self.stage = "begin"
+
+    @property
+    def runner(self) -> Runner:
+        """What computes it."""
+        return self.decoding.runner
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens that the request still asks for."""
+        return self.request.config.max_tokens - len(self.tokens)
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that may still be decoded in the window: the last one need not fit."""
+        return self.runner.options.context_tokens - len(self.sequence) + 1
+
+    @property
+    def elapsed_ms(self) -> float:
+        """Since the first step."""
+        return 1000 * (time.perf_counter() - self.began_s)
+
+    def take(self, block: list[int]) -> None:
+        """Adds decoded tokens, up to where the answer stops."""
+        stops = set(self.stop_ids.tolist())
+        visible = next((i for i, token in enumerate(block) if token in stops), len(block))
+        piece = self.stops.push(block[:visible])
+        if self.stops.stopped:
+            self.finish_reason = "stop"
+            block = block[: self.stops.consumed_tokens - len(self.tokens)]
+        elif visible < len(block):
+            self.finish_reason = "stop"
+            block = block[: visible + 1]
+        self.tokens += block
+        self.sequence += block
+        # What was decoded behind the stop is not part of the conversation.
+        del self.session.tokens[len(self.sequence) :]
+        self.last_token = np.array(block[-1:], np.int32)
+        self.timings.total_ms = self.elapsed_ms
+        self._push(piece)
+
+    def flush(self) -> None:
+        """Gives out the text that was held back, where the answer has ended."""
+        piece = self.stops.flush()
+        self.stop_string = self.stops.matched
+        self.timings.total_ms = self.elapsed_ms
+        self._push(piece)
+
+    def close(self, because: JaxllmError | None = None) -> None:
+        """Ends it between two steps; what was decoded so far stays in the session.
+
+        Args:
+          because: what whoever goes on iterating is told; None for an end like any other.
+        """
+        require_not_forked()
+        with self.runner.lock:
+            self.pieces.clear()
+            self.closed_because = because or self.closed_because
+            if self.stage != "ended":
+                self.stage = "ended"
+                self.lifecycle.finish(self)
+
+    def fail(self) -> None:
+        """Ends the answer where an error or an interrupt came between."""
+        if self.stage != "ended":
+            self.stage = "ended"
+            self.lifecycle.failed(self)
+
+    def _push(self, piece: str) -> None:
+        if piece:
+            self.pieces.append(piece)

@@ -1,0 +1,63 @@
+"""Cuts prompts into the chunk lengths that there are buckets for."""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxllm.kv.cache import Places
+
+# What a pass over the weights costs whatever the chunk, in tokens of prefill: on a CPU one pass
+# streams all weights once, about the time of this many rows of computing.
+_PASS_TOKENS = 24
+
+
+def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
+    """Chunk lengths whose sum covers `tokens` at the least cost; only the last is padded."""
+    longest = max(lengths)
+    # All but a tail shorter than two of the longest chunks goes in longest chunks.
+    head = max(0, (tokens - longest) // longest)
+    return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
+
+
+def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
+    """A `[1, length]` int32 row of `tokens` and zeros, and how many are real."""
+    row = np.zeros((1, length), np.int32)
+    row[0, : len(tokens)] = tokens
+    return row, len(tokens)
+
+
+def placed_chunks(tokens: Sequence[int], lengths: Sequence[int], at: int) -> list[tuple[np.ndarray, Places]]:
+    """Tokens that begin at position `at`, in chunks of these lengths: rows `[T]` int32, padded, and where
+    they stand."""
+    found, position = [], 0
+    for length in lengths:
+        row, valid = padded(tokens[position : position + length], length)
+        positions = np.arange(at + position, at + position + length, dtype=np.int32)
+        found.append((row[0], Places(positions, np.int32(valid), run=True)))  # pyright: ignore
+        position += valid
+    return found
+
+
+def chunk_cost(plan: Sequence[int]) -> int:
+    """What chunks cost, in tokens of prefill: their tokens, and a constant for each one's pass over the
+    weights."""
+    return sum(plan) + _PASS_TOKENS * len(plan)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Descending chunk lengths of least cost for a tail of `tokens`."""
+    best = None
+    for length in lengths:
+        rest = tokens - length
+        if rest <= 0:
+            plan = (length,)
+        else:
+            tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
+            plan = (length, *tail)
+        cost = chunk_cost(plan)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    assert best is not None
+    return best[1]

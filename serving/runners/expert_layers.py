@@ -1,0 +1,245 @@
+"""Takes tokens through the layers of a mixture whose experts come one by one.
+
+A sparse layer is three buckets: attention and the router; each tile of tokens through its expert, as experts
+come; and their sum. All chunks of a prompt go through the first together, so that each expert is read once
+for all.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.elastic.submodel import whole_params
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.steps.layers import AtExperts
+from serving.buckets.bucket import Bucket
+from serving.buckets.context import RestoreBucket
+from serving.buckets.expert import (
+    AttendBucket,
+    AttendRestoredBucket,
+    AttendTreeBucket,
+    CombineBucket,
+    ExpertBucket,
+)
+from serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
+from serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
+from serving.buckets.table import BucketTable
+from serving.runners.layerwise import Chunk
+from serving.runners.level_runner import Past
+from serving.weights.experts.weights import ExpertWeights
+from serving.weights.model_level import ModelLevel
+from serving.weights.prefetch import Meanwhile
+
+# Of a run so many tokens, the last, teach the predictor.
+_LEARNT_TOKENS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parts:
+    """The parameters by layers.
+
+    Attributes:
+      layers: of each layer what is no expert, under the names of the first one that is alike.
+      routers: of each sparse layer the router and the norm before it.
+      norms: of each layer the norm before its experts.
+    """
+
+    layers: list[Any]
+    routers: list[dict[str, Any]]
+    norms: list[dict[str, Any]]
+
+
+class ExpertLayers:
+    """The layers of a mixture, in memory but for experts (see `LayerSource`).
+
+    Attributes:
+      head: brings experts, and the head.
+      streams_weights: False: what comes is foreseen, and not all of it.
+    """
+
+    streams_weights = False
+
+    def __init__(self, model: ModelLevel, table: BucketTable, weights: ExpertWeights) -> None:
+        """Takes the whole model, whose experts are not among the parameters."""
+        self.head = self.experts = weights
+        self._model, self._table = model, table
+        self._embedding = embedding_params(model.params)
+        self._known: tuple[tuple[int, int], _Parts] | None = None
+        # Whom a context that comes back has visited so far.
+        self._restoring: list[np.ndarray] = []
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        """See `LayerSource`."""
+        found = [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+        found += [self._expert_bucket(tokens, bits) for bits in self.experts.store.widths]
+        return [*found, self._combine_bucket(tokens)]
+
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """See `LayerSource`: the vocabulary is in memory. All levels share it."""
+        return EmbedBucket(tokens=tokens)
+
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """See `LayerSource`."""
+        family = AttendRestoredBucket if self._model.cfg.is_sparse(layer) else RestoreBucket
+        like, level = self._model.alike[layer], self._model.bucket_level
+        return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+
+    def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
+        """The bucket of a layer, up to its experts where it is sparse."""
+        sparse = self._model.cfg.is_sparse(layer)
+        like, level = self._model.alike[layer], self._model.bucket_level
+        if tree:
+            family = AttendTreeBucket if sparse else LayerTreeBucket
+            return family(nodes=tokens, cache_tokens=cache, layer=like, level=level)
+        family = AttendBucket if sparse else LayerBucket
+        return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+
+    def _expert_bucket(self, tokens: int, bits: int) -> Bucket:
+        return ExpertBucket(tokens=tokens, bits=bits, level=self._model.bucket_level)
+
+    def _combine_bucket(self, tokens: int) -> Bucket:
+        return CombineBucket(tokens=tokens, level=self._model.bucket_level)
+
+    # -- running them -----------------------------------------------------------------------------
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `LayerSource`."""
+        self.experts.expect(tokens)
+
+    def embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `LayerSource`."""
+        compiled = self._table.get(self.embed_bucket(len(tokens)))
+        return compiled(self._embedding, tokens[None], np.asarray(at.positions))
+
+    def run(
+        self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[jax.Array], KVCache]:
+        """See `LayerSource`; other work is never done: experts are waited for too shortly."""
+        del meanwhile
+        self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
+        outputs = [self.embed(tokens, at) for tokens, at in chunks]
+        keys, values, mass = list(cache.keys), list(cache.values), cache.mass
+        visited: list[np.ndarray] = []
+        for layer in range(self._model.cfg.layers):
+            past = keys[layer], values[layer]
+            if self._model.cfg.is_sparse(layer):
+                outputs, past, mass = self._sparse_layer(layer, chunks, outputs, past, mass, visited)
+            else:
+                weights = self._parts.layers[layer]
+                for number, (tokens, at) in enumerate(chunks):
+                    tree = at.tree is not None
+                    bucket = self._bucket(len(tokens), past[0].shape[2], layer, tree=tree)
+                    compiled = self._table.get(bucket)
+                    outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
+            keys[layer], values[layer] = past
+        self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
+        return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
+
+    def restore(
+        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+    ) -> tuple[jax.Array, Past]:
+        """See `LayerSource`."""
+        compiled = self._table.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
+        weights = self._parts.layers[layer]
+        if not self._model.cfg.is_sparse(layer):
+            return compiled(weights, x, at, past, source, bits)
+        place = self.experts.store.sparse.index(layer)
+        before, out, past = compiled(weights, self._next_router(place), x, at, past, source, bits)
+        if place == 0:
+            self._restoring = []
+        outs = [out]
+        self._visit_experts(layer, [before], [int(at.valid)], outs, self._restoring)
+        return self._combined(before, outs[0]), past
+
+    def _sparse_layer(
+        self,
+        layer: int,
+        chunks: Sequence[Chunk],
+        inputs: Sequence[jax.Array],
+        past: Past,
+        mass: jax.Array | None,
+        visited: list[np.ndarray],
+    ) -> tuple[list[jax.Array], Past, jax.Array | None]:
+        """A sparse layer of all chunks; whom their tokens visit is appended to `visited`."""
+        before: list[AtExperts] = []
+        outs: list[jax.Array] = []
+        weights, router = self._parts.layers[layer], self._next_router(len(visited))
+        for (tokens, at), x in zip(chunks, inputs, strict=True):
+            bucket = self._bucket(len(tokens), past[0].shape[2], layer, tree=at.tree is not None)
+            each, out, past, mass = self._table.get(bucket)(weights, router, x, at, past, mass)
+            before.append(each)
+            outs.append(out)
+        self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
+        return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
+
+    def _next_router(self, place: int) -> dict[str, Any]:
+        """The router of the sparse layer behind one, which tells whom tokens may visit next."""
+        routers = self._parts.routers
+        return routers[(place + 1) % len(routers)]
+
+    def _visit_experts(
+        self,
+        layer: int,
+        before: list[AtExperts],
+        valid: Sequence[int],
+        outs: list[jax.Array],
+        visited: list[np.ndarray],
+    ) -> None:
+        """The experts of a layer for all chunks, of which so many tokens are real.
+
+        Whom they visit is appended to `visited`, and `outs` is changed.
+        """
+        # Of each expert its tiles, by chunk.
+        tiles: dict[int, list[tuple[int, int]]] = {}
+        for number, each in enumerate(before):
+            for tile, expert in enumerate(np.asarray(each.tiles.expert)[: int(each.tiles.count)].tolist()):
+                tiles.setdefault(expert, []).append((number, tile))
+        ids = [np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)]
+        visited.append(np.concatenate(ids))
+        self._run_tiles(layer, visited, np.asarray(before[-1].ahead), tiles, before, outs)
+
+    def _run_tiles(
+        self,
+        layer: int,
+        visited: list[np.ndarray],
+        ahead: np.ndarray,
+        tiles: dict[int, list[tuple[int, int]]],
+        before: list[AtExperts],
+        outs: list[jax.Array],
+    ) -> None:
+        """Every tile through its expert, as experts come; `outs` is changed."""
+        place, norm = len(visited) - 1, self._parts.norms[layer]
+        # What comes first behind the last layer are the first layers, of another token.
+        seen = visited
+        if len(visited) == len(self.experts.store.sparse):
+            seen = []
+            self.experts.predictor.begin()
+        guesses = self.experts.likely(seen, ahead, len(tiles))
+        for expert, weights in self.experts.cache.visit(place, list(tiles), guesses):
+            bits = self.experts.store[place, expert].bits
+            for number, tile in tiles[expert]:
+                compiled = self._table.get(self._expert_bucket(before[number].x.shape[1], bits))
+                outs[number] = compiled(weights, norm, before[number], np.int32(tile), outs[number])
+            # Another expert may take its memory.
+            jax.block_until_ready(outs)
+
+    def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
+        return self._table.get(self._combine_bucket(before.x.shape[1]))(before, out)
+
+    @property
+    def _parts(self) -> _Parts:
+        """The parameters by layers, sorted once for each adapter that comes."""
+        model = self._model
+        if self._known is None or self._known[0] != model.weights_version:
+            params = whole_params(model.params)
+            layers = [layer_params(params, layer, like) for layer, like in enumerate(model.alike)]
+            routers = [router_params(params, layer) for layer in range(model.cfg.layers)]
+            norms = [expert_norm(each) for each in routers]
+            sparse = [routers[layer] for layer in self.experts.store.sparse]
+            self._known = model.weights_version, _Parts(layers, sparse, norms)
+        return self._known[1]

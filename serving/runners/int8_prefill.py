@@ -1,0 +1,399 @@
+"""Computes prompts in integers, for a runner that does all else (mllm-NPU).
+
+Prompts go through whole layers (`jaxllm.int8_prefill.whole_layer`) on this process's device, chunk by chunk,
+or through stages of layers (`jaxllm.int8_prefill.subgraphs`) on two processors, all chunks together. The
+cache is the one that decoding uses.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxllm.elastic.submodel import whole_params
+from jaxllm.int8_prefill.schedule import (
+    Dispatcher,
+    Processor,
+    Subgraph,
+    Times,
+    natural_place,
+    placed_by_memory,
+    prompt_subgraphs,
+)
+from jaxllm.int8_prefill.shadow import rooms
+from jaxllm.int8_prefill.simulator import stage_operations
+from jaxllm.int8_prefill.subgraphs import LayerCalibration, Stage, stages_of
+from jaxllm.kv.cache import KVCache
+from serving.buckets.bucket import Bucket
+from serving.buckets.cache import StartBucket
+from serving.buckets.integer_stage import (
+    WITH_CACHE,
+    IntegerStageBucket,
+    device_name,
+    known_to,
+    shadow_products,
+    stage_bytes,
+    stage_params,
+    without_blocks,
+)
+from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
+from serving.buckets.parts import embedding_params, head_name, norm_params
+from serving.buckets.table import BucketTable
+from serving.int8_prefill.modes import PrefillMode, PrefillModes
+from serving.int8_prefill.processors import TwoProcessors
+from serving.int8_prefill.prompt_pass import PromptPass
+from serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
+from serving.runners.chunks import placed_chunks, plan_chunks
+from serving.runners.runner import PrefillChunk
+from serving.weights.model_level import ModelLevel
+
+_TIMED_RUNS = 3
+_Case = tuple[int, Stage, int, int]
+
+
+@dataclasses.dataclass
+class OutlierCounts:
+    """Counts of shadows.
+
+    Attributes:
+      products: that had a shadow.
+      channels: with outliers, in all of them together.
+      enlarged: products whose outliers did not fit the smallest compact tensor, and took a larger one.
+    """
+
+    products: int = 0
+    channels: int = 0
+    enlarged: int = 0
+
+
+@dataclasses.dataclass
+class Int8Shared:
+    """The parts of integer prefill that all levels of a model share.
+
+    Attributes:
+      modes: which prompts are computed in integers.
+      processors: that run stages; None for this process's device alone.
+      placed: which processor runs a stage of a layer.
+      measured: what stages take on two processors.
+      outliers: what shadows had to do so far.
+    """
+
+    modes: PrefillModes
+    processors: TwoProcessors | None = None
+    placed: Callable[[int, Stage], Processor] = natural_place
+    measured: SubgraphTimes = dataclasses.field(default_factory=SubgraphTimes)
+    outliers: OutlierCounts = dataclasses.field(default_factory=OutlierCounts)
+
+
+def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stage], Processor]:
+    """Places stages on two processors: on the integer one as many as its memory holds.
+
+    Raises:
+      ConfigError: that holds no stage.
+    """
+    options = whole.options
+    if not options.prefill.integer_bytes:
+        return natural_place
+    return placed_by_memory(
+        modes.calibration.shadowed,
+        lambda layer, stage: stage_bytes(whole.params, layer, stage),
+        lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
+        options.prefill.integer_bytes,
+    )
+
+
+class Int8Prefill:
+    """Computes prompts of one level in integers.
+
+    Attributes:
+      model: the level.
+      shared: what all levels share.
+      calibration: that prompts are computed by.
+    """
+
+    def __init__(self, model: ModelLevel, table: BucketTable, shared: Int8Shared) -> None:
+        self.model, self.shared, self._table = model, shared, table
+        self.calibration = shared.modes.calibration
+        # Of chunks that were fed, and not counted yet.
+        self._outliers: list[tuple[Subgraph, Any]] = []
+        self._buckets: dict[_Case, IntegerStageBucket] = {}
+        self._ready_for: tuple[int, int] | None = None
+
+    # -- which prompts ----------------------------------------------------------------------------
+
+    @property
+    def possible(self) -> bool:
+        """Whether prompts of this level may be computed in integers."""
+        return self.model.level in self.shared.modes.integer_levels
+
+    @property
+    def floats_too(self) -> bool:
+        """Whether some prompts of this level are, or may come to be, computed in floats."""
+        return not self.possible or self.shared.modes.both(self.model.level)
+
+    def mode(self, tokens: int) -> PrefillMode:
+        """The mode of a prompt of so many tokens."""
+        return self.shared.modes.of(self.model.level, tokens)
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    def chunk_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        """The buckets that feed chunks of so many tokens into caches of a length; none where no prompt of
+        this level may be computed in integers."""
+        if not self.possible:
+            return []
+        found: list[Bucket] = [self._embed_bucket(tokens), *self._last_buckets(tokens)]
+        for layer, with_shadow in enumerate(self.calibration.shadowed):
+            stages = self._stages(with_shadow)
+            found += [self.stage_bucket(layer, stage, tokens, cache) for stage in stages]
+        return list(dict.fromkeys(found))
+
+    def _stages(self, shadowed: bool) -> tuple[Stage, ...]:
+        """The stages that a layer is cut into."""
+        return ("layer",) if self.shared.processors is None else stages_of(shadowed)
+
+    def stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
+        """The bucket of a stage, which all layers share that are alike."""
+        case = layer, stage, tokens, cache
+        if case not in self._buckets:
+            self._buckets[case] = self._stage_bucket(layer, stage, tokens, cache)
+        return self._buckets[case]
+
+    def _stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
+        shadowed = self.calibration.shadowed
+        kinds = list(zip(self.model.alike, shadowed, strict=True))
+        multiplied = shadow_products(stage, shadowed=shadowed[layer])
+        bucket = IntegerStageBucket(
+            stage=stage,
+            shadowed=shadowed[layer] and stage in WITH_CACHE,
+            tokens=tokens,
+            cache_tokens=cache if stage in WITH_CACHE else 0,
+            layer=kinds.index(kinds[layer]),
+            float_rows=self.calibration.float_rows if multiplied else 0,
+            level=self.model.bucket_level,
+        )
+        processors = self.shared.processors
+        if processors is None:
+            return bucket
+        return dataclasses.replace(
+            bucket,
+            device=device_name(processors.device(self.shared.placed(layer, stage))),
+            blocks=processors.both_are_cpus or self.shared.placed(layer, stage) == "float",
+            own_cores=processors.both_are_cpus,
+        )
+
+    def _embed_bucket(self, tokens: int) -> Bucket:
+        return EmbedBucket(tokens=tokens, level=self.model.bucket_level)
+
+    def _last_buckets(self, tokens: int) -> tuple[Bucket, Bucket]:
+        """The buckets that give logits behind the last token of a chunk."""
+        return NormBucket(tokens=tokens, rows=1), HeadBucket(rows=1, vocab_tokens=self.model.cfg.vocab_size)
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def rehearse(self) -> None:
+        """Runs every chunk of this level in every cache once; where two processors share them, times their
+        stages."""
+        if not self.possible:
+            return
+        for chunk, capacity in self._chunk_cases():
+            fed = min(chunk, capacity)
+            whole = PrefillChunk(tokens=chunk, last=True, mode="int8")
+            jax.block_until_ready(self.prefill(self.empty_cache(capacity), [0] * fed, 0, whole)[0])
+        if self.shared.processors is not None:
+            self._time(self._chunk_cases())
+
+    def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Times what the order of stages of one request's prompt depends on, if two processors share them."""
+        if self.shared.processors is None or self.mode(prompt_tokens) == "float":
+            return
+        options = self.model.options
+        wanted = min(prompt_tokens + max_tokens, options.context_tokens)
+        capacity = next(each for each in options.cache_tokens if each >= wanted)
+        chunks = sorted(set(plan_chunks(prompt_tokens, options.chunk_tokens)))
+        self._time((chunk, capacity) for chunk in chunks)
+
+    def _chunk_cases(self) -> Iterator[tuple[int, int]]:
+        """Lengths of chunks, and of caches that they are fed into."""
+        return itertools.product(self.model.options.chunk_tokens, self.model.options.cache_tokens)
+
+    def _time(self, cases: Iterable[tuple[int, int]]) -> None:
+        """Measures what is not known of chunks and caches of these lengths, and keeps it."""
+        missing = [
+            case for case in cases if any(each not in self.shared.measured for each in self._timed(*case))
+        ]
+        for case in missing:
+            self.measure(*case)
+        if missing:
+            self.shared.measured.keep()
+
+    def _timed(self, tokens: int, cache: int) -> Iterator[IntegerStageBucket]:
+        for layer, with_shadow in enumerate(self.calibration.shadowed):
+            for stage in self._stages(with_shadow):
+                yield self.stage_bucket(layer, stage, tokens, cache)
+
+    def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
+        """Times each kind of stage of a chunk at the beginning and the end of a cache of a length, on two
+        processors, in so many runs of all layers each: alone, and while the other processor is busy."""
+        assert self.shared.processors is not None
+        # All kinds of tokens, so that there are as many outliers as there will be.
+        fed = np.linspace(0, self.model.cfg.vocab_size - 1, min(tokens, capacity)).astype(int).tolist()
+
+        def begin(full: bool) -> PromptPass:
+            return self.begin(self.empty_cache(capacity), fed, (capacity - len(fed)) * full)
+
+        def bucket_of(each: Subgraph) -> IntegerStageBucket:
+            return self.stage_bucket(each.layer, each.stage, tokens, capacity)
+
+        times, handover_ms = measured_times(self.shared.processors, begin, self.subgraphs, bucket_of, runs)
+        self.shared.measured.put(times, handover_ms)
+
+    def empty_cache(self, capacity: int) -> KVCache:
+        """An empty cache of one of `EngineOptions.cache_tokens`."""
+        return self._table.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
+
+    # -- answering --------------------------------------------------------------------------------
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`: on two processors all chunks together, for one's work fills the other's pauses."""
+        if self.shared.processors is not None:
+            return [PrefillChunk(tokens=tokens, last=True, mode="int8")]
+        lengths = plan_chunks(tokens, self.model.options.chunk_tokens)
+        last = len(lengths) - 1
+        return [PrefillChunk(tokens=each, last=n == last, mode="int8") for n, each in enumerate(lengths)]
+
+    def prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[jax.Array | None, KVCache]:
+        """See `Runner`."""
+        lengths = [chunk.tokens] if self.shared.processors is None else None
+        prompt = self.begin(cache, tokens, at, lengths)
+        subgraphs = self.subgraphs(prompt)
+        if self.shared.processors is None:
+            for each in subgraphs:
+                prompt.run(each)
+        else:
+            order = self.model.options.prefill.order
+            dispatcher = Dispatcher(subgraphs, self.times(prompt), order)
+            self.shared.processors.run(dispatcher, prompt.run)
+        self._outliers += prompt.counts
+        logits = None
+        if chunk.last:
+            logits = self._logits(prompt)
+            # Reading counts waits for the device.
+            self._count_outliers()
+        length = np.int32(at + len(tokens))
+        return logits, dataclasses.replace(prompt.cache(), length=length)  # pyright: ignore
+
+    def subgraphs(self, prompt: PromptPass) -> tuple[Subgraph, ...]:
+        """Those of a prompt."""
+        shadowed = self.calibration.shadowed
+        return prompt_subgraphs(len(prompt.chunks), shadowed, self.shared.placed, self._stages)
+
+    def times(self, prompt: PromptPass, *, shared: bool = False) -> Times:
+        """The times of a prompt's subgraphs when they were measured, alone or while the other processor
+        was busy; 1 for those that were not."""
+
+        def time_of(each: Subgraph) -> float:
+            at = prompt.chunks[each.chunk].positions
+            bucket = self.stage_bucket(each.layer, each.stage, len(at), prompt.capacity)
+            if bucket not in self.shared.measured:
+                return 1.0
+            known = self.shared.measured[bucket]
+            empty, full = known.shared if shared else known.alone
+            # Attention takes longer the more tokens are before it.
+            room = max(1, prompt.capacity - len(at))
+            return empty + (full - empty) * min(1.0, int(at[0]) / room)
+
+        return time_of
+
+    def begin(
+        self, cache: KVCache, tokens: Sequence[int], at: int, lengths: Sequence[int] | None = None
+    ) -> PromptPass:
+        """A prompt before its first layer, cut into chunks of these lengths, or as it is cheapest."""
+        self._make_ready()
+        lengths = lengths or plan_chunks(len(tokens), self.model.options.chunk_tokens)
+        chunks = placed_chunks(tokens, lengths, at)
+        embeds = [self._table.get(self._embed_bucket(len(row))) for row, _ in chunks]
+        inputs = [
+            embed(self._embedding, row[None], positions.positions)
+            for embed, (row, positions) in zip(embeds, chunks, strict=True)
+        ]
+        return PromptPass(self.call, [positions for _, positions in chunks], inputs, cache)
+
+    def _logits(self, prompt: PromptPass) -> jax.Array:
+        """Logits behind a prompt that has gone through all layers."""
+        x, positions = prompt.x[-1], prompt.chunks[-1]
+        if self.shared.processors is not None:
+            x = jax.device_put(x, jax.devices()[0])
+        norm, head = (self._table.get(bucket) for bucket in self._last_buckets(x.shape[1]))
+        return head(self._head, norm(self._norm, x, np.array([int(positions.valid) - 1], np.int32)))
+
+    def call(self, each: Subgraph, tokens: int, capacity: int, *operands: Any) -> Any:
+        """Runs a subgraph of a chunk of so many tokens, where it is placed."""
+        bucket, known = self._operands(each.layer, each.stage, tokens, capacity)
+        if self.shared.processors is None:
+            return self._table.get(bucket)(*known, *operands)
+        # Others wait for it: the results must be there.
+        here = jax.device_put(operands, _device(bucket))
+        return jax.block_until_ready(self._table.get(bucket)(*known, *here))
+
+    def _count_outliers(self) -> None:
+        outliers = self.shared.outliers
+        found, self._outliers = self._outliers, []
+        for each, counts in found:
+            products, shadows = shadow_products(each.stage, shadowed=True), self._known[each.layer].rows
+            assert shadows is not None
+            for product, channels in zip(products, np.ravel(counts).tolist(), strict=True):
+                outliers.products += 1
+                outliers.channels += channels
+                outliers.enlarged += channels > rooms(len(shadows[product].place))[1]
+
+    # -- parameters -------------------------------------------------------------------------------
+
+    def _make_ready(self) -> None:
+        """Sorts what buckets take, once for each adapter that comes."""
+        model = self.model
+        if self._ready_for == model.weights_version:
+            return
+        self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
+        self._head = whole_params(model.params)[head_name(model.cfg.tied_head)]
+        self._known = self.calibration.layers(model.level, model.bucket_cfg)
+        self._kept: dict[_Case, tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]] = {}
+        self._placed_weights: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}
+        self._ready_for = model.weights_version
+
+    def _operands(
+        self, layer: int, stage: Stage, tokens: int, capacity: int
+    ) -> tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]:
+        """The bucket of a stage, and the weights and the calibration that it takes."""
+        case = layer, stage, tokens, capacity
+        if case not in self._kept:
+            bucket = self.stage_bucket(*case)
+            # A device has what its own stages take, once for all lengths.
+            key = layer, stage, bucket.device
+            if key not in self._placed_weights:
+                known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
+                weights = stage_params(self.model.params, layer, bucket.layer, stage)
+                weights = weights if bucket.blocks else without_blocks(weights)
+                device = _device(bucket)
+                self._placed_weights[key] = _put(weights, device), _put(known, device)
+            self._kept[case] = bucket, self._placed_weights[key]
+        return self._kept[case]
+
+
+def _device(bucket: IntegerStageBucket) -> jax.Device:
+    where = bucket.placement
+    return jax.devices()[0] if where is None else where.device
+
+
+def _put(tree: Any, device: jax.Device) -> Any:
+    """Arrays on a device; on CPUs they stay where they are in memory."""
+    on_cpu = device.platform == "cpu"
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.asarray(leaf) if on_cpu else leaf, device, may_alias=on_cpu or None),
+        tree,
+    )

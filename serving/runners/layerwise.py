@@ -1,0 +1,297 @@
+"""Runs a model layer by layer, whose weights come while it runs.
+
+Where layers come from is for the `LayerSource` that a runner holds: read ahead layer by layer
+(`streamed_layers.py`), or in memory but for experts (`expert_layers.py`).
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache, Places, TreeRows
+from jaxllm.quant import Weight
+from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.speculative.tree import TokenTree
+from serving.buckets.bucket import Bucket
+from serving.buckets.cache import StartBucket
+from serving.buckets.decode import SampleBucket
+from serving.buckets.layer import HeadBucket, NormBucket
+from serving.buckets.parts import norm_params
+from serving.buckets.table import BucketTable
+from serving.buckets.tree import KeepBucket, SettleBucket
+from serving.host.machine import give_back_memory
+from serving.host.progress import Progress
+from serving.runners.chunks import placed_chunks, plan_chunks
+from serving.runners.level_runner import LevelRunner, Past
+from serving.runners.runner import PrefillChunk
+from serving.runners.verdict import Verdict
+from serving.weights.model_level import ModelLevel
+from serving.weights.pieces import HeadPiece
+from serving.weights.prefetch import Meanwhile
+
+# Tokens `[T]` int32, padded, and where they stand.
+Chunk = tuple[np.ndarray, Places]
+
+
+class Head(Protocol):
+    """Brings the weight that gives logits.
+
+    Attributes:
+      head: its pieces.
+    """
+
+    head: list[HeadPiece]
+
+    def head_rows(
+        self, number: int, meanwhile: Meanwhile | None = None
+    ) -> contextlib.AbstractContextManager[Weight]:
+        """One of the pieces of `head`, while the context lasts."""
+        ...
+
+
+class LayerSource(Protocol):
+    """Takes tokens through the layers of one level.
+
+    Attributes:
+      head: brings the weight that gives logits.
+      streams_weights: whether whole layers come from storage.
+    """
+
+    @property
+    def head(self) -> Head: ...  # noqa: D102
+
+    @property
+    def streams_weights(self) -> bool: ...  # noqa: D102
+
+    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        """The buckets that all layers need for a chunk, or for a token tree, of so many tokens."""
+        ...
+
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """The bucket that embeds tokens."""
+        ...
+
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """The bucket that restores one layer of a context, up to its experts where these come one by one."""
+        ...
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `Runner`."""
+        ...
+
+    def embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """What the first layer takes of tokens `[T]`, `[1, T, D]`; a run of the layers begins."""
+        ...
+
+    def run(
+        self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[jax.Array], KVCache]:
+        """Takes chunks through all layers, all of them through one before the next one is needed.
+
+        Args:
+          chunks: later ones see earlier ones.
+          cache: donated. Its length stays as it is.
+          meanwhile: other work, while weights are waited for (see `WeightStream.piece`).
+
+        Returns:
+          The last layer's outputs `[1, T, D]`, and the cache.
+        """
+        ...
+
+    def restore(
+        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+    ) -> tuple[jax.Array, Past]:
+        """See `ContextRunner.restore_layer`."""
+        ...
+
+
+class LayerwiseRunner(LevelRunner):
+    """Runs one level of a model layer by layer (see `Runner`).
+
+    Attributes:
+      layers: takes tokens through them.
+    """
+
+    def __init__(
+        self,
+        model: ModelLevel,
+        table: BucketTable,
+        layers: LayerSource,
+    ) -> None:
+        """See the class and `LevelRunner`."""
+        super().__init__(model, table)
+        self.layers, self.streams_weights = layers, layers.streams_weights
+        # The same at every level and under every adapter.
+        self._norm = norm_params(model.params)
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    def all_buckets(self) -> list[Bucket]:
+        """See `LevelRunner`."""
+        caches = self.options.cache_tokens
+        buckets = [SampleBucket(), *self._head_buckets(1)]
+        for tokens in (1, *self.options.chunk_tokens):
+            buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
+            buckets += [bucket for cache in caches for bucket in self.layers.buckets(tokens, cache)]
+        buckets += [self._start_bucket(cache) for cache in caches]
+        return [*buckets, *self.grow_buckets(), *self.context_buckets()]
+
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """See `LevelRunner`."""
+        cache = self.cache_for(prompt_tokens + max_tokens)
+        lengths = [*dict.fromkeys(plan_chunks(prompt_tokens, self.options.chunk_tokens)), 1]
+        buckets = [self._start_bucket(cache), SampleBucket(), *self._head_buckets(1)]
+        for tokens in lengths:
+            buckets += [self.embed_bucket(tokens), NormBucket(tokens=tokens, rows=1)]
+            buckets += self.layers.buckets(tokens, cache)
+        return buckets
+
+    def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
+        """See `LevelRunner`."""
+        buckets = [self.embed_bucket(nodes), NormBucket(tokens=nodes, rows=nodes), *self._head_buckets(nodes)]
+        buckets.append(SettleBucket(nodes=nodes))
+        for cache in caches or self.options.cache_tokens:
+            buckets += [*self.layers.buckets(nodes, cache, tree=True), self._keep_bucket(nodes, cache)]
+        return buckets
+
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """See `LevelRunner`."""
+        return self.layers.embed_bucket(tokens)
+
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """See `LevelRunner`."""
+        return self.layers.restore_bucket(tokens, cache, layer)
+
+    def _head_buckets(self, rows: int) -> list[Bucket]:
+        sizes = {each.count for each in self.layers.head.head}
+        return [HeadBucket(rows=rows, vocab_tokens=count) for count in sizes]
+
+    def _start_bucket(self, cache: int) -> Bucket:
+        return StartBucket(cache_tokens=cache, level=self.model.bucket_level)
+
+    def _keep_bucket(self, nodes: int, cache: int) -> Bucket:
+        return KeepBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def fill(
+        self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
+    ) -> None:
+        """See `LevelRunner`. What compiling took is given back, for the budget has no room for it."""
+        super().fill([*buckets, *later], progress)
+        give_back_memory()
+
+    def rehearse(self) -> None:
+        """See `LevelRunner`: a chunk of each length and a token, once for each length of cache."""
+        for capacity in self.options.cache_tokens:
+            cache = self.start(capacity)
+            for tokens in self.options.chunk_tokens:
+                if tokens <= capacity:
+                    _, cache = self._feed(cache, [0] * tokens, 0)
+            logits, _ = self._feed(cache, [0], 0)
+            self.sample(logits, sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
+
+    # -- answering --------------------------------------------------------------------------------
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `Runner`."""
+        self.layers.expect(tokens)
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`: all of a prompt, so that each layer is read once."""
+        return [PrefillChunk(tokens=tokens, last=True)]
+
+    def prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[np.ndarray, KVCache]:
+        """See `Runner`."""
+        del chunk
+        return self._feed(cache, tokens, at)
+
+    def _feed(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[np.ndarray, KVCache]:
+        """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
+        one = len(tokens) == 1
+        lengths = [1] if one else plan_chunks(len(tokens), self.options.chunk_tokens)
+        chunks = placed_chunks(tokens, lengths, at)
+        outputs, cache = self.layers.run(chunks, cache)
+        last = np.array([int(chunks[-1][1].valid) - 1], np.int32)
+        logits = self._logits(outputs[-1], last)
+        return logits, dataclasses.replace(cache, length=np.int32(at + len(tokens)))  # pyright: ignore
+
+    def decode(
+        self,
+        token: jax.Array,
+        cache: KVCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int] = (),
+    ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
+        """See `Runner`: token by token."""
+        del held
+        found, at = [], int(cache.length)
+        stops = set(stop_ids.tolist())
+        last = int(np.asarray(token)[0])
+        while len(found) < limit and last not in (stops if found else ()):
+            logits, cache = self._feed(cache, [last], at + len(found))
+            chosen, sampler = self.sample(logits, sampler)
+            last = int(np.asarray(chosen)[0])
+            found.append(last)
+        return np.array([found], np.int32), len(found), cache, sampler
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: KVCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Meanwhile | None = None,
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """See `Runner`."""
+        logits, cache = self.read_tree(tree, cache, meanwhile)
+        settle = self.table.get(SettleBucket(nodes=tree.room))
+        tokens, count, path, sampler = settle(tree, logits, sampler, np.int32(limit))
+        return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler
+
+    def read_tree(
+        self, tree: TokenTree, cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[np.ndarray, KVCache]:
+        """Logits `[N, V]` float32 behind each node of a tree, and the cache with its rows behind the
+        sequence's, whose length stays as it is."""
+        nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
+        rows = TreeRows(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
+        at = Places(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
+        cache = cache.counted_by_node(tree.room)
+        (x,), cache = self.layers.run([(np.asarray(tree.tokens), at)], cache, meanwhile)
+        return self._logits(x, nodes, meanwhile), cache
+
+    def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
+        """The cache with a path `[N]` of a tree behind its sequence instead of the tree."""
+        keep = self.table.get(self._keep_bucket(len(path), cache.capacity_tokens))
+        return keep(dataclasses.replace(cache, mass=None), cache.mass, np.asarray(path), np.int32(count))
+
+    def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
+        """Logits `[N, V]` float32 behind N of the tokens that went through the layers."""
+        found, head = [], self.layers.head
+        hidden = self.table.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
+        for number, piece in enumerate(head.head):
+            compiled = self.table.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
+            with head.head_rows(number, meanwhile) as weight:
+                found.append(np.asarray(compiled(weight, hidden)))
+        return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
+
+    # -- contexts ---------------------------------------------------------------------------------
+
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `ContextRunner`."""
+        return self.layers.embed(tokens, at)
+
+    def restore_layer(
+        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+    ) -> tuple[jax.Array, Past]:
+        """See `ContextRunner`."""
+        return self.layers.restore(layer, x, at, past, source, bits)

@@ -1,0 +1,294 @@
+"""The base of runners of compiled buckets: caches, first tokens, contexts, getting ready."""
+
+import abc
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxllm.config import ModelConfig
+from jaxllm.elastic.submodel import CountedSubModel
+from jaxllm.errors import ConfigError, ContextOverflow
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.models.parameters import Params
+from jaxllm.sampling import SamplerState
+from jaxllm.speculative.tree import TokenTree
+from serving.buckets.bucket import Bucket
+from serving.buckets.cache import GrowBucket, StartBucket
+from serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
+from serving.buckets.decode import DecodeBucket, SampleBucket
+from serving.buckets.parts import counts_alone
+from serving.buckets.table import BucketTable
+from serving.host.progress import Progress
+from serving.options import EngineOptions
+from serving.runners.runner import PrefillChunk
+from serving.runners.verdict import Verdict
+from serving.weights.model_level import ModelLevel
+
+if TYPE_CHECKING:
+    from serving.runners.int8_prefill import Int8Prefill
+    from serving.runners.scorer import Scorer
+
+Past = tuple[jax.Array, jax.Array]
+
+
+class LevelRunner(abc.ABC):
+    """Runs one level of a model by compiled buckets (see `Runner`, and `ContextRunner`).
+
+    Attributes:
+      model: the level.
+      table: the buckets of all levels.
+      int8: computes prompts in integers; None where nothing does.
+      streams_weights: whether weights come from storage while it runs.
+    """
+
+    int8: "Int8Prefill | None" = None
+    streams_weights = False
+
+    def __init__(self, model: ModelLevel, table: BucketTable) -> None:
+        self.model, self.table = model, table
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Taken by whoever calls; all levels of a model share it."""
+        return self.table.lock
+
+    @property
+    def cfg(self) -> ModelConfig:
+        """The model, or the level's sub-model."""
+        return self.model.cfg
+
+    @property
+    def options(self) -> EngineOptions:
+        """Resolved options."""
+        return self.model.options
+
+    @property
+    def level(self) -> int:
+        """In percent; 100 is the whole model."""
+        return self.model.level
+
+    @property
+    def weights_version(self) -> tuple[int, int]:
+        """Names the weights that caches belong to."""
+        return self.model.weights_version
+
+    @property
+    def params(self) -> Params | CountedSubModel:
+        """The level's parameters."""
+        return self.model.params
+
+    def require_usable(self) -> None:
+        """See `Runner`."""
+        self.table.require_usable()
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def all_buckets(self) -> list[Bucket]:
+        """Every bucket that answering any request at this level can need."""
+
+    @abc.abstractmethod
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """The fewest buckets that answer one request: one cache length, the chunks of its prompt.
+
+        They come in the order in which the request needs them, the slowest to build of a step first.
+        """
+
+    @abc.abstractmethod
+    def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
+        """The buckets that read a token tree of `nodes` nodes behind caches of these lengths, or of all."""
+
+    @abc.abstractmethod
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """The bucket that embeds tokens for the first layer."""
+
+    @abc.abstractmethod
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """The bucket that brings one layer of a context back, and computes so many tokens of it."""
+
+    def grow_buckets(self) -> list[Bucket]:
+        """The buckets that make caches longer."""
+        pairs, level = itertools.pairwise(self.options.cache_tokens), self.model.bucket_level
+        return [GrowBucket(short_tokens=short, long_tokens=long, level=level) for short, long in pairs]
+
+    def context_buckets(self) -> list[Bucket]:
+        """The buckets that bring contexts back and store them; none where no contexts are kept."""
+        options = self.options
+        if not options.kv_codec:
+            return []
+        counts = [count * options.kv_chunk_tokens for count in options.recomputed_chunks]
+        buckets = [self.embed_bucket(count) for count in counts]
+        for cache in options.cache_tokens:
+            buckets.append(self._load_bucket(cache))
+            for layer in self.model.layer_kinds:
+                buckets += [self.restore_bucket(count, cache, layer) for count in counts]
+                buckets += [self._encode_bucket(bits, cache, layer) for bits in options.chunk_format.widths]
+        return buckets
+
+    def cache_for(self, tokens: int) -> int:
+        """The cache length of a request of so many tokens, the answer's among them."""
+        return next(c for c in self.options.cache_tokens if c >= min(tokens, self.options.context_tokens))
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def fill(
+        self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
+    ) -> None:
+        """Gets buckets (see `BucketTable.fill`)."""
+        self.table.fill(buckets, progress, later=later)
+
+    def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
+        """Gets ready what one request needs. Only what its first token needs is waited for."""
+        needed = self.request_buckets(prompt_tokens, max_tokens)
+        self.fill([each for each in needed if not isinstance(each, DecodeBucket)], progress, later=needed)
+        self.time_prompt(prompt_tokens, max_tokens)
+
+    def time_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
+        """Times what the order of one prompt's work depends on, if it depends on anything; its buckets are
+        there."""
+        if self.int8 is not None:
+            self.int8.time_request(prompt_tokens, max_tokens)
+
+    def prepare_trees(
+        self, sizes: Iterable[int], progress: Progress | None = None, *, tokens: int | None = None
+    ) -> None:
+        """Gets ready what token trees of these sizes take, besides what plain requests do; with `tokens` for
+        a request of so many, its answer and a tree among them."""
+        caches = None if tokens is None else [self.cache_for(tokens)]
+        self.fill([bucket for nodes in sizes for bucket in self.tree_buckets(nodes, caches)], progress)
+
+    @abc.abstractmethod
+    def rehearse(self) -> None:
+        """Runs what answers take once, all of it filled.
+
+        XLA:CPU sets up the kernels of a bucket when it first runs, which takes as long as many tokens; a
+        service pays that before its first request.
+        """
+
+    # -- answering --------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`."""
+
+    @abc.abstractmethod
+    def prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[Any, KVCache]:
+        """See `Runner`."""
+
+    @abc.abstractmethod
+    def decode(
+        self,
+        token: Any,
+        cache: KVCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int] = (),
+    ) -> tuple[Any, Any, KVCache, SamplerState]:
+        """See `Runner`."""
+
+    @abc.abstractmethod
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: KVCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """See `Runner`."""
+
+    def start(self, tokens: int) -> KVCache:
+        """See `Runner`."""
+        return self.empty_cache(self.capacity_for(tokens))
+
+    def empty_cache(self, capacity: int) -> KVCache:
+        """An empty cache of one of `EngineOptions.cache_tokens`."""
+        return self.table.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
+
+    def make_room(self, cache: KVCache, tokens: int) -> KVCache:
+        """See `Runner`."""
+        caches = self.options.cache_tokens
+        target = self.capacity_for(tokens)
+        while (short := cache.capacity_tokens) < target:
+            long = caches[caches.index(short) + 1]
+            grow = GrowBucket(short_tokens=short, long_tokens=long, level=self.model.bucket_level)
+            cache = self.table.get(grow)(cache)
+        return cache
+
+    def capacity_for(self, tokens: int) -> int:
+        """The shortest cache length that is ready and has room for `tokens`.
+
+        Raises:
+          ContextOverflow: there is none.
+        """
+        level = self.model.bucket_level
+        ready = [
+            length
+            for length in self.options.cache_tokens
+            if self.table.is_ready(StartBucket(cache_tokens=length, level=level))
+        ]
+        for length in ready:
+            if length >= tokens:
+                return length
+        raise ContextOverflow(
+            f"{tokens} tokens do not fit; the longest cache that is ready holds {max(ready, default=0)}"
+        )
+
+    def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
+        """See `Runner`."""
+        return self.table.get(SampleBucket())(logits, sampler)
+
+    def decode_limit(self, pace: int, remaining: int) -> int:
+        """See `Runner`."""
+        return min(pace, self.options.decode_block, remaining)
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `Runner`."""
+        del tokens
+
+    # -- contexts ---------------------------------------------------------------------------------
+
+    def load_chunks(self, cache: KVCache, sources: Any, bits: np.ndarray) -> KVCache:
+        """See `ContextRunner`."""
+        load = self.table.get(self._load_bucket(cache.capacity_tokens))
+        return load(counts_alone(self.params), cache, sources, bits)
+
+    def encode_chunks(self, cache: KVCache, layer: int, bits: int, numbers: Sequence[int]) -> jax.Array:
+        """See `ContextRunner`."""
+        encode = self.table.get(self._encode_bucket(bits, cache.capacity_tokens, layer))
+        padded = np.array([*numbers, *[numbers[0]] * (ENCODED_CHUNKS - len(numbers))], np.int32)
+        return encode((cache.keys[layer], cache.values[layer]), padded)
+
+    @abc.abstractmethod
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `ContextRunner`."""
+
+    @abc.abstractmethod
+    def restore_layer(
+        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+    ) -> tuple[jax.Array, Past]:
+        """See `ContextRunner`."""
+
+    def _load_bucket(self, cache: int) -> Bucket:
+        return LoadBucket(cache_tokens=cache, level=self.model.bucket_level)
+
+    def _encode_bucket(self, bits: int, cache: int, layer: int) -> Bucket:
+        model = self.model
+        return EncodeBucket(bits=bits, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level)
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def scorer(self) -> "Scorer":
+        """A scorer of text with this level (see `serving.runners.scorer`).
+
+        Raises:
+          ConfigError: its weights are not in memory.
+        """
+        raise ConfigError("scoring text takes all weights in memory; give more --memory")

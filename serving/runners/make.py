@@ -1,0 +1,183 @@
+"""Makes a runner for each level of a model: by where its weights are, and how its prompts are computed."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.prefill import release_prefill
+from jaxllm.config import WHOLE
+from jaxllm.elastic.submodel import CountedSubModel
+from jaxllm.errors import ConfigError
+from jaxllm.kernels.native import kernels
+from jaxllm.models.parameters import Params
+from serving.buckets.executables import ExecutableFolder
+from serving.buckets.store import BucketStore
+from serving.buckets.table import BucketTable
+from serving.host.progress import Progress
+from serving.host.user_cache import cache_folder
+from serving.int8_prefill.choice import chosen_prefill
+from serving.int8_prefill.modes import PrefillModes
+from serving.int8_prefill.processors import TwoProcessors
+from serving.int8_prefill.subgraph_times import SubgraphTimes, times_path
+from serving.options import EngineOptions
+from serving.runners.expert_layers import ExpertLayers
+from serving.runners.int8_prefill import Int8Prefill, Int8Shared, placed_stages
+from serving.runners.layerwise import LayerwiseRunner
+from serving.runners.level_runner import LevelRunner
+from serving.runners.resident import ResidentRunner
+from serving.runners.streamed_layers import StreamedLayers
+from serving.weights.experts.weights import ExpertWeights
+from serving.weights.levels import Levels
+from serving.weights.model_level import ModelLevel
+from serving.weights.streamed import StreamedWeights
+
+LevelParams = Mapping[int, Params | CountedSubModel]
+Streamed = StreamedWeights | ExpertWeights
+
+
+@dataclasses.dataclass(frozen=True)
+class Runners:
+    """The runners of a model's levels, and what they share.
+
+    Attributes:
+      by_level: a runner for each level, in percent, 100 among them.
+      resident: those whose weights are all in memory.
+      table: their buckets.
+      modes: which prompts are computed in integers; None for none.
+      processors: that run stages of integer prefill; None where this process's device runs all.
+    """
+
+    by_level: Mapping[int, LevelRunner]
+    resident: Mapping[int, ResidentRunner]
+    table: BucketTable
+    modes: PrefillModes | None = None
+    processors: TwoProcessors | None = None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """That there are runners of, ascending."""
+        return tuple(sorted(self.by_level))
+
+    def at(self, level: int) -> LevelRunner:
+        """The runner of a level.
+
+        Raises:
+          ConfigError: there is none.
+        """
+        if level not in self.by_level:
+            raise ConfigError(
+                f"level {level} is not served; the engine was opened for "
+                f"{', '.join(map(str, self.levels))}: name it in EngineOptions.levels"
+            )
+        return self.by_level[level]
+
+    def resident_at(self, level: int) -> ResidentRunner:
+        """The runner of a level, where all weights are in memory.
+
+        Raises:
+          ConfigError: they are not, or there is none.
+        """
+        self.at(level)
+        if level not in self.resident:
+            raise ConfigError("this takes all weights in memory; give more --memory")
+        return self.resident[level]
+
+    def prepare_all(self, levels: Iterable[int], progress: Progress | None = None) -> None:
+        """Gets ready all that answers of some levels take, and runs it once."""
+        runners = [self.at(level) for level in levels]
+        runners[0].fill([bucket for each in runners for bucket in each.all_buckets()], progress)
+        # Of levels that share buckets one, if possible one whose prompts are computed in integers, too.
+        runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
+        for runner in {each.model.bucket_level: each for each in runners}.values():
+            runner.rehearse()
+
+    def swap(self, params: LevelParams, *, adapted: bool) -> None:
+        """Takes other parameters for all levels.
+
+        Args:
+          params: by level.
+          adapted: whether there is an adapter in them.
+
+        Raises:
+          ConfigError: they are of another form, or prompts were to be computed in integers, which knows no
+            adapters.
+        """
+        if self.modes is not None and adapted:
+            self.modes.require_adaptable()
+        for level, each in params.items():
+            self.at(level).model.swap(each)
+        if self.modes is not None:
+            self.modes.adapt(adapted)
+
+    def close(self) -> None:
+        """Ends the processors of prefill, if there are such, and lets go of all buckets."""
+        if self.processors is not None:
+            self.processors.close()
+        self.table.close()
+
+
+def make_runners(
+    bundle: Bundle, options: EngineOptions, levels: Levels, params: LevelParams, streamed: Streamed | None
+) -> Runners:
+    """A runner for each level.
+
+    Args:
+      bundle: an open one.
+      options: resolved for it.
+      levels: what its levels are made of.
+      params: of all levels.
+      streamed: what reads the weights while the model runs; None where all are in memory.
+
+    Raises:
+      ConfigError: integer prefill was asked for and cannot be.
+      BundleError: its calibration is malformed.
+    """
+    whole = ModelLevel(bundle.cfg, params[WHOLE], options)
+    models = {WHOLE: whole}
+    for level, cfg in levels.cfgs.items():
+        sharing = whole if levels.counted else None
+        models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
+    modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
+    table = _make_table(bundle, models)
+    if bundle.read_in_place or streamed is not None:
+        table.guard(bundle.file.require_unchanged)
+    int8 = None if modes is None else _share_int8(bundle, whole, modes)
+    runners: dict[int, LevelRunner] = {}
+    resident: dict[int, ResidentRunner] = {}
+    for level, model in models.items():
+        if isinstance(streamed, ExpertWeights):
+            runners[level] = LayerwiseRunner(model, table, ExpertLayers(model, table, streamed))
+        elif streamed is not None:
+            runners[level] = LayerwiseRunner(model, table, StreamedLayers(model, table, streamed))
+        else:
+            prefill = None if int8 is None else Int8Prefill(model, table, int8)
+            runners[level] = resident[level] = ResidentRunner(model, table, prefill)
+    return Runners(runners, resident, table, modes, None if int8 is None else int8.processors)
+
+
+def _make_table(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
+    """An empty table for the levels of a model."""
+    whole, store = models[WHOLE], None
+    limit = whole.options.executables_bytes
+    if limit:
+        folder = ExecutableFolder(cache_folder() / "executables", limit_bytes=limit)
+        store = BucketStore.of_model(
+            folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(kernels())
+        )
+    table = BucketTable(whole.shapes, store)
+    for level, model in models.items():
+        if model.bucket_level == level != WHOLE:
+            own = None if store is None else store.of(model.cfg, model.params)
+            table.add_level(level, model.shapes, own)
+    return table
+
+
+def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> Int8Shared:
+    """The shared parts of integer prefill; the calibration is read by now."""
+    prefill, shared = whole.options.prefill, Int8Shared(modes)
+    if prefill.processors > 1:
+        shared.placed = placed_stages(whole, modes)
+        shared.measured = SubgraphTimes(times_path(bundle, whole.options))
+        shared.processors = TwoProcessors(prefill.integer_device)
+    release_prefill(bundle)
+    return shared

@@ -1,0 +1,294 @@
+"""Runs a model whose weights are in memory."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache, Places
+from jaxllm.sampling import SamplerState, Sampling, sampler_state
+from jaxllm.speculative.tree import TokenTree
+from serving.buckets.bucket import Bucket
+from serving.buckets.cache import StartBucket
+from serving.buckets.context import RestoreBucket
+from serving.buckets.decode import DecodeBucket, SampleBucket
+from serving.buckets.layer import EmbedBucket
+from serving.buckets.parts import embedding_params, layer_params
+from serving.buckets.prefill import PrefillBucket
+from serving.buckets.table import BucketTable
+from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
+from serving.int8_prefill.modes import PrefillMode
+from serving.runners.chunks import padded, plan_chunks
+from serving.runners.int8_prefill import Int8Prefill
+from serving.runners.level_runner import LevelRunner, Past
+from serving.runners.runner import PrefillChunk
+from serving.runners.scorer import Scorer
+from serving.runners.verdict import Verdict
+from serving.speculation.options import TreeShape
+from serving.text_stream import MAX_STOP_IDS
+from serving.weights.model_level import ModelLevel
+
+
+class ResidentRunner(LevelRunner):
+    """Runs one level of a model whose weights are in memory (see `Runner`); it may draft for others, too."""
+
+    def __init__(
+        self,
+        model: ModelLevel,
+        table: BucketTable,
+        int8: Int8Prefill | None = None,
+    ) -> None:
+        """See `LevelRunner`."""
+        super().__init__(model, table)
+        self.int8 = int8
+        # Of which parameters `_layers` and `_embedding` are.
+        self._sorted_version: tuple[int, int] | None = None
+
+    # -- which buckets it needs -------------------------------------------------------------------
+
+    def all_buckets(self) -> list[Bucket]:
+        """See `LevelRunner`."""
+        answering = self._answer_buckets(self.options.cache_tokens)
+        return [*answering, *self.grow_buckets(), *self.context_buckets()]
+
+    def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
+        """The buckets that answer any request in caches of these lengths."""
+        buckets: dict[Bucket, None] = {SampleBucket(): None}
+        for cache in caches:
+            buckets[StartBucket(cache_tokens=cache, level=self.model.bucket_level)] = None
+            buckets[self._decode_bucket(cache)] = None
+            for chunk in self.options.chunk_tokens:
+                if self.int8 is None or self.int8.floats_too:
+                    buckets[self._prefill_bucket(chunk, cache)] = None
+                if self.int8 is not None:
+                    buckets |= dict.fromkeys(self.int8.chunk_buckets(chunk, cache))
+        return list(buckets)
+
+    def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """See `LevelRunner`."""
+        cache = self.cache_for(prompt_tokens + max_tokens)
+        return [
+            *self._prompt_buckets(prompt_tokens, cache),
+            SampleBucket(),
+            StartBucket(cache_tokens=cache, level=self.model.bucket_level),
+            *([] if max_tokens == 1 else [self._decode_bucket(cache)]),
+        ]
+
+    def _prompt_buckets(self, tokens: int, cache: int) -> list[Bucket]:
+        chunks = dict.fromkeys(plan_chunks(tokens, self.options.chunk_tokens))
+        if self.int8 is None or self.int8.mode(tokens) == "float":
+            return [self._prefill_bucket(chunk, cache) for chunk in chunks]
+        return list(dict.fromkeys(each for chunk in chunks for each in self.int8.chunk_buckets(chunk, cache)))
+
+    def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
+        """See `LevelRunner`."""
+        return [self._verify_bucket(nodes, cache) for cache in caches or self.options.cache_tokens]
+
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """See `LevelRunner`."""
+        return EmbedBucket(tokens=tokens, level=self.model.bucket_level)
+
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """See `LevelRunner`."""
+        model = self.model
+        return RestoreBucket(
+            tokens=tokens, cache_tokens=cache, layer=model.alike[layer], level=model.bucket_level
+        )
+
+    def _prefill_bucket(self, chunk: int, cache: int) -> PrefillBucket:
+        return PrefillBucket(tokens=chunk, cache_tokens=cache, level=self.model.bucket_level)
+
+    def _decode_bucket(self, cache: int) -> DecodeBucket:
+        block, level = self.options.decode_block, self.model.bucket_level
+        return DecodeBucket(block_tokens=block, cache_tokens=cache, level=level)
+
+    def _verify_bucket(self, nodes: int, cache: int) -> VerifyBucket:
+        return VerifyBucket(nodes=nodes, cache_tokens=cache, level=self.model.bucket_level)
+
+    # -- answering --------------------------------------------------------------------------------
+
+    def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
+        """See `Runner`."""
+        return self.chunks_in("float" if self.int8 is None else self.int8.mode(tokens), tokens)
+
+    def chunks_in(self, mode: PrefillMode, tokens: int) -> list[PrefillChunk]:
+        """`prefill_chunks` in a mode, whichever fits the prompt."""
+        if self.int8 is not None and mode == "int8":
+            return self.int8.prefill_chunks(tokens)
+        lengths = plan_chunks(tokens, self.options.chunk_tokens)
+        last = len(lengths) - 1
+        return [PrefillChunk(tokens=each, last=number == last) for number, each in enumerate(lengths)]
+
+    def prefill(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[jax.Array | None, KVCache]:
+        """See `Runner`."""
+        if self.int8 is not None and chunk.mode == "int8":
+            return self.int8.prefill(cache, tokens, at, chunk)
+        cache = dataclasses.replace(cache, length=np.int32(at))
+        compiled = self.table.get(self._prefill_bucket(chunk.tokens, cache.capacity_tokens))
+        row, valid = padded(tokens, chunk.tokens)
+        return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache)
+
+    def decode(
+        self,
+        token: jax.Array,
+        cache: KVCache,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int] = (),
+    ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
+        """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
+        del held
+        compiled = self.table.get(self._decode_bucket(cache.capacity_tokens))
+        return compiled(self.model.params, token, cache, sampler, stop_ids, np.int32(limit))
+
+    def verify(
+        self,
+        tree: TokenTree,
+        cache: KVCache,
+        sampler: SamplerState,
+        limit: int,
+        meanwhile: Callable[[float], bool] | None = None,
+    ) -> tuple[Verdict, KVCache, SamplerState]:
+        """See `Runner`: it never waits for weights."""
+        del meanwhile
+        compiled = self.table.get(self._verify_bucket(tree.room, cache.capacity_tokens))
+        tokens, count, path, cache, sampler = compiled(
+            self.model.params, tree, cache, sampler, np.int32(limit)
+        )
+        return Verdict.of(tokens, count, path), cache, sampler
+
+    def rehearse(self) -> None:
+        """See `LevelRunner`; where two processors share prompts, their stages are timed, too."""
+        for cache_tokens in self.options.cache_tokens:
+            for chunk in self.options.chunk_tokens:
+                if self._prefill_bucket(chunk, cache_tokens) in self.table:
+                    cache = self.empty_cache(cache_tokens)
+                    logits, _ = self.prefill(cache, [0], 0, PrefillChunk(tokens=chunk, last=True))
+                    jax.block_until_ready(logits)
+            if self._decode_bucket(cache_tokens) in self.table:
+                sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
+                token, sampler = self.sample(np.zeros((1, self.cfg.vocab_size), np.float32), sampler)
+                cache = self.empty_cache(cache_tokens)
+                tokens, *_ = self.decode(token, cache, sampler, np.full(MAX_STOP_IDS, -1, np.int32), 1)
+                tokens.block_until_ready()
+        if self.int8 is not None:
+            self.int8.rehearse()
+
+    # -- contexts ---------------------------------------------------------------------------------
+
+    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `ContextRunner`."""
+        return self._embed(tokens, at)
+
+    def restore_layer(
+        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+    ) -> tuple[jax.Array, Past]:
+        """See `ContextRunner`."""
+        self._sort_parameters()
+        bucket = self.restore_bucket(len(at.positions), past[0].shape[2], layer)
+        return self.table.get(bucket)(self._layers[layer], x, at, past, source, bits)
+
+    def _embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        self._sort_parameters()
+        embed = self.table.get(self.embed_bucket(len(tokens)))
+        return embed(self._embedding, tokens[None], np.asarray(at.positions))
+
+    def _sort_parameters(self) -> None:
+        """Sorts the parameters by layers, once for each adapter that comes."""
+        if self._sorted_version != self.weights_version:
+            params, alike = self.params, self.model.alike
+            self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
+            self._embedding = embedding_params(params)
+            self._sorted_version = self.weights_version
+
+    # -- drafting for another runner --------------------------------------------------------------
+
+    def draft_buckets(self, shape: TreeShape, caches: Sequence[int] | None = None) -> list[Bucket]:
+        """All that growing token trees behind caches of these lengths takes, or behind any."""
+        buckets = self.all_buckets() if caches is None else self._answer_buckets(caches)
+        for cache in caches or self.options.cache_tokens:
+            buckets += [self._draft_bucket(shape, cache), self._follow_bucket(shape, cache)]
+        return buckets
+
+    def draft(
+        self,
+        tree: TokenTree,
+        fed: jax.Array | np.ndarray,
+        cache: KVCache,
+        shape: TreeShape,
+        *,
+        alpha: float,
+        most: int,
+        limit: int,
+    ) -> tuple[TokenTree, jax.Array, KVCache, int]:
+        """Grows a token tree behind the sequence in the cache (see `steps.trees.draft`).
+
+        Args:
+          tree: donated.
+          fed: which of its nodes were read; donated.
+          cache: donated.
+          shape: of the tree.
+          alpha: the confidence below which drafting ends.
+          most: nodes.
+          limit: most steps.
+
+        Returns:
+          The tree, which nodes were read, the cache, and how many steps there were.
+        """
+        compiled = self.table.get(self._draft_bucket(shape, cache.capacity_tokens))
+        *grown, steps = compiled(
+            self.model.params, tree, fed, cache, np.float32(alpha), np.int32(most), np.int32(limit)
+        )
+        return *grown, int(steps)  # pyright: ignore[reportReturnType]: three of them
+
+    def follow(
+        self,
+        tree: TokenTree,
+        fed: jax.Array | np.ndarray,
+        cache: KVCache,
+        shape: TreeShape,
+        *,
+        path: Sequence[int],
+        token: int,
+    ) -> tuple[TokenTree, jax.Array, KVCache, int]:
+        """Brings cache and tree behind what was accepted (see `steps.trees.follow`).
+
+        Args:
+          tree, fed: see `draft`.
+          cache: donated.
+          shape: of the tree.
+          path: nodes that were accepted.
+          token: what the target said behind them.
+
+        Returns:
+          The tree, which nodes were read, the cache, and how many of the path's last nodes it lacks.
+        """
+        nodes = np.full(shape.room, path[-1], np.int32)
+        nodes[: len(path)] = path
+        compiled = self.table.get(self._follow_bucket(shape, cache.capacity_tokens))
+        cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
+        return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
+
+    def _draft_bucket(self, shape: TreeShape, cache: int) -> DraftBucket:
+        return DraftBucket(
+            nodes=shape.room,
+            cache_tokens=cache,
+            tips=shape.tips,
+            branches=shape.branches,
+            threshold=shape.threshold,
+            paced=shape.paced,
+            level=self.model.bucket_level,
+        )
+
+    def _follow_bucket(self, shape: TreeShape, cache: int) -> FollowBucket:
+        return FollowBucket(nodes=shape.room, cache_tokens=cache, level=self.model.bucket_level)
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def scorer(self) -> Scorer:
+        """Scores text with this level."""
+        return Scorer(self)

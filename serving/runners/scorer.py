@@ -1,0 +1,141 @@
+"""Scores text with a model whose weights are in memory: log-probabilities, likeliest tokens, experts."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxllm.kv.cache import KVCache
+from jaxllm.nn.documents import Branches
+from jaxllm.steps.branching import Packed
+from serving.buckets.cache import StartBucket
+from serving.buckets.scoring import BranchesBucket, RoutingBucket, ScoreBucket
+from serving.host.progress import Progress
+from serving.runners.chunks import padded, plan_chunks
+from serving.runners.level_runner import LevelRunner
+
+
+class Scorer:
+    """Scores text with one level of a model.
+
+    Attributes:
+      runner: of the level.
+    """
+
+    def __init__(self, runner: LevelRunner) -> None:
+        self.runner = runner
+
+    # -- getting ready ----------------------------------------------------------------------------
+
+    def prepare(self, window_tokens: int, progress: Progress | None = None) -> None:
+        """Gets ready what scores text in windows of so many tokens."""
+        runner = self.runner
+        cache = next(each for each in runner.options.cache_tokens if each >= window_tokens)
+        start = StartBucket(cache_tokens=cache, level=runner.model.bucket_level)
+        runner.fill([start, self._score_bucket(cache)], progress)
+
+    def prepare_ends(self, cache: int, progress: Progress | None = None) -> None:
+        """Gets ready what scores ends of a prompt in a cache of a length, and all that reads the prompt."""
+        ends = [self._score_bucket(cache, chunk) for chunk in self.runner.options.chunk_tokens]
+        self.runner.fill([*self.runner.all_buckets(), *ends], progress)
+
+    def prepare_branches(self, lengths: Iterable[int], progress: Progress | None = None) -> dict[int, int]:
+        """Gets ready what scores packed documents in rows of these lengths; says how many rows of each a
+        dispatch takes."""
+        buckets = {length: self._branches_bucket(length) for length in lengths}
+        self.runner.fill(buckets.values(), progress)
+        return {length: bucket.rows for length, bucket in buckets.items()}
+
+    def prepare_routing(self, tokens: int, progress: Progress | None = None) -> None:
+        """Gets ready what says which experts the tokens of a row visit."""
+        self.runner.fill([self._routing_bucket(1, tokens)], progress)
+
+    # -- scoring ----------------------------------------------------------------------------------
+
+    def score(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
+    ) -> np.ndarray:
+        """Log-probability (natural) of each target after its token and all tokens before it: those that a
+        `cache` holds, which is donated, come first."""
+        return self.predict(tokens, targets, cache)[0]
+
+    def predict(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`score`, and the likeliest token `[tokens]` int32 behind each token."""
+        options, table = self.runner.options, self.runner.table
+        chunk = options.chunk_tokens[-1]
+        # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
+        capacity = min(
+            (
+                length
+                for length in options.cache_tokens
+                if length >= len(tokens) and table.is_ready(self._score_bucket(length))
+            ),
+            default=options.context_tokens,
+        )
+        if cache is None:
+            cache = self.runner.empty_cache(capacity)
+        scores, best, _ = self._scored(tokens, targets, cache, [chunk] * -(-len(tokens) // chunk))
+        return scores, best
+
+    def score_end(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache
+    ) -> tuple[np.ndarray, KVCache]:
+        """`score` of one of several ends of what a `cache` holds, and the cache for the next one: of `cache`,
+        which is donated, it has all but the mass that it had."""
+        length = int(cache.length)
+        chunks = plan_chunks(len(tokens), self.runner.options.chunk_tokens)
+        scores, _, cache = self._scored(tokens, targets, cache, chunks)
+        # Rows behind the length of a cache are attended to by nobody.
+        return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
+
+    def score_branches(self, packed: Packed) -> np.ndarray:
+        """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
+        compiled = self.runner.table.get(
+            self._branches_bucket(packed.tokens.shape[1], packed.tokens.shape[0])
+        )
+        branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
+        out = compiled(
+            self.runner.params,
+            packed.tokens,
+            packed.starts,
+            branches,
+            packed.places,
+            packed.targets,
+            np.int32(packed.count),
+        )
+        return np.asarray(out)[: packed.count]
+
+    def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""
+        compiled = self.runner.table.get(self._routing_bucket(*tokens.shape))
+        return np.asarray(compiled(self.runner.params, tokens, starts))
+
+    def _scored(
+        self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache, chunks: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray, KVCache]:
+        """`predict` in chunks of these lengths, and the cache behind the tokens."""
+        scores, best, at = [], [], 0
+        for chunk in chunks:
+            compiled = self.runner.table.get(self._score_bucket(cache.capacity_tokens, chunk))
+            row, valid = padded(tokens[at : at + chunk], chunk)
+            goal, _ = padded(targets[at : at + chunk], chunk)
+            out, likeliest, cache = compiled(self.runner.params, row, goal, np.int32(valid), cache)
+            scores.append(np.asarray(out)[0, :valid])
+            best.append(np.asarray(likeliest)[0, :valid])
+            at += valid
+        return np.concatenate(scores), np.concatenate(best), cache
+
+    # -- buckets ----------------------------------------------------------------------------------
+
+    def _score_bucket(self, cache: int, chunk: int | None = None) -> ScoreBucket:
+        tokens, level = chunk or self.runner.options.chunk_tokens[-1], self.runner.model.bucket_level
+        return ScoreBucket(tokens=tokens, cache_tokens=cache, level=level)
+
+    def _branches_bucket(self, tokens: int, rows: int | None = None) -> BranchesBucket:
+        rows = rows or max(1, self.runner.options.score_tokens // tokens)
+        return BranchesBucket(rows=rows, tokens=tokens, level=self.runner.model.bucket_level)
+
+    def _routing_bucket(self, rows: int, tokens: int) -> RoutingBucket:
+        return RoutingBucket(rows=rows, tokens=tokens, level=self.runner.model.bucket_level)

@@ -1,0 +1,99 @@
+"""Takes tokens through layers that are read from storage each time."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.kv.cache import KVCache, Places
+from serving.buckets.bucket import Bucket
+from serving.buckets.context import RestoreBucket
+from serving.buckets.layer import EmbedRowsBucket, LayerBucket, LayerTreeBucket
+from serving.buckets.parts import embedding_params
+from serving.buckets.table import BucketTable
+from serving.runners.layerwise import Chunk
+from serving.runners.level_runner import Past
+from serving.weights.model_level import ModelLevel
+from serving.weights.prefetch import Meanwhile
+from serving.weights.streamed import StreamedWeights
+
+
+class StreamedLayers:
+    """The layers of one level, read ahead (see `LayerSource`).
+
+    Attributes:
+      head: brings the pieces, those of the head among them.
+      streams_weights: True.
+    """
+
+    streams_weights = True
+
+    def __init__(self, model: ModelLevel, table: BucketTable, weights: StreamedWeights) -> None:
+        """Takes a level whose layers and vocabulary are not read (see `StreamedWeights.frozen`)."""
+        self.head = self._weights = weights
+        self._model, self._table = model, table
+        # The same under every adapter.
+        self._embedding = embedding_params(model.params)
+
+    def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
+        """See `LayerSource`."""
+        return [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
+
+    def embed_bucket(self, tokens: int) -> Bucket:
+        """See `LayerSource`: by rows of the vocabulary that are read. All levels share it."""
+        return EmbedRowsBucket(tokens=tokens)
+
+    def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
+        """See `LayerSource`."""
+        like, level = self._model.alike[layer], self._model.bucket_level
+        return RestoreBucket(tokens=tokens, cache_tokens=cache, layer=like, level=level)
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """See `LayerSource`: layers are read whatever comes."""
+        del tokens
+
+    def embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        """See `LayerSource`."""
+        self._weights.begin(self._model.cfg)
+        return self._embed(tokens, at)
+
+    def run(
+        self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
+    ) -> tuple[list[jax.Array], KVCache]:
+        """See `LayerSource`."""
+        self._weights.begin(self._model.cfg)
+        outputs = [self._embed(tokens, at) for tokens, at in chunks]
+        keys, values, mass = list(cache.keys), list(cache.values), cache.mass
+        for layer in range(self._model.cfg.layers):
+            past = keys[layer], values[layer]
+            with self._weights.layer(self._model, layer, meanwhile) as weights:
+                for number, (tokens, at) in enumerate(chunks):
+                    tree = at.tree is not None
+                    bucket = self._bucket(len(tokens), cache.capacity_tokens, layer, tree=tree)
+                    compiled = self._table.get(bucket)
+                    outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
+                # The next piece takes the place of this one.
+                jax.block_until_ready(outputs)
+            keys[layer], values[layer] = past
+        return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
+
+    def restore(
+        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+    ) -> tuple[jax.Array, Past]:
+        """See `LayerSource`."""
+        compiled = self._table.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
+        with self._weights.layer(self._model, layer) as weights:
+            # The next piece takes the place of this one.
+            return jax.block_until_ready(compiled(weights, x, at, past, source, bits))
+
+    def _embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+        some, rows = self._weights.rows(tokens.tolist())
+        compiled = self._table.get(self.embed_bucket(len(tokens)))
+        return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))
+
+    def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
+        like, level = self._model.alike[layer], self._model.bucket_level
+        if tree:
+            return LayerTreeBucket(nodes=tokens, cache_tokens=cache, layer=like, level=level)
+        return LayerBucket(tokens=tokens, cache_tokens=cache, layer=like, level=level)

@@ -1,0 +1,46 @@
+"""Drafting with a low level of the target itself: no other model, and less of each layer to be read."""
+
+import dataclasses
+
+from jaxllm.config import WHOLE
+from jaxllm.elastic.submodel import CountedSubModel
+from jaxllm.errors import ConfigError
+from serving.buckets.table import BucketTable
+from serving.host.progress import Progress
+from serving.loading import LoadedModel
+from serving.runners.resident import ResidentRunner
+from serving.speculation.model_drafter import ModelDrafter
+from serving.speculation.options import SpeculationOptions
+from serving.weights.model_level import ModelLevel
+from serving.weights.streamed import StreamedWeights
+
+
+def level_drafter(
+    target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
+) -> ModelDrafter:
+    """A drafter that is one of the target's levels.
+
+    Raises:
+      ConfigError: the target does not serve the level, or its weights are read in a way that no level can
+        stay in memory.
+    """
+    del level, progress
+    if target.streamed is None:
+        return ModelDrafter(target.resident_runner(options.level), options.trees)
+    runner, streamed = target.runner(options.level), target.streamed
+    whole, part = target.runner(WHOLE).params, runner.params
+    if (
+        not isinstance(streamed, StreamedWeights)
+        or not isinstance(whole, CountedSubModel)
+        or not isinstance(part, CountedSubModel)
+    ):
+        raise ConfigError(
+            f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
+            "native kernels; draft with a model of its own, or with ngram"
+        )
+    weights, wide = streamed.level_weights(), target.options
+    shared = ModelLevel(target.bundle.cfg, dataclasses.replace(whole, whole=weights), wide)
+    part = dataclasses.replace(part, whole=weights)
+    own = ModelLevel(runner.cfg, part, wide, level=options.level, whole=shared)
+    table = BucketTable(shared.shapes, runner.table.store())
+    return ModelDrafter(ResidentRunner(own, table), options.trees)

@@ -1,0 +1,148 @@
+"""Drafting with a model that fits into memory."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxllm.config import WHOLE
+from jaxllm.errors import ConfigError
+from jaxllm.kv.cache import KVCache
+from jaxllm.speculative.tree import TokenTree
+from serving.bundles import open_model
+from serving.host.progress import Progress
+from serving.loading import LoadedModel
+from serving.request import common_prefix
+from serving.runners.resident import ResidentRunner
+from serving.runners.runner import prefill_prompt
+from serving.speculation.host_tree import on_host, root_alone
+from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.speculation.payoff import running_mean
+from serving.weights.footprint import draft_options
+
+# While the target waits, drafting never ends for lack of confidence: what would be done instead is nothing.
+_ANY_CONFIDENCE = 1e-30
+
+
+def model_drafter(
+    target: LoadedModel, level: int, options: SpeculationOptions, progress: Progress | None = None
+) -> "ModelDrafter":
+    """A drafter with a model of the target's tokenizer.
+
+    Raises:
+      ConfigError: its tokenizer is another.
+      CheckpointError: it cannot be opened.
+    """
+    del level
+    bundle = open_model(options.model)
+    wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
+    wanted = dataclasses.replace(wanted, executables_bytes=target.options.executables_bytes)
+    draft = LoadedModel(bundle, wanted, progress)
+    if not draft.tokenizer.same_tokens(target.tokenizer):
+        raise ConfigError(
+            f"{bundle.path} has another tokenizer than {target.bundle.path}: a draft must speak the "
+            "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
+        )
+    return ModelDrafter(draft.resident_runner(WHOLE), options.trees)
+
+
+class ModelDrafter:
+    """Grows trees with a model whose weights are in memory (see `Drafter`).
+
+    Attributes:
+      step_s: a running mean.
+      steps: how often the model was run.
+    """
+
+    def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:
+        self.step_s, self.steps = 0.0, 0
+        self._runner, self._shape = runner, shape
+        # The tokens whose rows are in the cache, and the tree behind them.
+        self._held: list[int] = []
+        self._cache: KVCache | None = None
+        self._version = runner.weights_version
+        self._tree: TokenTree | None = None
+        self._fed: jax.Array | np.ndarray | None = None
+
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """See `Drafter`. All is run once."""
+        caches = None if tokens is None else (self._runner.cache_for(tokens + 1 + self._shape.room),)
+        self._runner.fill(self._runner.draft_buckets(self._shape, caches), progress)
+        for capacity in caches or self._runner.options.cache_tokens:
+            if capacity > self._shape.room:
+                self._forget()
+                self._cache = self._runner.start(capacity)
+                self.grow([0], 0, _ANY_CONFIDENCE, 2)
+                self.step()
+                self.follow([0], 0)
+        self._forget()
+        self.step_s, self.steps = 0.0, 0
+
+    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+        """See `Drafter`."""
+        if len(sequence) + 1 + self._shape.room > self._runner.options.context_tokens:
+            self._tree = None
+            return root_alone(root, self._shape.room)
+        self._catch_up(sequence)
+        if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
+            self._tree = root_alone(root, self._shape.room)
+            self._fed = np.zeros(self._shape.room, bool)
+        self._run(alpha, most, self._shape.room)
+        return on_host(self._tree)
+
+    def step(self) -> bool:
+        """See `Drafter`."""
+        if self._tree is None or int(self._tree.count) >= self._shape.room:
+            return False
+        return self._run(_ANY_CONFIDENCE, self._shape.room, 1) > 0
+
+    def follow(self, path: Sequence[int], token: int) -> None:
+        """See `Drafter`."""
+        if self._tree is None or self._cache is None:
+            return
+        tokens = np.asarray(self._tree.tokens)
+        cache, self._cache = self._cache, None
+        assert self._fed is not None
+        self._tree, self._fed, self._cache, missing = self._runner.follow(
+            self._tree, self._fed, cache, self._shape, path=path, token=token
+        )
+        self._held += [int(tokens[node]) for node in path[: len(path) - missing]]
+
+    def _run(self, alpha: float, most: int, limit: int) -> int:
+        """Grows the tree by up to `limit` steps; returns how many there were."""
+        began = time.perf_counter()
+        cache, self._cache = self._cache, None
+        assert cache is not None
+        assert self._tree is not None
+        assert self._fed is not None
+        self._tree, self._fed, self._cache, count = self._runner.draft(
+            self._tree, self._fed, cache, self._shape, alpha=alpha, most=most, limit=limit
+        )
+        if count:
+            self.step_s = running_mean(self.step_s or None, (time.perf_counter() - began) / count)
+            self.steps += count
+        return count
+
+    def _catch_up(self, sequence: Sequence[int]) -> None:
+        """Brings the cache to just this sequence."""
+        if self._version != self._runner.weights_version:
+            self._forget()
+            self._version = self._runner.weights_version
+        common = common_prefix(self._held, sequence)
+        if common == len(sequence) == len(self._held) and self._cache is not None:
+            self._cache = self._runner.make_room(self._cache, len(sequence) + 1 + self._shape.room)
+            return
+        self._tree = None
+        cache, self._cache = self._cache, None
+        if cache is None:
+            cache, common = self._runner.start(len(sequence) + 1 + self._shape.room), 0
+        cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
+        # Of a sequence that only became shorter the last token is fed again: its length is what changes.
+        common = min(common, len(sequence) - 1)
+        _, self._cache = prefill_prompt(self._runner, cache, sequence[common:], common)
+        self._held = list(sequence)
+
+    def _forget(self) -> None:
+        self._held, self._cache, self._tree = [], None, None

@@ -1,0 +1,104 @@
+"""Drafting without a model: what followed the last few tokens when they stood in the text before.
+
+Prompt lookup, as llama.cpp and transformers have it, but as a tree: where the same tokens were followed by
+different ones, each continuation is a branch.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxllm.speculative.tree import TokenTree
+from serving.host.progress import Progress
+from serving.speculation.host_tree import grown, root_alone
+from serving.speculation.options import SpeculationOptions, TreeShape
+
+if TYPE_CHECKING:
+    from serving.loading import LoadedModel
+
+# Lengths of what is looked up, the longest first.
+_LENGTHS = (5, 4, 3, 2)
+# The share of right tokens that is assumed of each length before any was checked.
+_FIRST_RATE = 0.6
+_NEW_SHARE = 0.2
+
+
+def ngram_drafter(
+    target: "LoadedModel", level: int, options: SpeculationOptions, progress: Progress | None = None
+) -> "NgramDrafter":
+    """A drafter that needs nothing of its own."""
+    del target, level, progress
+    return NgramDrafter(options.trees)
+
+
+class NgramDrafter:
+    """Grows trees of what the text has said before (see `Drafter`)."""
+
+    def __init__(self, shape: TreeShape) -> None:
+        self.step_s, self.steps = 0.0, 0
+        self._shape = shape
+        self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
+        self._length, self._tree = 0, root_alone(0, shape.room)
+
+    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
+        """There is nothing to compile."""
+        del progress, tokens
+
+    def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
+        """See `Drafter`."""
+        text = np.array([*sequence, root], np.int64)
+        tree, most = root_alone(root, self._shape.room), min(most, self._shape.room)
+        self._length = next((each for each in _LENGTHS if _ends(text, each)[:1]), 0)
+        self._tree, self.steps = tree, self.steps + 1
+        if not self._length:
+            return tree
+        rate, children = self._rates[self._length], dict[tuple[int, int], int]()
+        tokens: list[int] = []
+        parents: list[int] = []
+        confidences: list[float] = []
+        for continuation in self._continuations(text):
+            node, confidence = 0, 1.0
+            for token in continuation:
+                confidence *= rate
+                if confidence < alpha:
+                    break
+                if (child := children.get((node, token))) is None:
+                    if len(tokens) + 1 >= most:
+                        break
+                    tokens.append(token)
+                    parents.append(node)
+                    confidences.append(confidence)
+                    child = children[node, token] = len(tokens)
+                node = child
+        self._tree = grown(tree, tokens, parents, confidences)
+        return self._tree
+
+    def step(self) -> bool:
+        """The text says no more until it grows."""
+        return False
+
+    def follow(self, path: Sequence[int], token: int) -> None:
+        """See `Drafter`."""
+        del token
+        depth = int(np.max(self._tree.depths))
+        if self._length and depth:
+            right, rate = len(path) - 1, self._rates[self._length]
+            # Behind the first token that was wrong, nothing was tried.
+            for each in [1.0] * right + [0.0] * (right < depth):
+                rate += _NEW_SHARE * (each - rate)
+            # What was never right is tried again: texts change.
+            self._rates[self._length] = float(np.clip(rate, 0.05, 0.95))
+
+    def _continuations(self, text: np.ndarray) -> Iterator[list[int]]:
+        """What followed the last tokens, the latest first, as many as a node may have children."""
+        for end in _ends(text, self._length)[: self._shape.branches]:
+            yield text[end : end + self._shape.room].tolist()
+
+
+def _ends(text: np.ndarray, length: int) -> list[int]:
+    """Behind which places the last `length` tokens stood before, the latest first."""
+    if len(text) <= length:
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)
+    return (np.flatnonzero((windows == text[-length:]).all(axis=1))[::-1] + length).tolist()

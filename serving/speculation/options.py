@@ -1,0 +1,86 @@
+"""What speculation may be told."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+from jaxllm.errors import ConfigError
+from jaxllm.speculative.fallback import LEAST, MOST, START
+
+_MOST_NODES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TreeShape:
+    """Sizes of token trees, for which buckets are compiled.
+
+    LLMCad opens a branch for tokens likelier than 0.3. Where a target's reading waits for storage, more nodes
+    cost it next to nothing, so here trees are wider; how much of one is read is decided by what it takes.
+
+    Attributes:
+      nodes: of trees as the target reads them, ascending: of each it reads as many as pay.
+      room: of trees as the draft grows them, which may be larger: it goes on while the target reads.
+      tips: branches that the draft reads at a time.
+      branches: most children of a node; 1 makes a tree a line.
+      threshold: a token at least this likely opens a branch.
+      paced: whether the most confident branches grow first; else the oldest do.
+    """
+
+    nodes: tuple[int, ...] = (8, 16, 32, 64)
+    room: int = 128
+    tips: int = 4
+    branches: int = 6
+    threshold: float = 0.02
+    paced: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.nodes or list(self.nodes) != sorted(set(self.nodes)) or self.nodes[0] < 2:
+            raise ConfigError(f"nodes must be ascending and at least 2, got {self.nodes}")
+        if not self.nodes[-1] <= self.room <= _MOST_NODES:
+            raise ConfigError(
+                f"room must be in [{self.nodes[-1]}, {_MOST_NODES}], the largest of nodes and what buckets "
+                f"are made for, got {self.room}"
+            )
+        if not 1 <= self.tips <= self.room or not 1 <= self.branches <= self.room:
+            raise ConfigError(f"tips and branches must be in [1, {self.room}]")
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(f"threshold must be in (0, 1], got {self.threshold}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationOptions:
+    """How answers are drafted.
+
+    Attributes:
+      drafter: a name of `serving.speculation.drafters.DRAFTERS`.
+      model: what drafts, where that is a model: a bundle, a folder, or a packaged model's name.
+      level: what drafts, where that is a level of the target, in percent.
+      trees: sizes of token trees.
+      alpha: the confidence below which drafting ends, to begin with (section 3.3).
+      fallback: what alpha becomes: "measured" is where a reading of the draft takes as long as the tokens
+        that it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
+      pipelined: whether drafting goes on while the target's weights are read (section 3.4).
+      pausing: whether drafting pauses where it does not pay, to be tried again now and then.
+      lookup: whether what the text has said before is proposed beside what a model drafts, or
+        instead where that promises more tokens and trees are lines.
+    """
+
+    drafter: str = "model"
+    model: str | Path | None = None
+    level: int = 0
+    trees: TreeShape = dataclasses.field(default_factory=TreeShape)
+    alpha: float = START
+    fallback: Literal["measured", "learned", "fixed"] = "measured"
+    pipelined: bool = True
+    pausing: bool = True
+    lookup: bool = True
+
+    def __post_init__(self) -> None:
+        if not LEAST <= self.alpha <= MOST:
+            raise ConfigError(f"alpha must be in [{LEAST}, {MOST}], got {self.alpha}")
+        if self.fallback not in ("measured", "learned", "fixed"):
+            raise ConfigError(f"fallback must be measured, learned or fixed, got {self.fallback!r:.80}")
+        if (self.drafter == "model") != (self.model is not None):
+            raise ConfigError("the drafter 'model', and no other, needs a model to draft with")
+        if (self.drafter == "level") != bool(self.level):
+            raise ConfigError("the drafter 'level', and no other, needs a level to draft with")

@@ -1,0 +1,215 @@
+"""Speculative decoding with token trees (LLMCad): the target's own tokens, in fewer passes over its weights.
+
+The drafter grows a tree, the target verifies it in one pass, and what is accepted goes into both caches. A
+sequence is what it would be without drafts: `jaxllm.speculative.acceptance.choices` draws each token as plain
+decoding would. Any runner can be the target, compiled buckets or exported programs.
+"""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.sampling import NO_TOKEN, SamplerState
+from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
+from jaxllm.speculative.tree import TokenTree
+from serving.runners.runner import Runner
+from serving.runners.verdict import Verdict
+from serving.speculation.drafter import Drafter
+from serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
+from serving.speculation.lookup_drafter import LookupDrafter
+from serving.speculation.options import SpeculationOptions
+from serving.speculation.payoff import Payoff
+from serving.speculation.verify_cost import VerifyCost
+
+
+@dataclasses.dataclass
+class SpeculationCounts:
+    """What speculation has done.
+
+    Attributes:
+      verifications: trees that the target has read.
+      nodes: drafted tokens that it has read.
+      accepted: of those the ones that were right.
+      tokens: that they gave, the target's own among them.
+      plain_tokens: that came without drafts.
+      draft_s: time spent drafting before verifications.
+      verify_s: time spent verifying.
+      hidden_steps: readings of the drafter while the target waited for weights.
+    """
+
+    verifications: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    tokens: int = 0
+    plain_tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    hidden_steps: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a verification."""
+        return self.tokens / self.verifications if self.verifications else 0.0
+
+    @property
+    def useful_share(self) -> float:
+        """Of drafted tokens that were read, the share that was right."""
+        return self.accepted / self.nodes if self.nodes else 0.0
+
+
+class Speculation:
+    """Decodes with drafts (see `serving.decoding.Decoding`).
+
+    Attributes:
+      runner: the target, whose tokens come out; the drafter is run under its lock, too.
+      drafter: grows trees.
+      options: of speculation.
+      counts: see `SpeculationCounts`.
+    """
+
+    def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
+        self.runner, self.options, self.counts = runner, options, SpeculationCounts()
+        looked_up = options.lookup and options.drafter != "ngram"
+        self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
+        self._fallback, self._payoff = Fallback(options.alpha), Payoff()
+        self._verify_cost = VerifyCost(options.trees.nodes[-1])
+
+    def cache_tokens(self, tokens: int) -> int:
+        """Positions for `tokens` and a tree behind them, as far as the context reaches."""
+        return max(tokens, min(tokens + self.options.trees.nodes[-1], self.runner.options.context_tokens))
+
+    def limit(self, pace: int, remaining: int) -> int:
+        """How many tokens `decode` should be asked for, where `remaining` are wanted: a verification is not
+        to be cut short."""
+        del pace
+        return min(remaining, self.options.trees.nodes[-1])
+
+    def decode(
+        self,
+        token: Any,
+        cache: Any,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        limit: int,
+        held: Sequence[int],
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        """A draft and its verification, or plain tokens where no draft pays: up to `limit` further tokens
+        `[1, count]` behind those `held` that the cache has and `token`, their count, cache, sampler."""
+        root = int(np.asarray(token)[0])
+        cache = dataclasses.replace(cache, length=np.int32(len(held)))
+        room = min(cache.capacity_tokens - len(held), self.options.trees.nodes[-1])
+        if not self._worthwhile:
+            # As many as a dispatch may have while drafting pauses.
+            most = min(limit, self._payoff.paused_tokens)
+            most = self.runner.decode_limit(self._payoff.pace, most)
+            return self._plain(root, cache, sampler, stop_ids, held, most)
+        if limit < 2 or room < self.options.trees.nodes[0]:
+            return self._plain(root, cache, sampler, stop_ids, held)
+        began = time.perf_counter()
+        # Whatever is drafted, the root is read.
+        self.runner.expect(np.array([root]))
+        most = max(each for each in self.options.trees.nodes if each <= room)
+        tree = self.drafter.grow(held, root, self._fallback.alpha, most)
+        draft_s = time.perf_counter() - began
+        if int(tree.count) < 2:
+            # Nothing to check: a plain token is cheaper.
+            return self._plain(root, cache, sampler, stop_ids, held)
+        return self._verify(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
+
+    # -- parts of it ------------------------------------------------------------------------------
+
+    @property
+    def _worthwhile(self) -> bool:
+        return not self.options.pausing or self._payoff.worthwhile
+
+    def _verify(
+        self,
+        tree: TokenTree,
+        count: int,
+        draft_s: float,
+        cache: Any,
+        sampler: SamplerState,
+        limit: int,
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        began = time.perf_counter()
+        order = by_confidence(tree) if self.options.trees.paced else np.arange(int(tree.count))
+        nodes = self._size(np.asarray(tree.confidences)[order[:count]], draft_s)
+        chosen = np.sort(order[: min(count, nodes)])
+        part = some_nodes(tree, chosen, nodes)
+        verdict, cache, sampler = self.runner.verify(part, cache, sampler, limit, self._meanwhile)
+        verify_s = time.perf_counter() - began
+        if verdict.tokens[-1] == NO_TOKEN:
+            # The answer ends here, and nobody learns of it.
+            return verdict.tokens[None], len(verdict.tokens), cache, sampler
+        self._verify_cost.measured(nodes, verify_s)
+        self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
+        self._learn(part, verdict, limit, draft_s, verify_s)
+        return verdict.tokens[None], len(verdict.tokens), cache, sampler
+
+    def _size(self, confidences: np.ndarray, draft_s: float) -> int:
+        """With how much of a tree tokens come fastest, of the sizes that there are buckets for.
+
+        The nodes that are read, in their order, promise as many tokens as their `confidences` add up to, the
+        root's standing for the target's own.
+        """
+        promised, count = np.cumsum(confidences), len(confidences)
+        best, chosen = 0.0, self.options.trees.nodes[0]
+        for nodes in self.options.trees.nodes:
+            takes_s = draft_s + self._verify_cost.seconds(nodes)
+            rate = promised[min(count, nodes) - 1] / max(takes_s, 1e-9)
+            if rate > best:
+                best, chosen = rate, nodes
+            if nodes >= count:
+                break
+        return chosen
+
+    def _plain(
+        self,
+        root: int,
+        cache: Any,
+        sampler: SamplerState,
+        stop_ids: np.ndarray,
+        held: Sequence[int],
+        limit: int = 1,
+    ) -> tuple[np.ndarray, int, Any, SamplerState]:
+        began = time.perf_counter()
+        token = np.array([root], np.int32)
+        rows, count, cache, sampler = self.runner.decode(token, cache, sampler, stop_ids, limit, held)
+        tokens = int(count)
+        rows = np.asarray(rows)[:, :tokens]
+        self._payoff.plain(took_ms=1000 * (time.perf_counter() - began), tokens=tokens)
+        self.counts.plain_tokens += tokens
+        return rows, tokens, cache, sampler
+
+    def _meanwhile(self, wait_s: float) -> bool:
+        """One step of the drafter, if it ends before the target goes on."""
+        if not self.options.pipelined or wait_s < self.drafter.step_s or not self.drafter.step():
+            return False
+        self.counts.hidden_steps += 1
+        return True
+
+    def _learn(self, tree: TokenTree, verdict: Verdict, limit: int, draft_s: float, verify_s: float) -> None:
+        counts, tokens = self.counts, len(verdict.tokens)
+        counts.verifications += 1
+        counts.nodes += int(tree.count) - 1
+        counts.accepted += tokens - 1
+        counts.tokens += tokens
+        counts.draft_s += draft_s
+        counts.verify_s += verify_s
+        self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+        if self.options.fallback == "learned":
+            drafted = matching_tokens(tree, int(verdict.path[-1]))
+            # Where the answer was full, nobody knows what else was right.
+            if drafted and tokens < limit:
+                self._fallback = self._fallback.after(
+                    drafted=drafted, correct=tokens - 1, confidence=open_confidence(tree)
+                )
+        elif self.options.fallback == "measured":
+            # What a reading brings is at most the confidences of the paths that it goes on, in tokens.
+            alpha = 1000 * self.drafter.step_s / self._payoff.token_ms / self.options.trees.tips
+            # While weights are read ahead, drafting costs less than its own time.
+            most = START if self.runner.streams_weights else MOST
+            self._fallback = Fallback(min(most, max(LEAST, alpha)))

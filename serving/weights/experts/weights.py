@@ -1,0 +1,170 @@
+"""The weights of a mixture of which not all experts are in memory."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.experts import read_path_counts, read_token_experts
+from jaxllm.errors import BudgetExceeded
+from jaxllm.experts.eviction import eviction_policy
+from jaxllm.quant import Weight
+from serving.buckets.parts import any_expert
+from serving.host.direct_io import PieceReader, Storage
+from serving.host.progress import Progress, loading
+from serving.weights.experts.cache import ExpertCache, ExpertCounts
+from serving.weights.experts.options import ExpertOptions
+from serving.weights.experts.predictors import Predictor, make_predictor
+from serving.weights.experts.store import ExpertStore, hot_bytes
+from serving.weights.pieces import HeadPiece, head_pieces
+from serving.weights.prefetch import Meanwhile
+from serving.weights.runtime_share import least_budget
+
+# What the statistics of a text weigh beside what is visited online, in tokens.
+_PRIOR_TOKENS = 64.0
+_TELLING_TOKENS = 16
+
+
+class ExpertWeights:
+    """A bundle's weights: experts in a cache, all others in memory.
+
+    Attributes:
+      store: where the experts are.
+      cache: those in memory.
+      predictor: foresees who will be visited.
+      options: how.
+      head: the table that gives logits, as one piece.
+      budget_bytes: for experts.
+      planned_bytes: what is taken of the whole budget.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        budget_bytes: int,
+        fixed_bytes: int,
+        what: str,
+        storage: Storage | None = None,
+        options: ExpertOptions | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Reads what stays.
+
+        Args:
+          bundle: an open one whose experts are stored apart.
+          budget_bytes: for everything.
+          fixed_bytes: of it, for everything but weights; what the runtime takes of such a budget among it.
+          what: says what the fixed part is, for the message.
+          storage: how the file is read.
+          options: see `ExpertOptions`.
+          progress: called with ("load", bytes done, bytes in all).
+
+        Raises:
+          BudgetExceeded: the budget is too small.
+          CheckpointError: the file is damaged or cannot be read.
+        """
+        self._bundle, self._memory_bytes, self.options = bundle, budget_bytes, options or ExpertOptions()
+        self.store = ExpertStore(bundle)
+        hot = hot_bytes(bundle)
+        self.budget_bytes = min(budget_bytes - fixed_bytes - hot, self.store.total_bytes)
+        least = self.store.least_bytes()
+        if self.budget_bytes < least:
+            whole = least_budget(budget_bytes, least - self.budget_bytes)
+            raise BudgetExceeded(
+                f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least "
+                f"{whole:,} ({whole - hot - least:,} for {what}, {hot:,} for what every token "
+                f"needs, {least:,} for the {bundle.cfg.experts_per_token} experts that a token visits at one "
+                "layer); give more, or ask for a shorter context"
+            )
+        self.planned_bytes = fixed_bytes + hot + self.budget_bytes
+        self.head: list[HeadPiece] = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes)
+        loaded = loading(progress, hot)
+        self._hot = bundle.load_all_but_experts(on_segment=lambda _, size: loaded(size))
+        counts = read_path_counts(bundle)
+        alone = counts.alone / np.maximum(1.0, counts.alone.sum(-1, keepdims=True))
+        self._reader = PieceReader(bundle.path, storage)
+        self.cache = ExpertCache(
+            self.store,
+            self._reader,
+            budget_bytes=self.budget_bytes,
+            policy=eviction_policy(self.options.eviction),
+            frequency=_PRIOR_TOKENS * bundle.cfg.experts_per_token * alone,
+        )
+        self.predictor: Predictor = make_predictor(self.options.predictor, counts, read_token_experts(bundle))
+
+    @property
+    def counts(self) -> ExpertCounts:
+        """What the cache has done."""
+        return self.cache.counts
+
+    @property
+    def caching(self) -> str:
+        """How the file is read: "direct" or "buffered"."""
+        return self._reader.caching
+
+    def facts(self) -> dict[str, Any]:
+        """How the budget is spent and what was read, for people."""
+        counts = self.counts
+        return {
+            "budget_bytes": self._memory_bytes,
+            "planned_bytes": self.planned_bytes,
+            "expert_bytes": self.budget_bytes,
+            "all_experts_bytes": self.store.total_bytes,
+            "expert_visits": counts.visits,
+            "hit_rate": round(counts.hits / max(1, counts.visits), 4),
+            "foreseen": counts.foreseen,
+            "read_bytes": counts.read_bytes,
+            "waited_ms": round(1000 * counts.waited_s, 1),
+            "caching": self.caching,
+        }
+
+    def frozen(self) -> dict[str, Weight]:
+        """All parameters by name but experts, and the shapes of an expert of each width."""
+        shapes: dict[str, Any] = {
+            f"{any_expert(bits)}.{part}": each
+            for bits in self.store.widths
+            for part, each in self.store.any_expert(bits).items()
+        }
+        return {**self._hot, **shapes}
+
+    @contextlib.contextmanager
+    def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
+        """The table that gives logits."""
+        del number, meanwhile
+        yield self._hot["embed.tokens" if self._bundle.cfg.tied_head else "head"]
+
+    def expect(self, tokens: np.ndarray) -> None:
+        """A pass of some tokens `[M]` comes: reads whom it will visit first, as far as that is foreseen."""
+        self.predictor.begin(tokens[-_TELLING_TOKENS:])
+        choices, experts = self._bundle.cfg.experts_per_token, self._bundle.cfg.experts
+        self.cache.expect(self.likely([], np.zeros(experts), min(experts, choices * len(tokens))))
+
+    def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[tuple[int, int]]:
+        """The experts that are foreseen behind some layers of a pass, nearest layers first.
+
+        Args:
+          visited: `[M, k]` int of each sparse layer so far.
+          ahead: see `AtExperts`.
+          count: how many of a layer, at most.
+        """
+        # Of a long chunk some tokens tell enough.
+        seen, found = [each[-_TELLING_TOKENS:] for each in visited], []
+        tokens, choices = len(seen[-1]) if seen else 1, self._bundle.cfg.experts_per_token
+        for step in range(1, self.options.layers_ahead + 1):
+            if len(seen) == len(self.store.sparse):
+                break
+            chances = self.predictor.probabilities(seen, ahead, step)
+            if chances is None:
+                break
+            best = np.argsort(-chances, kind="stable")
+            worth = self.predictor.worthwhile(seen, chances, step)
+            found += [(len(seen), int(expert)) for expert in best[:count] if worth[expert]]
+            seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
+        return found
+
+    def close(self) -> None:
+        """Ends reading."""
+        self.cache.close()

@@ -1,0 +1,145 @@
+"""Reads the weights of a bundle once, from end to end, before any of them is used.
+
+In one pass every segment is checked against the bundle's manifest, what stays in memory is put there, and
+checksums are taken of what will be read again: of a file that is changed in place meanwhile no reader then
+takes a byte for a weight.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import xxhash
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.layout import PAGE
+from jaxllm.errors import BundleError
+from serving.host.direct_io import PieceReader
+from serving.weights.pieces import Range, read_blocks
+
+_READ_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A range that goes to its place in memory."""
+
+    offset: int
+    size_bytes: int
+    memory: np.ndarray
+
+
+class Checksums:
+    """What parts of a file were when it was opened."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._path = bundle.path
+        self._blocks: dict[tuple[int, int], int] = {}
+        # Of the one segment that is read by pages: eight bytes each, for a table has hundreds of thousands.
+        self._start, self._pages = 0, np.empty(0, np.uint64)
+
+    def took(self, offset: int, digest: int, size: int) -> None:
+        """Remembers a part."""
+        self._blocks[offset, size] = digest
+
+    def has_pages(self, start: int, size: int) -> None:
+        """Makes room for those of a segment."""
+        self._start, self._pages = start, np.empty(-(-size // PAGE), np.uint64)
+
+    def took_pages(self, offset: int, data: np.ndarray) -> None:
+        """Remembers whole pages of that segment, or its last ones."""
+        for at in range(0, len(data), PAGE):
+            digest = xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
+            self._pages[(offset + at - self._start) // PAGE] = digest
+
+    def require_same(self, offset: int, data: np.ndarray) -> None:
+        """Raises BundleError if what was read at `offset`, uint8, is not what was there at first."""
+        self._require(offset, data, self._blocks[offset, len(data)])
+
+    def require_same_pages(self, offset: int, data: np.ndarray) -> None:
+        """The same of pages, as they were taken."""
+        for at in range(0, len(data), PAGE):
+            digest = int(self._pages[(offset + at - self._start) // PAGE])
+            self._require(offset + at, data[at : at + PAGE], digest)
+
+    def _require(self, offset: int, data: np.ndarray, digest: int) -> None:
+        if xxhash.xxh3_64_intdigest(data.data) != digest:
+            raise BundleError(
+                f"{self._path} was changed in place while it was open: {len(data)} bytes at {offset} are not "
+                "what they were; open it again, and replace such a file by renaming another one over it"
+            )
+
+
+class FirstReading:
+    """What is to be done in that pass; then the pass.
+
+    Attributes:
+      checksums: of what will be read again, once it was read.
+    """
+
+    def __init__(self, bundle: Bundle, reader: PieceReader) -> None:
+        self.checksums = Checksums(bundle)
+        self._bundle, self._reader = bundle, reader
+        self._kept: list[_Kept] = []
+        self._again: set[tuple[int, int]] = set()
+        self._paged = ""
+
+    def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
+        """Has ranges put to their places in `memory`."""
+        for each in ranges:
+            part = memory[each.place : each.place + each.size_bytes]
+            self._kept.append(_Kept(each.offset, each.size_bytes, part))
+
+    def watch(self, ranges: Sequence[Range]) -> None:
+        """Takes checksums of ranges by the blocks in which they will be read."""
+        self._again |= {(offset, size) for offset, _, size in read_blocks(ranges)}
+
+    def watch_pages(self, segment: str) -> None:
+        """Takes checksums of one segment by blocks of a page from its beginning."""
+        whole = self._bundle.layout.segments[segment]
+        self._paged = segment
+        self.checksums.has_pages(whole.offset, whole.size_bytes)
+
+    def run(self, on_bytes: Callable[[int], None]) -> None:
+        """The pass; `on_bytes` is called with the bytes of each part.
+
+        Raises:
+          CheckpointError: the file is damaged or cannot be read.
+        """
+        layout = self._bundle.layout
+        waiting = sorted(self._again, reverse=True)
+        for name in sorted(
+            {each.segment for each in layout.tensors.values()}, key=lambda name: layout.segments[name].offset
+        ):
+            segment, digest = layout.segments[name], xxhash.xxh3_128()
+            end = segment.offset + segment.size_bytes
+            kept = [each for each in self._kept if segment.offset <= each.offset < end]
+            # Those of which a part was read.
+            begun: list[tuple[int, int, xxhash.xxh3_64]] = []
+            for at in range(segment.offset, end, _READ_BYTES):
+                data = self._reader.read(at, min(_READ_BYTES, end - at))
+                digest.update(data.data)
+                if name == self._paged:
+                    self.checksums.took_pages(at, data)
+                for each in kept:
+                    _put(each, at, data)
+                while waiting and waiting[-1][0] < at + len(data):
+                    offset, size = waiting.pop()
+                    begun.append((offset, size, xxhash.xxh3_64()))
+                begun = [each for each in begun if not self._done(*each, at, data)]
+                on_bytes(len(data))
+            self._bundle.require_checksum(name, digest)
+
+    def _done(self, offset: int, size: int, digest: xxhash.xxh3_64, at: int, data: np.ndarray) -> bool:
+        """Takes from `data`, which was read at `at`, what a block has of it; whether that was the last."""
+        digest.update(data[max(0, offset - at) : max(0, offset + size - at)].data)
+        if offset + size > at + len(data):
+            return False
+        self.checksums.took(offset, digest.intdigest(), size)
+        return True
+
+
+def _put(kept: _Kept, at: int, data: np.ndarray) -> None:
+    begin, end = max(kept.offset, at), min(kept.offset + kept.size_bytes, at + len(data))
+    if begin < end:
+        kept.memory[begin - kept.offset : end - kept.offset] = data[begin - at : end - at]

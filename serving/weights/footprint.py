@@ -1,0 +1,159 @@
+"""Counts the memory that a model needs besides the pieces of its weights, and streams them where it must."""
+
+import logging
+
+import numpy as np
+
+from jaxllm.bundle import Bundle, expert_widths
+from jaxllm.bundle.elastic import require_level
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.experts.mixture import visit_rows
+from serving.bundles import open_model
+from serving.host.progress import Progress
+from serving.options import EngineOptions
+from serving.speculation.options import SpeculationOptions
+from serving.weights.experts.store import hot_bytes
+from serving.weights.experts.weights import ExpertWeights
+from serving.weights.runtime_share import runtime_bytes, whole_budget
+from serving.weights.streamed import StreamedWeights
+
+_log = logging.getLogger("jaxllm")
+_FLOAT_BYTES = 4
+
+
+def streamed_weights(
+    bundle: Bundle,
+    options: EngineOptions,
+    progress: Progress | None = None,
+    *,
+    reserved_bytes: int = 0,
+    level: ModelConfig | None = None,
+) -> StreamedWeights | ExpertWeights | None:
+    """What brings the weights of a model by pieces, or its experts; None where all fits into the budget, or
+    there is none.
+
+    Args:
+      bundle: an open one.
+      options: resolved options.
+      progress: see `StreamedWeights`.
+      reserved_bytes: of the budget, for a draft.
+      level: a sub-model that stays in memory.
+
+    Raises:
+      BudgetExceeded: the budget is too small even so.
+      CheckpointError: the file is damaged or cannot be read.
+    """
+    fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
+    fixed += runtime_bytes(options.memory_bytes)
+    if bundle.layout.experts_apart:
+        fixed += outputs_bytes(bundle.cfg, options)
+    if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
+        return None
+    if bundle.cfg.experts and not bundle.layout.experts_apart:
+        _log.warning(
+            "%s is streamed by whole layers, because its experts are stored together; to read only those "
+            "that are visited, lay them apart: jaxllm prepare %s --expert-bits %d -o apart.jaxllm",
+            bundle.path,
+            bundle.path,
+            expert_widths(bundle).max(),
+        )
+    what = f"a context of {options.context_tokens} tokens, activations, "
+    what += "the draft and the runtime" if reserved_bytes else "and the runtime"
+    if bundle.layout.experts_apart:
+        return ExpertWeights(
+            bundle,
+            budget_bytes=options.memory_bytes,
+            fixed_bytes=fixed,
+            what=what,
+            storage=options.storage,
+            options=options.experts,
+            progress=progress,
+        )
+    return StreamedWeights(
+        bundle,
+        budget_bytes=options.memory_bytes,
+        fixed_bytes=fixed,
+        what=what,
+        storage=options.storage,
+        read_ahead=options.read_ahead,
+        level=level,
+        levels=[require_level(bundle, each) for each in options.levels if each != WHOLE],
+        progress=progress,
+    )
+
+
+def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
+    """The budget of a mixture that has so much left for its experts; `options` are resolved."""
+    fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options)
+    return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
+
+
+def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:
+    """What a draft takes of the memory besides a level of the target.
+
+    Args:
+      speculation: who drafts.
+      context_tokens: of every context; 0 for the longest.
+      target: whose answers are drafted.
+
+    Raises:
+      CheckpointError: the draft's model cannot be opened.
+    """
+    if speculation.drafter == "level":
+        options = draft_options(target, speculation, context_tokens).resolve(target, quantized=True)
+        return fixed_bytes(target, options, drafts=True)
+    if speculation.model is None:
+        return 0
+    with open_model(speculation.model) as bundle:
+        quantized = bundle.layout.weights not in ("f32", "bf16")
+        asked = draft_options(bundle.cfg, speculation, context_tokens)
+        resolved = asked.resolve(bundle.cfg, quantized=quantized)
+        return bundle.weight_bytes + fixed_bytes(bundle.cfg, resolved, drafts=True)
+
+
+def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tokens: int) -> EngineOptions:
+    """The options of a draft for a target's contexts."""
+    return EngineOptions(
+        context_tokens=min(context_tokens, cfg.window_tokens) if context_tokens else 0,
+        trees=speculation.trees,
+    )
+
+
+def fixed_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
+    """Caches and activations of one request, at their most; of a model that `drafts` for another."""
+    return cache_bytes(cfg, options) + activation_bytes(cfg, options, drafts=drafts)
+
+
+def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """The longest cache, and the one before while it grows."""
+    # By hand and not from NumPy, which has no bfloat16 of its own.
+    width = {"float32": 4}.get(options.cache_dtype, 2)
+    heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers))
+    return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:])
+
+
+def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """Of a mixture, what its experts make of a prompt as long as the context, before it is summed."""
+    return -(-options.context_tokens // options.chunk_tokens[-1]) * _visits_bytes(cfg, options)
+
+
+def _visits_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
+    """What the experts of a layer make of the longest chunk; nothing where there are none."""
+    pairs = options.chunk_tokens[-1] * cfg.experts_per_token
+    return visit_rows(pairs, cfg.experts) * cfg.hidden_size * _FLOAT_BYTES if cfg.experts else 0
+
+
+def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
+    """Of a prompt as long as the context: what passes from layer to layer, what one layer computes of a
+    chunk, and logits, of a tree where there are trees."""
+    width = _FLOAT_BYTES if options.activation_dtype == "float32" else 2
+    passing = options.context_tokens * cfg.hidden_size * width
+    neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
+    rows = 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    computed = options.chunk_tokens[-1] * rows * _FLOAT_BYTES
+    trees, rows_of_logits = options.trees, 2
+    if trees is not None:
+        # Those of all nodes, their probabilities and the order of these.
+        rows_of_logits = 3 * (trees.tips if drafts else trees.nodes[-1])
+    logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
+    return int(np.sum([2 * passing, computed, _visits_bytes(cfg, options), logits]))

@@ -1,0 +1,91 @@
+"""Makes the parameters of all levels of the whole model's and of recovery adapters."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
+from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
+from jaxllm.elastic.submodel import CountedSubModel, can_be_counted, counted_sub_model, shared_sub_model
+from jaxllm.models.lora import Adapter, adapt, parameters_of
+from jaxllm.models.parameters import Params
+
+
+class Levels:
+    """The levels of a bundle, and their parameters.
+
+    Attributes:
+      cfgs: the sub-models, by level.
+      counted: whether one set of buckets serves all levels (see `jaxllm.kernels.used_units`). A level is then
+        the whole model's parameters with a few numbers; else it is views of them, with buckets of its own.
+    """
+
+    def __init__(self, bundle: Bundle, levels: Sequence[int], params: Params) -> None:
+        """Reads the levels' configs and adapters.
+
+        Args:
+          bundle: an elastic one, unless there are no levels.
+          levels: in percent, the whole model left aside.
+          params: the bundle's.
+
+        Raises:
+          ConfigError: the bundle has not all of these levels.
+          BundleError: a level or its adapter is malformed.
+        """
+        self._bundle, self._whole = bundle, bundle.cfg
+        self.cfgs: Mapping[int, ModelConfig] = {level: require_level(bundle, level) for level in levels}
+        self.counted = bool(levels) and can_be_counted(params, bundle.cfg)
+        self._recoveries: dict[int, Recovery] = {}
+        for level in levels:
+            if found := read_recovery(bundle, level):
+                self._recoveries[level] = found
+            # It was read to be checked, and is not needed before `params`: never all of them at once.
+            release_recovery(bundle, level)
+        # Of each parameter that some level adapts, the highest rank.
+        self._ranks: dict[str, int] = {}
+        for each in self._recoveries.values():
+            for name in parameters_of(each.adapter):
+                rank = each.adapter[f"{name}.right"].shape[-2]
+                self._ranks[name] = max(rank, self._ranks.get(name, 0))
+
+    def params(self, whole: Params, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
+        """The parameters of all levels, 100 among them.
+
+        Args:
+          whole: the whole model's.
+          adapter: of the whole model, to go beside each level's own; empty for none.
+          scaling: what its change is multiplied by.
+        """
+        cfgs = {WHOLE: self._whole, **self.cfgs}
+        if self.counted:
+            return self._counted(whole, cfgs, adapter, scaling)
+        adapted, found = adapt(whole, adapter, scaling), {}
+        for level, cfg in cfgs.items():
+            views = adapted if level == WHOLE else shared_sub_model(adapted, cfg)
+            own = self._recoveries.get(level)
+            if own is not None:
+                wide = {name: value.astype(np.float32) for name, value in own.adapter.items()}
+                views = adapt(views, wide, own.scaling)
+            found[level] = views
+            release_recovery(self._bundle, level)
+        return found
+
+    def _counted(
+        self, whole: Params, cfgs: Mapping[int, ModelConfig], adapter: Adapter, scaling: float
+    ) -> dict[int, Params | CountedSubModel]:
+        ranks = dict(self._ranks)
+        for name in parameters_of(adapter):
+            ranks[name] = ranks.get(name, 0) + adapter[f"{name}.right"].shape[-2]
+        places, found = adapter_places(self._whole, ranks), {}
+        for level, cfg in cfgs.items():
+            adapters = [(adapter, scaling)] if adapter else []
+            if own := self._recoveries.get(level):
+                adapters.append((own.adapter, own.scaling))
+            buffer = fill_buffer(self._whole, places, adapters) if places else None
+            rank = max(ranks.values()) if adapters else 0
+            found[level] = counted_sub_model(whole, cfg, places=places, adapters=buffer, rank=rank)
+            # What was read of the file is in the buffer now.
+            release_recovery(self._bundle, level)
+        return found

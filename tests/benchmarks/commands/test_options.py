@@ -1,0 +1,76 @@
+"""The options of benchmarks: values that other modules define, and runs without options."""
+
+import importlib
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.cli import SECTIONS, bench_command
+from benchmarks.commands import contexts, engine, options
+from benchmarks.measuring import storage
+from benchmarks.models import shapes
+from benchmarks.peers import PEERS
+from serving.bundles import packaged_models
+from serving.cli import cli
+from serving.contexts.switching import PATTERNS
+
+NAMES = ("engine", "elastic", "speculative", "contexts", "experts", "prefill", "export")
+
+
+def test_values_are_those_of_the_modules_that_define_them():
+    assert options.DENSE_SHAPES == shapes.DENSE
+    assert options.MIXTURE_SHAPES == shapes.MIXTURES
+    assert {*options.PHONES, *options.BOARDS} == {*storage.DEVICES}
+    assert tuple(PATTERNS) == contexts.PATTERNS
+    assert tuple(PEERS) == engine.PEERS
+
+
+def test_every_benchmark_is_a_command():
+    assert tuple(SECTIONS["Benchmarks"]) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_benchmark_runs_without_options_on_packaged_models(name, monkeypatch):
+    """What is measured is left out; what would be measured is there."""
+    seen = []
+
+    def run(*arguments, **_):
+        seen.extend(arguments)
+        return []
+
+    module = importlib.import_module(f"benchmarks.{name}.run")
+    monkeypatch.setattr(module, "run", run)
+    if name == "contexts":
+        monkeypatch.setattr("benchmarks.contexts.quality.quality_rows", run)
+    if name == "speculative":
+        monkeypatch.setattr(module, "four_bit_bundle", lambda model, progress: model)
+    if name == "experts":
+        monkeypatch.setattr("benchmarks.models.checkpoint.Checkpoint.folder", lambda *_: Path("floats"))
+    got = CliRunner().invoke(cli, ["bench", name, "--json"], catch_exceptions=False)
+    assert got.exit_code == 0
+    assert json.loads(got.stdout)["bench"] == name
+    assert any(each == module.Plan.quick() or hasattr(each, "quick") for each in seen) or name == "engine"
+    models = [each for each in _paths(seen) if each.suffix == ".jaxllm"]
+    assert {each.stem for each in models} & {*packaged_models()}
+    assert all(each.exists() for each in models)
+
+
+def _paths(values):
+    for each in values:
+        if isinstance(each, Path):
+            yield each
+        elif isinstance(each, tuple):
+            yield from _paths(each)
+        elif hasattr(each, "__dataclass_fields__"):
+            yield from _paths(tuple(vars(each).values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_long_run_is_asked_for_in_one_way(name):
+    with click.Context(bench_command) as context:
+        command = bench_command.get_command(context, name)
+    (option,) = (each for each in command.params if each.name == "quick")
+    assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True)

@@ -1,0 +1,177 @@
+"""The bench of contexts: its rows by hand, its devices by the clock, and the whole of it on a tiny model."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.contexts import quality, run
+from benchmarks.contexts.encodings import EIGHT, RAW, Stored
+from benchmarks.contexts.replay import Switches
+from benchmarks.contexts.rows import most_contexts, switch_rows
+from benchmarks.contexts.systems import ABLATIONS, OURS, SYSTEMS
+from benchmarks.measuring.report import Row
+from benchmarks.measuring.storage import DEVICES, REAL, emulated
+from serving.cli import cli
+from serving.contexts.chunk_io import ChunkIO
+from serving.contexts.restore import Restoration
+from serving.engine import Engine
+from serving.host.direct_io import PieceReader
+from serving.options import EngineOptions
+from tests.tiny import write_tiny_bundle
+
+DATA = Path(__file__).parents[4] / "shared" / "data"
+
+
+def switches(*times_ms, caching="direct"):
+    restorations = [Restoration(resident=3, read=(4,), took_ms=each) for each in times_ms]
+    return Switches(restorations, [5.0, 7.0], caching)
+
+
+def test_a_mean_switch_and_how_it_was_read():
+    rows = switch_rows("a case", {OURS: switches(1.0, 3.0), "LMK": switches(40.0, caching="")}, REAL)
+    assert [(row.metric, row.system, row.value, row.baseline, row.ratio) for row in rows] == [
+        ("switch_ms", OURS, 2.0, "LMK", 20.0),
+        ("switch_ms", "LMK", 40.0, None, None),
+        ("finish_ms", OURS, 6.0, "LMK", 1.0),
+        ("finish_ms", "LMK", 6.0, None, None),
+    ]
+    assert "3 in memory, 1 read, 0 computed; read by O_DIRECT" in (rows[0].note or "")
+    assert "nothing on storage" in (rows[1].note or "")
+    (row, *_) = switch_rows("a case", {OURS: switches(1.0)}, DEVICES["emmc"])
+    assert "emulated: reads 250 MB/s and 11,000 IOPS, writes 125 MB/s" in (row.note or "")
+
+
+def test_most_contexts_are_those_before_the_first_that_are_too_many():
+    found = {
+        2: {OURS: switches(5.0), "LMK": switches(5.0), "Swapping": switches(50.0)},
+        4: {OURS: switches(9.0), "LMK": switches(11.0), "Swapping": switches(50.0)},
+        8: {OURS: switches(12.0), "LMK": switches(6.0), "Swapping": switches(6.0)},
+    }
+    values = {(row.system, row.baseline): (row.value, row.ratio) for row in most_contexts("c", found, 10.0)}
+    assert values == {
+        (OURS, "LMK"): (4, 2.0),
+        (OURS, "Swapping"): (4, None),
+        ("LMK", None): (2, None),
+        ("Swapping", None): (0, None),
+    }
+
+
+def test_each_system_lacks_what_it_is_named_for():
+    ours, *others = SYSTEMS
+    assert (ours.ratio, ours.policy, ours.writing, ours.recompute) == (0.5, "lctru", "ahead", True)
+    assert not any(other.recompute or other.policy == "lctru" for other in others)
+    assert [other.writing for other in others] == ["never", *["at-eviction"] * 3]
+    changed = [
+        {
+            name
+            for name in ("ratio", "policy", "writing", "recompute")
+            if getattr(each, name) != getattr(ours, name)
+        }
+        for each in ABLATIONS
+    ]
+    assert changed == [{"ratio"}, {"recompute"}, {"policy", "writing"}]
+
+
+@pytest.mark.alone
+def test_an_emulated_device_takes_its_time(tmp_path):
+    """Two files are on one device: together they take as long as one after another."""
+    device = emulated("slow", read_mb_s=10, write_mb_s=5, read_iops=1000)
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(100_000))
+    began = time.perf_counter()
+    for name in "ab":
+        with PieceReader(tmp_path / name, device.storage) as reader:
+            reader.read(0, 100_000)
+    assert 0.0215 <= time.perf_counter() - began < 0.1
+    began = time.perf_counter()
+    device.storage.await_written(began, 100_000)
+    assert 0.02 <= time.perf_counter() - began < 0.1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_bundle(tmp_path_factory.mktemp("contexts") / "tiny.jaxllm", "int8")
+
+
+def test_caches_are_restored_from_each_encoding(tiny):
+    options = EngineOptions(kv_codec="channel", chunk_tokens=(16,), cache_tokens=(128,), executables_bytes=0)
+    chunk_io = ChunkIO(Engine.open(tiny, options=options).runner)
+    tokens = np.random.default_rng(0).integers(0, 250, 96).tolist()
+    stored = Stored.of(chunk_io, tokens, {OURS: 0.5}, 0)
+    assert stored.encodings[:2] == [OURS, f"{OURS}-shuffled"]
+    rows = {
+        encoding: np.asarray(stored.restored(encoding).keys[1], np.float32)[:, :, :96]
+        for encoding in stored.encodings
+    }
+    off = {encoding: np.abs(each - rows[RAW]).mean() for encoding, each in rows.items()}
+    assert off[RAW] == 0 < off[EIGHT] < off["4 bit"] < off["2 bit"]
+    assert (
+        stored.bytes_of("2 bit") < stored.bytes_of(OURS) <= stored.bytes_of("4 bit") < stored.bytes_of(EIGHT)
+    )
+    assert int(stored.restored(OURS).length) == 96
+
+
+def test_cases_are_chosen_by_options(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(run, "run", lambda _path, _weights, plan, *_, **__: seen.append(plan) or [])
+    monkeypatch.setattr(quality, "quality_rows", lambda *_: [])
+    command = ["bench", "contexts", "-m", str(tmp_path), "--json"]
+    chosen = ["--contexts", "8", "--contexts", "4", "--pattern", "markov", "--device", "emmc"]
+    for options in (["--full"], [*chosen, "--full", "--only", "switching"]):
+        assert CliRunner().invoke(cli, [*command, *options], catch_exceptions=False).exit_code == 0
+    assert seen == [
+        run.Plan(),
+        run.Plan(
+            contexts=(4, 8),
+            fitting=8,
+            patterns=("markov",),
+            devices=(DEVICES["emmc"],),
+            parts=("switching",),
+        ),
+    ]
+
+
+@pytest.mark.slow
+def test_the_whole_bench(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    plan = run.Plan(patterns=("markov",), contexts=(2, 4), fitting=4, calls=8, chunk_tokens=(8,), repeats=1)
+    monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: plan))
+    parts = [each for part in run.PARTS[:-1] for each in ("--only", part)]
+    command = ["bench", "contexts", "--json", *parts]
+    result = CliRunner().invoke(
+        cli, [*command, "-m", str(tiny), "--plot", str(tmp_path)],
+        catch_exceptions=False,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows = [Row(**row) for row in json.loads(result.stdout.splitlines()[-1])["rows"]]
+    switching = [row for row in rows if row.metric == "switch_ms"]
+    assert {row.system for row in switching} == {
+        *(each.name for each in (*SYSTEMS, *ABLATIONS)), f"{OURS}-chunks-of-8",
+    }  # fmt: skip
+    assert all(row.value > 0 for row in switching)
+    assert {row.metric for row in rows} == {
+        "switch_ms", "finish_ms", "contexts_within_10_ms", "contexts_within_25_ms", "prefill_tokens_per_s",
+        "decode_tokens_per_s",
+    }  # fmt: skip
+    # All of ours fits where that was planned for, and nothing is left behind.
+    fitting = [row.note for row in switching if row.system == OURS and " 4 contexts" in row.case]
+    assert fitting
+    assert all(" 0 read, 0 computed" in (note or "") for note in fitting)
+    assert not list((tmp_path / "cache" / "benchmarks").iterdir())
+    assert len(list(tmp_path.glob("contexts_*.png"))) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is missing")
+def test_quality_of_the_packaged_model():
+    plan = quality.QualityPlan(texts=4, questions=1, passages=4)
+    model = Path(__file__).parents[3] / "jaxllm" / "assets" / "default.jaxllm"
+    rows = quality.quality_rows(model, DATA, plan)
+    values = {(row.metric, row.system): row.value for row in rows}
+    assert {metric for metric, _ in values} == {"perplexity", "accuracy", "recall"}
+    assert values["perplexity", OURS] < 1.02 * values["perplexity", EIGHT]
+    assert values["perplexity", "2 bit"] > values["perplexity", EIGHT]

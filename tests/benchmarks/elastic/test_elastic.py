@@ -1,0 +1,416 @@
+"""The systems of the elastic bench: their policies by hand, and its figures."""
+
+import dataclasses
+import types
+
+import numpy as np
+import pytest
+
+from benchmarks.elastic import switching, variants
+from benchmarks.elastic.baselines import Size
+from benchmarks.elastic.bootstrap import interval, lead
+from benchmarks.elastic.decisions import Asked, ablations, plan_times, planned, with_whole
+from benchmarks.elastic.policies import OURS, Choices, Variants, at_random, best, largest, run_trace
+from benchmarks.elastic.replay import replay_beside_whole
+from benchmarks.elastic.rows import cases, planning_rows, replay_rows, trace_rows
+from benchmarks.elastic.scaled_times import of_shares
+from benchmarks.elastic.switching import Added, added_by_level
+from benchmarks.elastic.variants import size_variants, variant_keys
+from benchmarks.measuring.report import Row
+from jaxllm.elastic.slo import Slo
+from jaxllm.errors import ContextOverflow
+from jaxllm.tasks.example import TaskExample
+from jaxllm.tasks.shortened import Question
+from jaxllm.text.droppable import prompt_tokens
+from jaxllm.text.tokenizer import Tokenizer
+from serving.planning.objectives import Cost
+from serving.planning.planner import Planner, Proposal
+from serving.planning.profile import DeviceProfile
+from serving.traces.trace import Outcome, TraceRequest
+from tests.tiny import tiny_tokenizer
+from tests.tiny_tlm import word_prompt
+
+# Two questions, three sizes; the whole model takes 10 and 20 ms to the first token, 2 ms per further one.
+VARIANTS = Variants(
+    names=("small", "middle", "whole"),
+    ttft_ms=np.array([[2.0, 5.0, 10.0], [4.0, 10.0, 20.0]]),
+    tpot_ms=np.array([[0.5, 1.0, 2.0]] * 2),
+    right=np.array([[True, False, True], [False, True, True]]),
+    change_ms=np.array([0.0, 0.0, 0.0]),
+)
+WHOLE = (np.array([10.0, 20.0]), np.array([2.0, 2.0]))
+
+
+def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), **more):
+    done = run_trace(variants, questions, [slo] * len(questions), WHOLE, policy, **more)
+    return done.right.tolist(), done.held.tolist()
+
+
+def test_the_largest_in_time():
+    assert chosen(Slo(ttft=1.0, tpot=1.0)) == ([True, True], [True, True])
+    assert chosen(Slo(ttft=0.5, tpot=0.5)) == ([False, True], [True, True])
+    assert chosen(Slo(ttft=0.5, tpot=0.4)) == ([True, False], [True, True])
+    # Nothing is in time: the quickest is used, and misses.
+    assert chosen(Slo(ttft=0.1, tpot=1.0)) == ([True, False], [False, False])
+
+
+def test_a_margin_is_planned_for_and_the_objective_is_what_counts():
+    assert chosen(Slo(ttft=0.52, tpot=1.0), margin=0.9) == ([True, False], [True, True])
+    assert chosen(Slo(ttft=0.21, tpot=1.0), margin=0.9) == ([True, False], [True, True])
+
+
+def test_times_per_token_may_be_taken_as_met():
+    assert chosen(Slo(ttft=1.0, tpot=0.1), ignore_tpot=True) == ([True, True], [True, True])
+
+
+def test_changing_costs_time():
+    swapped = dataclasses.replace(VARIANTS, change_ms=np.array([1.0, 6.0, 0.0]))
+    tight = Slo(ttft=0.5, tpot=0.5)
+    # To the middle size takes too long for both questions, to the small one not.
+    assert chosen(tight, variants=swapped) == ([True, False], [True, True])
+    # Once it is there it stays in use.
+    free = dataclasses.replace(VARIANTS, change_ms=np.array([0.0, 6.0, 0.0]))
+    done = run_trace(free, [1, 1, 0], [Slo(ttft=0.8, tpot=0.5), tight, tight], WHOLE, largest)
+    assert done.right.tolist() == [True, True, False]
+
+
+def test_the_oracle_takes_the_smallest_right_answer_in_time():
+    policy = best(VARIANTS.right)
+    assert chosen(Slo(ttft=0.5, tpot=0.5), policy) == ([True, True], [True, True])
+    assert chosen(Slo(ttft=0.3, tpot=0.5), policy) == ([True, False], [True, True])
+
+
+def test_random_choices_are_in_time():
+    many = [0] * 300
+    done = run_trace(VARIANTS, many, [Slo(ttft=0.5, tpot=0.5)] * 300, WHOLE, at_random(0))
+    assert done.held.all()
+    assert 0.4 < done.right.mean() < 0.6
+
+
+def test_right_answers_count_in_time():
+    done = run_trace(VARIANTS, [0, 1], [Slo(ttft=0.1, tpot=1.0)] * 2, WHOLE, largest)
+    assert (done.right.tolist(), done.right_and_held.tolist()) == ([True, False], [False, False])
+    done = run_trace(VARIANTS, [0, 1], [Slo(ttft=0.5, tpot=0.5)] * 2, WHOLE, largest)
+    assert done.right_and_held.tolist() == [False, True]
+    assert done.questions.tolist() == [0, 1]
+
+
+def test_what_the_context_does_not_hold_is_never_in_time():
+    ttft = VARIANTS.ttft_ms.copy()
+    ttft[0] = np.inf
+    ttft[1, 2] = np.inf
+    some = dataclasses.replace(VARIANTS, ttft_ms=ttft, right=VARIANTS.right & np.isfinite(ttft))
+    for policy in (largest, at_random(0)):
+        right, held = chosen(Slo(ttft=1.0, tpot=1.0), policy, some)
+        assert (right[0], held) == (False, [False, True])
+    assert chosen(Slo(ttft=1.0, tpot=1.0), largest, some)[0] == [False, True]
+
+
+def test_confidence_intervals_hold_the_mean_and_shrink():
+    draw = np.random.default_rng(0)
+    few, many = draw.random(50) < 0.8, draw.random(5000) < 0.8
+    low, high = interval(many, np.arange(5000))
+    assert low < many.mean() < high
+    assert high - low == pytest.approx(2 * 1.96 * np.sqrt(0.16 / 5000), rel=0.15)
+    assert np.diff(interval(few, np.arange(50))) > 5 * (high - low)
+
+
+def test_a_question_that_is_asked_again_says_nothing_new():
+    right = np.random.default_rng(0).random(100) < 0.7
+    questions = np.arange(100)
+    once = interval(right, questions)
+    assert interval(np.tile(right, 6), np.tile(questions, 6)) == pytest.approx(once)
+    # As if all were new, the interval would be less than half as wide.
+    assert np.diff(interval(np.tile(right, 6), np.arange(600))) < 0.5 * np.diff(once)
+    # A question that is asked often counts as often.
+    heavy = interval(np.array([1, 1, 1, 0]), np.array([7, 7, 7, 3]))
+    assert heavy == (0.0, 1.0)
+
+
+def test_comparisons_are_paired():
+    right = np.random.default_rng(0).random(200) < 0.5
+    questions = np.arange(200)
+    assert "by +0.0 points, paired 95 % in [+0.0, +0.0]" in lead(right, right, questions)
+    # Ahead on every tenth question, whatever else is hard about them.
+    behind = right & (questions % 10 > 0)
+    low, high = interval(right.astype(float) - behind, questions)
+    assert 0 < low < (right.mean() - behind.mean()) < high < 0.12
+
+
+def test_rows_say_both_shares_and_how_far_ours_is_ahead():
+    slos = [Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.5, tpot=0.5)] * 10
+    questions = np.arange(20) // 2
+    trace = [request_of(slo) for slo in slos]
+    asked = Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=WHOLE)
+    ours = Choices(questions, np.ones(20, bool), np.arange(20) % 2 == 0)
+    other = Choices(questions, np.arange(20) % 2 == 0, np.ones(20, bool))
+    rows = trace_rows({OURS: ours, "other": other}, asked, {"other": "as it is"})
+    by = {(row.case, row.metric, row.system): row for row in rows}
+    assert by["trace all six", "accuracy", OURS].value == 1.0
+    assert by["trace all six", "right_and_held", OURS].value == 0.5
+    assert by["trace <50,50>", "right_and_held", OURS].value == 0.0
+    theirs = by["trace all six", "accuracy", "other"]
+    assert theirs.value == 0.5
+    # Every question has one right and one wrong answer of theirs, so that drawing questions changes nothing.
+    assert theirs.note.startswith("95 % in [50.0%, 50.0%]; ours ahead by +50.0 points, paired 95 % in [+50.0")
+    assert theirs.note.endswith("; as it is")
+
+
+def request_of(slo):
+    example = TaskExample(user="how?", answer="a", options=("a", "b"))
+    return TraceRequest(time_s=0.0, app="app", slo=slo, task="mood", example=example)
+
+
+class Half:
+    """Proposes half the model with half of the prompt, and knows of no whole prompts."""
+
+    prompt_ratios = (0.25, 0.5)
+
+    def propose(self, prompt, slo, allowed):
+        assert allowed.shape == (2, 2)
+        return Proposal(level=50, prompt_ratio=0.5, scores=self.scores(prompt))
+
+    def scores(self, prompt):
+        return np.arange(len(prompt.ids), dtype=float)
+
+    def planning_ms(self, tokens):
+        return 0.0
+
+
+def test_a_proposer_that_knows_no_whole_prompts():
+    levels, ratios = (50, 100), with_whole(Half.prompt_ratios)
+    assert ratios == (0.25, 0.5, 1.0)
+    # To the whole model 100 tokens take 1 s, and times shrink with both.
+    profile = DeviceProfile(
+        levels=levels, tokens=(1, 100), chunk_tokens=(1,), ttft_ms=((5.0, 500.0), (10.0, 1000.0)),
+        tpot_ms=((50.0, 50.0), (100.0, 100.0)),
+    )  # fmt: skip
+    trace = [request_of(slo) for slo in (Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.45, tpot=0.6))]
+    question = Question(trace[0].example, word_prompt(100, 1))
+    asked = Asked(
+        trace=trace, questions=[question], indices=[0, 0], whole_ms=(np.array([1000.0]), np.array([100.0]))
+    )
+    every = variant_keys(levels, ratios)
+    ours = Variants(
+        names=tuple(map(str, every)),
+        ttft_ms=np.array([[profile.ttft(level, int(100 * ratio)) for level, ratio in every]]),
+        tpot_ms=np.array([[profile.tpot(level, 1) for level, _ in every]]),
+        # Half the model with half of the prompt, and everything.
+        right=np.array([[False, True, False, False, False, True]]),
+        change_ms=np.zeros(6),
+    )
+    done = planned(Planner(profile, levels, Half()), ours, asked, levels, ratios)
+    assert (done.right.tolist(), done.held.tolist()) == ([True, True], [True, True])
+    others = ablations(ours, asked, levels, ratios, Half.prompt_ratios, np.zeros(1), np.zeros(1), seed=0)
+    assert others["jaxllm-oracle"].right.all()
+    # Without shorter prompts half the model must do, which takes too long and is wrong.
+    assert others["jaxllm-model-only"].right.tolist() == [True, False]
+    assert others["jaxllm-model-only"].held.tolist() == [True, False]
+    # The whole model is too slow per token with any prompt.
+    assert others["jaxllm-prompt-only"].held.tolist() == [True, False]
+    assert others["LG2+CS (no sparsity)"].held.all()
+
+
+def test_planning_is_the_pass_and_what_else_there_is_to_do():
+    passes = {3: 1.0, 5: 2.0, 9: 4.0}
+    spent = {3: 1.2, 5: 2.5, 9: 4.9}
+
+    class Plans:
+        def planning_ms(self, tokens):
+            return passes[tokens]
+
+        def plan(self, prompt, slo, *, answer_tokens):
+            return dataclasses.make_dataclass("Made", ["planning_ms"])(spent[len(prompt.ids)])
+
+    def question(tokens):
+        return Question(request_of(Slo(ttft=0.5, tpot=0.5)).example, word_prompt(tokens, 1))
+
+    alone, whole = plan_times(Plans(), Plans(), [question(each) for each in passes])
+    assert alone.tolist() == [1.0, 2.0, 4.0]
+    assert whole.tolist() == [1.5, 2.5, 4.5]
+
+
+def test_planning_is_measured_in_the_service():
+    def outcome(planning_ms, source="proposed", failure=None):
+        return Outcome(
+            request=request_of(Slo(ttft=0.5, tpot=0.5)), right=True, held=True, level=50, kept_share=1.0,
+            cost=Cost(ttft_ms=1.0, tpot_ms=1.0, tokens=2), source=source, planning_ms=planning_ms,
+            failure=failure,
+        )  # fmt: skip
+
+    asked = Asked(trace=(), questions=(), indices=[0, 1, 0, 1, 0], whole_ms=WHOLE)
+    many = [outcome(1.0), outcome(1.0), outcome(3.0), outcome(0.0, "whole"), outcome(0.0, "failed", "long")]
+    (row,) = planning_rows(many, asked, np.array([0.5, 0.5]))
+    # Of 10, 20 and 10 ms; what needed no plan is not among them.
+    assert row.value == pytest.approx(0.1)
+    assert "median over 3 requests" in row.note
+    assert "alone 5.0%" in row.note
+    assert planning_rows(many[3:], asked, np.array([0.5, 0.5])) == []
+
+
+class Tokens:
+    """An engine of which only the tokenizer matters."""
+
+    def __init__(self, chat):
+        self.tokenizer = Tokenizer(tiny_tokenizer(chat=chat))
+
+    def at(self, level):
+        return self
+
+
+def test_a_model_of_another_tokenizer_reads_its_own_tokens(monkeypatch):
+    ours, theirs = Tokens(chat=True), Tokens(chat=False)
+    profile = DeviceProfile(
+        levels=(100,), tokens=(1, 1000), chunk_tokens=(1,), ttft_ms=((1.0, 1000.0),), tpot_ms=((1.0, 1.0),)
+    )
+    questions = [Question.read(ours.tokenizer, TaskExample(user="how?", answer="a", options=("a", "b")))]
+    own = len(prompt_tokens(theirs.tokenizer, questions[0].example).ids)
+    assert own != len(questions[0].prompt.ids)
+    monkeypatch.setattr(variants, "right_answers", lambda *_: (np.array([True]), np.array([True])))
+    profiles = {id(ours): profile, id(theirs): profile}
+    found = size_variants([Size("a", ours, 100), Size("b", theirs, 100)], profiles, questions)
+    assert found.ttft_ms[0].tolist() == pytest.approx(
+        [profile.ttft(100, len(questions[0].prompt.ids)), profile.ttft(100, own)]
+    )
+
+
+def test_some_of_the_ways():
+    some = VARIANTS.only([0, 2], less_ms=np.array([1.0, 2.0]))
+    assert some.names == ("small", "whole")
+    assert some.ttft_ms.tolist() == [[1.0, 10.0], [2.0, 20.0]]
+    assert VARIANTS.ttft_ms[0, 0] == 2.0
+
+
+def test_other_shares_of_a_model_take_times_between_its_levels():
+    profile = DeviceProfile(
+        levels=(50, 100), tokens=(16, 64), chunk_tokens=(16,), ttft_ms=((6.0, 12.0), (10.0, 22.0)),
+        tpot_ms=((3.0, 3.0), (4.0, 4.0)),
+    )  # fmt: skip
+    found = of_shares(profile, {50: 0.5, 100: 1.0}, {1: 0.25, 2: 0.5, 7: 0.75, 100: 1.0})
+    assert found.levels == (1, 2, 7, 100)
+    # 2 + 8 share and 2 + 20 share.
+    np.testing.assert_allclose(found.ttft_ms, [[4, 7], [6, 12], [8, 17], [10, 22]])
+    np.testing.assert_allclose(found.tpot_ms, [[2.5] * 2, [3] * 2, [3.5] * 2, [4] * 2])
+
+
+class Answering:
+    """A service whose device slows down in the middle of a trace, and which forgets one request."""
+
+    def __init__(self):
+        self.calls = []
+
+    def call(self, example, *, slo, max_tokens):
+        self.calls.append(slo)
+        asked = (len(self.calls) + 1) // 2
+        if asked == 3:
+            raise ContextOverflow("too long")
+        slow = 1.0 if asked <= 10 else 3.0
+        share = 1.0 if slo == Slo(ttft=1.0, tpot=1.0) else 0.45
+        cost = Cost(ttft_ms=1000.0 * slow * share, tpot_ms=100.0 * slow * share, tokens=4)
+        plan = types.SimpleNamespace(
+            level=50,
+            kept=[0],
+            prompt_tokens=1,
+            source="proposed",
+            planning_ms=0.1,
+            confident=True,
+            whole=cost,
+        )
+        answer = types.SimpleNamespace(plan=plan, cost=cost, held=slow == 1, text="a")
+        return types.SimpleNamespace(result=lambda: answer)
+
+
+def test_objectives_are_those_of_the_device_as_it_is():
+    tight = Slo(ttft=0.5, tpot=0.5)
+    asked = Asked(trace=[request_of(tight)] * 40, questions=(), indices=[0] * 40, whole_ms=WHOLE)
+    outcomes, met = replay_beside_whole(Answering(), asked, 30)
+    assert len(outcomes) == 30
+    assert [outcome.failure is None for outcome in outcomes] == [n != 2 for n in range(30)]
+    # Where it has just become slower, its neighbours are of two minds.
+    assert [kept for n, kept in enumerate(met) if not 6 <= n <= 14] == [n != 2 for n in range(21)]
+    rows = {(row.case, row.metric): row for row in replay_rows(outcomes, met)}
+    assert rows["replay <50,50>", "slo_met"].value == pytest.approx(np.mean(met))
+    assert "against the profile alone 30.0% were in time" in rows["replay all six", "slo_met"].note
+    assert "96.7% had one that is so in 99% of cases" in rows["replay all six", "slo_met"].note
+    assert {metric for _, metric in rows} == {"slo_met", "right_and_held"}
+    assert {row.metric for row in replay_rows(outcomes, met, answers=False)} == {"slo_met"}
+
+
+def test_what_changing_a_level_adds_is_timed_in_pairs():
+    """Of an engine that takes 3 ms longer for a level that it did not use last."""
+
+    class Changing:
+        levels, cfg = (20, 100), types.SimpleNamespace(vocab_size=9)
+
+        def __init__(self):
+            self.last, self.asked = 0, 0
+
+        def stream(self, prompt, config, *, level):
+            ttft_ms = level + 3.0 * (level != self.last) + 0.01 * (self.asked % 3)
+            self.last, self.asked = level, self.asked + 1
+            timings = types.SimpleNamespace(ttft_ms=ttft_ms)
+            return types.SimpleNamespace(result=lambda: types.SimpleNamespace(timings=timings))
+
+    engine = Changing()
+    added = added_by_level(engine, rounds=9)
+    assert engine.asked == 9 * 2 * 4
+    for level, each in added.items():
+        assert each.median_ms == pytest.approx(3, abs=0.03)
+        assert each.low_ms <= each.median_ms <= each.high_ms
+        assert each.ttft_ms == pytest.approx(level, abs=0.03)
+
+
+def test_what_cannot_be_told_from_nothing_has_no_ratio(monkeypatch):
+    monkeypatch.setattr(switching, "move", lambda engine, level: (6.0, 10))
+    monkeypatch.setattr(switching, "own_bytes", lambda engine, level: 0)
+    draw = np.random.default_rng(0)
+    sure, unsure = Added.of(np.full(9, 3.0), np.zeros(9) + 1), Added.of(draw.normal(size=9), np.zeros(9) + 1)
+    monkeypatch.setattr(switching, "added_by_level", lambda *_, **__: {50: sure, 100: unsure})
+    rows = {(row.case, row.system): row for row in switching.switch_rows(None, rounds=9)}
+    assert (rows["to level 50", "jaxllm"].value, rows["to level 50", "jaxllm"].ratio) == (2.0, 3.0)
+    assert rows["to level 100", "jaxllm"].ratio is None
+    assert rows["to level 50", "LLM-Pruner"].value == 6.0
+
+
+def test_all_of_the_time_is_no_limit_and_told_apart():
+    slos = (Slo(ttft=1, tpot=1), Slo(ttft=0.5, tpot=0.5), Slo(ttft=1, tpot=0.6))
+    assert cases(slos) == ["<100,100>", "<50,50>", "<100,60>", "the five with a limit", "all six"]
+    assert cases(slos[:1]) == ["<100,100>", "all six"]
+    trace = [request_of(slo) for slo in slos]
+    asked = Asked(trace=trace, questions=[], indices=[0, 1, 2], whole_ms=WHOLE)
+    ours = Choices(np.arange(3), np.array([True, False, True]), np.array([True, True, False]))
+    rows = {(row.case, row.metric): row for row in trace_rows({OURS: ours}, asked, {})}
+    assert rows["trace all six", "right_and_held"].value == pytest.approx(1 / 3)
+    assert rows["trace the five with a limit", "right_and_held"].value == 0
+    assert rows["trace the five with a limit", "accuracy"].value == 0.5
+    assert "in time by the tables 50.0%" in rows["trace the five with a limit", "accuracy"].note
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    from benchmarks.elastic.figures import draw
+
+    def row(case, system, metric, value):
+        return Row(case=case, system=system, metric=metric, value=value, unit="share")
+
+    rows = [
+        *(
+            row(f"level {level}", system, "level_accuracy", 0.5)
+            for level in (50, 100)
+            for system in ("a", "b")
+        ),
+        *(row(f"level {level}, prompt 16", "jaxllm", "ttft_ms", level) for level in (50, 100)),
+        *(
+            row(f"trace {case}", system, "accuracy", 0.7)
+            for case in ("<40,70>", "all six")
+            for system in "ab"
+        ),
+        *(row("trace all six", system, "right_and_held", 0.6) for system in "ab"),
+        row("planning", "jaxllm", "ttft_share", 0.04),
+    ]
+    draw(rows, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "elastic_level_accuracy.png", "elastic_ttft_ms.png", "elastic_trace_accuracy.png",
+        "elastic_trace_right_and_held.png",
+    }  # fmt: skip

@@ -1,0 +1,92 @@
+"""Every command that the documentation names exists with the options that it is given."""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from serving.cli import cli
+from tests.docs.pages import named_commands, pages
+
+# What stands for a name of the reader's choice, as in `jaxllm bench NAME`.
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]*|\.\.\.|\[.*")
+
+
+def faults_of(arguments: list[str]) -> Iterator[str]:
+    """What the command line would refuse in a command, whatever files there are."""
+    context = click.Context(cli, info_name="jaxllm")
+    command: click.Command = cli
+    rest = list(arguments)
+    while isinstance(command, click.Group):
+        if rest and rest[0] in ("--debug", "--version", "--help"):
+            rest.pop(0)
+            continue
+        if not rest or _PLACEHOLDER.fullmatch(rest[0]):
+            return
+        name = rest.pop(0)
+        found = command.get_command(context, name)
+        if found is None:
+            yield f"there is no command {name!r}"
+            return
+        command, context = found, click.Context(found, info_name=name, parent=context)
+    for option in (word.split("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)):
+        known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+        if option not in {*known, "--help", "-h"}:
+            yield f"{command.name} has no option {option}"
+    yield from wrong_choices(command, rest)
+
+
+def wrong_choices(command: click.Command, words: list[str]) -> Iterator[str]:
+    """Values that an option does not offer."""
+    choices = {
+        name: each.type
+        for each in command.params
+        if isinstance(each.type, click.Choice)
+        for name in each.opts
+    }
+    for option, value in itertools.pairwise(words):
+        if option in choices and not value.startswith("-") and not _PLACEHOLDER.fullmatch(value):
+            offered = [str(each) for each in choices[option].choices]
+            if value not in offered and not value.startswith("$"):
+                yield f"{command.name} {option} takes {offered}, not {value!r}"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_commands_are_as_the_command_line_has_them(page: str) -> None:
+    faults = [
+        f"{place}: {fault}: jaxllm {' '.join(arguments)}"
+        for place, arguments in named_commands(page)
+        for fault in faults_of(arguments)
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("command", "part"),
+    [
+        ("generat -p x", "no command 'generat'"),
+        ("generate --promt x", "no option --promt"),
+        ("prepare x --weights int3", "takes"),
+        ("bench motor", "no command 'motor'"),
+        ("trace play", "no command 'play'"),
+    ],
+)
+def test_a_wrong_command_is_seen(command: str, part: str) -> None:
+    (fault,) = faults_of(command.split())
+    assert part in fault
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench NAME",
+        "--version",
+        "generate -p x --seed 3",
+        "prepare x -o y --weights int8",
+        "trace ...",
+    ],
+)
+def test_a_right_command_passes(command: str) -> None:
+    assert not list(faults_of(command.split()))

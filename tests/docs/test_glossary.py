@@ -1,0 +1,122 @@
+"""Words that the glossary does not use become fewer in the code, and the glossary says each thing once."""
+
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.docs.house import stated_packages
+from tests.docs.pages import ROOT, text_of
+
+PAGE = "docs/glossary.md"
+# Word -> how often it stands in code and prose of the packages. These numbers become smaller, never larger.
+COUNTS: dict[str, int] = {
+    "executable": 41,
+    "executables": 53,
+    "graph": 230,
+    "graphs": 341,
+    "held": 182,
+    "passing": 59,
+    "reading": 132,
+    "readings": 3,
+    "signature": 24,
+    "signatures": 7,
+    "slack": 2,
+    "table": 427,
+    "tables": 61,
+}
+
+_ROWS = re.compile(r"^\| (?P<word>[^|]+?) \| (?P<say>[^|]*?) \|(?: (?P<but>[^|]*?) ?\|)?$", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unused:
+    """A word that is not used.
+
+    Attributes:
+      word: in lower case.
+      folders: where it has another meaning.
+      phrases: in which it has another meaning.
+    """
+
+    word: str
+    folders: tuple[str, ...]
+    phrases: tuple[str, ...]
+
+
+def unused_words() -> list[Unused]:
+    """The glossary's table of them."""
+    _, _, table = text_of(PAGE).partition("<!-- words -->")
+    found = []
+    for row in list(_ROWS.finditer(table))[1:]:
+        exceptions = [each.strip() for each in (row["but"] or "").split(",")]
+        folders = tuple(each.strip("`") for each in exceptions if each.endswith("/`"))
+        phrases = tuple(each for each in exceptions if each and "`" not in each)
+        found.append(Unused(row["word"], folders, phrases))
+    return found
+
+
+def words_in(source: str) -> list[str]:
+    """The words of a source, names taken apart, in lower case."""
+    return re.findall(r"[a-z]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", source).lower())
+
+
+def count(source: str, unused: Unused) -> int:
+    """How often a word stands in a source, but for its phrases."""
+    text = " ".join(words_in(source))
+    for phrase in unused.phrases:
+        text = re.sub(rf"\b{re.escape(' '.join(words_in(phrase)))}\b", "", text)
+    return len(re.findall(rf"\b{unused.word}\b", text))
+
+
+def sources() -> dict[str, str]:
+    """Path from the root -> source."""
+    return {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for package in stated_packages()
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
+
+
+def all_counts() -> Counter[str]:
+    """Every unused word with how often it stands in the packages."""
+    found: Counter[str] = Counter()
+    for file, source in sources().items():
+        for unused in unused_words():
+            if not file.startswith(unused.folders):
+                found[unused.word] += count(source, unused)
+    return found
+
+
+def test_unused_words_become_fewer() -> None:
+    assert {word: number for word, number in all_counts().items() if number > COUNTS.get(word, 0)} == {}
+
+
+def test_each_word_stands_once() -> None:
+    terms, _, _ = text_of(PAGE).partition("## Shapes")
+    words = [row["word"] for row in _ROWS.finditer(terms) if row["word"] not in ("word", "---")]
+    assert len(words) > 70
+    assert [word for word, number in Counter(words).items() if number > 1] == []
+    assert not {unused.word for unused in unused_words()} & set(words)
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        ("held = 1", 1),
+        ("class HeldFile: held_bytes", 2),
+        ("# held out, held-out", 0),
+        ("withheld upheld", 0),
+    ],
+)
+def test_words_are_counted_in_names_too(source: str, number: int) -> None:
+    assert count(source, Unused("held", (), ("held out", "held-out"))) == number
+
+
+def test_folders_have_their_own_meaning() -> None:
+    signature = next(unused for unused in unused_words() if unused.word == "signature")
+    assert "export/" in signature.folders
+    assert all((ROOT / folder).is_dir() for folder in signature.folders)
+    assert Path(ROOT / PAGE).exists()

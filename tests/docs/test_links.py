@@ -1,0 +1,60 @@
+"""Links between pages, and to files of the repository, lead somewhere."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import ROOT, pages, prose_of, text_of
+
+_LINK = re.compile(r"!?\[[^\]]*\]\(<?([^)\s>]+)>?\)")
+_HEADING = re.compile(r"^#+\s+(.*?)\s*(?:\{#([\w-]+)\})?$", re.MULTILINE)
+# Pages that the site's build makes.
+_MADE = re.compile(r"(\.\./)*(docs/)?(api|project|source)/")
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts and the site make them."""
+    anchors = set()
+    for heading in _HEADING.finditer(page.read_text(encoding="utf-8")):
+        text = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).lower()
+        anchors.add(heading[2] or re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", text)).strip("-"))
+    return anchors
+
+
+def faults_of(page: str) -> list[str]:
+    faults = []
+    for target in _LINK.findall(prose_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        where = (ROOT / page).parent / path if path else ROOT / page
+        if _MADE.match(path) and page.startswith("docs/"):
+            continue
+        if not where.exists():
+            faults.append(f"{page}: {target} leads nowhere")
+        elif anchor and where.suffix == ".md" and anchor not in anchors_of(where):
+            faults.append(f"{page}: {target} has no such heading")
+    return faults
+
+
+@pytest.mark.parametrize("page", pages())
+def test_links_lead_somewhere(page: str) -> None:
+    assert not faults_of(page)
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page.startswith("docs/")])
+def test_every_page_has_one_title(page: str) -> None:
+    titles = re.findall(r"^# ", re.sub(r"^```.*?^```", "", text_of(page), flags=re.M | re.S), re.MULTILINE)
+    assert len(titles) == 1, page
+
+
+# Paths in backticks: `serving/engine.py`, `jaxllm/kv/`.
+_PATH = re.compile(r"`((?:jaxllm|serving|training|export|benchmarks|tests|examples|docs)/[\w./-]*)`")
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page != "CHANGELOG.md"])
+def test_files_that_are_named_exist(page: str) -> None:
+    named = [path for path in _PATH.findall(prose_of(page)) if "NAME" not in path]
+    missing = [path for path in named if not (ROOT / path).exists()]
+    assert not missing, f"{page}: {missing}"

@@ -1,0 +1,217 @@
+"""Files and folders that are whole or absent: what is never replaced, and what killed writers leave."""
+
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxllm.files import atomic
+from jaxllm.files.atomic import atomic_file, atomic_folder
+from tests.interrupting import Interrupt
+
+
+def link_to_file(path: Path) -> None:
+    path.with_name("meant").write_text("kept")
+    path.symlink_to("meant")
+
+
+def unix_socket(path: Path) -> None:
+    # By a short relative name: addresses of sockets have a hundred bytes.
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def device(path: Path) -> None:
+    try:
+        os.mknod(path, 0o600 | 0o020000, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+
+
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "a pipe"),
+    "folder": (Path.mkdir, "a folder"),
+    "socket": (unix_socket, "a socket"),
+    "device": (device, "a device"),
+    "link": (link_to_file, "a symbolic link, which is never replaced; name .*meant"),
+    "link to nothing": (lambda path: path.symlink_to("nothing"), "a symbolic link"),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_regular_file_is_never_replaced(
+    tmp_path: Path, make: Callable[[Path], object], said: str
+) -> None:
+    path = tmp_path / "out"
+    make(path)
+    before = {each.name: each.lstat() for each in tmp_path.iterdir()}
+    with pytest.raises(FileExistsError, match=said), atomic_file(path):
+        pytest.fail("nothing is written where nothing may be replaced")
+    assert {each.name: each.lstat() for each in tmp_path.iterdir()} == before
+
+
+def test_what_became_no_regular_file_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+
+    def write_late() -> None:
+        with atomic_file(path) as file:
+            file.write(b"new")
+            os.mkfifo(path)
+
+    with pytest.raises(FileExistsError, match="a pipe"):
+        write_late()
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.is_fifo()
+
+
+def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileExistsError, match="name a file"), atomic_file(Path("-")):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with atomic_file(tmp_path / "link" / "out") as file:
+        file.write(b"x")
+    assert (tmp_path / "real" / "out").read_bytes() == b"x"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from jaxllm.files.atomic import atomic_file, atomic_folder
+from tests.interrupting import Interrupt
+with (atomic_folder if sys.argv[2] == "folder" else atomic_file)(Path(sys.argv[1])) as made:
+    (made / "part").write_bytes(b"half") if sys.argv[2] == "folder" else made.write(b"half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def writer(path: Path, kind: str) -> subprocess.Popen:
+    """A process that is in the middle of writing `path`."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), kind],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert started.stdout is not None
+    assert started.stdout.readline() == b"writing\n"
+    return started
+
+
+def write(path: Path, kind: str) -> None:
+    if kind == "file":
+        with atomic_file(path) as file:
+            file.write(b"whole")
+    else:
+        with atomic_folder(path) as folder:
+            (folder / "part").write_bytes(b"whole")
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_the_next_writer_removes_what_a_killed_one_left_and_nothing_else(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "m.jaxllm"
+    others = [".m.jaxllm.0123456789ab.tmp", ".m.jaxllm.jaxllm-mine.tmp", ".other.jaxllm-0123456789ab.tmp"]
+    for name in others:
+        (tmp_path / name).write_text("a user's")
+    killed, living = writer(path, kind), writer(path, kind)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    try:
+        assert len(os.listdir(tmp_path)) == len(others) + 2
+        write(path, kind)
+        assert len(os.listdir(tmp_path)) == len(others) + 2  # its own, and the living one's
+        assert set(others) < set(os.listdir(tmp_path))
+    finally:
+        living.communicate()
+    if kind == "file":
+        # The one that was still writing ended well, and later.
+        assert path.read_bytes() == b"half"
+        assert sorted(os.listdir(tmp_path)) == sorted([*others, path.name])
+
+
+def test_many_writers_of_one_name_remove_nothing_of_one_another(tmp_path: Path) -> None:
+    path, failed = tmp_path / "out", []
+
+    def write_often(value: int) -> None:
+        try:
+            for _ in range(50):
+                with atomic_file(path) as file:
+                    file.write(bytes([value]) * 100)
+        except OSError as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=write_often, args=(value,)) for value in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert failed == []
+    assert os.listdir(tmp_path) == ["out"]
+    assert len(set(path.read_bytes())) == 1
+
+
+def test_files_are_written_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "fcntl", None)
+    for _ in range(2):
+        write(tmp_path / "out", "file")
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_folder_that_fails_vanishes(tmp_path: Path) -> None:
+    def fail() -> None:
+        with atomic_folder(tmp_path / "out") as folder:
+            (folder / "part").write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert os.listdir(tmp_path) == []
+
+
+def _write(path: Path) -> None:
+    with atomic_file(path) as file:
+        file.write(b"new")
+
+
+def _write_folder(path: Path) -> None:
+    with atomic_folder(path / "folder") as folder:
+        (folder / "file").write_bytes(b"new")
+
+
+# Where an interrupt hits the very end of a `with`, the file is closed when it is collected, which warns.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("write", [_write, _write_folder], ids=["file", "folder"])
+def test_an_interrupt_at_any_line_leaves_the_old_or_the_new_and_nothing_beside_it(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    def fresh(name: str) -> Path:
+        place = tmp_path / name
+        place.mkdir()
+        return place if write is _write_folder else place / "file"
+
+    with Interrupt(("/jaxllm/files/atomic.py",), None) as whole:
+        write(fresh("whole"))
+    assert whole.lines > 20
+    for at in range(1, whole.lines + 1):
+        path = fresh(str(at))
+        with Interrupt(("/jaxllm/files/atomic.py",), at), pytest.raises(KeyboardInterrupt):
+            write(path)
+        gc.collect()
+        left = sorted(each.name for each in (tmp_path / str(at)).iterdir())
+        assert left in ([], [path.name if write is _write else "folder"]), (at, left)

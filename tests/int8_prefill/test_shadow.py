@@ -1,0 +1,114 @@
+"""Clipped part and shadow together are the product, whatever passes the step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.int8_prefill.shadow import FloatRows, excess, rooms, shadow_products
+from jaxllm.nn import linear
+from jaxllm.quant import dequantize, quantize, to_blocks
+
+WIDTH, STEP = 40, np.float32(0.01)
+
+
+def drawn(tokens: int, outliers: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Activations of whole steps, of which some channels pass 127 of them; and those channels."""
+    draw = np.random.default_rng(seed)
+    x = draw.integers(-127, 128, (tokens, WIDTH)).astype(np.float32)
+    channels = draw.permutation(WIDTH)[:outliers]
+    x[draw.integers(0, tokens, outliers), channels] = draw.choice([-900, 901], outliers)
+    return x * STEP, np.sort(channels)
+
+
+def weights_of(seed: int = 0):
+    draw = np.random.default_rng(seed)
+    values = [draw.normal(size=shape).astype(np.float32) for shape in ((21, WIDTH), (2, 9, WIDTH))]
+    return [jax.tree.map(jnp.asarray, to_blocks(quantize(each, bits=8, axis=-1))) for each in values]
+
+
+@jax.jit
+def both(x, weights, rows):
+    products = [linear.to_units(x, each, step=STEP).reshape(len(x), -1) for each in weights]
+    shadows, count = shadow_products(x, STEP, weights, rows, last=True)
+    return [a + b for a, b in zip(products, shadows, strict=True)], count
+
+
+@settings(deadline=None, max_examples=15)
+@given(outliers=st.integers(0, WIDTH), seed=st.integers(0, 1000))
+def test_the_sum_is_the_product(outliers, seed):
+    """Of any number of outliers, those of all channels too: what one room does not hold the next one does."""
+    x, channels = drawn(6, outliers, seed)
+    weights = weights_of()
+    out, count = both(x, weights, None)
+    assert int(count) == len(channels)
+    for got, weight in zip(out, weights, strict=True):
+        dense = np.asarray(dequantize(weight, jnp.float32), np.float64).reshape(-1, WIDTH)
+        np.testing.assert_allclose(got, x.astype(np.float64) @ dense.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("outliers", [16, 17, 129, 300])
+def test_more_than_the_largest_room_holds(outliers):
+    draw = np.random.default_rng(outliers)
+    x = np.zeros((3, 300), np.float32)
+    x[draw.integers(0, 3, outliers), draw.permutation(300)[:outliers]] = 9 * 127 * STEP
+    weight = draw.normal(size=(5, 300)).astype(np.float32)
+    (out,), count = shadow_products(x, STEP, [jnp.asarray(weight)], None, last=True)
+    assert int(count) == outliers
+    np.testing.assert_allclose(out, np.asarray(excess(x, STEP)) @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+def test_without_shadow_much_is_lost():
+    x, _ = drawn(6, 3)
+    weight = weights_of()[0]
+    dense = np.asarray(dequantize(weight, jnp.float32))
+    lost = np.abs(linear.to_units(x, weight, step=STEP) - x @ dense.T)
+    assert lost.max() > 1
+
+
+def test_float_rows_are_used_where_there_are_any():
+    x, channels = drawn(6, 3)
+    weights = weights_of()
+    place = np.full(WIDTH, -1, np.int32)
+    place[channels[:2]] = [1, 0]
+    rows = tuple(np.full((2, int(np.prod(each.shape[:-1]))), value, np.float16)
+                 for each, value in zip(weights, (1.0, 2.0), strict=True))  # fmt: skip
+    out, _ = jax.jit(lambda *a: shadow_products(*a, last=True))(x, STEP, weights, FloatRows(place, rows))
+    beyond = np.asarray(excess(x, STEP))
+    for got, weight, value in zip(out, weights, (1.0, 2.0), strict=True):
+        dense = np.asarray(dequantize(weight, jnp.float32)).reshape(-1, WIDTH).copy()
+        dense[:, channels[:2]] = value
+        np.testing.assert_allclose(got, beyond @ dense.T, rtol=1e-5, atol=1e-4)
+
+
+def test_inputs_that_are_units():
+    x, _ = drawn(6, 4)
+    weight = jax.tree.map(
+        jnp.asarray, to_blocks(quantize(np.random.default_rng(1).normal(size=(5, 8, 12)), bits=8, axis=-2))
+    )
+    (out,), count = shadow_products(x, STEP, [weight], None, last=False)
+    dense = np.asarray(dequantize(weight, jnp.float32)).reshape(WIDTH, 12)
+    np.testing.assert_allclose(out, np.asarray(excess(x, STEP)) @ dense, rtol=1e-5, atol=1e-4)
+    assert count == 4
+
+
+def test_what_is_not_finite_is_left_to_the_integer_product():
+    x, _ = drawn(3, 0)
+    x[1, 5] = np.nan
+    x[2, 6] = np.inf
+    out, _ = both(x, weights_of(), None)
+    for each in out:
+        assert np.isfinite(each[0]).all()
+        assert np.isnan(each[1:]).all()
+
+
+@pytest.mark.parametrize("channels", [1, 8, 9, 40, 4096])
+def test_rooms(channels):
+    """They ascend from none, and are no larger than what there is."""
+    sizes = rooms(channels)
+    assert sizes[0] == 0
+    assert len(sizes) > 1
+    assert sizes[-1] == min(128, channels)
+    assert list(sizes) == sorted(set(sizes))

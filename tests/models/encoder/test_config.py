@@ -1,0 +1,67 @@
+"""EncoderConfig: what it refuses, what follows from it, and its JSON."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from jaxllm.config import MAX_DIMENSION, MAX_LAYERS
+from jaxllm.errors import ConfigError
+from jaxllm.models.encoder.config import MAX_FFN_BLOCKS, EncoderConfig
+from tests.models.encoder.tiny import CONFIGS, MOBILE
+
+
+def test_what_follows():
+    assert (MOBILE.width, MOBILE.head_dim, MOBILE.projects_embeddings) == (8, 4, True)
+    plain = CONFIGS["no-projection"]
+    assert (plain.width, plain.head_dim, plain.projects_embeddings) == (16, 4, False)
+    assert {MOBILE: 1}[dataclasses.replace(MOBILE)] == 1
+
+
+@pytest.mark.parametrize("cfg", CONFIGS.values(), ids=CONFIGS)
+def test_json(cfg):
+    assert EncoderConfig.from_json(json.loads(json.dumps(cfg.to_json()))) == cfg
+
+
+@pytest.mark.parametrize("name", ["surprise", "vocab_size"])
+def test_malformed_json(name):
+    with pytest.raises(ConfigError, match=name):
+        EncoderConfig.from_json({**MOBILE.to_json(), name: None})
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("model_type", ["bert", None, "x" * 1000]),
+        ("vocab_size", [0, -1, MAX_DIMENSION + 1, True, 2.0, "2", 10**100]),
+        ("embedding_size", [0, MAX_DIMENSION + 1]),
+        ("hidden_size", [0, MAX_DIMENSION + 1]),
+        ("window_tokens", [0, MAX_DIMENSION + 1]),
+        ("ffn_size", [0, MAX_DIMENSION + 1]),
+        ("type_vocab_size", [0, MAX_DIMENSION + 1]),
+        ("heads", [0, 3, MAX_DIMENSION + 1]),
+        ("layers", [0, MAX_LAYERS + 1]),
+        ("bottleneck_size", [-2, MAX_DIMENSION + 1]),
+        ("ffn_blocks", [0, MAX_FFN_BLOCKS + 1]),
+        ("trigram_input", [1, None]),
+        ("share_bottleneck", [1, False]),
+        ("bottleneck_attention", ["yes", True]),
+        ("norm", ["rms", None]),
+        ("activation", ["tanh", None]),
+        ("norm_eps", [0, -1e-5, 2, math.nan, math.inf, True, "1"]),
+    ],
+)
+def test_refused(field, values):
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            dataclasses.replace(MOBILE, **{field: value})
+        message = str(caught.value)
+        assert field in message
+        assert len(message) < 300
+        assert "\n" not in message
+
+
+def test_flags_of_a_bottleneck_that_is_not_there():
+    with pytest.raises(ConfigError, match="bottleneck_size is 0"):
+        dataclasses.replace(MOBILE, bottleneck_size=0)

@@ -1,0 +1,62 @@
+"""Tiny encoders, one for each kind of layer, with random parameters far from their initial values."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jaxllm.models.encoder.config import EncoderConfig
+from jaxllm.models.encoder.parameters import encoder_shapes
+
+MOBILE = EncoderConfig(
+    vocab_size=23, embedding_size=6, hidden_size=16, layers=2, heads=2, ffn_size=12, window_tokens=11,
+    bottleneck_size=8, share_bottleneck=True, ffn_blocks=3, trigram_input=True,
+)  # fmt: skip
+# With an eps that shows, where transformers takes it and where it does not.
+CONFIGS = {
+    "mobile": MOBILE,
+    "narrow-attention": dataclasses.replace(
+        MOBILE, share_bottleneck=False, bottleneck_attention=True, norm="layer", norm_eps=0.1, ffn_blocks=1
+    ),
+    "no-bottleneck": dataclasses.replace(
+        MOBILE, bottleneck_size=0, share_bottleneck=False, trigram_input=False, norm="layer", norm_eps=0.1,
+        activation="gelu", ffn_blocks=2,
+    ),
+    "no-projection": dataclasses.replace(
+        MOBILE, bottleneck_size=0, share_bottleneck=False, trigram_input=False, embedding_size=16,
+        type_vocab_size=3, heads=4, ffn_blocks=1,
+    ),
+}  # fmt: skip
+
+
+def random_values(shapes, seed=0):
+    """Float32 parameters with which attention is far from uniform, and norms and biases show."""
+    draw = np.random.default_rng(seed)
+
+    def value(name, shape):
+        noise = draw.standard_normal(shape).astype(np.float32)
+        if name.endswith("norm.scale"):
+            return np.float32(1) + np.float32(0.3) * noise
+        if name.endswith("bias"):
+            return np.float32(0.3) * noise
+        if name.startswith("embed.") and name != "embed.projection":
+            return noise
+        # Without norms, what goes into the residual stream would grow from layer to layer.
+        gain = 1.5 if name.endswith(("attn.q", "attn.k")) else 0.6
+        return noise * np.float32(gain * shape[-1] ** -0.5)
+
+    return {name: value(name, shape) for name, shape in shapes.items()}
+
+
+@functools.cache
+def params_of(cfg):
+    return random_values(encoder_shapes(cfg))
+
+
+def tokens_of(cfg, batch, count, seed=1):
+    return np.random.default_rng(seed).integers(0, cfg.vocab_size, (batch, count), dtype=np.int32)
+
+
+def front_mask(lengths, count):
+    """`[B, count]` bool: the first `lengths[b]` tokens of each row are real."""
+    return np.arange(count) < np.asarray(lengths)[:, None]

@@ -1,0 +1,195 @@
+"""The tiny LM: two heads are two encoders with the same bottom, and marks can be told apart."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from jaxllm.models import tiny_lm as tlm
+from jaxllm.models.encoder.config import EncoderConfig
+from jaxllm.models.encoder.forward import encode
+from jaxllm.models.encoder.parameters import encoder_parameter_count, encoder_shapes
+from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, head_encoder, tlm_from_encoder, tlm_shapes
+from jaxllm.quant import quantize
+from tests.models.encoder.tiny import MOBILE, front_mask, params_of, random_values, tokens_of
+
+TLM = TlmConfig(
+    encoder=dataclasses.replace(MOBILE, layers=3, ffn_blocks=1), shared_layers=1, levels=4, prompt_levels=5
+)
+TOKENS, MASK = tokens_of(TLM.encoder, 3, 7), front_mask([7, 3, 1], 7)
+KEY = jax.random.key(0)
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+both = jit(functools.partial(tlm.forward_both, cfg=TLM))
+
+
+@functools.cache
+def random_params():
+    return random_values(tlm_shapes(TLM))
+
+
+# Parameters
+
+
+def test_shapes():
+    shapes = tlm_shapes(TLM)
+    assert shapes["score.keep"] == (1, 16)
+    assert shapes["decide.model"] == (4, 16)
+    assert shapes["decide.prompt_bias"] == (5,)
+    layers = {
+        name.partition("layers.")[0] + name.partition("layers.")[2][:1]
+        for name in shapes
+        if "layers." in name
+    }
+    assert layers == {"0", "score.1", "score.2", "decide.1", "decide.2"}
+    everything = dataclasses.replace(TLM, shared_layers=3)
+    outputs = (1 + 4 + 5) * (16 + 1)
+    count = sum(np.prod(shape) for shape in tlm_shapes(everything).values())
+    assert count == encoder_parameter_count(TLM.encoder) + outputs
+
+
+def test_initial_values():
+    params = jax.eval_shape(functools.partial(tlm.init_tlm, TLM), KEY)
+    assert {name: value.shape for name, value in params.items()} == tlm_shapes(TLM)
+
+
+# Forward
+
+
+def test_heads_are_encoders():
+    """Each one what its whole encoder and its output compute, and both at once what they compute apart."""
+    params = random_params()
+    hidden = {
+        head: np.asarray(
+            jit(functools.partial(encode, cfg=TLM.encoder))(head_encoder(params, TLM, head), TOKENS, MASK)
+        )
+        for head in tlm.HEADS
+    }
+    assert np.abs(hidden["score"] - hidden["decide"]).mean() > 0.1
+    keep, (model, prompt) = both(params, TOKENS, MASK)
+    expected = hidden["score"] @ params["score.keep"][0] + params["score.keep_bias"][0]
+    np.testing.assert_allclose(keep[MASK], expected[MASK], atol=1e-4)
+    for got, name in ((model, "decide.model"), (prompt, "decide.prompt")):
+        expected = hidden["decide"][:, 0] @ params[name].T + params[f"{name}_bias"]
+        np.testing.assert_allclose(got, expected, atol=1e-4)
+    assert {keep.dtype, model.dtype, prompt.dtype} == {jnp.dtype(jnp.float32)}
+    apart = jit(functools.partial(tlm.score, cfg=TLM))(params, TOKENS, MASK)
+    np.testing.assert_allclose(apart, keep, atol=1e-5)
+    for got, expected in zip(
+        jit(functools.partial(tlm.decide, cfg=TLM))(params, TOKENS, MASK), (model, prompt), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_padding_changes_nothing():
+    others = np.where(MASK, TOKENS, (TOKENS + 3) % TLM.encoder.vocab_size)
+    keep, decided = both(random_params(), TOKENS, MASK)
+    other_keep, other_decided = both(random_params(), others, MASK)
+    np.testing.assert_array_equal(np.asarray(keep)[MASK], np.asarray(other_keep)[MASK])
+    for one, other in zip(decided, other_decided, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_training_one_head_leaves_the_other():
+    @jit
+    def gradients(params):
+        return jax.grad(lambda params: tlm.score(params, TOKENS, MASK, cfg=TLM)[MASK].sum())(params)
+
+    moved = {name for name, value in gradients(random_params()).items() if np.any(value)}
+    for part in ("embed.tokens", "layers.0.attn.q", "score.layers.1.attn.q", "score.layers.2.widen"):
+        assert part in moved
+    assert not {name for name in moved if name.startswith("decide.")}
+
+
+# From an encoder
+
+
+def test_both_heads_begin_as_the_encoder():
+    trained = {name: jnp.asarray(value) for name, value in params_of(TLM.encoder).items()}
+    params = tlm_from_encoder(trained, TLM, KEY)
+    assert {name: value.shape for name, value in params.items()} == tlm_shapes(TLM)
+    for head in tlm.HEADS:
+        again = head_encoder(params, TLM, head)
+        assert list(again) == list(encoder_shapes(TLM.encoder))
+        for name, value in trained.items():
+            np.testing.assert_array_equal(again[name], value)
+    # Buffers of their own: a step that is given all of them may write into each.
+    pointers = [value.unsafe_buffer_pointer() for value in params.values()]
+    assert len(set(pointers)) == len(pointers)
+    assert 0 < np.abs(params["decide.prompt"]).max() < 0.05
+    assert not np.any(params["decide.prompt_bias"])
+
+
+def test_other_encoders_are_refused():
+    trained = dict(params_of(TLM.encoder))
+    with pytest.raises(ConfigError, match=r"layers\.0\.widen"):
+        tlm_from_encoder({**trained, "layers.0.widen": trained["layers.0.widen"].T}, TLM, KEY)
+    del trained["embed.types"]
+    with pytest.raises(ConfigError, match=r"disagree on embed\.types"):
+        tlm_from_encoder(trained, TLM, KEY)
+
+
+# Marks
+
+
+def test_new_rows_are_orthogonal():
+    params, extra = random_params(), 6
+    grown, cfg = grow_vocabulary(params, TLM, extra, KEY)
+    assert cfg == dataclasses.replace(TLM, encoder=dataclasses.replace(TLM.encoder, vocab_size=29))
+    assert {name: value.shape for name, value in grown.items()} == tlm_shapes(cfg)
+    old, table = params["embed.tokens"], np.asarray(grown["embed.tokens"])
+    np.testing.assert_array_equal(table[:23], old)
+    length = np.linalg.norm(old, axis=1).mean()
+    np.testing.assert_allclose(table[23:] @ table[23:].T, np.eye(extra) * length**2, atol=1e-4)
+    other, _ = grow_vocabulary(params, TLM, extra, jax.random.key(1))
+    assert np.abs(table[23:] - other["embed.tokens"][23:]).max() > 0.1
+
+
+def test_reserved_rows_become_orthogonal():
+    params, ids = random_params(), (3, 9, 1)
+    apart = tlm.separate_tokens(params, ids, KEY)
+    old, table = params["embed.tokens"], np.asarray(apart["embed.tokens"])
+    others = [row for row in range(23) if row not in ids]
+    np.testing.assert_array_equal(table[others], old[others])
+    length = np.linalg.norm(old, axis=1).mean()
+    np.testing.assert_allclose(table[list(ids)] @ table[list(ids)].T, np.eye(3) * length**2, atol=1e-4)
+    assert apart.keys() == params.keys()
+
+
+def test_marks_that_are_refused():
+    for extra in (0, 7, True, 1.0):
+        with pytest.raises(ConfigError, match=r"whole number in \[1, 6\]"):
+            grow_vocabulary(random_params(), TLM, extra, KEY)
+    table = quantize(random_params()["embed.tokens"], bits=8, axis=-1)
+    with pytest.raises(ConfigError, match="quantized"):
+        grow_vocabulary({**random_params(), "embed.tokens": table}, TLM, 2, KEY)
+
+
+# Config
+
+
+def test_json():
+    assert TlmConfig.from_json(json.loads(json.dumps(TLM.to_json()))) == TLM
+    assert isinstance(TLM.encoder, EncoderConfig)
+    for wrong in ({}, {**TLM.to_json(), "surprise": 1}, {**TLM.to_json(), "encoder": {"layers": 1}}):
+        with pytest.raises(ConfigError, match="malformed"):
+            TlmConfig.from_json(wrong)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("encoder", [None, {}]),
+        ("shared_layers", [-1, 4, True, 1.0]),
+        ("levels", [0, tlm.MAX_LEVELS + 1, "4"]),
+        ("prompt_levels", [0, tlm.MAX_LEVELS + 1]),
+    ],
+)
+def test_refused(field, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=field):
+            dataclasses.replace(TLM, **{field: value})

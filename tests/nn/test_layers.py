@@ -1,0 +1,312 @@
+"""Norms, rotary embedding, masks and attention against numpy, transformers and their own laws."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import scipy.special
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxllm.config import RopeConfig
+from jaxllm.nn.layers import (
+    activate,
+    attention,
+    causal_mask,
+    inverse_frequencies,
+    layer_norm,
+    rms_norm,
+    rotary_cos_sin,
+    rotate,
+)
+
+# Compiling is most of this file's time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# Norms
+
+EPS = 0.1  # large enough to tell whether it is inside the root
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_rms_norm(dtype):
+    x, scale = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1)
+    got = rms_norm(x, scale, EPS)
+    wide = x.astype(np.float64)
+    expected = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * scale
+    assert got.dtype == dtype
+    room = 1e-5 if dtype == np.float32 else 2**-7
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_layer_norm(dtype):
+    x, scale, bias = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1), normal(8, seed=2)
+    got = layer_norm(x, scale, bias, EPS)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
+    assert got.dtype == dtype
+    room = 1e-5 if dtype == np.float32 else 2**-6
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected * scale + bias, atol=room, rtol=room)
+
+
+def test_norms_take_their_statistics_in_float32():
+    """4096 squares of 16 in bfloat16 would stop adding up at 4096."""
+    x = np.full((1, 4096), 16, ml_dtypes.bfloat16)
+    got = rms_norm(x, np.ones(4096, np.float32), 1e-6)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("silu", lambda x: x / (1 + np.exp(-x))),
+        ("relu", lambda x: np.maximum(x, 0)),
+        ("gelu", lambda x: x * scipy.special.ndtr(x)),
+        ("gelu_tanh", lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+    ],
+)
+def test_activations(name, function):
+    x = np.linspace(-4, 4, 33, dtype=np.float32)
+    np.testing.assert_allclose(activate(x, name), function(x.astype(np.float64)), atol=1e-6)
+
+
+# Rotary embedding
+
+
+def test_default_frequencies_by_hand():
+    got, factor = inverse_frequencies(RopeConfig(dim=4, theta=100.0))
+    np.testing.assert_allclose(got, [1.0, 0.1], rtol=1e-6)
+    assert got.dtype == np.float32
+    assert factor == 1.0
+
+
+def test_linear_frequencies_by_hand():
+    got, _ = inverse_frequencies(RopeConfig(dim=4, theta=100.0, kind="linear", factor=4.0))
+    np.testing.assert_allclose(got, [0.25, 0.025], rtol=1e-6)
+
+
+_SCALINGS = {
+    "linear": ({"factor": 3.0}, {}),
+    "llama3": (
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+    "llama3-other": (
+        {"factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 6.0},
+        {"low_freq_factor": 0.5, "high_freq_factor": 6.0},
+    ),
+    "yarn": ({"factor": 4.0}, {"attention_factor": 0.1 * math.log(4.0) + 1.0}),
+    "yarn-betas": (
+        {"factor": 16.0, "beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 0.7},
+        {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 0.7},
+    ),
+}
+
+
+@pytest.mark.parametrize("theta", [10000.0, 5e5])
+@pytest.mark.parametrize("dim", [16, 64])
+@pytest.mark.parametrize("name", _SCALINGS)
+def test_scaled_frequencies_are_transformers(name, dim, theta):
+    transformers = pytest.importorskip("transformers")
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    kind = name.split("-")[0]
+    theirs, ours = _SCALINGS[name]
+    original = 64
+    parameters = {"rope_type": kind, "rope_theta": theta, **theirs}
+    if kind != "linear":
+        parameters["original_max_position_embeddings"] = original
+        ours = {**ours, "original_window_tokens": original}
+    config = transformers.LlamaConfig(
+        hidden_size=4 * dim, num_attention_heads=4, head_dim=dim,
+        max_position_embeddings=int(original * theirs["factor"]), rope_parameters=parameters,
+    )  # fmt: skip
+    expected, expected_factor = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    rope = RopeConfig(dim=dim, theta=theta, kind=kind, factor=theirs["factor"], **ours)
+    got, factor = inverse_frequencies(rope)
+    np.testing.assert_allclose(got, expected.numpy(), rtol=2e-6)
+    assert factor == pytest.approx(expected_factor, rel=1e-6)
+    # The scaling does something to the slow half.
+    plain, _ = inverse_frequencies(RopeConfig(dim=dim, theta=theta))
+    assert got[-1] < 0.7 * plain[-1]
+
+
+def test_rotate_pairs_the_halves():
+    """Dimension i turns with i + R by the position's angle; the dimensions after 2·R stay."""
+    rope = RopeConfig(dim=4, theta=100.0, attention_factor=0.5)
+    x = normal(1, 3, 2, 6)
+    cos, sin = rotary_cos_sin(np.array([0, 1, 7], np.int32), rope)
+    assert cos.shape == sin.shape == (3, 2)
+    got = np.asarray(rotate(x, cos, sin))
+    for t, position in enumerate((0, 1, 7)):
+        for i, frequency in enumerate((1.0, 0.1)):
+            turned = (x[0, t, :, i] + 1j * x[0, t, :, i + 2]) * np.exp(1j * frequency * position) * 0.5
+            np.testing.assert_allclose(got[0, t, :, i], turned.real, atol=1e-6)
+            np.testing.assert_allclose(got[0, t, :, i + 2], turned.imag, atol=1e-6)
+    np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
+
+
+def test_rotate_treats_queries_and_keys_alike():
+    """Grouped queries `[B, T, K, G, H]` turn as keys `[B, T, K, H]` do; dtypes are kept."""
+    x = normal(2, 3, 2, 5, 8).astype(ml_dtypes.bfloat16)
+    cos, sin = rotary_cos_sin(np.array([2, 3, 4], np.int32), RopeConfig(dim=8))
+    got = rotate(x, cos, sin)
+    assert got.dtype == jnp.bfloat16
+    for g in range(5):
+        np.testing.assert_array_equal(got[:, :, :, g], rotate(x[:, :, :, g], cos, sin))
+
+
+ROPES = {
+    "default": RopeConfig(dim=8),
+    "partial": RopeConfig(dim=4, theta=100.0),
+    "linear": RopeConfig(dim=8, kind="linear", factor=4.0),
+    "llama3": RopeConfig(dim=8, kind="llama3", factor=8.0, original_window_tokens=64),
+    "yarn": RopeConfig(dim=8, kind="yarn", factor=4.0, original_window_tokens=64, attention_factor=1.1),
+}
+
+
+@functools.cache
+def turn_of(name):
+    @jit
+    def turn(x, position):
+        return rotate(x, *rotary_cos_sin(position[None], ROPES[name]))
+
+    return lambda x, position: np.asarray(turn(x[None, None, None], np.int32(position)))[0, 0, 0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    name=st.sampled_from(list(ROPES)),
+    query=st.integers(0, 500),
+    key=st.integers(0, 500),
+    shift=st.integers(0, 500),
+)
+def test_scores_depend_on_distance_alone(name, query, key, shift):
+    turn = turn_of(name)
+    q, k = normal(8), normal(8, seed=1)
+    score = turn(q, query) @ turn(k, key)
+    shifted = turn(q, query + shift) @ turn(k, key + shift)
+    assert score == pytest.approx(shifted, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scores_do_depend_on_distance(name):
+    turn = turn_of(name)
+    q, k = normal(8), normal(8, seed=1)
+    scores = [turn(q, 10) @ turn(k, key) for key in range(11)]
+    assert np.std(scores) > 0.1
+    norms = [np.linalg.norm(turn(q, position)) for position in (0, 3, 400)]
+    np.testing.assert_allclose(norms[1:], norms[0], rtol=1e-5)
+
+
+# Masks
+
+
+def picture(mask):
+    return ["".join("x" if seen else "." for seen in row) for row in np.asarray(mask)]
+
+
+def test_causal_mask_by_hand():
+    positions = np.arange(1, 4, dtype=np.int32)
+    assert picture(causal_mask(positions, 5, 0)) == ["xx...", "xxx..", "xxxx."]
+    assert picture(causal_mask(positions, 5, 1)) == [".x...", "..x..", "...x."]
+    assert picture(causal_mask(positions, 5, 2)) == ["xx...", ".xx..", "..xx."]
+    assert picture(causal_mask(positions, 5, 3)) == ["xx...", "xxx..", ".xxx."]
+    assert picture(causal_mask(positions, 5, 9)) == picture(causal_mask(positions, 5, 0))
+
+
+def test_queries_past_the_keys_see_what_is_left():
+    assert picture(causal_mask(np.array([4, 6], np.int32), 5, 3)) == ["..xxx", "....x"]
+
+
+# Attention
+
+attend = jit(attention, static_argnames=("scale", "softcap"))
+
+
+def naive_attention(q, k, v, mask, scale, softcap):
+    """Head by head, query by query, in float64."""
+    q, k, v = (np.asarray(each, np.float64) for each in (q, k, v))
+    B, T, K, G, H = q.shape
+    mask = np.broadcast_to(mask, (B, *mask.shape[-2:]))
+    out = np.zeros((B, T, K, G, H))
+    for b, t, head, g in np.ndindex(B, T, K, G):
+        scores = k[b, head] @ q[b, t, head, g] * scale
+        if softcap:
+            scores = np.tanh(scores / softcap) * softcap
+        seen = mask[b, t]
+        weights = np.exp(scores[seen] - scores[seen].max())
+        out[b, t, head, g] = weights @ v[b, head][seen] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_attention(kv_heads, group, softcap):
+    B, T, S, H = 2, 3, 5, 4
+    q = 2 * normal(B, T, kv_heads, group, H)
+    k, v = 2 * normal(B, kv_heads, S, H, seed=1), normal(B, kv_heads, S, H, seed=2)
+    mask = np.asarray(causal_mask(np.arange(2, 5, dtype=np.int32), S, 3))
+    run = functools.partial(attend, scale=0.7, softcap=softcap)
+    got = run(q, k, v, mask)
+    assert got.shape == q.shape
+    np.testing.assert_allclose(got, naive_attention(q, k, v, mask, 0.7, softcap), atol=1e-5)
+    if group == 1:
+        return
+    # One mask per row of the batch.
+    masks = np.stack([mask, np.random.default_rng(3).random((T, S)) < 0.5])
+    masks[1, :, 2] = True
+    got = run(q, k, v, masks)
+    np.testing.assert_allclose(got, naive_attention(q, k, v, masks, 0.7, softcap), atol=1e-5)
+
+
+def test_softcap_bounds_the_scores():
+    """With a tiny cap all scores are nearly equal, with a huge one they are as without it."""
+    q, k, v = 3 * normal(1, 1, 1, 1, 4), normal(1, 1, 6, 4, seed=1), normal(1, 1, 6, 4, seed=2)
+    mask = np.ones((1, 6), bool)
+    run = functools.partial(attend, q, k, v, mask, scale=1.0)
+    np.testing.assert_allclose(run(softcap=1e-4)[0, 0, 0, 0], v[0, 0].mean(0), atol=1e-3)
+    np.testing.assert_allclose(run(softcap=1e4), run(), atol=1e-4)
+    assert np.abs(run() - run(softcap=1e-4)).max() > 0.1
+
+
+def test_attention_in_bfloat16_over_a_float32_cache():
+    q = normal(1, 2, 2, 2, 4).astype(ml_dtypes.bfloat16)
+    k, v = normal(1, 2, 5, 4, seed=1), normal(1, 2, 5, 4, seed=2)
+    mask = np.ones((2, 5), bool)
+    got = attend(q, k, v, mask, scale=0.5)
+    assert got.dtype == jnp.bfloat16
+    expected = naive_attention(q, k, v, mask, 0.5, 0.0)
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=0.03)
+
+
+def test_fully_masked_row_is_the_mean_and_finite():
+    """It happens to padding; NaN there would spread into the cache and then everywhere."""
+    q, k, v = 50 * normal(1, 2, 1, 2, 4), 50 * normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
+    mask = np.array([[False] * 3, [True, False, False]])
+    got = np.asarray(attend(q, k, v, mask, scale=1.0))
+    for g in range(2):
+        np.testing.assert_allclose(got[0, 0, 0, g], v[0, 0].mean(0), atol=1e-6)
+        np.testing.assert_allclose(got[0, 1, 0, g], v[0, 0, 0], atol=1e-6)
+
+
+def test_masked_values_weigh_exactly_nothing():
+    q, k, v = normal(1, 1, 1, 1, 4), normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
+    mask = np.array([[True, True, False]])
+    loud_k, loud_v = k.copy(), v.copy()
+    loud_k[0, 0, 2], loud_v[0, 0, 2] = 1e4 * q[0, 0, 0, 0], 1e4
+    np.testing.assert_array_equal(
+        attend(q, loud_k, loud_v, mask, scale=1.0), attend(q, k, v, mask, scale=1.0)
+    )
+    # However small the scores are that may be seen.
+    k[0, 0, :2] = -1e6 * q[0, 0, 0, 0]
+    np.testing.assert_allclose(attend(q, k, v, mask, scale=1.0)[0, 0, 0, 0], v[0, 0, :2].mean(0), atol=1e-5)

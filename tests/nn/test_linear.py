@@ -1,0 +1,230 @@
+"""Every product, with every kind of weight, is numpy's on the weight it stands for, in little memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.kernels import converted
+from jaxllm.nn.linear import embed, from_units, to_units
+from jaxllm.quant import Bfloat16Bits, QArray, dequantize, quantize
+
+KINDS = ("f32", "bf16", "bits", "int8", "int4")
+CONVERTED = ("bits", "int8", "int4")
+# Compiling is most of this file's time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def stored(kind, weight, axis):
+    if kind == "f32":
+        return jnp.asarray(weight)
+    if kind == "bf16":
+        return jnp.asarray(weight, jnp.bfloat16)
+    if kind == "bits":
+        return Bfloat16Bits(bits=jnp.asarray(weight.astype(ml_dtypes.bfloat16).view(np.uint16)))
+    return jax.tree.map(jnp.asarray, quantize(weight, bits=int(kind[-1]), axis=axis))
+
+
+def wide(weight):
+    """The weight that a stored one stands for, float64, without the code under test."""
+    if isinstance(weight, Bfloat16Bits):
+        return np.asarray(weight.bits).view(ml_dtypes.bfloat16).astype(np.float64)
+    if not isinstance(weight, QArray):
+        return np.asarray(weight).astype(np.float64)
+    levels = np.asarray(weight.data)
+    if weight.bits == 4:
+        halves = np.concatenate([levels & 15, levels >> 4], axis=-1)
+        levels = halves[..., : weight.columns].astype(np.float64) - 8
+    scale = np.asarray(weight.scale).astype(np.float64)
+    if weight.group:
+        scale = np.repeat(scale, weight.group, axis=weight.axis)
+        scale = np.take(scale, np.arange(weight.shape[weight.axis]), axis=weight.axis)
+    return levels * scale
+
+
+def assert_product(got, left, right, *, step=2e-6):
+    """`got` is the matrix product `left @ right`, but for rounding: `step` of the sum of magnitudes."""
+    expected = left @ right
+    room = np.abs(left) @ np.abs(right)
+    np.testing.assert_array_less(np.abs(np.asarray(got, np.float64) - expected), step * room + 1e-30)
+    # A product of zeros would agree with anything.
+    assert np.std(expected) > 0
+
+
+# Tiny weights take either path: converted whole, or by blocks of 4 rows.
+PATHS = [*(("whole", kind) for kind in KINDS), *(("blocks", kind) for kind in KINDS if kind != "f32")]
+
+
+def take(path, weight, dtype, monkeypatch):
+    if path == "blocks":
+        monkeypatch.setattr(converted, "BLOCK_BYTES", 4 * weight.shape[-1] * np.dtype(dtype).itemsize)
+    assert converted.fits_one_block(weight, dtype) == (path == "whole")
+
+
+def plain_and_biased(door):
+    """Both in one graph, to compile once."""
+    return jit(lambda x, weight, bias: (door(x, weight), door(x, weight, bias)))
+
+
+@pytest.mark.parametrize("shape", [(9, 70), (3, 5, 33)], ids=["2d", "3d"])
+@pytest.mark.parametrize(("path", "kind"), PATHS)
+def test_to_units(path, kind, shape, monkeypatch):
+    weight = stored(kind, normal(*shape), -1)
+    take(path, weight, np.float32, monkeypatch)
+    x, bias = normal(2, 3, shape[-1], seed=1), normal(*shape[:-1], seed=2)
+    got, biased = plain_and_biased(to_units)(x, weight, bias)
+    assert got.shape == (2, 3, *shape[:-1])
+    assert got.dtype == jnp.float32
+    matrix = wide(weight).reshape(-1, shape[-1]).T
+    assert_product(got.reshape(6, -1), x.reshape(6, -1).astype(np.float64), matrix)
+    np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
+
+
+# Rows per unit beyond a group of 32, not a multiple of it, nor of the block.
+@pytest.mark.parametrize("shape", [(70, 9), (3, 41, 5)], ids=["2d", "3d"])
+@pytest.mark.parametrize(("path", "kind"), PATHS)
+def test_from_units(path, kind, shape, monkeypatch):
+    weight = stored(kind, normal(*shape), -2)
+    take(path, weight, np.float32, monkeypatch)
+    h, bias = normal(2, 3, *shape[:-1], seed=1), normal(shape[-1], seed=2)
+    got, biased = plain_and_biased(from_units)(h, weight, bias)
+    assert got.shape == (2, 3, shape[-1])
+    assert got.dtype == jnp.float32
+    matrix = wide(weight).reshape(-1, shape[-1])
+    assert_product(got.reshape(6, -1), h.reshape(6, -1).astype(np.float64), matrix)
+    np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("path", "kind"), [("whole", "f32"), ("whole", "int4"), ("blocks", "int4")])
+@pytest.mark.parametrize("door", [to_units, from_units])
+def test_bfloat16_activations(path, kind, door, monkeypatch):
+    """Activations decide the dtype of the product, whatever the weight's and the bias's."""
+    weight = stored(kind, normal(9, 33), -1 if door is to_units else -2)
+    take(path, weight, ml_dtypes.bfloat16, monkeypatch)
+    width, out = (33, 9) if door is to_units else (9, 33)
+    x = normal(4, width, seed=1).astype(ml_dtypes.bfloat16)
+    got, biased = plain_and_biased(door)(x, weight, normal(out, seed=2))
+    assert got.dtype == biased.dtype == jnp.bfloat16
+    matrix = wide(weight).T if door is to_units else wide(weight)
+    assert_product(got, x.astype(np.float64), matrix, step=2**-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_embed(kind, dtype):
+    table = stored(kind, normal(11, 37), -1)
+    tokens = np.array([[0, 10, 3], [7, 7, 1]], np.int32)
+    got = jit(lambda tokens, table: embed(tokens, table, jnp.dtype(dtype)))(tokens, table)
+    assert got.dtype == dtype
+    expected = wide(table)[tokens]
+    room = 1e-6 if dtype == jnp.float32 else 2**-6
+    np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
+
+
+# Blocks of the real size: none, a full one, one and a row, two and a row
+
+BLOCK_ROWS = 256
+WIDTH = converted.BLOCK_BYTES // (4 * BLOCK_ROWS)
+AROUND_A_BLOCK = [*((kind, n) for kind in ("int8", "int4") for n in (255, 256, 257, 513)), ("bits", 257)]
+
+
+@pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
+def test_rows_by_blocks(kind, count):
+    weight, x = stored(kind, normal(count, WIDTH), -1), normal(2, WIDTH, seed=1)
+    assert converted.fits_one_block(weight, jnp.dtype(jnp.float32)) == (count <= BLOCK_ROWS)
+    got = jit(converted.rows_product)(x, weight)
+    assert got.shape == (2, count)
+    assert_product(got, x.astype(np.float64), wide(weight).T)
+
+
+@pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
+def test_reduction_by_blocks(kind, count):
+    """Rows that two blocks overlap count once, and groups that a block cuts keep their scales."""
+    weight, h = stored(kind, normal(count, WIDTH), -2), normal(2, count, seed=1)
+    got = jit(converted.reduction_product)(h, weight)
+    assert got.shape == (2, WIDTH)
+    assert_product(got, h.astype(np.float64), wide(weight))
+
+
+@pytest.mark.parametrize("count", [40, 257])
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_stacked_reduction_by_blocks(kind, count):
+    weight, h = stored(kind, normal(3, count, WIDTH), -2), normal(2, 3, count, seed=1)
+    got = jit(converted.stacked_reduction_product)(h, weight)
+    assert_product(got, h.reshape(2, -1).astype(np.float64), wide(weight).reshape(-1, WIDTH))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_one_bad_row_stays_one_bad_row(value):
+    """A loop's carry begins as a value of the activations, which must leave no trace."""
+    x, h = normal(2, WIDTH, seed=1), normal(2, 257, seed=1)
+    x[0, 0] = h[0, 0] = value
+    rows, weight = stored("int8", normal(257, WIDTH), -1), stored("int8", normal(257, WIDTH), -2)
+    got, reduced = jit(converted.rows_product)(x, rows), jit(converted.reduction_product)(h, weight)
+    assert_product(got[1:], x[1:].astype(np.float64), wide(rows).T)
+    assert_product(reduced[1:], h[1:].astype(np.float64), wide(weight))
+
+
+# Memory
+
+ROWS, COLUMNS = 4096, 512
+# XLA fuses a conversion into the product with a single row.
+TOKENS = 3
+DENSE_BYTES = ROWS * COLUMNS * 4
+
+
+def temporary_bytes(function, *args):
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.fixture(scope="module")
+def big():
+    return normal(ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize(("door", "units"), [(to_units, "2d"), (from_units, "2d"), (from_units, "3d")])
+@pytest.mark.parametrize("kind", CONVERTED)
+def test_converted_weight_is_never_whole_in_memory(kind, door, units, big):
+    """The reason for the blocks: with all layers' weights converted at once, a float32 model's worth."""
+    axis = -1 if door is to_units else -2
+    weight = stored(kind, big if units == "2d" else big.reshape(4, ROWS // 4, COLUMNS), axis)
+    x = np.zeros((TOKENS, COLUMNS) if door is to_units else (TOKENS, *weight.shape[:-1]), np.float32)
+    assert temporary_bytes(door, x, weight) < DENSE_BYTES / 4
+
+
+def test_the_measure_sees_a_whole_conversion(big):
+    weight = stored("int8", big, -1)
+
+    def naive(x, weight):
+        return x @ dequantize(weight, jnp.dtype(jnp.float32)).T
+
+    assert temporary_bytes(naive, np.zeros((TOKENS, COLUMNS), np.float32), weight) >= DENSE_BYTES
+
+
+def test_dense_weights_are_read_in_place(big):
+    x = np.zeros((TOKENS, COLUMNS), np.float32)
+    assert temporary_bytes(to_units, x, jnp.asarray(big)) < DENSE_BYTES / 100
+
+
+def test_layers_share_their_temporary_memory():
+    """Or a step's outputs of all products would be held from its beginning to its end."""
+    tokens, width, units = 64, 128, 4096
+    up, down = (stored("int8", normal(units, width), axis) for axis in (-1, -2))
+
+    def chain(layers):
+        def run(x, weights):
+            for up, down in weights:
+                x = x + from_units(jnp.tanh(to_units(x, up)), down)
+            return x
+
+        return temporary_bytes(run, normal(tokens, width), [(up, down)] * layers)
+
+    # One layer's inner activations more would be too many.
+    assert chain(5) < chain(1) + tokens * units * 4

@@ -1,0 +1,322 @@
+"""Executables on disk: what comes back, whose files are trusted, and how much is kept."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import serving.buckets.executables
+import serving.host.user_cache
+from jaxllm.files.atomic import atomic_file
+from serving.buckets.executables import SUFFIX, ExecutableFolder
+
+pytestmark = pytest.mark.usefixtures("own_compilations")
+
+KEY, OTHER_KEY = "ab" * 32, "cd" * 32
+LIMIT_BYTES = 1 << 24
+ROWS = np.arange(256, dtype=np.float32)
+
+
+def compiled(factor: float = 3.0) -> jax.stages.Compiled:
+    """A graph with a donated argument, one that it does not use, and results in a tree."""
+
+    def graph(rows, unused, cache):
+        del unused
+        return {"out": jnp.sin(rows) * np.float32(factor), "cache": (cache["held"] + np.float32(1),)}
+
+    shape = jax.ShapeDtypeStruct(ROWS.shape, jnp.float32)
+    return jax.jit(graph, donate_argnums=2).lower(shape, shape, {"held": shape}).compile()
+
+
+@pytest.fixture(scope="module")
+def graph() -> jax.stages.Compiled:
+    return compiled()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "executables"
+
+
+@pytest.fixture
+def folder(place: Path) -> ExecutableFolder:
+    return ExecutableFolder(place, limit_bytes=LIMIT_BYTES)
+
+
+@pytest.fixture
+def entry(folder: ExecutableFolder, place: Path, graph: jax.stages.Compiled) -> Path:
+    """The file of one stored graph."""
+    folder.store(KEY, graph)
+    return place / f"{KEY}{SUFFIX}"
+
+
+@pytest.fixture
+def notices(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What users are told."""
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def run(graph: Any) -> dict[str, Any]:
+    return jax.tree.map(np.asarray, graph(ROWS, ROWS, {"held": jnp.asarray(ROWS)}))
+
+
+# What comes back.
+
+
+def test_a_graph_that_comes_back_gives_the_same_bits(folder, entry, graph, compiles):
+    with compiles() as count:
+        again = folder.load(KEY)
+    assert count() == 0
+    got, expected = run(again), run(graph)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+def test_a_graph_that_comes_back_works_in_the_donated_memory(folder, entry):
+    held = jnp.asarray(ROWS)
+    where = held.unsafe_buffer_pointer()
+    result = folder.load(KEY)(ROWS, ROWS, {"held": held})
+    assert held.is_deleted()
+    assert result["cache"][0].unsafe_buffer_pointer() == where
+
+
+def test_a_graph_that_comes_back_refuses_other_shapes(folder, entry):
+    with pytest.raises(TypeError, match="compiled"):
+        folder.load(KEY)(ROWS[:7], ROWS, {"held": ROWS})
+
+
+def test_a_graph_that_may_come_from_the_cache_of_jax_is_not_kept(folder, place, graph):
+    """XLA:CPU serializes an executable that it has read without its code."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    try:
+        folder.store(KEY, graph)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", False)
+    assert not place.exists()
+
+
+def test_nothing_is_there_before_it_is_stored(folder, place, notices):
+    assert folder.load(KEY) is None
+    assert not place.exists()
+    assert notices() == []
+
+
+def test_a_key_has_one_graph_the_last(folder, entry):
+    folder.store(KEY, compiled(5.0))
+    assert run(folder.load(KEY))["out"][1] == pytest.approx(5 * np.sin(1.0))
+    assert os.listdir(entry.parent) == [entry.name]
+
+
+def test_a_graph_without_a_serialized_form_is_not_kept(folder, place, notices, monkeypatch):
+    def refuse(_):
+        raise NotImplementedError("const_args")
+
+    monkeypatch.setattr(serving.buckets.executables.serialize_executable, "serialize", refuse)
+    folder.store(KEY, compiled())
+    assert folder.load(KEY) is None
+    assert notices() == []
+
+
+# Damage.
+
+
+def rewritten(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "empty": rewritten(lambda raw: b""),
+    "cut in its header": rewritten(lambda raw: raw[:20]),
+    "cut behind its header": rewritten(lambda raw: raw[:69]),
+    "cut by a byte": rewritten(lambda raw: raw[:-1]),
+    "with a byte more": rewritten(lambda raw: raw + b"\0"),
+    "with another magic": rewritten(lambda raw: b"GGUF" + raw[4:]),
+    "of another version": rewritten(lambda raw: raw[:8] + b"\2" + raw[9:]),
+    "of another key": rewritten(lambda raw: raw[:12] + b"\1" + raw[13:]),
+    "with another length": rewritten(lambda raw: raw[:44] + b"\1" + raw[45:]),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe that nobody writes to": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path: (path.rename(path.with_name("else")), path.symlink_to("else")),
+    "another's to write": lambda path: path.chmod(0o620),
+    "anybody's to write": lambda path: path.chmod(0o602),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_an_entry_is_ignored_and_replaced(folder, entry, graph, damage, notices):
+    damage(entry)
+    assert folder.load(KEY) is None
+    if not entry.is_dir():
+        folder.store(KEY, graph)
+        assert run(folder.load(KEY))["out"].any()
+        assert notices() == []
+
+
+def test_no_flipped_bit_is_overlooked(folder, entry):
+    """Also where it would load, and compute something else."""
+    whole = entry.read_bytes()
+    for at in range(68, len(whole), len(whole) // 50):
+        entry.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert folder.load(KEY) is None, at
+    entry.write_bytes(whole)
+    assert folder.load(KEY) is not None
+
+
+def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, notices):
+    """Damage that no checksum tells: an entry as some other build would have written it."""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            serving.buckets.executables.serialize_executable, "serialize", lambda _: (b"x", None, None)
+        )
+        folder.store(KEY, graph)
+    assert folder.load(KEY) is None
+    folder.store(KEY, graph)
+    assert folder.load(KEY) is not None
+    assert notices() == []
+
+
+# Whose folder it is.
+
+
+def test_the_folder_is_closed_to_others_and_so_are_its_files(entry):
+    assert entry.parent.stat().st_mode & 0o777 == 0o700
+    assert entry.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777, 0o1777])
+def test_a_folder_that_others_may_write_to_is_not_used(folder, entry, graph, mode, notices):
+    entry.parent.chmod(mode)
+    assert folder.load(KEY) is None
+    folder.store(OTHER_KEY, graph)
+    assert os.listdir(entry.parent) == [entry.name]
+    (notice,) = notices()
+    assert str(entry.parent) in notice
+    assert "others may write to it" in notice
+    assert "JAXLLM_CACHE" in notice
+
+
+def test_a_folder_of_another_user_is_not_used(folder, entry, graph, notices, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert folder.load(KEY) is None
+    folder.store(OTHER_KEY, graph)
+    assert os.listdir(entry.parent) == [entry.name]
+    assert len(notices()) == 1
+
+
+def test_a_file_of_another_user_is_not_used(folder, entry, monkeypatch):
+    ours_alone = serving.host.user_cache._ours_alone
+    inode = entry.stat().st_ino
+    monkeypatch.setattr(
+        serving.host.user_cache, "_ours_alone", lambda facts: facts.st_ino != inode and ours_alone(facts)
+    )
+    assert folder.load(KEY) is None
+
+
+@pytest.mark.parametrize("obstacle", ["a file in its place", "a file above it"])
+def test_a_folder_that_cannot_be_made_is_told_once(folder, place, graph, notices, obstacle):
+    blocked = place if obstacle == "a file in its place" else place.parent
+    blocked.parent.mkdir(exist_ok=True, parents=True)
+    blocked.write_text("")
+    for _ in range(2):
+        assert folder.load(KEY) is None
+        folder.store(KEY, graph)
+    assert len(notices()) == 1
+
+
+def test_storage_that_is_full_is_told_once_and_leaves_nothing(folder, place, graph, notices, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for key in (KEY, OTHER_KEY):
+        folder.store(key, graph)
+    assert os.listdir(place) == []
+    (notice,) = notices()
+    assert "No space left on device" in notice
+
+
+# How much is kept.
+
+
+def keys(place: Path) -> set[str]:
+    return {path.name.removesuffix(SUFFIX) for path in place.glob(f"*{SUFFIX}")}
+
+
+def test_what_was_unused_for_longest_makes_room(place, graph):
+    unlimited = ExecutableFolder(place, limit_bytes=LIMIT_BYTES)
+    names = [f"{n:02x}" * 32 for n in range(4)]
+    for age, key in enumerate(names[:3]):
+        unlimited.store(key, graph)
+        path = place / f"{key}{SUFFIX}"
+        os.utime(path, ns=(10**18 + age, 10**18 + age))
+    size = path.stat().st_size
+    # Its use makes the oldest the newest.
+    assert unlimited.load(names[0]) is not None
+    ExecutableFolder(place, limit_bytes=3 * size).store(names[3], graph)
+    assert keys(place) == {names[0], names[2], names[3]}
+    ExecutableFolder(place, limit_bytes=size).store(names[1], graph)
+    assert keys(place) == {names[1]}
+
+
+def test_the_newest_stays_though_others_claim_to_be_newer(place, graph, entry):
+    os.utime(entry, ns=(2**62, 2**62))
+    ExecutableFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
+    assert keys(place) == {OTHER_KEY}
+
+
+def test_an_entry_above_the_limit_is_not_kept(place, graph, notices):
+    ExecutableFolder(place, limit_bytes=100).store(KEY, graph)
+    assert not place.exists()
+    assert notices() == []
+
+
+def test_a_file_too_large_to_be_an_entry_is_not_read(folder, entry, monkeypatch):
+    monkeypatch.setattr(serving.buckets.executables, "MAX_ENTRY_BYTES", entry.stat().st_size - 1)
+    assert folder.load(KEY) is None
+
+
+def test_leftovers_of_killed_processes_go_and_other_files_stay(folder, place, entry, graph):
+    killed, foreign = place / f".{KEY}{SUFFIX}.jaxllm-0123456789ab.tmp", place / "notes.txt"
+    for path in (killed, foreign):
+        path.write_text("")
+    with atomic_file(place / f"{KEY}{SUFFIX}"):
+        living = [path.name for path in place.iterdir() if path.suffix == ".tmp" and path != killed]
+        ExecutableFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
+        left = sorted(path.name for path in place.iterdir())
+    assert left == sorted([f"{OTHER_KEY}{SUFFIX}", *living, "notes.txt"])
+
+
+def test_many_may_store_and_load_at_once(place, graph):
+    """Two folders' worth of threads, as two processes would: every load sees a whole graph or none."""
+    faults: list[object] = []
+    size = len(jax.experimental.serialize_executable.serialize(graph)[0])
+
+    def work(seed: int) -> None:
+        mine = ExecutableFolder(place, limit_bytes=3 * size)
+        for step in range(6):
+            key = f"{(seed + step) % 4:02x}" * 32
+            mine.store(key, graph)
+            again = mine.load(key)
+            if again is not None and not run(again)["out"].any():
+                faults.append(key)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert not list(place.glob("*.tmp"))

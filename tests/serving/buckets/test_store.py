@@ -1,0 +1,328 @@
+"""Which executable belongs to which bucket, and engines that find theirs on disk."""
+
+import dataclasses
+import os
+import shutil
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+import pytest
+
+import jaxllm
+import serving.buckets.store
+from jaxllm import Engine, EngineOptions, GenerationConfig
+from jaxllm.bundle import Bundle
+from jaxllm.config import RopeConfig
+from jaxllm.quant import quantize
+from serving.buckets.bucket import Bucket
+from serving.buckets.cache import StartBucket
+from serving.buckets.decode import DecodeBucket, SampleBucket
+from serving.buckets.executables import ExecutableFolder
+from serving.buckets.prefill import PrefillBucket
+from serving.buckets.scoring import ScoreBucket
+from serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
+from serving.request import Session
+from serving.runners.runner import prefill_prompt
+from tests.tiny import TINY, random_params, write_tiny_bundle
+
+pytestmark = pytest.mark.usefixtures("own_compilations")
+
+# Few and short, so that an engine is quickly built.
+OPTIONS = EngineOptions(context_tokens=32, chunk_tokens=(16,), cache_tokens=(32,), decode_block=4)
+BUCKET = PrefillBucket(tokens=16, cache_tokens=64)
+FOLDER = ExecutableFolder(Path("nowhere"), limit_bytes=0)
+PROMPT = [5, 9, 2, 44, 17]
+CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
+
+
+# The key.
+
+
+def key(**change: Any) -> str:
+    bucket = change.pop("bucket", BUCKET)
+    facts = dict(cfg=TINY, options=OPTIONS, params={"p": np.zeros(3, np.float32)}, kernels="k")
+    return BucketStore.of_model(FOLDER, **(facts | change)).key(bucket)
+
+
+def test_a_key_names_a_file():
+    assert len(bytes.fromhex(key())) == 32
+    assert key() == key()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(params={"q": np.zeros(3, np.float32)}),
+        dict(kernels="l"),
+        dict(bucket=ScoreBucket(tokens=16, cache_tokens=64)),
+        *(
+            dict(bucket=dataclasses.replace(BUCKET, **each))
+            for each in (dict(tokens=32), dict(cache_tokens=65), dict(level=50))
+        ),
+        *(
+            dict(cfg=dataclasses.replace(TINY, **each))
+            for each in (
+                dict(norm_eps=1e-6),
+                dict(rope=None),
+                dict(rope=RopeConfig(dim=16, theta=1e6)),
+                dict(attention_windows=(0, 8)),
+                dict(logit_softcap=30.0),
+            )
+        ),
+        *(
+            dict(options=dataclasses.replace(OPTIONS, **each))
+            for each in (
+                dict(activation_dtype="bfloat16"),
+                dict(decode_block=5),
+                dict(chunk_tokens=(16, 32)),
+                dict(cache_tokens=(16, 32)),
+                dict(context_tokens=31),
+            )
+        ),
+    ],
+    ids=repr,
+)
+def test_what_a_bucket_depends_on_changes_its_key(change):
+    assert key(**change) != key()
+
+
+def test_where_buckets_are_kept_does_not_change_their_key():
+    assert key(options=dataclasses.replace(OPTIONS, executables_bytes=7)) == key()
+
+
+def test_parameters_are_told_apart_by_name_shape_dtype_and_structure():
+    rows = np.ones((64, 64), np.float32)
+    different = [
+        {"a": rows},
+        {"b": rows},
+        {"a": rows, "b": rows},
+        {"a": rows[:32]},
+        {"a": rows.reshape(-1)},
+        {"a": rows.astype(np.float16)},
+        {"a": (rows,)},
+        {"a": [rows]},
+        {"a": quantize(rows, bits=8, axis=-1)},
+        {"a": quantize(rows, bits=8, axis=-2)},
+        {"a": quantize(rows, bits=4, axis=-1)},
+        # A field that is no array: it changes nothing but the structure.
+        {"a": dataclasses.replace(quantize(rows, bits=4, axis=-1), columns=63)},
+    ]
+    assert len({params_digest(params) for params in different}) == len(different)
+    assert params_digest({"a": rows}) == params_digest({"a": 2 * rows})
+
+
+def other_device(patch: pytest.MonkeyPatch, **change: Any) -> None:
+    """A device like the real one but for some facts."""
+    real = jax.devices()[0]
+    names = ("platform", "device_kind", "id", "client")
+    device = types.SimpleNamespace(**{name: getattr(real, name) for name in names} | change)
+    patch.setattr(jax, "devices", lambda: [device])
+
+
+CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
+    "jaxllm": lambda patch: patch.setattr(jaxllm, "__version__", "9"),
+    "source": lambda patch: patch.setattr(serving.buckets.store, "_SOURCE_DIGEST", "9"),
+    "python": lambda patch: patch.setattr("sys.version_info", (3, 99, 0, "final", 0)),
+    "interpreter": lambda patch: patch.setattr("sys.implementation.cache_tag", "other"),
+    "jax": lambda patch: patch.setattr(jax, "__version__", "9"),
+    "jaxlib": lambda patch: patch.setattr(jaxlib, "__version__", "9"),
+    "numpy": lambda patch: patch.setattr(np, "__version__", "9"),
+    "XLA_FLAGS": lambda patch: patch.setenv("XLA_FLAGS", "--xla_cpu_use_xnnpack=true"),
+    "kernels": lambda patch: patch.setenv("JAXLLM_KERNELS", "others"),
+    "platform": lambda patch: other_device(patch, platform="gpu"),
+    "device": lambda patch: other_device(patch, device_kind="H200"),
+    "driver": lambda patch: other_device(patch, client=types.SimpleNamespace(platform_version="12.9")),
+    "devices": lambda patch: patch.setattr(jax, "device_count", lambda: 3),
+    "cores": lambda patch: patch.setattr(serving.buckets.store, "usable_cores", lambda: 77),
+    "cpu": lambda patch: patch.setattr(serving.buckets.store, "cpu_features", lambda: ["flags: mmx"]),
+}
+
+
+@pytest.mark.parametrize("change", CIRCUMSTANCES.values(), ids=CIRCUMSTANCES)
+def test_circumstances_that_change_buckets_are_told_apart(monkeypatch, change):
+    before = environment_facts()
+    assert environment_facts() == before
+    with monkeypatch.context() as patch:
+        change(patch)
+        assert environment_facts() != before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("jax_default_matmul_precision", "highest"), ("jax_threefry_partitionable", False)]
+)
+def test_settings_of_jax_are_told_apart_but_for_logs(setting, value):
+    before, old = environment_facts(), jax.config.values[setting]
+    jax.config.update(setting, value)
+    try:
+        assert environment_facts() != before
+    finally:
+        jax.config.update(setting, old)
+    jax.config.update("jax_log_compiles", True)
+    try:
+        assert environment_facts() == before
+    finally:
+        jax.config.update("jax_log_compiles", False)
+
+
+def test_the_source_is_told_apart_by_place_and_content(tmp_path: Path):
+    def digest(**files: str) -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name, text in files.items():
+            path = folder / name.replace("__", "/").replace("_dot_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return source_digest(str(folder))
+
+    base = digest(a_dot_py="1", b__c_dot_py="2")
+    assert base == digest(a_dot_py="1", b__c_dot_py="2", README_dot_md="3")
+    assert base != digest(a_dot_py="1", b__c_dot_py="3")
+    assert base != digest(a_dot_py="1", c_dot_py="2")
+    assert base != digest(a_dot_py="12", b__c_dot_py="")
+    assert base != digest(a_dot_py="1", b__c_dot_py="2", kernels_dot_abi3_dot_so="3")
+
+
+def test_the_source_is_all_that_a_bucket_is_made_from():
+    """The digest itself may be outdated: it is of the source that this process began with."""
+    rooms = [Path(jaxllm.__file__).parent, Path(serving.buckets.store.__file__).parents[1]]
+    modules = {path for room in rooms for path in serving.buckets.store._modules(str(room))}
+    for module in (
+        "jaxllm/steps/model.py",
+        "jaxllm/models/layer.py",
+        "jaxllm/models/decoder.py",
+        "jaxllm/kernels/native.py",
+        "serving/runners/resident.py",
+    ):
+        assert any(path.endswith(f"/{module}") for path in modules), module
+    assert all("__pycache__" not in path for path in modules)
+    assert len(serving.buckets.store._SOURCE_DIGEST) == 64
+
+
+# Engines.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The place of the executables in a cache of this test's own, switched on."""
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAXLLM_EXECUTABLES_BYTES")
+    return tmp_path / "cache" / "executables"
+
+
+@pytest.fixture(scope="module")
+def first(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Path]:
+    """An engine that found no buckets, and where it left its own."""
+    home = tmp_path_factory.mktemp("first")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAXLLM_CACHE", str(home))
+        patch.delenv("JAXLLM_EXECUTABLES_BYTES")
+        return started(tiny_bundle), home / "executables"
+
+
+@pytest.fixture
+def filled(cache: Path, first: tuple[Engine, Path]) -> Path:
+    """A copy of what the first engine left."""
+    shutil.copytree(first[1], cache)
+    return cache
+
+
+def started(bundle: Path, families: tuple[type[Bucket], ...] = (Bucket,), **options: Any) -> Engine:
+    """An engine with buckets of these families, or with all."""
+    engine = Engine.open(bundle, options=dataclasses.replace(OPTIONS, **options), warm_up=False)
+    engine.runner.fill(each for each in engine.runner.all_buckets() if isinstance(each, families))
+    return engine
+
+
+def answer(engine: Engine) -> list[int]:
+    return engine.generate(PROMPT, CONFIG).tokens
+
+
+def test_a_second_engine_compiles_nothing_and_says_the_same_to_the_bit(tiny_bundle, first, filled, compiles):
+    engine, _ = first
+    assert engine.runner.table.loaded == set()
+    with compiles() as count:
+        second = started(tiny_bundle)
+        assert answer(second) == answer(engine)
+    assert count() == 0
+    assert (
+        second.runner.table.loaded == set(second.runner.all_buckets()) == set(second.runner.table.bucket_ms)
+    )
+    logits = [prefill_prompt(each.runner, each.runner.start(9), PROMPT, 0)[0] for each in (engine, second)]
+    assert np.asarray(logits[0]).tobytes() == np.asarray(logits[1]).tobytes()
+    assert len(list(filled.iterdir())) == len(engine.runner.all_buckets())
+
+
+def test_a_loaded_engine_updates_its_cache_in_place(tiny_bundle, filled):
+    runner = started(tiny_bundle).runner
+    before = runner.start(9)
+    places = [rows.unsafe_buffer_pointer() for rows in (*before.keys, *before.values)]
+    _, after = prefill_prompt(runner, before, PROMPT, 0)
+    assert [rows.unsafe_buffer_pointer() for rows in (*after.keys, *after.values)] == places
+    assert all(rows.is_deleted() for rows in before.keys)
+    for bucket in (each for each in runner.table.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
+        memory = runner.table.get(bucket).memory_analysis()
+        assert memory.alias_size_in_bytes >= sum(rows.nbytes for rows in (*after.keys, *after.values))
+
+
+def test_a_loaded_engine_goes_on_with_a_session(tiny_bundle, first, filled):
+    answers = []
+    for engine in (first[0], started(tiny_bundle)):
+        session = Session()
+        opening = engine.stream(PROMPT, CONFIG, session=session).result()
+        turn = engine.stream([*PROMPT, *opening.tokens, 7], CONFIG, session=session).result()
+        answers.append((opening.tokens, turn.tokens, turn.reused_tokens))
+    assert answers[0] == answers[1]
+
+
+def test_a_damaged_entry_is_compiled_anew(tiny_bundle, filled, compiles):
+    for path in filled.iterdir():
+        os.truncate(path, path.stat().st_size - 9)
+    for compiled in (1, 0):
+        with compiles() as count:
+            engine = started(tiny_bundle, (StartBucket,))
+            assert engine.runner.start(9).capacity_tokens == 32
+        assert count() == compiled
+        assert len(engine.runner.table.loaded) == 1 - compiled
+
+
+@pytest.mark.parametrize("how", ["option", "environment"])
+def test_the_switch(tiny_bundle, cache, monkeypatch, how):
+    if how == "environment":
+        monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
+    off = dict(executables_bytes=0) if how == "option" else {}
+    for _ in range(2):
+        assert started(tiny_bundle, (StartBucket,), **off).runner.table.loaded == set()
+    assert not cache.exists()
+    # An option goes before the environment.
+    monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
+    started(tiny_bundle, (StartBucket,), executables_bytes=1 << 20)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_folder_that_is_not_ours_alone_costs_no_bucket(tiny_bundle, cache, caplog):
+    cache.mkdir(parents=True)
+    cache.chmod(0o777)
+    assert started(tiny_bundle, (StartBucket, SampleBucket)).runner.start(9).capacity_tokens == 32
+    assert list(cache.iterdir()) == []
+    assert len(caplog.records) == 1
+
+
+def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_path, filled):
+    other = write_tiny_bundle(tmp_path / "other", params=random_params(TINY, seed=3))
+    engine = started(other)
+    assert engine.runner.table.loaded == set(engine.runner.all_buckets())
+    narrow = started(write_tiny_bundle(tmp_path / "narrow", "int8"), (StartBucket,))
+    assert narrow.runner.table.loaded == set()
+
+
+def test_kernels_are_told_apart(tiny_bundle, tmp_path):
+    folder = ExecutableFolder(tmp_path / "x", limit_bytes=1 << 24)
+    facts = dict(cfg=TINY, options=OPTIONS, params=Bundle.open(tiny_bundle).load())
+    compiled = jax.jit(lambda x: x + np.float32(1)).lower(np.float32(1)).compile()
+    BucketStore.of_model(folder, **facts).store(BUCKET, compiled)
+    assert BucketStore.of_model(folder, **facts).load(BUCKET)(np.float32(2)) == 3
+    assert BucketStore.of_model(folder, **facts, kernels="native avx512").load(BUCKET) is None

@@ -1,0 +1,136 @@
+"""Chunks in and out of caches: what is stored comes back, what is computed is what a prefill gives."""
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.kv.codecs import RAW, ChunkFormat, ChunkShape
+from serving.buckets.context import EncodeBucket, LoadBucket, RestoreBucket
+from serving.buckets.layer import EmbedBucket
+from serving.contexts.chunk_io import ChunkIO
+from serving.options import EngineOptions
+from serving.runners.runner import prefill_prompt
+from tests.kernels.switching import needs_native
+from tests.tiny import TINY
+
+C = 16
+TOKENS = np.random.default_rng(0).integers(0, 250, 60).tolist()
+
+
+def prefilled(runner, tokens=TOKENS):
+    """A cache, and a copy of its keys and values."""
+    _, cache = prefill_prompt(runner, runner.start(len(tokens)), tokens, 0)
+    return cache, [np.array(rows) for rows in (*cache.keys, *cache.values)]
+
+
+def rows_of(cache):
+    return [np.asarray(rows) for rows in (*cache.keys, *cache.values)]
+
+
+def test_chunks_come_back_as_their_codec_has_them(engine_of):
+    """Of every width, in other places nothing; the first layer by hand."""
+    runner = engine_of("kivi").runner
+    chunk_io = ChunkIO(runner)
+    cache, rows = prefilled(runner)
+    stored = chunk_io.encode(cache, {0: 4, 1: 8, 3: 2})
+    assert {chunk: bits for chunk, (bits, _) in stored.items()} == {0: 4, 1: 8, 3: 2}
+    shape = ChunkShape(heads=4, tokens=C, width=16)
+    for chunk, (bits, blobs) in stored.items():
+        assert [blob.size for blob in blobs] == chunk_io.layer_bytes[bits]
+        assert sum(blob.size for blob in blobs) == chunk_io.chunk_bytes(bits)
+        # What the codec decodes is what it was given, but for its levels.
+        keys, values = ChunkFormat.named("kivi", C).codec.decode(blobs[0][None], shape, bits)
+        for got, layer in ((keys, 0), (values, 3)):
+            wanted = rows[layer][0, :, chunk * C : (chunk + 1) * C]
+            assert np.abs(np.asarray(got)[0] - wanted).max() <= 0.6 * np.ptp(wanted) / (2**bits - 1)
+    loaded = chunk_io.load(runner.start(60), stored)
+    for got, whole in zip(rows_of(loaded), rows, strict=True):
+        assert not got[:, :, 32:48].any()
+        assert not np.array_equal(got[:, :, :16], whole[:, :, :16])
+        np.testing.assert_allclose(got[:, :, 16:32], whole[:, :, 16:32], atol=0.02)
+
+
+@pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
+def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, weights, compiles):
+    """As a prefill has them: two buckets for three layers, in a pass with room for no more, and for more."""
+    runner = engine_of("raw", weights).runner
+    assert runner.model.alike == (0, 1, 0)
+    chunk_io = ChunkIO(runner)
+    cache, rows = prefilled(runner)
+    stored = chunk_io.encode(cache, dict.fromkeys(range(4), RAW))
+    with compiles() as count:
+        for missing, bucket in (([0, 2], 2), ([1], 1), ([2], 2)):
+            cache = runner.start(60)
+            at = chunk_io.positions(missing, bucket)
+            x, restored = chunk_io.embed(TOKENS, at), []
+            for layer in range(chunk_io.layers):
+                there = {n: (RAW, stored[n][1][layer]) for n in range(3) if n not in missing}
+                x, past = chunk_io.restore_layer(layer, x, at, cache, there)
+                restored.append(past)
+            assert x.shape == (1, bucket * C, TINY.hidden_size)
+            found = [np.asarray(past[part]) for part in (0, 1) for past in restored]
+            for got, whole in zip(found, rows, strict=True):
+                np.testing.assert_allclose(
+                    got[:, :, :48], whole[:, :, :48], atol=2e-3 if weights == "int8" else 1e-5
+                )
+                assert not got[:, :, 48:].any()
+    assert count() == 0
+
+
+def test_blobs_that_have_not_the_bytes_of_their_width_are_refused(engine_of):
+    """Before an address of them is given away, in whichever layer."""
+    runner = engine_of("kivi").runner
+    chunk_io = ChunkIO(runner)
+    cache, _ = prefilled(runner)
+    bits, blobs = chunk_io.encode(cache, {1: 4})[1]
+    short = [*blobs[:2], blobs[2][:-1]]
+    for stored, layer in (((8, blobs), 0), ((2, blobs), 0), ((bits, short), 2)):
+        with pytest.raises(CheckpointError, match=f"chunk 1 has .* bytes in layer {layer}"):
+            chunk_io.load(runner.start(60), {1: stored})
+        at = chunk_io.positions([0], 1)
+        there = {1: (stored[0], stored[1][layer])}
+        with pytest.raises(CheckpointError, match=f"chunk 1 has .* bytes in layer {layer}"):
+            chunk_io.restore_layer(layer, chunk_io.embed(TOKENS, at), at, runner.start(60), there)
+
+
+@needs_native
+def test_a_level_stores_the_heads_that_it_uses(engine_of):
+    """Although its cache has room for those of the whole model."""
+    engine = engine_of("channel", "int8", (50,))
+    whole, half = (ChunkIO(engine.runner_at(level)) for level in (100, 50))
+    assert half.runner.model.bucket_level == 100
+    assert half.chunk_bytes(4) == whole.chunk_bytes(4) // 2
+    assert (half.heads, whole.heads) == ((2, 2, 2), (4, 4, 4))
+    cache, rows = prefilled(half.runner)
+    loaded = half.load(half.runner.start(60), half.encode(cache, {0: 8, 2: 8}))
+    for got, wanted in zip(rows_of(loaded), rows, strict=True):
+        assert got.shape[1] == 4
+        assert not got[:, 2:].any()
+        np.testing.assert_allclose(got[:, :2, :16], wanted[:, :2, :16], atol=0.03)
+        np.testing.assert_allclose(got[:, :2, 32:48], wanted[:, :2, 32:48], atol=0.03)
+        assert not got[:, :, 16:32].any()
+
+
+def test_all_of_them_are_in_the_table(engine_of):
+    runner = engine_of("kivi").runner
+    buckets = runner.table.bucket_ms
+    assert {LoadBucket, RestoreBucket, EmbedBucket, EncodeBucket} <= {type(bucket) for bucket in buckets}
+    assert len([bucket for bucket in buckets if isinstance(bucket, RestoreBucket)]) == 2 * 2 * 2
+    assert not buckets.keys() - {*runner.all_buckets()}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(kv_codec="zip"), "no codec 'zip'"),
+        (dict(kv_codec="raw", kv_chunk_tokens=0), "kv_chunk_tokens must be in"),
+    ],
+)
+def test_bad_options_are_told(options, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineOptions(**options)
+
+
+def test_a_chunk_that_cannot_be_computed_is_refused():
+    with pytest.raises(ConfigError, match="divides none"):
+        EngineOptions(kv_codec="raw", kv_chunk_tokens=24).resolve(TINY)

@@ -1,0 +1,134 @@
+"""What rounds learn from a verdict, and how plain tokens come while drafting pauses."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+
+from serving.runners.verdict import Verdict
+from serving.speculation.host_tree import grown, matching_tokens, root_alone
+from serving.speculation.lookup_drafter import LookupDrafter
+from serving.speculation.options import SpeculationOptions, TreeShape
+from serving.speculation.speculation import Speculation
+
+LEARNED = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)
+
+
+@dataclasses.dataclass
+class Cache:
+    """Room, and how much of it is in use."""
+
+    capacity_tokens: int = 128
+    length: int = 0
+
+
+class Silent:
+    """A drafter that never speaks."""
+
+    step_s, steps = 0.001, 0
+
+    def grow(self, sequence, root, alpha, most):
+        return root_alone(root, 16)
+
+
+class Target:
+    """Says 1, 2, 3 and so on, at most `block` tokens a call."""
+
+    streams_weights, lock, block = False, threading.RLock(), 8
+
+    def __init__(self):
+        self.asked = []
+
+    def decode_limit(self, pace, remaining):
+        return min(pace, self.block, remaining)
+
+    def decode(self, token, cache, sampler, stop_ids, limit, held):
+        self.asked.append(limit)
+        said = np.arange(1, limit + 1)[None] + int(token[0])
+        return said, limit, cache, sampler
+
+    def expect(self, tokens):
+        pass
+
+
+def forked():
+    """One branch of two tokens, and a longer one that the draft believes less."""
+    tokens, parents = [1, 2, *range(3, 11)], [0, 1, 0, *range(3, 10)]
+    shares = [0.9, 0.8, *(0.1 * 0.6**each for each in range(8))]
+    return grown(root_alone(0, 16), tokens, parents, shares)
+
+
+def learned(tree, path, limit=64):
+    rounds = Speculation(Target(), Silent(), LEARNED)
+    tokens = np.zeros(len(path), np.int32)
+    rounds._learn(tree, Verdict(tokens, np.array(path, np.int32)), limit, 0.001, 0.01)
+    return rounds._fallback.alpha
+
+
+def test_the_threshold_learns_from_the_branch_that_matches():
+    tree = forked()
+    # All of the short branch is right, whatever the long one holds.
+    assert learned(tree, [0, 1, 2]) == pytest.approx(0.005)
+    # One of its two tokens, none of them, and three of the long one's eight.
+    confidence = 0.8
+    assert learned(tree, [0, 1]) == pytest.approx(0.01 / confidence**0.5)
+    assert learned(tree, [0]) == pytest.approx(0.01 / confidence)
+    assert learned(tree, [0, 3, 4, 5]) == pytest.approx(0.01 / confidence ** (5 / 8))
+    # An answer that was full says nothing of the rest.
+    assert learned(tree, [0, 1], limit=2) == 0.01
+    assert [matching_tokens(tree, node) for node in (0, 1, 2, 3)] == [2, 2, 2, 8]
+
+
+def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
+    rounds = Speculation(Target(), Silent(), SpeculationOptions(drafter="ngram", lookup=False))
+    for _ in range(3):
+        rounds._payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
+    paused = rounds._payoff.paused_tokens
+    assert paused == 8
+    rounds._payoff.plain(took_ms=1e-3, tokens=1)
+    held, cache = [7], Cache()
+    rows, count, _, _ = rounds.decode(np.array([0], np.int32), cache, None, np.zeros(0), 32, held)
+    # As many as drafting still pauses for, and not one by one.
+    assert rounds.runner.asked == [7]
+    assert (count, rows.shape, rounds.counts.plain_tokens) == (7, (1, 7), 7)
+    assert rounds._payoff.worthwhile
+    # A draft that says nothing is followed by one token.
+    rounds.decode(np.array([0], np.int32), cache, None, np.zeros(0), 32, held)
+    assert rounds.runner.asked == [7, 1]
+
+
+class Line:
+    """A drafter of one line, which remembers what it is told."""
+
+    step_s, steps = 0.0, 0
+
+    def __init__(self, tokens, share):
+        self.tokens, self.share, self.followed = tokens, share, None
+
+    def grow(self, sequence, root, alpha, most):
+        shares = [self.share ** (place + 1) for place in range(len(self.tokens))]
+        return grown(root_alone(root, 16), self.tokens, list(range(len(self.tokens))), shares)
+
+    def follow(self, path, token):
+        self.followed = path, token
+
+
+def test_a_line_is_the_one_that_promises_more():
+    shape = TreeShape(nodes=(4, 8), room=16, tips=1, branches=1)
+    text = [1, 2, 3, 4, 5, 6, 1, 2]
+    unsure, sure = Line([9, 9], 0.1), Line([9, 8, 7, 6], 0.99)
+    # Who leaves trees out leaves out nothing else.
+    both = Speculation(Target(), unsure, SpeculationOptions(model="draft", trees=shape)).drafter
+    assert isinstance(both, LookupDrafter)
+    assert both.grow(text, 3, 0.01, 8).tokens[:4].tolist() == [3, 4, 5, 6]
+    # To the model, what the text knew is what the target said.
+    both.follow([0, 1, 2], 7)
+    assert unsure.followed == ([0], 4)
+    both = LookupDrafter(sure, shape)
+    rates = dict(both._ngrams._rates)
+    assert both.grow(text, 3, 0.01, 8).tokens[:4].tolist() == [3, 9, 8, 7]
+    both.follow([0, 1], 4)
+    assert sure.followed == ([0, 1], 4)
+    # What was not read says nothing of the text.
+    assert both._ngrams._rates == rates

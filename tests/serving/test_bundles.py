@@ -1,0 +1,373 @@
+"""What a user may name as a model, and the cache of prepared folders behind it."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import jaxllm
+import serving.host.user_cache
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.elastic import elastic_parts
+from jaxllm.elastic.ladder import Ladder
+from jaxllm.errors import BundleError, CheckpointError
+from jaxllm.prepare import prepare
+from serving.bundles import default_bundle, levels_of, open_model, packaged_models
+from serving.host.user_cache import cache_folder
+from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("JAXLLM_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, cache: Path) -> Path:
+    return write_tiny_folder(tmp_path / "model", params=random_params(TINY))
+
+
+def entries(cache: Path) -> dict[Path, tuple[int, int]]:
+    """Every file in the cache, with what changes when it is written again."""
+    return {
+        path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in cache.rglob("*") if path.is_file()
+    }
+
+
+def only(cache: Path) -> Path:
+    (path,) = entries(cache)
+    return path
+
+
+def later(path: Path, seconds: int = 5) -> None:
+    """Moves a file's time, as a change within the clock's resolution would not."""
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + seconds * 10**9))
+
+
+# The three kinds.
+
+
+def test_packaged_models_go_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.bundles, "_assets", lambda: tmp_path / "assets")
+    (tmp_path / "assets").mkdir()
+    for name in ("default", "draft"):
+        write_tiny_bundle(tmp_path / "assets" / f"{name}.jaxllm", name=name)
+    assert packaged_models() == ["default", "draft"]
+    assert open_model("draft").layout.name == "draft"
+    assert open_model(None).layout.name == "default"
+    # What is there under that name is meant.
+    monkeypatch.chdir(tmp_path)
+    write_tiny_bundle(tmp_path / "draft", name="mine")
+    assert open_model("draft").layout.name == "mine"
+    with pytest.raises(CheckpointError, match="one of the packaged models: default, draft"):
+        open_model("drafts")
+
+
+def test_levels_besides_the_whole_model(tmp_path: Path) -> None:
+    assert levels_of(write_tiny_bundle(tmp_path / "plain.jaxllm")) == ()
+    parts = elastic_parts(Ladder(levels=(40, 70, 100)))
+    assert levels_of(write_tiny_bundle(tmp_path / "elastic.jaxllm", parts=parts)) == (40, 70)
+
+
+def test_none_is_the_model_in_the_package() -> None:
+    path = default_bundle()
+    assert path.parent == Path(jaxllm.__file__).parent / "assets"
+    if not path.exists():
+        with pytest.raises(BundleError, match="default"):
+            open_model(None)
+        pytest.skip(f"{path} is not made yet")
+    with open_model(None) as bundle:
+        bundle.verify()
+        assert bundle.path == path
+
+
+@pytest.mark.parametrize("spelling", [str, Path])
+def test_a_bundle_is_opened_where_it_is(tmp_path: Path, cache: Path, spelling: Callable[[Path], Any]) -> None:
+    path = write_tiny_bundle(tmp_path / "any name", "int8", params=random_params(TINY))
+    for weights in (None, "int8"):
+        with open_model(spelling(path), weights=weights) as bundle:
+            assert bundle.path == path
+            assert bundle.cfg == TINY
+    assert not cache.exists()
+
+
+def test_a_bundle_is_not_converted(tmp_path: Path, cache: Path) -> None:
+    path = write_tiny_bundle(tmp_path / "m", "int8", params=random_params(TINY))
+    with pytest.raises(CheckpointError, match=r"m holds int8 weights, not f32; .* --weights f32"):
+        open_model(path, weights="f32")
+
+
+@pytest.mark.parametrize("name", ["absent", "absent/model.jaxllm", "file/below"])
+def test_nothing_there(tmp_path: Path, cache: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"{name}: no such file or folder; .*jaxllm prepare"):
+        open_model(tmp_path / name)
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"GGUF" + bytes(500)])
+def test_some_other_file(tmp_path: Path, cache: Path, content: bytes) -> None:
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(BundleError, match="not a jaxllm bundle"):
+        open_model(tmp_path / "model.gguf")
+
+
+# The cache.
+
+
+def test_a_folder_is_prepared_once(folder: Path, cache: Path) -> None:
+    calls: list[tuple[str, int, int]] = []
+    with open_model(folder, progress=lambda *call: calls.append(call)) as bundle:
+        first = bundle.fingerprint
+        assert bundle.layout.weights == "f32"
+        assert bundle.cfg == TINY
+        for name, value in bundle.load().items():
+            np.testing.assert_array_equal(value, random_params(TINY)[name], strict=True)
+    assert calls
+    before = entries(cache)
+    assert len(before) == 1
+    calls.clear()
+    with open_model(folder, progress=lambda *call: calls.append(call)) as bundle:
+        assert bundle.fingerprint == first
+        assert bundle.path in before
+    assert calls == []
+    assert entries(cache) == before
+
+
+def test_other_spellings_of_a_folder_share_its_entry(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_model(folder)
+    before = entries(cache)
+    (folder.parent / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for spelling in (".", str(folder) + "/", folder.parent / "link", folder / ".." / "model"):
+        open_model(spelling)
+    assert entries(cache) == before
+
+
+def test_widths_and_folders_have_entries_of_their_own(tmp_path: Path, folder: Path, cache: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    models = [open_model(each, weights=weights) for each in (folder, other) for weights in (None, "int4")]
+    paths = [model.path for model in models]
+    assert set(entries(cache)) == set(paths)
+    assert len(set(paths)) == 4
+    assert [model.layout.weights for model in models] == ["f32", "int4"] * 2
+    # Naming the checkpoint's own width is naming none.
+    assert open_model(folder, weights="f32").path == paths[0]
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "weights": lambda folder: write_tiny_folder(folder, params=random_params(TINY, seed=1)),
+    "weights of the same size": lambda folder: later(folder / "model.safetensors"),
+    "tokenizer": lambda folder: later(folder / "tokenizer.json"),
+    "config": lambda folder: later(folder / "config.json"),
+    "chat template": lambda folder: (folder / "chat_template.jinja").write_text("{{ messages }}"),
+    "file removed": lambda folder: (folder / "chat_template.jinja").unlink(),
+    "file added": lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": 5}'),
+    "older vocabulary": lambda folder: (folder / "spiece.model").write_text(""),
+    "SentencePiece": lambda folder: (folder / "source.spm").write_text(""),
+    "tiktoken": lambda folder: (folder / "qwen.tiktoken").write_text(""),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_changed_folder_is_prepared_again(folder: Path, cache: Path, change: Callable[[Path], Any]) -> None:
+    """And what it held before makes room, while those who have it open keep it."""
+    with open_model(folder) as old:
+        loaded = old.load()
+        other_width = open_model(folder, weights="int8").path
+        change(folder)
+        with open_model(folder) as new:
+            assert set(entries(cache)) == {new.path, other_width}
+            assert new.path != old.path
+            direct = cache / "direct"
+            prepare(folder, direct)
+            assert new.path.read_bytes() == direct.read_bytes()
+    for name, value in loaded.items():
+        np.testing.assert_array_equal(value, random_params(TINY)[name], strict=True)
+
+
+@pytest.mark.parametrize("name", ["README.md", "pytorch_model.bin", ".gitattributes", "modeling.py"])
+def test_files_that_make_no_model_change_nothing(folder: Path, cache: Path, name: str) -> None:
+    open_model(folder)
+    before = entries(cache)
+    (folder / name).write_text("new")
+    open_model(folder)
+    assert entries(cache) == before
+
+
+def flip(path: Path, place: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+ROT: dict[str, Callable[[Path], Any]] = {
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "header": lambda path: flip(path, 8),
+    "manifest": lambda path: flip(path, -5),
+    "weights": lambda path: flip(path, 100_000),
+}
+
+
+@pytest.mark.parametrize("rot", ROT.values(), ids=ROT)
+def test_an_entry_that_went_bad_is_made_again(folder: Path, cache: Path, rot: Callable[[Path], Any]) -> None:
+    open_model(folder)
+    path = only(cache)
+    whole = path.read_bytes()
+    rot(path)
+    assert path.read_bytes() != whole
+    with open_model(folder) as bundle:
+        bundle.verify()
+        assert bundle.path == path
+    assert only(cache).read_bytes() == whole
+
+
+def test_a_folder_that_went_bad_leaves_the_cache_alone(folder: Path, cache: Path) -> None:
+    open_model(folder)
+    before = entries(cache)
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(CheckpointError, match="truncated or corrupt"):
+        open_model(folder)
+    assert entries(cache) == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / place))
+    with pytest.raises(CheckpointError) as caught:
+        open_model(folder)
+    message = str(caught.value)
+    assert "cannot be created" in message
+    assert "set JAXLLM_CACHE to a writable folder" in message
+    assert "\n" not in message
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_cache_without_permission(tmp_path: Path, folder: Path, cache: Path) -> None:
+    cache.mkdir(mode=0o500)
+    with pytest.raises(CheckpointError, match="set JAXLLM_CACHE"):
+        open_model(folder)
+
+
+@pytest.mark.parametrize("above", [0, 1, 2])
+def test_a_bundle_that_others_could_have_planted_is_not_used(folder: Path, cache: Path, above: int) -> None:
+    open_model(folder)
+    path = only(cache)
+    write_tiny_bundle(path, name="planted")
+    place = path.parents[above]
+    place.chmod(0o777)
+    with pytest.raises(CheckpointError, match=r"others may write to it.*set JAXLLM_CACHE") as caught:
+        open_model(folder)
+    assert str(place) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        lambda path: path.chmod(0o666),
+        lambda path: (path.rename(path.parents[3] / "planted"), path.symlink_to(path.parents[3] / "planted")),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+    ],
+    ids=["writable", "link", "pipe"],
+)
+def test_an_entry_that_others_could_have_written_is_made_again(
+    folder: Path, cache: Path, plant: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    open_model(folder)
+    path = only(cache)
+    write_tiny_bundle(path, name="planted")
+    plant(path)
+    with open_model(folder) as bundle:
+        assert (bundle.path, bundle.layout.name) == (path, "model")
+    assert path.is_file()
+    assert not path.is_symlink()
+    assert "is not used, and made again" in caplog.text
+
+
+def test_what_is_kept_is_closed_to_others(folder: Path, cache: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        open_model(folder)
+    finally:
+        os.umask(before)
+    path = only(cache)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for each in (cache, *(place for place in path.parents if cache in place.parents)):
+        assert each.stat().st_mode & 0o777 == 0o700
+
+
+def test_weights_changed_behind_the_back_of_size_and_time_make_another_bundle(
+    folder: Path, cache: Path
+) -> None:
+    first = open_model(folder).fingerprint
+    path = folder / "model.safetensors"
+    times, size = path.stat(), path.stat().st_size
+    flip(path, size - 3)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (size, times.st_mtime_ns)
+    assert open_model(folder).fingerprint != first
+
+
+def test_large_files_are_told_apart_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving.bundles, "_SAMPLES", 4)
+    monkeypatch.setattr(serving.bundles, "_SAMPLE_BYTES", 10)
+    path = tmp_path / "large"
+    for size in (1, 10, 39, 40, 41, 1000):
+        path.write_bytes(bytes(size))
+        before = serving.bundles._sampled_digest(path, size)
+        read = 0
+        for place in range(size):
+            flip(path, place)
+            read += serving.bundles._sampled_digest(path, size) != before
+            flip(path, place)
+        assert read == min(size, 40)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_that_is_no_model(folder: Path, cache: Path, missing: str) -> None:
+    (folder / missing).unlink()
+    with pytest.raises(CheckpointError):
+        open_model(folder)
+    assert entries(cache) == {}
+
+
+def test_where_the_cache_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "mine"))
+    assert cache_folder() == tmp_path / "mine"
+    monkeypatch.setattr(
+        serving.host.user_cache.platformdirs, "user_cache_dir", lambda name: f"/caches/{name}"
+    )
+    for unset in ("", None):
+        monkeypatch.setenv("JAXLLM_CACHE", "") if unset == "" else monkeypatch.delenv("JAXLLM_CACHE")
+        assert cache_folder() == Path("/caches/jaxllm")
+
+
+def test_a_tokenizer_alone_makes_another_bundle(folder: Path, cache: Path) -> None:
+    first = open_model(folder).fingerprint
+    write_tiny_folder(folder, params=random_params(TINY), tokenizer=tiny_tokenizer(chat=False))
+    with open_model(folder) as bundle:
+        assert bundle.fingerprint != first
+        assert bundle.tokenizer_files() == tiny_tokenizer(chat=False)
+    assert isinstance(bundle, Bundle)
+
+
+def test_a_width_that_the_packaged_model_lacks_is_refused():
+    with pytest.raises(CheckpointError, match="holds int8 weights, not f32"):
+        open_model(None, weights="f32")

@@ -1,0 +1,45 @@
+"""Who is foreseen, by whom, and how far."""
+
+import numpy as np
+
+from jaxllm.experts.activation_paths import count_paths
+from jaxllm.experts.token_experts import count_tokens
+from serving.weights.experts.options import ExpertOptions
+from serving.weights.experts.predictors import make_predictor
+
+E, TOKEN = 8, 7
+# At each of four layers the token visits other experts.
+IDS = np.stack([np.tile([[at, at + 1]], (20, 1)) for at in (0, 2, 4, 6)])
+COUNTS, TOKENS = count_paths(IDS, E), count_tokens(IDS, np.full(20, TOKEN), E)
+
+
+def foreseen(name, visited, ahead, steps):
+    """Whom a predictor thinks worth reading, most probable first."""
+    predictor = make_predictor(name, COUNTS, TOKENS)
+    predictor.begin(np.array([TOKEN]))
+    chances = predictor.probabilities(visited, ahead, steps)
+    worth = predictor.worthwhile(visited, chances, steps)
+    return [int(each) for each in np.argsort(-chances, kind="stable") if worth[each]]
+
+
+def test_a_router_sees_the_next_layer_and_the_token_those_behind_it():
+    """So that foreseeing two layers, as is the default, reads for two."""
+    assert ExpertOptions().layers_ahead == 2
+    ahead = np.zeros(E, np.float32)
+    ahead[5] = 1.0
+    visited = [np.array([[0, 1]])]
+    assert foreseen("router", visited, ahead, 1)[0] == 5
+    assert foreseen("router", [*visited, np.array([[5, 0]])], ahead, 2) == [4, 5]
+
+
+def test_of_the_first_layer_the_token_tells():
+    assert foreseen("router", [], np.zeros(E), 1) == [0, 1]
+
+
+def test_a_routers_best_are_read_whatever_their_lead():
+    assert len(foreseen("router", [np.array([[0, 1]])], np.full(E, 1 / E), 1)) == E
+    # By statistics those of an unknown token are no likelier than others.
+    predictor = make_predictor("tokens", COUNTS, TOKENS)
+    predictor.begin(np.array([TOKEN + 1]))
+    chances = np.full(E, 1 / E)
+    assert not predictor.worthwhile([], chances, 1).any()

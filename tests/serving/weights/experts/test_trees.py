@@ -1,0 +1,56 @@
+"""Mixtures answer with drafts token for token as without: a tree is read to the bit as its tokens alone."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.speculative.tree import TokenTree
+from serving.engine import Engine
+from serving.runners.layerwise import LayerwiseRunner
+from serving.runners.runner import prefill_prompt
+from serving.speculation.options import TreeShape
+from tests.kernels.switching import needs_native
+from tests.serving.weights.experts.conftest import CFG, OPTIONS, budget
+
+NODES = 16
+SHAPE = dataclasses.replace(OPTIONS, trees=TreeShape())
+
+
+def line(tokens):
+    """A tree of one branch, whose nodes stand as decoded tokens would."""
+    count = len(tokens)
+    return TokenTree(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.arange(-1, count - 1, dtype=jnp.int32),
+        depths=jnp.arange(count, dtype=jnp.int32),
+        confidences=jnp.ones(count),
+        ancestors=jnp.tril(jnp.ones((count, count), bool)),
+        count=jnp.asarray(count, jnp.int32),
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width):
+    """Experts streamed, of a model whose other weights have 8 bits."""
+    path = bundle_of(width, "int8")
+    whole = Engine.open(path, options=SHAPE, warm_up=False)
+    memory = budget(whole, 6)
+    whole.close()
+    engine = Engine.open(path, options=dataclasses.replace(SHAPE, memory_bytes=memory), warm_up=False)
+    runner = engine.runner
+    assert isinstance(runner, LayerwiseRunner)
+    draws = np.random.default_rng(1)
+    prompt, tokens = (draws.integers(0, CFG.vocab_size, NODES).tolist() for _ in range(2))
+    runner.fill([*runner.request_buckets(len(prompt), 2 * NODES), *runner.tree_buckets(NODES)])
+    _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
+    together, _ = runner.read_tree(line(tokens), cache)
+    _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
+    alone = []
+    for at, token in enumerate(tokens):
+        logits, cache = prefill_prompt(runner, cache, [token], len(prompt) + at)
+        alone.append(np.asarray(logits)[0])
+    np.testing.assert_array_equal(together, np.stack(alone))
+    engine.close()

@@ -1,0 +1,278 @@
+"""Answers at several levels of one model, over one copy of its weights."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxllm.bundle.elastic import Recovery, elastic_parts
+from jaxllm.elastic.ladder import Ladder, sub_config
+from jaxllm.elastic.submodel import sub_model
+from jaxllm.elastic.units import reorder
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.kernels import native
+from jaxllm.models.decoder import forward_documents, logits
+from jaxllm.models.lora import LoraConfig, init_adapter, merge
+from serving.buckets.decode import SampleBucket
+from serving.buckets.prefill import PrefillBucket
+from serving.engine import Engine
+from serving.options import EngineOptions
+from serving.request import GenerationConfig, Session
+from serving.runners.runner import prefill_prompt
+from serving.weights import levels
+from tests.elastic.models import random_order
+from tests.kernels.switching import needs_native
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
+
+CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
+LADDER = Ladder(levels=(40, 70, 100), anchors=(1,))
+OPTIONS = EngineOptions(
+    context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), levels=(40, 70), executables_bytes=0
+)
+PROMPT = [1, 50, 7, 99, 23]
+
+
+def random_adapter(cfg, seed=1):
+    adapter = init_adapter(cfg, LoraConfig(rank=2, targets=("attn.q", "ffn.down")), jax.random.key(seed))
+    draw = np.random.default_rng(seed)
+    return {name: draw.normal(size=part.shape).astype(np.float32) * 0.3 for name, part in adapter.items()}
+
+
+RECOVERY = random_adapter(sub_config(CFG, LADDER, 40))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
+    return write_tiny_bundle(
+        tmp_path_factory.mktemp("levels") / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    return Engine.open(path, options=OPTIONS)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def all_logits(params, tokens, cfg):
+    return logits(params, forward_documents(params, tokens, cfg=cfg), cfg=cfg)
+
+
+def greedy(level, tokens, count):
+    """The level's answer without caches, engines or views."""
+    cfg = sub_config(CFG, LADDER, level)
+    params = sub_model({name: jax.numpy.asarray(value) for name, value in tiny_params(CFG).items()}, cfg)
+    if level == 40:
+        params = merge(params, RECOVERY, 0.5)
+    tokens = list(tokens)
+    for _ in range(count):
+        row = np.zeros((1, 64), np.int32)
+        row[0, : len(tokens)] = tokens
+        tokens.append(int(np.argmax(all_logits(params, row, cfg)[0, len(tokens) - 1])))
+    return tokens[-count:]
+
+
+def ask(engine, level, session=None, prompt=PROMPT):
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    return engine.stream(prompt, config, level=level, session=session).result()
+
+
+@pytest.mark.parametrize("level", [40, 70, 100])
+def test_a_level_answers_as_its_units_alone(engine, level):
+    assert ask(engine, level).tokens == greedy(level, PROMPT, 12)
+
+
+def test_levels_give_different_answers(engine):
+    assert len({tuple(ask(engine, level).tokens) for level in (40, 70, 100)}) == 3
+
+
+def test_an_engine_at_a_level_is_that_level(engine):
+    half = engine.at(40)
+    assert half.cfg == sub_config(CFG, LADDER, 40)
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    assert half.generate(PROMPT, config).tokens == ask(engine, 40).tokens
+    assert ask(half, 100).tokens == engine.generate(PROMPT, config).tokens
+    assert half.at(100).cfg == CFG
+
+
+def test_nothing_is_compiled_when_levels_change(engine, compiles):
+    before = set(engine.runner.table.bucket_ms)
+    with compiles() as count:
+        for level in (100, 40, 70, 40, 100):
+            ask(engine, level)
+    assert count() == 0
+    assert set(engine.runner.table.bucket_ms) == before
+    assert engine.runner_at(40).table is engine.runner.table
+    assert {bucket.level for bucket in before if isinstance(bucket, PrefillBucket)} == {40, 70, 100}
+    assert {bucket.level for bucket in before if isinstance(bucket, SampleBucket)} == {100}
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="views of memory are a CPU's")
+@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
+def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
+    if weights.startswith("int") and not native.kernels().native:
+        pytest.skip("what is in blocks is read by native kernels")
+    params = tiny_params(CFG)
+    path = write_tiny_bundle(
+        tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=params, parts=elastic_parts(LADDER)
+    )
+    engine = Engine.open(path, options=OPTIONS, warm_up=False)
+
+    def places(level):
+        return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner_at(level).params)]
+
+    if weights.startswith("int"):
+        # But for the few numbers that tell how many there are.
+        assert sum(map(len, (places(40), places(70)))) == 2 * len(places(100))
+        assert len({*places(40), *places(70), *places(100)}) == len(places(100)) + 2
+    else:
+        assert places(40) == places(70) == places(100)
+
+
+@needs_native
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, monkeypatch, weights, compiles):
+    """To the bit as buckets that were compiled for each level's own units."""
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts)
+    engine = Engine.open(path, options=OPTIONS)
+    assert {bucket.level for bucket in engine.runner.table.bucket_ms} == {100}
+    with compiles() as count:
+        answers = [ask(engine, level).tokens for level in (40, 70, 100)]
+    assert count() == 0
+    assert len(set(map(tuple, answers))) == 3
+    monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
+    apart = Engine.open(path, options=OPTIONS)
+    assert {bucket.level for bucket in apart.runner.table.bucket_ms} == {40, 70, 100}
+    assert answers == [ask(apart, level).tokens for level in (40, 70, 100)]
+    for level in (40, 70, 100):
+        runners = [each.runner_at(level) for each in (engine, apart)]
+        found, expected = (
+            np.asarray(prefill_prompt(runner, runner.start(9), PROMPT, 0)[0]) for runner in runners
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+@needs_native
+def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_buckets(
+    tmp_path, monkeypatch, compiles
+):
+    """As in buckets of each level's own, to the rounding of sums over ranks in another order."""
+    from jaxllm.checkpoints.peft_folder import write_adapter
+
+    parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    lora = LoraConfig(rank=3, targets=("attn.q", "ffn.up"))
+    adapter = {
+        key: np.asarray(each) + 0.05 for key, each in init_adapter(CFG, lora, jax.random.key(6)).items()
+    }
+    write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
+    options = dataclasses.replace(OPTIONS, adapter_rank=4, adapter_targets=lora.targets)
+
+    def scores(engine, level):
+        return np.asarray(
+            prefill_prompt(engine.runner_at(level), engine.runner_at(level).start(9), PROMPT, 0)[0]
+        )
+
+    together = Engine.open(path, options=options)
+    monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
+    apart = Engine.open(path, options=options)
+    assert (together.model._levels.counted, apart.model._levels.counted) == (True, False)
+    plain = {level: scores(together, level) for level in (40, 70, 100)}
+    for folder in (tmp_path / "adapter", None):
+        with compiles() as count:
+            for engine in (together, apart):
+                engine.set_adapter(folder)
+        assert count() == 0
+        for level in (40, 70, 100):
+            found, expected = scores(together, level), scores(apart, level)
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+            assert (np.abs(found - plain[level]).max() > 1e-3) == (folder is not None)
+
+
+def test_a_session_that_changes_its_level_is_fed_anew(engine):
+    session = Session()
+    first = ask(engine, 100, session)
+    longer = [*PROMPT, *first.tokens, 9]
+    again = ask(engine, 100, session, longer)
+    assert again.reused_tokens == len(longer) - 2
+    other = ask(engine, 40, session, longer)
+    assert other.reused_tokens == 0
+    assert other.tokens == greedy(40, longer, 12)
+    assert ask(engine, 40, session, longer).reused_tokens > 0
+
+
+def test_nothing_is_compiled_for_a_level_that_was_warmed_up_alone(path, compiles):
+    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
+    with compiles() as count:
+        ask(engine, 40)
+    assert count() == 0
+
+
+def test_an_adapter_is_cut_to_every_level(path, tmp_path):
+    from jaxllm.checkpoints.peft_folder import write_adapter
+
+    lora = LoraConfig(rank=2, targets=("attn.q", "ffn.down"))
+    write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, 5), base="tiny")
+    engine = Engine.open(path, options=OPTIONS, adapter=tmp_path / "adapter")
+    plain = Engine.open(path, options=OPTIONS)
+    for level in (40, 70, 100):
+        assert ask(engine, level).tokens != ask(plain, level).tokens
+    engine.set_adapter(None)
+    for level in (40, 70, 100):
+        assert ask(engine, level).tokens == ask(plain, level).tokens
+
+
+def test_an_adapter_follows_the_order_of_units(tmp_path):
+    from jaxllm.checkpoints.peft_folder import write_adapter
+
+    lora = LoraConfig(rank=2, targets=("attn.q", "attn.o", "ffn.up", "ffn.down"))
+    adapter = init_adapter(CFG, lora, jax.random.key(4))
+    adapter = {name: np.asarray(part) + 0.05 for name, part in adapter.items()}
+    write_adapter(tmp_path / "adapter", CFG, lora, adapter, base="tiny")
+    order = random_order(CFG)
+    moved = dict(reorder(CFG, tiny_params(CFG).items(), order))
+    paths = [
+        write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG)),
+        write_tiny_bundle(
+            tmp_path / "moved.jaxllm", cfg=CFG, params=moved, parts=elastic_parts(LADDER, order=order)
+        ),
+    ]
+    options = dataclasses.replace(OPTIONS, levels=())
+    plain, ordered = (Engine.open(path, options=options, adapter=tmp_path / "adapter") for path in paths)
+    assert ask(plain, 100).tokens == ask(ordered, 100).tokens
+    without = Engine.open(paths[0], options=options)
+    assert ask(without, 100).tokens != ask(plain, 100).tokens
+
+
+def test_levels_that_are_not_there(path, engine, tmp_path):
+    with pytest.raises(ConfigError, match="level 50 is not served; the engine was opened for 40, 70, 100"):
+        ask(engine, 50)
+    with pytest.raises(ConfigError, match="there is no level 55; there are 40, 70, 100"):
+        Engine.open(path, options=dataclasses.replace(OPTIONS, levels=(55,)), warm_up=False)
+    plain = write_tiny_bundle(tmp_path / "plain.jaxllm", cfg=CFG, params=tiny_params(CFG))
+    with pytest.raises(ConfigError, match="has no levels"):
+        Engine.open(plain, options=OPTIONS, warm_up=False)
+    with pytest.raises(ConfigError, match="levels must be ascending percentages"):
+        EngineOptions(levels=(70, 40))
+
+
+def test_a_recovery_adapter_of_another_base_is_refused(tmp_path):
+    parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
+    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=CFG, params=tiny_params(CFG), parts=parts)
+    with pytest.raises(JaxllmError, match="is malformed: its change to"):
+        Engine.open(path, options=OPTIONS, warm_up=False)
+
+
+def test_an_engine_opened_at_a_level_serves_that_level_alone(path):
+    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
+    assert engine.runner.level == 40
+    assert engine.levels == (40, 100)
+    assert {
+        bucket.level for bucket in engine.runner.table.bucket_ms if isinstance(bucket, PrefillBucket)
+    } == {40}
+    config = GenerationConfig(max_tokens=12, ignore_eos=True)
+    assert engine.generate(PROMPT, config).tokens == greedy(40, PROMPT, 12)

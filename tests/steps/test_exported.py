@@ -1,0 +1,89 @@
+"""A step of flat arrays against the decoder that it is made of."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.models.decoder import forward, logits
+from jaxllm.program_folder.manifest import cache_shapes
+from jaxllm.steps.exported import run_step, run_tree
+from tests.tiny import TINY, tiny_params
+
+CONTEXT = 24
+PARAMS = {name: jnp.asarray(value) for name, value in tiny_params().items()}
+TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, CONTEXT).astype(np.int32)
+NOT_A_PLACE = (-1, 0)
+
+
+def caches(fill=0.0):
+    return {name: np.full(shape, fill, np.float32) for name, shape in cache_shapes(TINY, CONTEXT).items()}
+
+
+@jax.jit
+def prefill(caches, tokens, places):
+    return run_step(PARAMS, caches, tokens, places, cfg=TINY, dtype=jnp.float32, with_logits=False)
+
+
+@jax.jit
+def decode(caches, tokens, places):
+    return run_step(PARAMS, caches, tokens, places, cfg=TINY, dtype=jnp.float32, with_logits=True)
+
+
+@jax.jit
+def tree(caches, tokens, places, mask):
+    return run_tree(PARAMS, caches, tokens, places, mask, cfg=TINY, dtype=jnp.float32)
+
+
+@jax.jit
+def whole(tokens):
+    return logits(PARAMS, forward(PARAMS, tokens[None], cfg=TINY)[0], cfg=TINY)[0]
+
+
+def fed(count, at=0, state=None, length=16, padding=-1):
+    """Caches with the tokens at positions `at` to `at + count`, in one chunk."""
+    row, places = np.zeros((1, length), np.int32), np.full(length, padding, np.int32)
+    row[0, :count] = TOKENS[at : at + count]
+    places[:count] = np.arange(at, at + count)
+    return prefill(caches() if state is None else state, row, places)
+
+
+@pytest.mark.parametrize("padding", NOT_A_PLACE)
+def test_a_padded_chunk_and_a_step_give_what_the_whole_text_gives(padding):
+    out = decode(fed(11, padding=padding), TOKENS[None, 11:12], np.array([11], np.int32))
+    np.testing.assert_allclose(out["logits"][0, 0], whole(TOKENS[:12])[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_is_written_nowhere():
+    state = caches(fill=7.0)
+    out = fed(5, state=state)
+    assert set(out) == set(state)
+    for name, rows in out.items():
+        assert (np.asarray(rows)[:, :, 5:] == 7.0).all(), name
+        assert (np.asarray(rows)[:, :, :5] != 7.0).any(), name
+
+
+def test_a_chunk_over_the_end_leaves_older_rows_alone():
+    """`dynamic_update_slice` would move a chunk of 16 at row 20 of 24 back onto rows 8 to 23."""
+    before = fed(4, at=16, state=fed(16))
+    out = fed(4, at=20, state=dict(before))
+    for name, rows in out.items():
+        np.testing.assert_array_equal(rows[:, :, :20], before[name][:, :, :20], err_msg=name)
+        assert (np.asarray(rows)[:, :, 20:] != np.asarray(before[name])[:, :, 20:]).any(), name
+
+
+def test_every_path_of_a_tree_is_a_text_of_its_own():
+    # A root with two children, and a child of the second; the last place is padding.
+    parents, nodes = (-1, 0, 0, 2), TOKENS[8:12]
+    mask = np.zeros((5, 5), np.bool_)
+    for node, parent in enumerate(parents):
+        mask[node, node] = True
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    places = np.array([8, 9, 9, 10, 0], np.int32)
+    out = tree(fed(8), np.array([[*nodes, 0]], np.int32), places, mask)
+    for node in range(4):
+        path = [*TOKENS[:8], *nodes[mask[node, :4]]]
+        want = whole(np.array(path, np.int32))[-1]
+        np.testing.assert_allclose(out["logits"][0, node], want, rtol=1e-4, atol=1e-5, err_msg=str(node))
+    assert (np.asarray(out["kv_cache_k_0"])[:, :, 12:] == 0).all()

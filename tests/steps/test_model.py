@@ -1,0 +1,294 @@
+"""The compiled steps compute what forward, logits and sample do, however they are cut into dispatches."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.config import ModelConfig, RopeConfig
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder
+from jaxllm.models.parameters import param_specs
+from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.steps.model import decode_step, decode_tokens, prefill_chunk, score_chunk
+
+V, CAPACITY, BLOCK = 23, 20, 6
+CFG = ModelConfig(
+    model_type="llama", vocab_size=V, hidden_size=12, layers=1, heads=4, kv_heads=2, head_dim=6,
+    ffn_size=10, window_tokens=32, rope=RopeConfig(dim=6), attention_windows=(6,), logit_softcap=6.0,
+)  # fmt: skip
+PROMPT = np.random.default_rng(0).integers(0, V, (1, 5), dtype=np.int32)
+PADDED = np.concatenate([PROMPT, np.full((1, 2), 2**31 - 1, np.int32)], axis=1)
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "sampled": Sampling(temperature=1.0),
+    "everything": Sampling(
+        temperature=1.5, top_k=15, top_p=0.95, min_p=0.01, repetition_penalty=1.2, presence_penalty=0.3,
+        frequency_penalty=0.2, logit_bias=((3, 1.0), (4, -np.inf)),
+    ),
+}  # fmt: skip
+NO_STOPS = np.full(4, -1, np.int32)
+# Compiling is most of this file's time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+FIXED = {"cfg": CFG, "dtype": jnp.float32}
+
+
+def make_params():
+    # A seed whose greedy answer is varied; most random models soon repeat themselves.
+    rng = np.random.default_rng(6)
+    params = {
+        name: rng.standard_normal(spec.shape).astype(np.float32) * np.float32(0.6)
+        for name, spec in param_specs(CFG).items()
+    }
+    params["embed.tokens"] *= np.float32(2.0)
+    return params
+
+
+PARAMS = make_params()
+prefill = jit(functools.partial(prefill_chunk, **FIXED))
+score = jit(functools.partial(score_chunk, **FIXED))
+one_step = jit(functools.partial(decode_step, **FIXED))
+decode = jit(functools.partial(decode_tokens, **FIXED, block=BLOCK))
+draw = jit(sample)
+
+
+@jit
+def reference(params, tokens, cache, valid):
+    hidden, cache = decoder.forward(params, tokens, cache, cfg=CFG, valid=valid)
+    return decoder.logits(params, hidden, cfg=CFG), cache
+
+
+def empty_cache():
+    return new_cache(CFG, batch=1, tokens=CAPACITY, dtype=jnp.float32)
+
+
+def assert_same_cache(got, expected):
+    assert int(got.length) == int(expected.length)
+    for rows, other in zip((*got.keys, *got.values), (*expected.keys, *expected.values), strict=True):
+        np.testing.assert_allclose(rows, other, atol=1e-5, rtol=0)
+
+
+def assert_untouched_after(cache, length):
+    """No row at or after `length` was written."""
+    assert int(cache.length) == length
+    for rows in (*cache.keys, *cache.values):
+        assert np.all(np.any(rows[:, :, :length], axis=(1, 3)))
+        assert not np.any(rows[:, :, length:])
+
+
+# Prefill
+
+
+def test_prefill_gives_the_logits_of_the_last_valid_token():
+    for valid in (1, 3, 5):
+        expected, cache = reference(PARAMS, PADDED, empty_cache(), np.int32(valid))
+        got, after = prefill(PARAMS, PADDED, np.int32(valid), np.True_, empty_cache())
+        assert got.shape == (1, V)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, expected[:, valid - 1], atol=1e-5)
+        assert np.std(got) > 0.5
+        assert_same_cache(after, cache)
+        assert_untouched_after(after, valid)
+
+
+def test_chunks_before_the_last_skip_the_head_and_nothing_else():
+    _, expected = prefill(PARAMS, PADDED, np.int32(5), np.True_, empty_cache())
+    got, cache = prefill(PARAMS, PADDED, np.int32(5), np.False_, empty_cache())
+    assert got.shape == (1, V)
+    assert not np.any(got)
+    for leaf, other in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def test_prefill_in_chunks_is_prefill_at_once():
+    expected, whole = prefill(PARAMS, PADDED, np.int32(5), np.True_, empty_cache())
+    for split in range(1, 5):
+        _, cache = prefill(PARAMS, PADDED, np.int32(split), np.False_, empty_cache())
+        rest = np.roll(PADDED, -split, axis=1)
+        got, cache = prefill(PARAMS, rest, np.int32(5 - split), np.True_, cache)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+        assert_same_cache(cache, whole)
+
+
+# Decode
+
+
+def begun(name, seed=7):
+    """Cache and sampler after the prompt, and the answer's first token."""
+    logits, cache = prefill(PARAMS, PADDED, np.int32(5), np.True_, empty_cache())
+    token, sampler = draw(logits, sampler_state(SAMPLINGS[name], PROMPT[0], V, seed))
+    return token, cache, sampler
+
+
+def answer_by_steps(name, count, seed=7):
+    token, cache, sampler = begun(name, seed)
+    tokens = []
+    for _ in range(count):
+        token, cache, sampler = one_step(PARAMS, token, cache, sampler)
+        tokens += token.tolist()
+    return tokens, cache, sampler
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_step_is_forward_then_sample(name):
+    token, cache, sampler = begun(name)
+    logits, expected_cache = reference(PARAMS, token[:, None], cache, np.int32(1))
+    expected, expected_sampler = draw(logits[:, 0], sampler)
+    got, cache, sampler = one_step(PARAMS, token, cache, sampler)
+    assert got.shape == (1,)
+    assert got.dtype == jnp.int32
+    assert got.tolist() == expected.tolist()
+    assert_same_cache(cache, expected_cache)
+    assert_untouched_after(cache, 6)
+    assert int(sampler.drawn) == int(expected_sampler.drawn) == 2
+    np.testing.assert_array_equal(sampler.counts, expected_sampler.counts)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("blocks", [(6, 6, 1), (1,) * 13, (2, 5, 3, 3), (4, 4, 4, 1)], ids=str)
+def test_blocks_do_not_change_the_answer(name, blocks):
+    """Any division of 13 tokens into dispatches gives the tokens, cache and sampler of single steps."""
+    expected, expected_cache, expected_sampler = answer_by_steps(name, 13)
+    assert len(set(expected)) > 3
+    token, cache, sampler = begun(name)
+    tokens = []
+    for limit in blocks:
+        rows, count, cache, sampler = decode(PARAMS, token, cache, sampler, NO_STOPS, np.int32(limit))
+        assert rows.shape == (1, BLOCK)
+        assert int(count) == limit
+        assert rows[0, limit:].tolist() == [-1] * (BLOCK - limit)
+        tokens += rows[0, :limit].tolist()
+        token = rows[:, limit - 1]
+    assert tokens == expected
+    assert_same_cache(cache, expected_cache)
+    assert_untouched_after(cache, 5 + 13)
+    for leaf, other in zip(jax.tree.leaves(sampler), jax.tree.leaves(expected_sampler), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+def test_block_size_is_not_the_answer_s_business():
+    """Another compiled block, not only another limit."""
+    other = jit(functools.partial(decode_tokens, **FIXED, block=4))
+    expected, *_ = answer_by_steps("sampled", 4)
+    token, cache, sampler = begun("sampled")
+    rows, count, *_ = other(PARAMS, token, cache, sampler, NO_STOPS, np.int32(4))
+    assert rows.tolist() == [expected]
+    assert int(count) == 4
+
+
+def test_seeds_give_different_answers():
+    answers = {tuple(answer_by_steps("sampled", 8, seed)[0]) for seed in range(4)}
+    assert len(answers) == 4
+    greedy = {tuple(answer_by_steps("greedy", 8, seed)[0]) for seed in range(4)}
+    assert len(greedy) == 1
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_decoding_ends_at_a_stop_token(name):
+    """On device, with the stop token as the last of the answer and not yet in the cache."""
+    expected, *_ = answer_by_steps(name, BLOCK)
+    for at, stop in enumerate(expected):
+        first = expected.index(stop)
+        unused = next(token for token in range(V) if token not in expected)
+        stops = np.array([-1, unused, stop, -1], np.int32)
+        token, cache, sampler = begun(name)
+        rows, count, cache, sampler = decode(PARAMS, token, cache, sampler, stops, np.int32(BLOCK))
+        assert int(count) == first + 1, at
+        assert rows[0].tolist() == expected[: first + 1] + [-1] * (BLOCK - first - 1)
+        assert_untouched_after(cache, 5 + first + 1)
+        # The first token was drawn before.
+        assert int(sampler.drawn) == first + 2
+        assert int(sampler.counts.sum()) == first + 2
+
+
+def test_a_first_token_that_is_a_stop_token_is_the_caller_s_to_see():
+    """What is fed is not looked at; only what is chosen."""
+    token, cache, sampler = begun("greedy")
+    expected, *_ = answer_by_steps("greedy", 3)
+    assert token.tolist()[0] not in expected
+    stops = np.array([*token.tolist(), -1, -1, -1], np.int32)
+    rows, count, *_ = decode(PARAMS, token, cache, sampler, stops, np.int32(3))
+    assert int(count) == 3
+    assert rows[0, :3].tolist() == expected
+
+
+def test_a_batch_goes_on_until_every_row_has_stopped():
+    tokens = np.array([1, 2], np.int32)
+
+    @jit
+    def run(first, stops):
+        cache = new_cache(CFG, batch=2, tokens=CAPACITY, dtype=jnp.float32)
+        state = sampler_state(Sampling(), (), V, 0)
+        state = dataclasses.replace(state, counts=np.zeros((2, V), np.int32))
+        return decode_tokens(
+            PARAMS, first, cache, state, stops, np.int32(BLOCK), cfg=CFG, block=BLOCK,
+            dtype=jnp.float32,
+        )  # fmt: skip
+
+    rows, count, *_ = run(tokens, NO_STOPS)
+    assert int(count) == BLOCK
+    first, second = np.asarray(rows)
+    assert first.tolist() != second.tolist()
+    # A stop token of the first row alone does not end it.
+    alone = next(token for token in first if token not in second)
+    assert int(run(tokens, np.array([alone, -1, -1, -1], np.int32))[1]) == BLOCK
+    stops = np.array([first[0], second[2], -1, -1], np.int32)
+    ends = [next(i for i, token in enumerate(row) if token in stops) for row in (first, second)]
+    assert int(run(tokens, stops)[1]) == max(ends) + 1 < BLOCK
+
+
+# Scores
+
+
+def test_scores_are_log_probabilities_of_the_targets():
+    targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
+    logits, expected_cache = reference(PARAMS, PADDED, empty_cache(), np.int32(5))
+    got, best, cache = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
+    wide = np.asarray(logits, np.float64)[0, :5]
+    expected = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+    assert got.shape == PADDED.shape
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got[0, :5], expected[np.arange(5), targets[0, :5]], atol=1e-5)
+    assert best.dtype == jnp.int32
+    np.testing.assert_array_equal(best[0, :5], wide.argmax(-1))
+    assert np.std(got[0, :5]) > 0.5
+    assert_same_cache(cache, expected_cache)
+    assert_untouched_after(cache, 5)
+
+
+def test_scores_of_all_tokens_are_a_distribution():
+    total = np.zeros(5)
+    for token in range(V):
+        got, *_ = score(PARAMS, PADDED, np.full_like(PADDED, token), np.int32(5), empty_cache())
+        total += np.exp(np.asarray(got, np.float64)[0, :5])
+    np.testing.assert_allclose(total, 1, atol=1e-5)
+
+
+def test_scores_in_chunks_are_scores_at_once():
+    targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
+    whole, best, expected = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
+    for split in range(1, 5):
+        first, first_best, cache = score(PARAMS, PADDED, targets, np.int32(split), empty_cache())
+        rest = (np.roll(each, -split, axis=1) for each in (PADDED, targets))
+        second, second_best, cache = score(PARAMS, *rest, np.int32(5 - split), cache)
+        got = np.concatenate([first[:, :split], second[:, : 5 - split]], axis=1)
+        np.testing.assert_allclose(got, whole[:, :5], atol=1e-5)
+        likeliest = np.concatenate([first_best[:, :split], second_best[:, : 5 - split]], axis=1)
+        np.testing.assert_array_equal(likeliest, best[:, :5])
+        assert_same_cache(cache, expected)
+
+
+def test_padding_at_the_end_of_a_full_cache_overwrites_nothing():
+    """The last chunk of a prompt that fills the cache reaches past its end."""
+    tokens = np.random.default_rng(4).integers(0, V, (1, CAPACITY), dtype=np.int32)
+    whole, expected = reference(PARAMS, tokens, empty_cache(), np.int32(CAPACITY))
+    cache = empty_cache()
+    for at in range(0, CAPACITY, 7):
+        part = np.resize(tokens[:, at : at + 7], (1, 7))
+        valid = min(7, CAPACITY - at)
+        logits, cache = prefill(PARAMS, part, np.int32(valid), np.bool_(at + 7 >= CAPACITY), cache)
+    assert_same_cache(cache, expected)
+    np.testing.assert_allclose(logits, whole[:, -1], atol=1e-5)

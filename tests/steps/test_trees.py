@@ -1,0 +1,178 @@
+"""Drafting and verifying with tiny models: the target's own answer, whatever the draft."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder
+from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.speculative.tree import new_tree
+from jaxllm.steps.trees import draft, follow, keep_path, read_nodes, verify
+from serving.speculation.host_tree import by_confidence, some_nodes
+from tests.speculative.test_tree import tree_of, walk
+from tests.tiny import TINY, tiny_params
+
+CFG = TINY
+SMALL = dataclasses.replace(TINY, layers=1, heads=2, kv_heads=1, ffn_size=48, attention_windows=())
+PROMPT = np.array([[5, 9, 40, 2, 77, 31]], np.int32)
+ROOM, VERIFIED, DTYPE = 24, 8, jnp.float32
+PARENTS, TOKENS = [0, 0, 1, 1, 3], [11, 12, 13, 14, 15]
+
+
+def params_of(cfg, scale=3.0):
+    """Sharper than a fresh model's, so that answers are not all alike."""
+    return {
+        name: jnp.asarray(value) * (scale if value.ndim > 1 else 1)
+        for name, value in tiny_params(cfg).items()
+    }
+
+
+PARAMS, SMALL_PARAMS = params_of(CFG), params_of(SMALL)
+prefill = jax.jit(decoder.forward, static_argnames=("cfg", "dtype"))
+documents = jax.jit(decoder.forward_documents, static_argnames=("cfg",))
+
+
+def cache_of(cfg, params, tokens):
+    cache = new_cache(cfg, batch=1, tokens=64, dtype=DTYPE)
+    return prefill(params, tokens, cache, cfg=cfg)[1]
+
+
+def test_a_tree_reads_as_each_of_its_paths_alone():
+    tree = tree_of(PARENTS, TOKENS, room=ROOM)
+    cache = cache_of(CFG, PARAMS, PROMPT)
+    read = jax.jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    out, after = read(PARAMS, tree, nodes, tree.count, cache)
+    assert int(after.length) == PROMPT.shape[1]
+    # In two readings as in one.
+    _, first = read(PARAMS, tree, nodes, jnp.int32(3), cache)
+    rest, _ = jax.jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))(
+        PARAMS, tree, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(3), first
+    )
+    np.testing.assert_allclose(rest[:3], out[3:6], atol=1e-4)
+    all_tokens = [7, *TOKENS]
+    for node in range(6):
+        path = [all_tokens[each] for each in walk(PARENTS, node)]
+        whole = np.zeros((1, 16), np.int32)
+        last = PROMPT.shape[1] + len(path) - 1
+        whole[0, : last + 1] = [*PROMPT[0], *path]
+        expected = decoder.logits(PARAMS, documents(PARAMS, whole, cfg=CFG)[0, last], cfg=CFG)
+        np.testing.assert_allclose(out[node], expected, atol=2e-4 * float(jnp.abs(expected).max()))
+
+
+def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
+    tree = tree_of(PARENTS, TOKENS, room=ROOM)
+    cache = cache_of(CFG, PARAMS, PROMPT)
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    _, read = read_nodes(PARAMS, tree, nodes, tree.count, cache, cfg=CFG, dtype=DTYPE)
+    path = jnp.array([0, 1, 3, 5] + [5] * 4, jnp.int32)
+    kept = jax.jit(keep_path)(read, path, jnp.int32(4))
+    fed = cache_of(CFG, PARAMS, np.concatenate([PROMPT, [[7, 11, 13, 15]]], axis=1).astype(np.int32))
+    assert int(kept.length) == int(fed.length) == 10
+    for ours, theirs in zip([*kept.keys, *kept.values], [*fed.keys, *fed.values], strict=True):
+        np.testing.assert_allclose(ours[:, :, :10], theirs[:, :, :10], atol=1e-4)
+
+
+def test_what_was_attended_to_goes_with_the_path():
+    tree = tree_of(PARENTS, TOKENS, room=ROOM)
+    cache = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
+    cache = prefill(PARAMS, PROMPT, cache, cfg=CFG)[1]
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    _, read = read_nodes(PARAMS, tree, nodes, tree.count, cache, cfg=CFG, dtype=DTYPE)
+    path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
+    kept = np.asarray(jax.jit(keep_path)(read, path, jnp.int32(4)).mass)[0]
+    before, length = np.asarray(read.mass)[0], PROMPT.shape[1]
+    np.testing.assert_array_equal(kept[:length], before[:length])
+    np.testing.assert_array_equal(kept[length : length + 4], before[length + np.array([0, 1, 3, 5])])
+    assert not kept[length + 4 :].any()
+
+
+def test_what_was_attended_to_is_that_of_the_path_alone():
+    """As if its tokens had been fed: other nodes' queries, which nobody keeps, add nothing."""
+    tree = tree_of(PARENTS, TOKENS, room=ROOM)
+    empty = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
+    cache = prefill(PARAMS, PROMPT, empty, cfg=CFG)[1]
+    state = sampler_state(Sampling(), PROMPT[0].tolist(), CFG.vocab_size, seed=3)
+    read = functools.partial(verify, cfg=CFG, dtype=DTYPE)
+    _, count, path, kept, _ = jax.jit(read)(PARAMS, tree, cache, state, jnp.int32(ROOM))
+    told = np.array([7, *TOKENS])[np.asarray(path)[: int(count)]]
+    fed = prefill(PARAMS, np.concatenate([PROMPT[0], told])[None].astype(np.int32), empty, cfg=CFG)[1]
+    assert kept.mass is not None
+    assert fed.mass is not None
+    np.testing.assert_allclose(kept.mass, fed.mass, atol=1e-4)
+
+    # Layer by layer, where the path is not known before all layers have run.
+    nodes = jnp.arange(ROOM, dtype=jnp.int32)
+    _, cache = read_nodes(PARAMS, tree, nodes, tree.count, cache.counted_by_node(ROOM), cfg=CFG, dtype=DTYPE)
+    path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
+    kept = jax.jit(keep_path)(cache, path, jnp.int32(4))
+    told = np.array([7, 11, 13, 15])
+    fed = prefill(PARAMS, np.concatenate([PROMPT[0], told])[None].astype(np.int32), empty, cfg=CFG)[1]
+    np.testing.assert_allclose(kept.mass, fed.mass, atol=1e-4)
+
+
+def plain(sampling, count):
+    """The target's answer, one token at a time."""
+    state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
+    choose = jax.jit(sample)
+    cache = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE)
+    hidden, cache = prefill(PARAMS, PROMPT, cache, cfg=CFG)
+    said = []
+    for _ in range(count):
+        token, state = choose(decoder.logits(PARAMS, hidden[:, -1], cfg=CFG), state)
+        said.append(int(token[0]))
+        hidden, cache = prefill(PARAMS, token[:, None], cache, cfg=CFG)
+    return said
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        Sampling(temperature=0.9, top_p=0.95),
+        Sampling(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2),
+    ],
+    ids=["greedy", "drawn", "penalized"],
+)
+@pytest.mark.parametrize("drafter", ["itself", "another"])
+def test_the_answer_is_the_targets_own(sampling, drafter):
+    cfg, params = (CFG, PARAMS) if drafter == "itself" else (SMALL, SMALL_PARAMS)
+    growing = jax.jit(functools.partial(draft, cfg=cfg, tips=2, branches=3, dtype=DTYPE, threshold=0.05))
+    verifying = jax.jit(functools.partial(verify, cfg=CFG, dtype=DTYPE))
+    following = jax.jit(follow)
+    state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
+    ours = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE)
+    hidden, ours = prefill(PARAMS, PROMPT, ours, cfg=CFG)
+    theirs = cache_of(cfg, params, PROMPT)
+    token, state = jax.jit(sample)(decoder.logits(PARAMS, hidden[:, -1], cfg=CFG), state)
+    said, lengths = [int(token[0])], []
+    tree, fed, foreseen = new_tree(token[0], ROOM), jnp.zeros(ROOM, bool), 0
+    while len(said) < 24:
+        tree, fed, theirs, runs = growing(
+            params, tree, fed, theirs, jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM)
+        )
+        assert int(runs) <= ROOM
+        chosen = np.sort(by_confidence(tree)[:VERIFIED])
+        part = some_nodes(tree, chosen, VERIFIED)
+        tokens, count, path, ours, state = verifying(PARAMS, part, ours, state, jnp.int32(24 - len(said)))
+        said += tokens[: int(count)].tolist()
+        lengths.append(int(count))
+        theirs, tree, fed, missing = following(
+            theirs, tree, fed, chosen[np.asarray(path)], count, tokens[count - 1]
+        )
+        foreseen += int(tree.count) > 1
+        if int(missing):
+            # What the draft had not read when it stopped: the path's last node.
+            left = np.array([said[-1 - int(missing) : -1]], np.int32)
+            theirs = prefill(params, left, theirs, cfg=cfg)[1]
+        assert int(theirs.length) == int(ours.length) == PROMPT.shape[1] + len(said) - 1
+    assert said == plain(sampling, 24)
+    if drafter == "itself" and not sampling.temperature:
+        # The target drafts what it would say: all of a branch is accepted, and what lies behind it stays.
+        assert min(lengths[:-1]) >= 3
+        assert foreseen

@@ -1,0 +1,137 @@
+"""What of a prompt may go: the rule by hand, and that what is not the user's stays."""
+
+import dataclasses
+from datetime import datetime
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxllm.tasks import api_choice, labels, ui_steps
+from jaxllm.tasks.example import TaskExample
+from jaxllm.text.droppable import droppable_spans, free_spans, prompt_tokens
+from jaxllm.text.prompts import prompt_ids, prompt_text
+from jaxllm.text.tokenizer import Tokenizer
+from tests.tiny import tiny_tokenizer
+
+TOKENIZER = Tokenizer(tiny_tokenizer())
+PLAIN = Tokenizer(tiny_tokenizer(chat=False))
+
+
+def free(user, **how):
+    return [user[first:last].strip() for first, last in free_spans(user, **how)]
+
+
+def test_the_rule_by_hand():
+    assert free("a dull film , badly cut .") == ["a dull film , badly cut ."]
+    assert free("It rained. Who won?") == ["It rained."]
+    assert free("Who won?\nIt rained.") == ["It rained."]
+    assert free("Amanda: I baked cookies.\nJerry: Sure!") == ["I baked cookies.", "Sure!"]
+    assert free("Read on:\n1. first\n- second\n* third") == ["Read on:", "first", "second", "third"]
+    listed = "Pick one.\nA) red and blue\n(B) green\nC: none"
+    assert free(listed) == ["Pick one."]
+    assert free("red is warm\nnot red") == ["red is warm\nnot red"]
+    assert free("- red: is warm\n2) maps.find_route: finds one\n- not so: cold") == [
+        "is warm", "finds one", "not so: cold"
+    ]  # fmt: skip
+    assert free("Rain. And then he", goes_on=True) == ["Rain."]
+    assert free("Question: Rain fell. Why is it wet?\nAnswer:", goes_on=True) == ["Rain fell."]
+    assert free("") == free(" \n ") == []
+
+
+def test_the_rule_on_tasks():
+    step = ui_steps.example(
+        "camera",
+        "take a photo",
+        {
+            "label": [1, "null"],
+            "history": "- Start the app.",
+            "state": "<button id=0 text='Settings'></button>\n<button id=1>Shutter</button>",
+        },
+    )
+    assert free(step.user) == [
+        "camera", "Start the app.", "<button text='Settings'></button>\n<button>Shutter</button>"
+    ]  # fmt: skip
+    record = {"id": "0", "question": [[{"content": "Find the area."}]], "function": [{"name": "area"}]}
+    offered = {"area": "- area: Computes it.", "max": "- max: Of two. Or more."}
+    choice = api_choice.example(record, "area", offered, 0)
+    assert free(choice.user) == ["Find the area.", *_descriptions(choice)]
+    news = labels.NEWS.example({"text": "Sports fans met. Why?", "label": "World"})
+    assert free(news.user) == ["Sports fans met."]
+
+
+def test_options_change_nothing_of_what_may_go():
+    """A service does not know a message's options, so nothing that others drop may depend on them."""
+    known = TaskExample(
+        system="Is it good?", user="yes men are dull .\n- no: way out", answer="yes", options=("yes", "no")
+    )
+    served = dataclasses.replace(known, answer="", options=())
+    for tokenizer in (TOKENIZER, PLAIN):
+        known_prompt, served_prompt = (prompt_tokens(tokenizer, each) for each in (known, served))
+        np.testing.assert_array_equal(known_prompt.spans, served_prompt.spans)
+        np.testing.assert_array_equal(known_prompt.words, served_prompt.words)
+        np.testing.assert_array_equal(known_prompt.forced, served_prompt.forced)
+
+
+def _descriptions(choice):
+    return [line.partition(": ")[2] for line in choice.user.splitlines()[1:]]
+
+
+WORDS = st.text(alphabet="ab <|>?:.\n", max_size=40)
+
+
+@given(WORDS, WORDS)
+def test_only_the_users_text_may_go(system, user):
+    example = TaskExample(system=system, user=user, answer="")
+    for tokenizer in (TOKENIZER, PLAIN):
+        text = prompt_text(tokenizer, example)[0].text
+        spans = droppable_spans(tokenizer, example, text)
+        # The instruction comes before, the marker of the answer behind.
+        first = text.rfind(user, 0, len(text) - (len("<|assistant|>") if tokenizer is TOKENIZER else 1))
+        ends = [text[a:b] for a, b in spans]
+        assert ends == [user[a:b] for a, b in free_spans(user)]
+        if len(spans):
+            assert first <= spans[0, 0]
+            assert spans[-1, 1] <= first + len(user)
+
+
+def test_tokens_of_a_prompt():
+    example = TaskExample(system="Is it good?", user="well made", answer="yes", options=("yes", "no"))
+    prompt = prompt_tokens(TOKENIZER, example)
+    assert prompt.ids.tolist() == prompt_ids(TOKENIZER, example)
+    left = TOKENIZER.decode(prompt.ids[~prompt.forced].tolist(), skip_special_tokens=False)
+    assert left == "well made"
+    # "good?" and "well" are different words, though only a marker stands between them.
+    assert len(set(prompt.words[~prompt.forced])) == 2
+    assert not set(prompt.words[~prompt.forced]) & set(prompt.words[prompt.forced])
+
+
+def test_a_template_that_is_not_understood_forces_everything():
+    upper = dataclasses.replace(
+        tiny_tokenizer(), chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    )
+    twice = dataclasses.replace(
+        tiny_tokenizer(),
+        chat_template="{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}",
+    )
+    example = TaskExample(user="made well", answer="")
+    for files in (upper, twice):
+        assert prompt_tokens(Tokenizer(files), example).forced.all()
+    trimmed = dataclasses.replace(
+        tiny_tokenizer(),
+        chat_template="{{ strftime_now('%Y') }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}",
+    )
+    example = dataclasses.replace(example, user=" made well\n")
+    prompt = prompt_tokens(Tokenizer(trimmed), example, now=datetime(2031, 1, 1))
+    assert prompt.text == "2031[made well]"
+    np.testing.assert_array_equal(prompt.spans, [[5, 14]])
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, PLAIN])
+def test_offsets_cover_the_text(tokenizer):
+    text = "hello, wörld 日本\n<|user|>x"
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    assert ids == tokenizer.encode(text)
+    assert offsets[0].tolist() == [0, 0]
+    assert sorted(set(range(len(text)))) == sorted({i for a, b in offsets for i in range(a, b)})

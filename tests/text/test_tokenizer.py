@@ -1,0 +1,410 @@
+"""Ids and text against the library, chat templates against transformers."""
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError, TemplateError
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+
+DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
+NOW = datetime.datetime(2031, 2, 3, 4, 5)
+
+LLAMA3 = """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}
+        {%- set date_string = strftime_now("%d %b %Y") %}
+    {%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{%- if tools is not none %}
+    {{- "Environment: ipython\\n" }}
+{%- endif %}
+{{- "Today Date: " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+CHATML = """\
+{% for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|im_start|>system\\nYou are a helpful assistant<|im_end|>\\n' }}
+    {%- endif %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+GEMMA = """\
+{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}\
+{% endif %}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}\
+{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}\
+{% set role = message['role'] %}{% endif %}{{ '<start_of_turn>' + role + '\\n' + \
+message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{'<start_of_turn>model\\n'}}{% endif %}
+"""
+
+MISTRAL = """\
+{%- set loop_messages = messages %}
+{%- set ns = namespace(count=0) %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if message["role"] == "user" %}
+        {%- set ns.count = ns.count + 1 %}
+        {{- "[INST] " + message["content"] + "[/INST]" }}
+    {%- elif message["role"] == "assistant" %}
+        {%- generation %}
+        {{- " " + message["content"]|trim + eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+        {%- continue %}
+    {%- endif %}
+{%- endfor %}
+"""
+
+TOOLS = """\
+{% if tools is defined and tools is not none %}tools{% endif %}{% if documents %}documents{% endif %}
+{% for m in messages %}{{ m | tojson }} {{ m.content | tojson(indent=2, ensure_ascii=True) }}
+    {% if loop.last %}
+    last
+    {% endif %}
+{{ m.missing }}{{ unk_token }}{{ pad_token | default('no pad') }}
+{% if m.content is not string %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endif %}
+{% endfor %}
+"""
+
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [{"role": "user", "content": "  Hello <b>& 世界</b> 😀\n"}],
+    "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    "three turns": [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": " Hello! "},
+        {"role": "user", "content": "Bye"},
+    ],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+}
+
+
+def library_tokenizer() -> tokenizers.Tokenizer:
+    """A byte per token, with a begin token that is written by the post-processor."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.add_special_tokens(["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 256)])
+    return tokenizer
+
+
+LIBRARY = library_tokenizer()
+FILES = TokenizerFiles(
+    tokenizer_json=LIBRARY.to_str(),
+    special={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    eos_ids=(257, 260),
+    bos_id=256,
+)
+TOKENIZER = Tokenizer(FILES)
+
+
+def with_template(template: str) -> Tokenizer:
+    return Tokenizer(dataclasses.replace(FILES, chat_template=template))
+
+
+def test_facts() -> None:
+    assert TOKENIZER.vocab_size == 261
+    assert TOKENIZER.eos_ids == (257, 260)
+    assert TOKENIZER.bos_id == 256
+    assert TOKENIZER.files is FILES
+    assert not TOKENIZER.has_chat_template
+    assert with_template("x").has_chat_template
+
+
+def test_the_vocabulary_size_counts_up_to_the_highest_id() -> None:
+    """Ids may have gaps: a model's rows must cover the highest one."""
+    library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    data = json.loads(library.to_str())
+    data["model"]["vocab"]["far"] = 9
+    data["added_tokens"] = [
+        {"id": 9, "content": "far", "special": True}
+        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    ]
+    assert Tokenizer(TokenizerFiles(tokenizer_json=json.dumps(data))).vocab_size == 10
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=60, deadline=None)
+def test_encode_and_decode_are_the_librarys(text: str) -> None:
+    ids = TOKENIZER.encode(text)
+    assert ids == LIBRARY.encode(text).ids
+    assert ids[0] == 256
+    assert TOKENIZER.encode(text, add_special_tokens=False) == ids[1:]
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<s>" + text
+
+
+def test_ids_of_any_integer_type_decode() -> None:
+    ids = TOKENIZER.encode("héllo")
+    assert TOKENIZER.decode(np.array(ids, np.int32)) == "héllo"
+    assert TOKENIZER.decode(iter(ids)) == "héllo"
+    assert TOKENIZER.decode([]) == ""
+
+
+def test_padding_rows_of_the_model_have_no_text() -> None:
+    assert TOKENIZER.decode([*TOKENIZER.encode("a"), 261, 5000]) == "a"
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 32, 1 << 70])
+def test_impossible_ids_are_refused(bad: int) -> None:
+    with pytest.raises(ConfigError, match=f"got {bad}$"):
+        TOKENIZER.decode([65, bad])
+
+
+def test_a_lone_surrogate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lone surrogate '\\ud800' at character 2"):
+        TOKENIZER.encode("ab\ud800c")
+    with pytest.raises(ConfigError, match="must be text, got bytes"):
+        TOKENIZER.encode(b"ab")  # pyright: ignore[reportArgumentType]
+
+
+def test_truncation_and_padding_of_the_file_are_off() -> None:
+    library = library_tokenizer()
+    library.enable_truncation(4)
+    library.enable_padding(length=64)
+    tokenizer = Tokenizer(TokenizerFiles(tokenizer_json=library.to_str()))
+    assert len(library.encode("hello world").ids) == 64
+    assert tokenizer.encode("hello world") == LIBRARY.encode("hello world").ids
+
+
+def test_stories260k_matches_the_library() -> None:
+    path = DATA / "models/stories260K/tokenizer.json"
+    if not path.exists():
+        pytest.skip(f"no {path}; set JAXLLM_DATA")
+    tokenizer = Tokenizer(TokenizerFiles(tokenizer_json=path.read_text(encoding="utf-8")))
+    text = "Once upon a time,  there was a 世 😀."
+    assert tokenizer.encode(text) == tokenizers.Tokenizer.from_file(str(path)).encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.vocab_size == 512
+
+
+# Chat templates.
+
+
+@pytest.mark.parametrize("template", [LLAMA3, CHATML, GEMMA, MISTRAL, TOOLS])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chats_match_transformers(
+    template: str, chat: str, add_generation_prompt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_object=LIBRARY, **FILES.special)
+    clock = type("Clock", (), {"now": staticmethod(lambda: NOW)})
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+
+    def expected(tokenize: bool) -> Any:
+        return peer.apply_chat_template(
+            CHATS[chat],
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            return_dict=False,
+        )
+
+    tokenizer, options = with_template(template), {"add_generation_prompt": add_generation_prompt}
+    try:
+        text = expected(tokenize=False)
+    except Exception:
+        with pytest.raises(TemplateError):
+            tokenizer.render_chat(CHATS[chat], now=NOW, **options)
+    else:
+        assert text
+        assert tokenizer.render_chat(CHATS[chat], now=NOW, **options) == text
+        assert tokenizer.encode_chat(CHATS[chat], now=NOW, **options) == expected(tokenize=True)
+
+
+def test_most_chats_render() -> None:
+    """The comparison above is not a comparison of errors."""
+    assert with_template(CHATML).render_chat(CHATS["one turn"]) == (
+        "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
+        "<|im_start|>user\n  Hello <b>& 世界</b> 😀\n<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "Today Date: 03 Feb 2031" in with_template(LLAMA3).render_chat(CHATS["system"], now=NOW)
+    assert with_template(MISTRAL).render_chat(CHATS["three turns"]) == (
+        "<s>[INST] Hi[/INST] Hello!</s>[INST] Bye[/INST]"
+    )
+    assert with_template(GEMMA).render_chat(CHATS["three turns"]).count("<start_of_turn>") == 4
+
+
+def test_special_tokens_of_a_chat_are_single_ids() -> None:
+    ids = with_template(CHATML).encode_chat(CHATS["three turns"])
+    assert ids.count(259) == 5  # <|im_start|> of the system, three turns and the answer
+    assert 256 not in ids  # the template writes no begin token, so there is none
+
+
+def test_the_time_must_be_given_to_a_template_that_asks() -> None:
+    with pytest.raises(ConfigError, match="asks for the time; pass now="):
+        with_template(LLAMA3).render_chat(CHATS["one turn"])
+
+
+def test_no_template() -> None:
+    with pytest.raises(ConfigError, match="no chat template; send a plain prompt"):
+        TOKENIZER.encode_chat(CHATS["one turn"])
+
+
+def test_a_refusal_carries_the_templates_words() -> None:
+    with pytest.raises(TemplateError, match=r"refuses these messages: System role not supported$"):
+        with_template(GEMMA).render_chat(CHATS["system"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{{ 'unclosed' ",
+        "{% generation %}never closed",
+        "{{ messages | no_such_filter }}",
+        "{{ undefined_name.attribute }}",
+        "{{ messages[0].content + 5 }}",
+        "{{ 1 / 0 }}",
+        "{{ raise_exception('line one\nline two') }}",
+        "{% include 'other' %}",
+        "{{ strftime_now(5) }}",
+        "(" * 10 + "{{ " + "(" * 5000,
+    ],
+)
+def test_broken_templates_fail_on_one_line(template: str) -> None:
+    tokenizer = with_template(template)
+    with pytest.raises(TemplateError) as caught:
+        tokenizer.render_chat(CHATS["one turn"], now=NOW)
+    assert "\n" not in str(caught.value)
+    assert tokenizer.encode("plain prompts still work")
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__globals__['json'] }}",
+        "{{ strftime_now.__closure__[0].cell_contents }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ ''|attr('__class__')|attr('__base__') }}",
+        "{{ '{0.__class__.__init__}'.format(messages) }}",
+        "{{ '%s'|format(messages).__class__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{{ messages.clear() }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{{ dict.__subclasses__() }}",
+    ],
+)
+def test_the_sandbox_holds(attack: str) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    shown = ""
+    # Jinja answers some forbidden lookups with an error, some with a value that renders as nothing.
+    with contextlib.suppress(TemplateError):
+        shown = with_template(attack).render_chat(chat, now=NOW)
+    assert shown == ""
+    assert chat == [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ({"role": "user"}, "must be a list of objects"),
+        ("hello", "must be a list of objects"),
+        (["hello"], "message 0 must be an object with a 'role'"),
+        ([{"content": "hi"}], "message 0 must be an object with a 'role'"),
+        ([{"role": 5}], "message 0 must be an object"),
+        ([{"role": "user", "content": object()}], "plain JSON values"),
+        ([{"role": "user", "content": {1, 2}}], "plain JSON values"),
+    ],
+)
+def test_malformed_messages(messages: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        with_template(CHATML).render_chat(messages)
+
+
+def test_messages_nested_without_end() -> None:
+    messages: list[Any] = [{"role": "user"}]
+    messages[0]["content"] = messages
+    with pytest.raises(ConfigError, match="plain JSON values"):
+        with_template(CHATML).render_chat(messages)
+
+
+def test_a_special_name_cannot_replace_the_messages() -> None:
+    files = dataclasses.replace(FILES, chat_template="{{ messages[0].content }}", special={"messages": "x"})
+    assert Tokenizer(files).render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
+# TokenizerFiles.
+
+
+def test_files_survive_json() -> None:
+    for files in (FILES, TokenizerFiles(tokenizer_json="{}"), dataclasses.replace(FILES, chat_template="é")):
+        again = TokenizerFiles.from_json(json.loads(json.dumps(files.to_json())))
+        assert again == files
+        assert hash(again) == hash(files)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tokenizer_json": 5}, "tokenizer_json must be text, got 5"),
+        ({"tokenizer_json": None}, "tokenizer_json must be text"),
+        ({"chat_template": ["x"]}, "chat_template must be text or null"),
+        ({"special": {"bos_token": 1}}, "special must be a map"),
+        ({"special": ["bos_token"]}, "special must be a map"),
+        ({"eos_ids": 2}, "eos_ids must be token ids"),
+        ({"eos_ids": [-1]}, "eos_ids must be token ids"),
+        ({"eos_ids": [True]}, "eos_ids must be token ids"),
+        ({"eos_ids": ["2"]}, "eos_ids must be token ids"),
+        ({"bos_id": 1 << 31}, "bos_id must be null or a token id"),
+        ({"bos_id": 1.0}, "bos_id must be null or a token id"),
+        ({"surprise": 1}, "malformed tokenizer: .*surprise"),
+    ],
+)
+def test_malformed_files(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason):
+        TokenizerFiles.from_json({**FILES.to_json(), **change})
+
+
+@pytest.mark.parametrize("data", [None, [], "x", {}, {"chat_template": "x"}])
+def test_no_files(data: Any) -> None:
+    with pytest.raises(CheckpointError):
+        TokenizerFiles.from_json(data)
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 5}', "null", "\0"])
+def test_no_tokenizer(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"^malformed tokenizer.json: [^\n]+$"):
+        Tokenizer(TokenizerFiles(tokenizer_json=text))
+
+
+def test_errors_are_one_family() -> None:
+    assert issubclass(TemplateError, JaxllmError)

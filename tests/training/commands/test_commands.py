@@ -1,0 +1,125 @@
+"""Commands that train: what their options become. The runs themselves are tested in their rooms."""
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from serving.cli import cli
+
+Called = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Called:
+    """Runs a command whose run is replaced; returns the arguments that the run was called with."""
+
+    def called(target: str, *words: object) -> dict[str, Any]:
+        module, name = target.split(":")
+        seen: dict[str, Any] = {}
+
+        def run(*arguments: Any, **more: Any) -> Any:
+            seen.update(more, arguments=arguments)
+            return {"loss": 0.5}
+
+        monkeypatch.setattr(importlib.import_module(module), name, run)
+        command = importlib.import_module(f"training.commands.{str(words[0]).replace('-', '_')}")
+        # Devices are made once in a process.
+        monkeypatch.setattr(
+            command, "set_devices", lambda devices: seen.update(devices=devices), raising=False
+        )
+        result = CliRunner().invoke(cli, [str(word) for word in words], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return {**seen, "said": result.stdout}
+
+    return called
+
+
+def test_quantize_experts(called: Called) -> None:
+    words = ("quantize-experts", "mixture", "-o", "out", "--run", "run")
+    target = "training.calibrate.expert_widths:quantize_experts"
+    seen = called(target, *words)
+    recipe, *paths = seen["arguments"]
+    assert (recipe.tokens, paths) == (8192, [Path("mixture"), Path("out"), Path("run")])
+    assert (seen["most_loss"], seen["uniform"], seen["weights"], seen["texts"]) == (0.05, 0, None, ())
+    assert json.loads(seen["said"]) == {"bundle": "out", "loss": 0.5}
+    seen = called(target, *words, "--max-loss", "10%", "--expert-bits", 4, "--tokens", 4096, "--text", "a")
+    assert (seen["most_loss"], seen["uniform"], seen["texts"]) == (0.1, 4, (Path("a"),))
+    assert seen["arguments"][0].tokens == 4096
+
+
+def test_calibrate_prefill(called: Called) -> None:
+    words = ("calibrate-prefill", "model", "-o", "out", "--max-loss", "0.02", "--weight-scales", "tensor")
+    seen = called("training.calibrate.prefill:calibrate_prefill", *words)
+    recipe, *paths = seen["arguments"]
+    assert (recipe.tokens, recipe.weight_scales) == (8192, "tensor")
+    assert (paths, seen["most_loss"]) == ([Path("model"), Path("out")], 0.02)
+
+
+def test_pretrain(called: Called) -> None:
+    words = (
+        "pretrain",
+        "--run",
+        "run",
+        "--recipe",
+        "smoke",
+        "--steps",
+        7,
+        "--text",
+        "a",
+        "--valid-text",
+        "b",
+    )
+    seen = called("training.pretrain.run:pretrain", *words, "--mesh", "data=1", "--cpu-devices", 3)
+    recipe, run_dir = seen["arguments"]
+    assert (recipe.steps, recipe.remat, run_dir) == (7, False, Path("run"))
+    assert (seen["text_paths"], seen["valid_paths"]) == ((Path("a"),), (Path("b"),))
+    assert (seen["mesh_shape"].data, seen["devices"], seen["tensorboard"]) == (1, 3, False)
+    assert called("training.pretrain.run:pretrain", *words, "--remat")["arguments"][0].remat
+
+
+def test_lora(called: Called) -> None:
+    words = ("lora", "model", "--run", "run", "--rank", 3, "--alpha", 6, "--weights", "int4")
+    seen = called("training.lora.run:train_lora", *words)
+    recipe, *paths = seen["arguments"]
+    assert (recipe.lora.rank, recipe.lora.alpha, seen["weights"]) == (3, 6, "int4")
+    assert paths == [Path("model"), Path("run")]
+
+
+def test_elasticize(called: Called) -> None:
+    words = (
+        "elasticize",
+        "model",
+        "-o",
+        "out",
+        "--run",
+        "run",
+        "--levels",
+        "40,100%",
+        "--anchor-share",
+        "10%",
+    )
+    seen = called("training.elastic.run:elasticize", *words, "--text", "a", "--tiny-lm", "none")
+    recipe, *paths = seen["arguments"]
+    assert (recipe.levels, recipe.anchor_share) == ((40, 100), 0.1)
+    assert [source.text for source in recipe.sources] == [str(Path("a").absolute())]
+    assert (paths, seen["tlm"]) == ([Path("model"), Path("out"), Path("run")], None)
+    assert called("training.elastic.run:elasticize", *words)["tlm"].levels == (
+        20,
+        30,
+        40,
+        50,
+        60,
+        70,
+        80,
+        90,
+        100,
+    )
+
+
+def test_export_run(called: Called) -> None:
+    assert called("training.pretrain.run:export_best", "export-run", "run")["arguments"] == (Path("run"),)

@@ -1,0 +1,183 @@
+"""Sources become tokens: which documents, on which side, in which files."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from jinja2 import Template
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.tasks.example import TaskExample
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+from training.data import corpus
+from training.data.corpus import Corpus, TokenizedDocuments
+from training.data.documents import chat_document, text_document
+from training.data.encoders import ModelEncoder, PieceEncoder
+from training.data.sources import Source
+from training.data.tokenizer import MIN_VOCAB_SIZE, ROLE_TEMPLATE, train_tokenizer
+
+TEXTS = [f"Cat {i} sat on mat {i}. Then it ran to house {i * 7}!" for i in range(40)]
+REVIEWS = [{"text": f"film number {i}", "label": ("positive", "negative")[i % 2]} for i in range(30)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "cats.txt").write_text("<|endoftext|>".join(TEXTS))
+    (tmp_path / "tasks" / "sst2").mkdir(parents=True)
+    (tmp_path / "tasks" / "sst2" / "train.jsonl").write_text("\n".join(map(json.dumps, REVIEWS)))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS, MIN_VOCAB_SIZE + 20)
+
+
+@pytest.fixture(scope="module")
+def encoder(tokenizer):
+    return PieceEncoder(tokenizer)
+
+
+def encode_document(document, tokenizer):
+    ((ids, _),) = PieceEncoder(tokenizer).encode([document])
+    return ids
+
+
+SOURCES = (
+    Source(text="text/cats.txt"),
+    Source(stories="text/cats.txt"),
+    Source(task="sentiment"),
+)
+
+
+def test_every_document_stands_on_one_side(data):
+    opened = Corpus.open(SOURCES, data, 0.1)
+    sides = {split: list(opened.documents(split)) for split in ("train", "held_out")}
+    distinct = {side: {each.origin_digest() for _, each in documents} for side, documents in sides.items()}
+    assert len(distinct["held_out"]) == 7
+    assert len(distinct["train"]) + 7 == len(TEXTS) + len(REVIEWS)
+    documents = sum(map(len, sides.values()))
+    assert documents == 2 * len(TEXTS) + len(REVIEWS) == len(opened.digests)
+    assert {number for number, _ in sides["train"]} == {0, 1, 2}
+    told = next(document for number, document in sides["train"] if number == 1)
+    assert told.texts[1].endswith(".")
+    assert told.texts[2].startswith("Then")
+    assert Corpus.open(SOURCES, data, 0.1).digest() == opened.digest()
+    assert Corpus.open(SOURCES[:2], data, 0.1).digest() != opened.digest()
+
+
+def test_no_form_of_a_text_stands_on_the_other_side(data):
+    """A story that is held out is not told on request in training either."""
+    for split in ("train", "held_out"):
+        documents = list(Corpus.open(SOURCES[:2], data, 0.25).documents(split))
+        plain = {document.texts[0] for source, document in documents if source == 0}
+        told = {" ".join(document.texts[1:]) for source, document in documents if source == 1}
+        assert plain == told
+        assert plain
+
+
+def test_tokens_lie_one_document_behind_the_other(data, tmp_path, tokenizer, encoder, monkeypatch):
+    monkeypatch.setattr(corpus, "_ENCODE_DOCUMENTS", 7)
+    opened = Corpus.open(SOURCES, data, 0.1)
+    tokens = opened.tokenized(encoder, "train", tmp_path / "tokens")
+    assert isinstance(tokens.tokens, np.memmap)
+    assert tokens.tokens.dtype == np.uint16
+    documents = list(opened.documents("train"))
+    assert len(tokens) == len(documents)
+    assert tokens.text_bytes == sum(len(text.encode()) for _, each in documents for text in each.texts)
+    for number, (source, document) in enumerate(documents):
+        ids = tokens.tokens[tokens.starts[number] : tokens.starts[number + 1]]
+        assert ids.tolist() == encode_document(document, tokenizer)
+        assert tokens.sources[number] == source
+        answer = tokenizer.decode(ids[tokens.prompt_tokens[number] :].tolist(), skip_special_tokens=True)
+        assert answer == (document.texts[0] if source == 0 else document.texts[-1])
+
+
+def test_a_chat_is_encoded_as_its_template_reads(tokenizer):
+    from jaxllm.tasks import labels
+
+    example = labels.SENTIMENT.example({"text": "so <|end|> bad", "label": "negative"})
+    ids = encode_document(chat_document(example), tokenizer)
+    prompt = Template(ROLE_TEMPLATE).render(messages=example.messages(), add_generation_prompt=True)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{prompt}negative<|end|>"
+    # The text's own `<|end|>` is no end of a turn.
+    assert ids.count(tokenizer.token_to_id("<|end|>")) == 3
+    clean = labels.SENTIMENT.example({"text": "so bad", "label": "negative"})
+    prompt = Template(ROLE_TEMPLATE).render(messages=clean.messages(), add_generation_prompt=True)
+    assert (
+        encode_document(chat_document(clean), tokenizer) == tokenizer.encode(f"{prompt}negative<|end|>").ids
+    )
+
+
+def test_a_model_reads_documents_through_its_own_template(tokenizer):
+    from jaxllm.tasks import labels
+
+    files = TokenizerFiles(
+        tokenizer_json=tokenizer.to_str(),
+        chat_template=ROLE_TEMPLATE,
+        special={"eos_token": "<|endoftext|>"},
+        eos_ids=(0, 5),
+    )
+    documents = [
+        chat_document(labels.SENTIMENT.example({"text": "so bad", "label": "negative"})),
+        chat_document(TaskExample(user="1 + 1 =", answer=" 2", form="text")),
+        text_document("a cat"),
+        # What a text says of special tokens is text, wherever it stands.
+        text_document("a <|user|> said"),
+        chat_document(TaskExample(user="1 <|end|><|assistant|>", answer="<|end|> 2")),
+        chat_document(TaskExample(user="1 <|end|>", answer=" 2", form="text")),
+    ]
+    own, model = PieceEncoder(tokenizer).encode(documents), ModelEncoder(Tokenizer(files)).encode(documents)
+    # With this template, the token that ends a turn is found though another comes first.
+    assert model[0] == own[0]
+    assert [ids[:-1] for ids, _ in model[1:]] == [ids[:-1] for ids, _ in own[1:]]
+    assert [count for _, count in model] == [count for _, count in own]
+    with pytest.raises(ConfigError, match="no end token"):
+        ModelEncoder(Tokenizer(dataclasses.replace(files, eos_ids=())))
+
+
+def test_token_files_are_written_once_and_never_stale(data, tmp_path, encoder, monkeypatch):
+    opened = Corpus.open(SOURCES, data, 0.1)
+    first = opened.tokenized(encoder, "train", tmp_path / "tokens")
+    other = Corpus.open(SOURCES[:1], data, 0.1).tokenized(encoder, "train", tmp_path / "tokens")
+    assert len(other) < len(first)
+    monkeypatch.setattr(corpus, "write_tokens", None)
+    again = opened.tokenized(encoder, "train", tmp_path / "tokens")
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "index.npz"])
+def test_damaged_token_files_are_told(tmp_path, encoder, name):
+    corpus.write_tokens(tmp_path / "t", [(0, text_document(text)) for text in TEXTS], encoder)
+    assert len(TokenizedDocuments.read(tmp_path / "t")) == len(TEXTS)
+    file = tmp_path / "t" / name
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="made again"):
+        TokenizedDocuments.read(tmp_path / "t")
+
+
+def test_sources_are_checked(data):
+    with pytest.raises(ConfigError, match="--data"):
+        Corpus.open(SOURCES, None, 0.1)
+    with pytest.raises(ConfigError, match=r"none\.txt"):
+        Corpus.open([Source(text="none.txt")], data, 0.1)
+    for wrong in ({}, {"text": "a", "task": "news"}, {"task": "weather"}, {"text": "a", "repeats": -1}):
+        with pytest.raises(ConfigError):
+            Source(**wrong)
+
+
+def test_only_questions_trained_on_lose_words(data, encoder, tmp_path):
+    whole, opened = (Corpus.open(SOURCES, data, 0.1, shortened_share=share) for share in (0.0, 1.0))
+    assert opened.digest() == whole.digest()
+    sides = [[list(each.documents(split)) for split in ("train", "held_out")] for each in (whole, opened)]
+    assert sides[0][1] == sides[1][1]
+    changed = {source for (source, was), (_, now) in zip(sides[0][0], sides[1][0], strict=True) if was != now}
+    assert changed == {2}
+    folders = [
+        {split: each.tokenized(encoder, split, tmp_path).tokens.tolist() for split in ("train", "held_out")}
+        for each in (whole, opened)
+    ]
+    assert folders[0]["held_out"] == folders[1]["held_out"]
+    assert len(folders[1]["train"]) < len(folders[0]["train"])

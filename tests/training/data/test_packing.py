@@ -1,0 +1,122 @@
+"""Packing: what is in a row, how often, in which order."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxllm.errors import ConfigError
+from training.data.corpus import TokenizedDocuments
+from training.data.packing import PackedBatches, best_fit, cut, draw, evaluation_batches
+from training.data.sources import Source
+
+
+def documents_of(lengths, sources=None, prompts=None):
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    # Token = 100 · document + place, so that a row shows what it is made of.
+    tokens = np.concatenate([100 * i + np.arange(n) for i, n in enumerate(lengths)]).astype(np.uint16)
+    nothing = np.zeros(len(lengths), np.int64)
+    return TokenizedDocuments(
+        tokens,
+        starts,
+        nothing if prompts is None else np.asarray(prompts),
+        nothing if sources is None else np.asarray(sources),
+        0,
+    )
+
+
+RAGGED = documents_of([5, 1, 30, 2, 8, 9, 17, 3, 3, 21, 16])
+
+
+def test_best_fit_by_hand():
+    # 6 opens a row; 5 another; 4 fits the first exactly; 3 the second; 2 exactly there; 1 opens a third.
+    assert best_fit(np.array([1, 2, 3, 4, 5, 6]), 10) == [[5, 3], [4, 2, 1], [0]]
+
+
+def test_best_fit_places_all_and_overfills_none():
+    sizes = np.random.default_rng(0).integers(1, 65, 500)
+    rows = best_fit(sizes, 64)
+    assert sorted(place for row in rows for place in row) == list(range(500))
+    assert max(sizes[row].sum() for row in rows) <= 64
+    assert len(rows) <= 1.1 * sizes.sum() / 64
+
+
+def test_a_long_document_is_cut_with_every_target_once():
+    parts = cut(np.array([9, 1, 8, 17]), np.array([0, 1, 2, 3]), 8)
+    assert parts.tolist() == [[0, 0, 9], [2, 0, 8], [3, 0, 9], [3, 8, 17]]
+
+
+@pytest.mark.parametrize("row_tokens", [4, 8, 16, 64])
+def test_an_epoch_has_every_target_once_after_its_own_past(row_tokens):
+    batches = PackedBatches(RAGGED, (), row_tokens, 1, seed=3)
+    seen = []
+    for step in range(len(batches.epoch(0))):
+        batch = batches.batch_at(step)
+        assert all(each.shape == (1, row_tokens) for each in dataclasses.asdict(batch).values())
+        real = batch.weights[0] > 0
+        tokens, targets, starts = batch.tokens[0], batch.targets[0], batch.starts[0]
+        assert (targets[real] == tokens[real] + 1).all()
+        seen += targets[real].tolist()
+        # A document begins where `starts` says, and goes on to its end or the row's.
+        assert (starts <= np.arange(row_tokens)).all()
+        assert (starts[starts] == starts).all()
+        assert (tokens[real] - tokens[starts[real]] == (np.arange(row_tokens) - starts)[real]).all()
+    assert sorted(seen) == [token for token in RAGGED.tokens.tolist() if token % 100]
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    batches = PackedBatches(RAGGED, (), 16, 3, seed=1)
+    in_order = [batches.batch_at(step) for step in range(20)]
+    fresh = dataclasses.replace(batches)
+    for step in (19, 3, 11):
+        for one, other in zip(
+            dataclasses.astuple(fresh.batch_at(step)), dataclasses.astuple(in_order[step]), strict=True
+        ):
+            np.testing.assert_array_equal(one, other)
+    orders = [[row.tolist() for row in batches.epoch(epoch)] for epoch in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+    assert [row.tolist() for row in dataclasses.replace(batches, seed=2).epoch(0)] != orders[0]
+    assert batches.epochs_at(0) == 0
+    assert 3 < batches.epochs_at(20) == 60 // len(orders[0]) + 60 % len(orders[0]) / len(orders[0])
+
+
+def test_an_epoch_draws_each_source_as_its_repeats_say():
+    documents = documents_of([4] * 100, sources=[0] * 40 + [1] * 40 + [2] * 20)
+    mixture = tuple(
+        Source(text=name, repeats=repeats) for name, repeats in [("a", 2.5), ("b", 0.25), ("c", 0)]
+    )
+    drawn = draw(documents, mixture, np.random.default_rng(0))
+    counts = np.bincount(drawn, minlength=100)
+    assert set(counts[:40]) == {2, 3}
+    assert counts[:40].sum() == 100
+    assert set(counts[40:80]) == {0, 1}
+    assert counts[40:80].sum() == 10
+    assert not counts[80:].any()
+    assert (draw(documents, mixture, np.random.default_rng(1)) != drawn).any()
+    with pytest.raises(ConfigError, match="too few"):
+        PackedBatches(documents, (Source(text="a", repeats=0),) * 3, 8, 1, 0)
+
+
+def test_prompts_and_answers_have_their_weights():
+    documents = documents_of([6, 7], sources=[0, 1], prompts=[2, 0])
+    mixture = (Source(text="a", prompt_weight=0.5, answer_weight=3), Source(text="b", answer_weight=2))
+    (batch,) = evaluation_batches(documents, 16, 1, mixture)
+    weights = dict(zip(batch.targets[0].tolist(), batch.weights[0].tolist(), strict=True))
+    # Targets 1 .. 5 of the first document: place 1 is still the prompt.
+    assert [weights[target] for target in range(1, 6)] == [0.5, 3, 3, 3, 3]
+    assert [weights[target] for target in range(101, 107)] == [2] * 6
+    # A prompt that ends in another part than it began in.
+    (first, second) = (
+        batch.weights[0] for batch in evaluation_batches(documents_of([9], prompts=[6]), 4, 1, mixture[:1])
+    )
+    assert first.tolist() + second.tolist() == [0.5] * 5 + [3] * 3
+
+
+@pytest.mark.parametrize("lengths", [[2], [1, 2], [30, 8, 2, 2, 2, 17]])
+def test_evaluation_has_every_target_once_in_full_batches(lengths):
+    documents = documents_of(lengths)
+    seen = []
+    for batch in evaluation_batches(documents, 8, 3):
+        assert batch.tokens.shape == (3, 8)
+        seen += batch.targets[batch.weights > 0].tolist()
+    assert sorted(seen) == [token for token in documents.tokens.tolist() if token % 100]

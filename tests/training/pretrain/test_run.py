@@ -1,0 +1,129 @@
+"""A whole run: its folder, its Hugging Face folder, resuming, families and teachers."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.text.tokenizer import Tokenizer
+from serving.cli import cli
+from tests.training.jobs import SMOKE, assert_same_bits, one_device
+from training.commands import export_run
+from training.data.corpus import TokenizedDocuments
+from training.data.sources import Source
+from training.loop.checkpoints import read_best
+from training.loop.trainer import Trainer
+from training.pretrain.job import pretrain_job
+from training.pretrain.run import export_best, pretrain
+
+QUIET = Console(quiet=True)
+
+
+def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
+    read, opened = TokenizedDocuments.read, []
+    monkeypatch.setattr(
+        TokenizedDocuments, "read", lambda folder: (opened.append(folder.name.split("-")[0]), read(folder))[1]
+    )
+    run, valid = tmp_path / "run", tmp_path / "valid.txt"
+    valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
+    folder = pretrain(SMOKE, run, valid_paths=[valid], console=QUIET)
+    assert folder == run / "hf"
+    assert opened == ["train", "held_out", "valid"]
+    trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
+    best, step, _ = read_best(run / "checkpoints", trainer.abstract())
+    params = best.params
+
+    cfg = read_config(folder)
+    assert cfg == SMOKE.model
+    written = dict(read_params(folder, cfg))
+    assert_same_bits(written, {name: params[name] for name in written})
+    files = read_tokenizer(folder)
+    assert (files.eos_ids, files.bos_id) == ((0, 5), None)
+    messages = [{"role": "user", "content": "Once "}, {"role": "assistant", "content": "upon"}]
+    assert Tokenizer(files).render_chat(messages) == "Once upon"
+
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens_seen"] == step * SMOKE.batch * SMOKE.row_tokens
+    valid_summary = summary["valid"]
+    assert valid_summary["documents"] == 2
+    assert valid_summary["nats_per_byte"] == pytest.approx(
+        valid_summary["nats_per_token"] * (valid_summary["tokens"] - 2) / valid_summary["bytes"]
+    )
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in metrics] == [1, 2, 3, 4, 5, 6]
+
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    assert export_best(run) == folder
+    assert (folder / "model.safetensors").read_bytes() == weights
+
+    # The folder goes on with its own run, and refuses another.
+    longer = dataclasses.replace(SMOKE, steps=7)
+    pretrain(longer, run, console=QUIET)
+    assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
+    with pytest.raises(ConfigError, match="differs in seed, the documents"):
+        pretrain(dataclasses.replace(longer, seed=1), run, text_paths=[valid], console=QUIET)
+
+
+def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"cat number {i} sat on mat {i * 7 % 10}" for i in range(300)))
+    recipe = dataclasses.replace(
+        SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=290), sources=(Source(text=str(text)),)
+    )
+    recipe = dataclasses.replace(recipe, steps=4, checkpoint_steps=4, log_steps=4, teacher_share=0.0)
+    teacher = pretrain(recipe, tmp_path / "teacher", data=tmp_path, console=QUIET)
+    student_recipe = dataclasses.replace(recipe, teacher_share=1.0, peak_learning_rate=1e-2, steps=60)
+    tokenizer = tmp_path / "teacher" / "tokenizer.json"
+    with pytest.raises(ConfigError, match="--teacher"):
+        pretrain(student_recipe, tmp_path / "student", data=tmp_path, tokenizer=tokenizer, console=QUIET)
+    student = pretrain(
+        student_recipe,
+        tmp_path / "student",
+        data=tmp_path,
+        tokenizer=tokenizer,
+        teacher=teacher,
+        console=QUIET,
+    )
+    assert (student / "tokenizer.json").read_bytes() == (teacher / "tokenizer.json").read_bytes()
+    metrics = (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in metrics]
+    # It approaches a teacher that knows little, hence not the text but the teacher's own entropy.
+    assert np.log(290) > losses[0] > losses[-1] > 4.5
+    other = dataclasses.replace(student_recipe, model=dataclasses.replace(recipe.model, vocab_size=291))
+    with pytest.raises(ConfigError, match="one tokenizer"):
+        pretrain(other, tmp_path / "other", data=tmp_path, teacher=teacher, console=QUIET)
+
+
+def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("a\n\nb\n\nc\n")
+    run = tmp_path / "run"
+    with pytest.raises(ConfigError, match="enough distinct pieces"):
+        pretrain(SMOKE, run, text_paths=[text], console=QUIET)
+    text.write_text("one document")
+    with pytest.raises(ConfigError, match="two distinct documents"):
+        pretrain(SMOKE, run, text_paths=[text], console=QUIET)
+    with pytest.raises(CheckpointError, match="not the folder"):
+        export_best(run)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot make the run's folder"):
+        pretrain(SMOKE, tmp_path / "file", console=QUIET)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="not the folder of a training run"):
+        export_best(tmp_path)
+
+
+def test_the_command_that_exports_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(export_run, "set_devices", lambda devices: None)
+    result = CliRunner().invoke(cli, ["export-run", str(tmp_path)])
+    assert "not the folder of a training run" in str(result.exception)
+    assert CliRunner().invoke(cli, ["export-run", str(tmp_path), "--steps", "3"]).exit_code == 2

@@ -1,0 +1,203 @@
+"""Finds a bitwidth for each expert of a mixture, and writes a bundle with experts apart.
+
+EdgeMoE (arXiv 2308.14352, section 3.2): experts are lowered one by one on a calibration text to measure how
+much each matters, then as many as the tolerable loss allows (`jaxllm.experts.bitwidth`). A loss is how much
+the perplexity grows, as a share of that of the float model (of a bundle: of its dequantized weights). The
+same text gives the statistics of activation paths. All other weights stay as they are; the cost of storing
+them narrower is not counted. Experts of a bundle get narrower, never wider, and those that keep their width
+are not changed.
+
+A run's folder holds `recipe.json`, `tokens/` and `losses.json`, every loss that was measured: the same
+command resumes, and another tolerable loss measures little anew.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from jaxllm.bundle import EXPERT_BITS, Bundle, WeightFormat, expert_widths
+from jaxllm.bundle.experts import expert_parts
+from jaxllm.config import ModelConfig
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.experts.bitwidth import WidthPlan, search_widths
+from jaxllm.prepare import prepare
+from jaxllm.quant import dequantize
+from training.calibrate.width_losses import WidthLosses
+from training.data.corpus import TokenizedDocuments, write_tokens
+from training.data.documents import builtin_texts, documents_digest, read_texts, text_document
+from training.data.encoders import ModelEncoder
+from training.data.packing import Batch, evaluation_batches
+from training.loop.frozen_model import FrozenModel
+from training.loop.run_files import claimed
+
+# On less text than this, chance decides which experts matter.
+LEAST_TOKENS = 2048
+_LOSSES_FILE = "losses.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertWidthsRecipe:
+    """Sizes of a measurement.
+
+    Attributes:
+      tokens: of text to measure on; as many more are held out, to measure the chosen widths there.
+      row_tokens: longest context.
+      batch: rows that are computed together.
+    """
+
+    tokens: int = 8192
+    row_tokens: int = 256
+    batch: int = 4
+
+    def __post_init__(self) -> None:
+        if self.tokens < LEAST_TOKENS:
+            raise ConfigError(f"calibrate on at least {LEAST_TOKENS} tokens, got {self.tokens}")
+        if self.row_tokens < 2 or self.batch < 1:
+            raise ConfigError(f"rows of {self.row_tokens} tokens, {self.batch} at a time, measure nothing")
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ExpertWidthsRecipe":
+        """Read what `to_json` wrote."""
+        return cls(**data)
+
+
+def quantize_experts(
+    recipe: ExpertWidthsRecipe,
+    model: Path,
+    out: Path,
+    run_dir: Path,
+    *,
+    most_loss: float = 0.05,
+    texts: Sequence[Path] = (),
+    weights: WeightFormat | None = None,
+    uniform: int = 0,
+    name: str = "",
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Makes a bundle with experts apart, or resumes the run in `run_dir`.
+
+    Args:
+      recipe: sizes of the measurement.
+      model: a mixture of experts: a Hugging Face folder, or a bundle.
+      out: the bundle's path; written whole or not at all.
+      run_dir: the run's folder, made if missing.
+      most_loss: tolerable growth of the perplexity, as a share of it.
+      texts: files to calibrate on; Python's language reference if there are none.
+      weights: width of all other matrices; None keeps the checkpoint's own, as a bundle always does.
+      uniform: one width for all experts, of `EXPERT_BITS`, instead of a search; 0 searches.
+      name: the model's name, for people; the folder's own by default.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      What was found: bounds, how many experts are lowered, losses on both texts, bytes of experts.
+
+    Raises:
+      ConfigError: the model has no experts, there is too little text, no widths lose so little, or `run_dir`
+        belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    console, run_dir, out, model = console or Console(stderr=True), Path(run_dir), Path(out), Path(model)
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    if not model.exists():
+        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
+    if uniform and uniform not in EXPERT_BITS:
+        raise ConfigError(f"experts have a width among {EXPERT_BITS}, got {uniform}")
+    frozen = FrozenModel.read(model, None if model.is_dir() else weights)
+    if not frozen.cfg.experts:
+        raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
+    own = _own_widths(model, frozen.cfg, uniform)
+    floats = {name: dequantize(each, jnp.dtype(jnp.float32)) for name, each in frozen.params.items()}
+    documents = [text_document(text) for path in texts for text in read_texts(path)]
+    documents = documents or [text_document(text) for text in builtin_texts()]
+    digest = documents_digest(each.digest() for each in documents)
+    with claimed(run_dir, recipe, model=frozen.fingerprint(), documents=digest):
+        if not (run_dir / "tokens").exists():
+            encoder = ModelEncoder(frozen.tokenizer)
+            write_tokens(run_dir / "tokens", ((0, each) for each in documents), encoder)
+    batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
+
+    text = WidthLosses(frozen.cfg, floats, batches, run_dir / _LOSSES_FILE)
+    counts, of_tokens, shares = text.paths()
+    if uniform:
+        bits = np.full(shares.shape, uniform, np.int8)
+        facts: dict[str, Any] = {"uniform": uniform}
+    else:
+        plan = _search(text, shares, most_loss, console)
+        bits = np.minimum(plan.bits, own).astype(np.int8)
+        facts = {
+            "most_loss": most_loss,
+            "lower": plan.lower,
+            "upper": plan.upper,
+            "lowered": plan.lowered,
+        }
+    unseen = WidthLosses(frozen.cfg, floats, held_out, run_dir / f"held_out_{_LOSSES_FILE}")
+    facts |= {
+        "experts": int(bits.size),
+        "loss": round(text.loss_of(bits), 5),
+        "held_out_loss": round(unseen.loss_of(bits), 5),
+        "perplexity": round(math.exp(text.whole), 4),
+        "held_out_perplexity": round(math.exp(unseen.whole), 4),
+        "tokens": text.tokens,
+    }
+    parts = expert_parts(counts, facts, of_tokens)
+    prepare(model, out, weights=weights, name=name, expert_bits=bits, parts=parts)
+    widths, number = np.unique(bits, return_counts=True)
+    return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
+
+
+def _own_widths(model: Path, cfg: ModelConfig, uniform: int) -> np.ndarray:
+    """The experts' current widths `[L_sparse, E]`, 32 in a folder."""
+    if model.is_dir():
+        return np.full((sum(map(cfg.is_sparse, range(cfg.layers))), cfg.experts), 32, np.int8)
+    with Bundle.open(model) as bundle:
+        own = expert_widths(bundle)
+    if np.any(uniform > own):
+        raise ConfigError(
+            f"{model} has experts of {int(own.min())} bits, and {uniform} would be larger, not better; give "
+            "no more, or the Hugging Face folder"
+        )
+    return own
+
+
+def _search(text: WidthLosses, shares: np.ndarray, most_loss: float, console: Console) -> WidthPlan:
+    with ProgressBar(console=console, transient=True) as bar:
+        task = bar.add_task("experts", total=shares.size)
+        importance = text.importance(lambda done, total: bar.update(task, completed=done, total=total))
+        task = bar.add_task("widths", total=None)
+
+        def loss_of(bits: np.ndarray) -> float:
+            bar.advance(task)
+            return text.loss_of(bits)
+
+        return search_widths(importance, shares, loss_of, most_loss=most_loss)
+
+
+def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[list[Batch], list[Batch]]:
+    """The batches to calibrate on, and those held out."""
+    taken: tuple[list[Batch], list[Batch]] = ([], [])
+    room = [recipe.tokens, recipe.tokens]
+    for number, batch in enumerate(evaluation_batches(documents, recipe.row_tokens, recipe.batch)):
+        # Alternately, so that both have all kinds of the text; when one is full, the other takes the rest.
+        at = number % 2 if min(room) > 0 else int(room[0] <= 0)
+        if max(room) <= 0:
+            break
+        taken[at].append(batch)
+        room[at] -= int((batch.weights > 0).sum())
+    if not taken[1] or max(room) > recipe.tokens - LEAST_TOKENS:
+        raise ConfigError(
+            f"the text has {len(documents.tokens)} tokens; calibrating and holding out take at least "
+            f"{2 * LEAST_TOKENS}: give more text"
+        )
+    return taken

@@ -1,0 +1,121 @@
+"""`jaxllm elasticize`: makes an elastic bundle."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jaxllm.option_types import Levels, Share
+from training.commands.shared_options import (
+    data_option,
+    device_options,
+    name_option,
+    output_option,
+    recipe_option,
+    run_option,
+    set_devices,
+    steps_option,
+    text_option,
+    weights_option,
+)
+
+if TYPE_CHECKING:
+    from jaxllm.formats import WeightFormat
+
+
+@click.command("elasticize")
+@click.argument("model", type=click.Path(path_type=Path))
+@output_option
+@run_option
+@recipe_option("family")
+@data_option
+@text_option("learn from", "the recipe's sources")
+@weights_option("the bundle's matrices")
+@click.option("--levels", type=Levels(), help="Levels to make, ascending.  [default: the recipe's]")
+@click.option(
+    "--recovery",
+    type=click.Choice(["lora", "joint", "none"]),
+    help="Train an adapter for each level (as in the recipe `adapters`), all levels' weights together, or "
+    "neither.  [default: the recipe's]",
+)
+@click.option(
+    "--order",
+    type=click.Choice(["importance", "magnitude", "random"]),
+    help="Order units by their importance to the loss; magnitude and random are there to compare with.  "
+    "[default: the recipe's]",
+)
+@click.option(
+    "--anchor-share",
+    type=Share(),
+    help="Layers to keep whole at every level, the most important ones.  [default: the recipe's]",
+)
+@steps_option("each level's training")
+@click.option(
+    "--tiny-lm",
+    "tlm_name",
+    default="small",
+    show_default=True,
+    metavar="RECIPE",
+    help="Recipe of the tiny LM that plans requests; none makes a bundle without one.",
+)
+@click.option(
+    "--tiny-lm-encoder",
+    "encoder",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A MobileBERT folder for the tiny LM to start from.",
+)
+@name_option
+@device_options
+def elasticize_command(
+    model: Path,
+    output: Path,
+    run_dir: Path,
+    recipe_name: str,
+    tlm_name: str,
+    texts: tuple[Path, ...],
+    data: Path | None,
+    weights: "WeightFormat | None",
+    encoder: Path | None,
+    name: str,
+    mesh: str | None,
+    devices: int | None,
+    **changes: Any,
+) -> None:
+    """Make an elastic bundle: levels of one model, and the tiny LM that plans.
+
+    Reads MODEL, a Hugging Face folder, and the recipe's data. Measures how much its units matter, orders
+    them, trains what each level lacks, and trains the tiny LM. Writes FILE, and prints the loss of each level
+    as a JSON object.
+
+    \b
+    Example:
+      jaxllm elasticize path/to/folder --output elastic.jaxllm --data DIR --run runs/elastic
+      jaxllm elasticize path/to/folder --output mine.jaxllm --text text.txt --tiny-lm none --run runs/mine
+    """
+    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.data.sources import Source
+    from training.elastic.recipe import load_elastic_recipe
+    from training.elastic.run import elasticize
+    from training.loop.parallel import MeshShape
+    from training.tiny_lm.recipe import load_tiny_lm_recipe
+
+    recipe = load_elastic_recipe(recipe_name)
+    changes["sources"] = tuple(Source(text=str(path.absolute())) for path in texts) or None
+    recipe = dataclasses.replace(recipe, **{key: each for key, each in changes.items() if each is not None})
+    set_devices(devices)
+    facts = elasticize(
+        recipe,
+        model,
+        output,
+        run_dir,
+        data=data,
+        weights=weights,
+        name=name,
+        tlm=None if tlm_name == "none" else load_tiny_lm_recipe(tlm_name),
+        encoder=encoder,
+        mesh_shape=MeshShape.parse(mesh or ""),
+    )
+    click.echo(json.dumps({"bundle": str(output), **facts}))

@@ -1,0 +1,110 @@
+"""`jaxllm pretrain`: trains a small model from scratch."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import click
+
+from training.commands.shared_options import (
+    data_option,
+    device_options,
+    recipe_option,
+    run_option,
+    set_devices,
+    steps_option,
+    tensorboard_option,
+    text_option,
+)
+
+
+@click.command("pretrain")
+@run_option
+@recipe_option("stories")
+@data_option
+@text_option("train on, for a recipe without sources", "Python's language reference")
+@click.option(
+    "--valid-text",
+    "valid_paths",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A text file to report the final loss on, never trained on. Repeatable.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A tokenizer.json of another run, to share its tokens.  [default: train one]",
+)
+@click.option(
+    "--teacher",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="A Hugging Face folder of the same tokenizer to distil, for a recipe with a teacher_share.",
+)
+@steps_option("the run")
+@click.option(
+    "--accumulate",
+    type=click.IntRange(min=1),
+    metavar="PARTS",
+    help="Split each step's batch into so many parts, whose gradients add up.  [default: the recipe's]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Type of activations and products.  [default: the recipe's]",
+)
+@click.option(
+    "--remat", is_flag=True, help="Recompute activations in the backward pass, rather than keep them."
+)
+@tensorboard_option
+@device_options
+@click.option(
+    "--coordinator",
+    metavar="HOST:PORT",
+    help="Address of the first of several processes that train together.",
+)
+@click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes.")
+@click.option(
+    "--process", type=click.IntRange(min=0), metavar="N", help="Number of this process, counted from 0."
+)
+def pretrain_command(
+    run_dir: Path,
+    recipe_name: str,
+    mesh: str | None,
+    devices: int | None,
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    **options: Any,
+) -> None:
+    """Train a small model from scratch, into a Hugging Face folder.
+
+    Reads the recipe's data, or the texts given. Writes the run into RUN (checkpoints, metrics, a summary)
+    and the best checkpoint as RUN/hf, whose path it prints.
+
+    \b
+    Example:
+      jaxllm pretrain --run runs/mine
+      jaxllm pretrain --recipe target --data DIR --run runs/target
+    """
+    # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.loop.parallel import MeshShape, start_process_group
+    from training.pretrain.recipe import load_pretrain_recipe
+    from training.pretrain.run import pretrain
+
+    changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision")}
+    changes["remat"] = options.pop("remat") or None
+    recipe = load_pretrain_recipe(recipe_name)
+    recipe = dataclasses.replace(recipe, **{name: each for name, each in changes.items() if each is not None})
+    set_devices(devices)
+    start_process_group(coordinator, processes, process)
+    folder = pretrain(
+        recipe,
+        run_dir,
+        text_paths=options.pop("texts"),
+        mesh_shape=MeshShape.parse(mesh or ""),
+        **options,
+    )
+    click.echo(folder)

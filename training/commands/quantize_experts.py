@@ -1,0 +1,87 @@
+"""`jaxllm quantize-experts`: finds a width for each expert of a mixture."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from jaxllm.formats import EXPERT_BITS
+from jaxllm.option_types import Share
+from training.commands.shared_options import (
+    name_option,
+    output_option,
+    run_option,
+    text_option,
+    weights_option,
+)
+
+if TYPE_CHECKING:
+    from jaxllm.formats import WeightFormat
+
+MAX_LOSS = 0.05
+TOKENS = 8192
+
+
+@click.command("quantize-experts")
+@click.argument("model", type=click.Path(path_type=Path))
+@output_option
+@run_option
+@click.option(
+    "--max-loss",
+    type=Share(above_zero=True, most=float("inf")),
+    default=MAX_LOSS,
+    help=f"Growth of the perplexity to allow.  [default: {MAX_LOSS:.0%}]",
+)
+@click.option(
+    "--expert-bits",
+    type=click.Choice([str(bits) for bits in EXPERT_BITS]),
+    help="Give all experts this width, in bits, instead of a search.",
+)
+@text_option("measure on", "Python's language reference")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=TOKENS,
+    show_default=True,
+    help="Tokens of text to measure on, and as many to hold out.",
+)
+@weights_option("all matrices but experts")
+@name_option
+def quantize_experts_command(
+    model: Path,
+    output: Path,
+    run_dir: Path,
+    max_loss: float,
+    expert_bits: str | None,
+    texts: tuple[Path, ...],
+    tokens: int,
+    weights: "WeightFormat | None",
+    name: str,
+) -> None:
+    """Find a width for each expert of a mixture, and write a bundle that runs in little memory.
+
+    Reads MODEL, a Hugging Face folder or a bundle of a mixture of experts; of a bundle experts get narrower,
+    never wider, and all other weights stay as they are. Measures on a text how much each expert matters,
+    gives each the narrowest width that the loss allows, and counts which experts follow which, so that they
+    can be prefetched. Writes FILE, and prints what was found as a JSON object.
+
+    \b
+    Example:
+      jaxllm quantize-experts path/to/mixture --output mixture.jaxllm --run runs/widths --max-loss 5%
+    """
+    # Here, so that --help and wrong usage do not wait for JAX.
+    from training.calibrate.expert_widths import ExpertWidthsRecipe, quantize_experts
+
+    facts = quantize_experts(
+        ExpertWidthsRecipe(tokens=tokens),
+        model,
+        output,
+        run_dir,
+        most_loss=max_loss,
+        texts=texts,
+        weights=weights,
+        uniform=int(expert_bits or 0),
+        name=name,
+    )
+    click.echo(json.dumps({"bundle": str(output), **facts}))

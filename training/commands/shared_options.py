@@ -1,0 +1,116 @@
+"""Declares the options that training commands share; importing it imports no JAX."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxllm.formats import WEIGHT_FORMATS
+
+Command = Callable[..., Any]
+
+output_option = click.option(
+    "-o",
+    "--output",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="The bundle to write.",
+)
+run_option = click.option(
+    "--run",
+    "run_dir",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="RUN",
+    help="The run's folder, made if missing. The same command on the same folder resumes.",
+)
+data_option = click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The folder that the recipe's sources are in.",
+)
+name_option = click.option(
+    "--name", default="", metavar="NAME", help="The model's name, for people.  [default: the folder's own]"
+)
+tensorboard_option = click.option(
+    "--tensorboard", is_flag=True, help="Write TensorBoard's events into RUN/tensorboard, too."
+)
+
+
+def recipe_option(default: str) -> Callable[[Command], Command]:
+    """--recipe: parameter `recipe_name`."""
+    return click.option(
+        "--recipe",
+        "recipe_name",
+        default=default,
+        show_default=True,
+        metavar="RECIPE",
+        help="A recipe's name, or a .toml file.",
+    )
+
+
+def text_option(use: str, default: str) -> Callable[[Command], Command]:
+    """--text: parameter `texts`, files that are for the named use."""
+    return click.option(
+        "--text",
+        "texts",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help=f"A UTF-8 text file to {use}. Repeatable.  [default: {default}]",
+    )
+
+
+def steps_option(of: str) -> Callable[[Command], Command]:
+    """--steps: parameter `steps`, None for the recipe's."""
+    return click.option(
+        "--steps", type=click.IntRange(min=1), help=f"Optimizer steps of {of}.  [default: the recipe's]"
+    )
+
+
+def weights_option(of: str, default: str = "the checkpoint's own") -> Callable[[Command], Command]:
+    """--weights: parameter `weights`, None for the default."""
+    return click.option(
+        "--weights", type=click.Choice(WEIGHT_FORMATS), help=f"Width of {of}.  [default: {default}]"
+    )
+
+
+def device_options(command: Command) -> Command:
+    """--mesh and --cpu-devices: parameters `mesh` and `devices`."""
+    for option in (
+        click.option(
+            "--cpu-devices",
+            "devices",
+            type=click.IntRange(min=1),
+            metavar="N",
+            help="Make N JAX devices of this machine's CPU.  [default: one per core]",
+        ),
+        click.option(
+            "--mesh",
+            metavar="AXIS=N,...",
+            help="Devices per axis, such as data=2,fsdp=2,tensor=2.  [default: all along data]",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def set_devices(devices: int | None) -> None:
+    """Makes so many CPU devices of this process; possible only before JAX touches one."""
+    import jax
+
+    from jaxllm.kernels import native
+
+    cores = _cores()
+    jax.config.update("jax_num_cpu_devices", devices or cores)
+    # Each CPU device is a stream of its own: together they shall keep every core busy, and no more.
+    native.set_threads(max(1, cores // (devices or cores)))
+
+
+def _cores() -> int:
+    # In a container or under taskset a process may use fewer cores than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

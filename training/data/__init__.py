@@ -1,0 +1,6 @@
+"""Turns files into the batch of a step.
+
+In this order: `sources` names files and tasks, `documents` reads them (`shortened_prompts` leaves words out),
+`encoders` turns them into tokens (by a `tokenizer` trained here, or by a model's own), `corpus` splits them
+and keeps the tokens on disk, `packing` draws batches. `digests` names models by their contents.
+"""

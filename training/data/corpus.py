@@ -1,0 +1,218 @@
+"""Splits the documents of a run's sources, and keeps their tokens in memory-mapped files.
+
+A recipe names its sources by paths under the folder of all data. Documents are read one by one as often as
+they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
+`training.data.packing` draws batches from these files.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.atomic import atomic_folder
+from jaxllm.tasks import find_task
+from jaxllm.tasks.free_text import story_example
+from training.data.documents import (
+    Document,
+    builtin_texts,
+    chat_document,
+    documents_digest,
+    held_out_digests,
+    read_texts,
+    text_document,
+)
+from training.data.encoders import Encoder
+from training.data.shortened_prompts import shortened_document
+from training.data.sources import Source
+
+Split = Literal["train", "held_out"]
+
+# Documents per call of the tokenizer, which keeps all encodings of a call in memory.
+_ENCODE_DOCUMENTS = 1024
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """The documents of some sources, each on one side of a split.
+
+    Attributes:
+      sources: as the recipe names them.
+      data: the folder that their paths are relative to.
+      digests: of every document, in order.
+      held_out: digests of the origins that are held out.
+      shortened_share: share of the training questions that lose words (see `shortened_prompts`); held-out
+        ones stay whole.
+    """
+
+    sources: tuple[Source, ...]
+    data: Path | None
+    digests: tuple[bytes, ...]
+    held_out: frozenset[bytes]
+    shortened_share: float = 0.0
+
+    @classmethod
+    def open(
+        cls,
+        sources: Sequence[Source],
+        data: Path | None,
+        held_out_share: float,
+        *,
+        shortened_share: float = 0.0,
+    ) -> "Corpus":
+        """Reads all documents once, to split them.
+
+        Raises:
+          ConfigError: a source cannot be read, or there are too few documents.
+        """
+        sources = tuple(sources)
+        both = [(each.digest(), each.origin_digest()) for _, each in _documents(sources, data)]
+        held_out = held_out_digests((origin for _, origin in both), held_out_share)
+        return cls(sources, data, tuple(digest for digest, _ in both), held_out, shortened_share)
+
+    def documents(self, split: Split) -> Iterator[tuple[int, Document]]:
+        """The documents of a split, each with the number of its source."""
+        for source, document in _documents(self.sources, self.data):
+            if (document.origin_digest() in self.held_out) == (split == "held_out"):
+                share = self.shortened_share if split == "train" else 0.0
+                yield source, shortened_document(document, share)
+
+    def training_texts(self) -> Iterator[str]:
+        """What a tokenizer may learn from."""
+        for _, document in self.documents("train"):
+            yield from document.texts
+
+    def digest(self) -> str:
+        """A hexadecimal name for all documents in their order."""
+        return documents_digest(self.digests)
+
+    def tokenized(self, encoder: Encoder, split: Split, folder: Path) -> "TokenizedDocuments":
+        """The tokens of a split, from files in `folder` that are written once.
+
+        The files' name carries a digest of documents and encoder, so stale ones are never read.
+        """
+        key = hashlib.blake2b(encoder.identity.encode(), digest_size=8)
+        key.update(self.digest().encode() + documents_digest(sorted(self.held_out)).encode())
+        if split == "train" and self.shortened_share:
+            key.update(repr(self.shortened_share).encode())
+        place = Path(folder) / f"{split}-{key.hexdigest()}"
+        if not place.exists():
+            write_tokens(place, self.documents(split), encoder)
+        return TokenizedDocuments.read(place)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenizedDocuments:
+    """Documents as tokens.
+
+    Attributes:
+      tokens: `[tokens]` unsigned ids of all documents, concatenated.
+      starts: `[documents + 1]` int64, where each begins; the last is the number of tokens.
+      prompt_tokens: `[documents]` int64, tokens of each document's prompt.
+      sources: `[documents]` int64, the number of each one's source.
+      text_bytes: UTF-8 bytes of all documents without special tokens.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    prompt_tokens: np.ndarray
+    sources: np.ndarray
+    text_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.prompt_tokens)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document `[documents]` int64."""
+        return np.diff(self.starts)
+
+    @classmethod
+    def read(cls, folder: Path) -> "TokenizedDocuments":
+        """Maps what `write_tokens` wrote.
+
+        Raises:
+          CheckpointError: the files are damaged.
+        """
+        try:
+            with (folder / "index.npz").open("rb") as file, np.load(file) as index:
+                columns, dtype, text_bytes = (index[name] for name in ("columns", "dtype", "text_bytes"))
+            tokens = np.memmap(folder / "tokens.bin", dtype=np.dtype(str(dtype)), mode="r")
+            whole = columns.ndim == 2 and columns.shape[1] == 3 and np.all(np.diff(columns[:, 0]) > 0)
+            if not whole or columns[-1, 0] != len(tokens):
+                raise ValueError("its index and its tokens do not fit each other")
+            return cls(tokens, columns[:, 0], columns[:-1, 1], columns[:-1, 2], int(text_bytes))
+        except Exception as error:  # NumPy raises many kinds for a truncated file.
+            raise CheckpointError(
+                f"cannot read the tokens in {folder}: {error}; remove that folder, and they are made again"
+            ) from error
+
+
+def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], encoder: Encoder) -> None:
+    """Writes tokens of documents, each with its source's number, into a new folder, whole or not at all."""
+    dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
+    columns, at, text_bytes = [], 0, 0
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(folder) as partial:
+        with (partial / "tokens.bin").open("wb") as file:
+            for source, document, ids, prompt_tokens in _encoded(documents, encoder):
+                columns.append((at, prompt_tokens, source))
+                at += len(ids)
+                text_bytes += sum(len(text.encode()) for text in document.texts)
+                file.write(np.asarray(ids, dtype).tobytes())
+        columns.append((at, 0, 0))
+        np.savez(
+            partial / "index.npz",
+            columns=np.asarray(columns, np.int64),
+            dtype=dtype.name,
+            text_bytes=np.int64(text_bytes),
+        )
+
+
+def _encoded(
+    documents: Iterable[tuple[int, Document]], encoder: Encoder
+) -> Iterator[tuple[int, Document, list[int], int]]:
+    """(source, document, ids, ids of the prompt) of each."""
+    batch: list[tuple[int, Document]] = []
+
+    def encode() -> Iterator[tuple[int, Document, list[int], int]]:
+        encodings = encoder.encode([document for _, document in batch])
+        for (source, document), (ids, prompt_tokens) in zip(batch, encodings, strict=True):
+            yield source, document, ids, prompt_tokens
+
+    for each in documents:
+        batch.append(each)
+        if len(batch) == _ENCODE_DOCUMENTS:
+            yield from encode()
+            batch = []
+    yield from encode()
+
+
+def _documents(sources: Sequence[Source], data: Path | None) -> Iterator[tuple[int, Document]]:
+    if not sources:
+        yield from ((0, text_document(text)) for text in builtin_texts())
+    for number, source in enumerate(sources):
+        yield from ((number, document) for document in _source_documents(source, data))
+
+
+def _source_documents(source: Source, data: Path | None) -> Iterator[Document]:
+    if source.task:
+        for example in find_task(source.task).read(_root(source, data), "train"):
+            yield chat_document(example)
+        return
+    path = Path(source.text or source.stories)
+    for text in read_texts(path if path.is_absolute() else _root(source, data) / path):
+        if source.text:
+            yield text_document(text)
+        elif (example := story_example(text)) is not None:
+            yield chat_document(example, origin=text)
+
+
+def _root(source: Source, data: Path | None) -> Path:
+    if data is None:
+        raise ConfigError(f"the recipe trains on {source.name}: say with --data where the data is")
+    return Path(data)

@@ -1,0 +1,183 @@
+"""Reads documents to train on, plain texts and chats, and splits them into training and held out.
+
+A document is a row of pieces, each a text or a special token, of which the first few are the prompt. Two laws
+make runs repeatable:
+
+- the content that a document was made from decides alone whether it is trained on or held out: copies of a
+  text and its other forms (a story as it is, and told on request) never stand on both sides, and the order of
+  the files does not matter;
+- a special token's name inside a text stays text.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import TaskExample
+from training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
+
+# A document without an end would have to fit in memory.
+MAX_DOCUMENT_CHARACTERS = 1 << 26
+_READ_CHARACTERS = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Special:
+    """A special token, as opposed to a text with the same characters."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A document: what one row of tokens is made of.
+
+    Attributes:
+      pieces: texts and special tokens, in order.
+      prompt_pieces: how many of them are the prompt; the others are the answer.
+      example: the question that it was made from, for models with a chat template of their own.
+      origin: the text that it was made from, where other documents may be made from that too.
+    """
+
+    pieces: tuple[str | Special, ...]
+    prompt_pieces: int = 0
+    example: TaskExample | None = None
+    origin: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The pieces that are text."""
+        return tuple(piece for piece in self.pieces if isinstance(piece, str))
+
+    def digest(self) -> bytes:
+        """Names its content: 16 bytes."""
+        if not self.prompt_pieces and len(self.texts) == 1:
+            return _digest(self.texts[0])
+        return _digest(repr((self.pieces, self.prompt_pieces)))
+
+    def origin_digest(self) -> bytes:
+        """Names what it was made from, in 16 bytes: the same for all forms of one text."""
+        return self.digest() if self.origin is None else _digest(self.origin)
+
+
+def text_document(text: str) -> Document:
+    """A plain text, all of which is to be learnt."""
+    return Document((text, Special(END_OF_TEXT)))
+
+
+def chat_document(example: TaskExample, origin: str | None = None) -> Document:
+    """A question and its answer as `ROLE_TEMPLATE` writes them, or as one text."""
+    if example.form == "text":
+        pieces = (example.user, example.answer, Special(END_OF_TEXT))
+        return Document(pieces, prompt_pieces=1, example=example, origin=origin)
+    end = Special(END_OF_TURN)
+    system = (Special(SYSTEM), example.system, end) if example.system else ()
+    prompt = (*system, Special(USER), example.user, end, Special(ASSISTANT))
+    pieces = (*prompt, example.answer, end)
+    return Document(pieces, prompt_pieces=len(prompt), example=example, origin=origin)
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """The texts of a UTF-8 file, in order, stripped, without empty ones, read as it goes.
+
+    A file that holds `<|endoftext|>` is split there; any other at its blank lines, so one without
+    blank lines is one text.
+
+    Raises:
+      ConfigError: the file cannot be read as UTF-8.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            marked = any(END_OF_TEXT in part for part in _overlapping(file.read))
+            file.seek(0)
+            yield from _marked_texts(file.read) if marked else _paragraphs(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the text file {path} as UTF-8: {error}") from error
+
+
+def builtin_texts() -> list[str]:
+    """Python's own language reference, one text per topic: text that needs no download.
+
+    It differs a little from one Python version to the next.
+
+    Raises:
+      ConfigError: this Python was installed without its documentation.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as error:
+        raise ConfigError("this Python has no pydoc_data to train on; give text files with --text") from error
+    return [text.strip() for _, text in sorted(topics.items()) if text.strip()]
+
+
+def held_out_digests(digests: Iterable[bytes], share: float) -> frozenset[bytes]:
+    """Digests of the documents that are held out: the smallest `share` of the distinct ones, rounded up.
+
+    Raises:
+      ConfigError: there are fewer than two distinct documents.
+    """
+    distinct = sorted(set(digests))
+    if len(distinct) < 2:
+        raise ConfigError(
+            "training needs at least two distinct documents, one of them held out, got "
+            f"{len(distinct)}; separate documents by {END_OF_TEXT} or by blank lines"
+        )
+    return frozenset(distinct[: min(math.ceil(len(distinct) * share), len(distinct) - 1)])
+
+
+def documents_digest(digests: Iterable[bytes]) -> str:
+    """A hexadecimal name for a sequence of documents."""
+    return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()
+
+
+def _digest(content: str) -> bytes:
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+
+
+def _overlapping(read: Callable[[int], str]) -> Iterator[str]:
+    """Reads a file in parts, each with the end of the one before, so that no marker is cut in two."""
+    tail = ""
+    while part := read(_READ_CHARACTERS):
+        tail += part
+        yield tail
+        tail = tail[-len(END_OF_TEXT) :]
+
+
+def _marked_texts(read: Callable[[int], str]) -> Iterator[str]:
+    rest = ""
+    while part := read(_READ_CHARACTERS):
+        *whole, rest = (rest + part).split(END_OF_TEXT)
+        yield from _stripped(whole)
+        _require_bounded(rest)
+    yield from _stripped([rest])
+
+
+def _paragraphs(lines: Iterable[str]) -> Iterator[str]:
+    kept: list[str] = []
+    size = 0
+    for line in lines:
+        # A blank line may hold spaces.
+        if line.strip():
+            kept.append(line)
+            size += len(line)
+            if size > MAX_DOCUMENT_CHARACTERS:
+                _require_bounded("".join(kept))
+        elif kept:
+            yield "".join(kept).strip()
+            kept, size = [], 0
+    yield from _stripped(["".join(kept)])
+
+
+def _stripped(texts: Sequence[str]) -> Iterator[str]:
+    return (text.strip() for text in texts if text.strip())
+
+
+def _require_bounded(text: str) -> None:
+    if len(text) > MAX_DOCUMENT_CHARACTERS:
+        raise ConfigError(
+            f"a document has more than {MAX_DOCUMENT_CHARACTERS:,} characters; separate documents by "
+            f"{END_OF_TEXT} or by blank lines"
+        )

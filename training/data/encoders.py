@@ -1,0 +1,121 @@
+"""Encodes documents as token ids: by a tokenizer trained here, or by any model's with its chat template."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Protocol
+
+import tokenizers
+
+from jaxllm.errors import ConfigError
+from jaxllm.tasks.example import TaskExample
+from jaxllm.text.marked_text import MarkedText
+from jaxllm.text.prompts import encode_prompt, end_of_turn_id, prompt_text
+from jaxllm.text.tokenizer import Tokenizer
+from training.data.documents import Document, Special
+from training.data.tokenizer import token_id
+
+# Raised whenever the same files give other ids.
+_MODEL_ENCODING = "special tokens' names are text"
+
+
+class Encoder(Protocol):
+    """The methods of a tokenizer that a corpus needs."""
+
+    @property
+    def identity(self) -> str:
+        """A name that differs where the ids may differ."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        ...
+
+    def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
+        """The ids of each document, and how many of them are the prompt's."""
+        ...
+
+
+class PieceEncoder:
+    """Encodes pieces as they stand, by a tokenizer that `train_tokenizer` made."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # A special token's name inside a text is text.
+        self._plain = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+        self._plain.encode_special_tokens = True
+
+    @property
+    def identity(self) -> str:
+        """The tokenizer's own file."""
+        return self._tokenizer.to_str()
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, special ones included."""
+        return self._tokenizer.get_vocab_size()
+
+    def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
+        """See `Encoder`."""
+        texts = [text for document in documents for text in document.texts]
+        encodings = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
+        return [self._joined(document, encodings) for document in documents]
+
+    def _joined(self, document: Document, encodings) -> tuple[list[int], int]:
+        ids: list[int] = []
+        prompt_tokens = 0
+        for number, piece in enumerate(document.pieces, start=1):
+            special = isinstance(piece, Special)
+            ids += [token_id(self._tokenizer, piece.token)] if special else next(encodings).ids
+            if number == document.prompt_pieces:
+                prompt_tokens = len(ids)
+        return ids, prompt_tokens
+
+
+class ModelEncoder:
+    """Encodes as a served model reads its prompts: questions through its own chat template, and a special
+    token's name inside a text as text.
+
+    Raises:
+      ConfigError: the model has no token that ends a text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        end = end_of_turn_id(tokenizer)
+        if end is None:
+            raise ConfigError("the model names no end token, so it cannot learn where an answer ends")
+        self._end_of_turn, self._end_of_text = end, tokenizer.eos_ids[-1]
+
+    @property
+    def identity(self) -> str:
+        """A digest of the tokenizer's files, and of how they are used."""
+        told = [_MODEL_ENCODING, self._tokenizer.files.to_json()]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the highest id."""
+        return self._tokenizer.vocab_size
+
+    def encode(self, documents: Sequence[Document]) -> list[tuple[list[int], int]]:
+        """See `Encoder`."""
+        return [self._one(document) for document in documents]
+
+    def _one(self, document: Document) -> tuple[list[int], int]:
+        example = document.example
+        if example is None:
+            ids = self._tokenizer.encode("".join(document.texts), special=False)
+            return [*ids, self._end_of_text], 0
+        prompt = self._prompt(example)
+        answer = self._tokenizer.encode(example.answer, add_special_tokens=False, special=False)
+        end = self._end_of_turn if example.form == "chat" else self._end_of_text
+        return [*prompt, *answer, end], len(prompt)
+
+    def _prompt(self, example: TaskExample) -> list[int]:
+        text, special = prompt_text(self._tokenizer, example)
+        if example.form == "text":
+            # A user may spell special tokens in a text to continue; a corpus may not.
+            text = MarkedText.of_content(text.text)
+        return encode_prompt(self._tokenizer, text, special)

@@ -1,0 +1,241 @@
+"""Packs documents into rows of a fixed length, and draws the batch of every step.
+
+Documents are placed whole into rows by best fit, longest first (best-fit packing, arXiv 2404.10830); one
+longer than a row is cut, and each part but the first begins with the last token of the one before, so that
+every token but a document's first is a target once. Attention stops at a document's beginning and positions
+count from it, so that a row's other documents change nothing.
+
+The batch of a step is a pure function of (documents, mixture, seed, step): there is no position to save. Each
+epoch draws every source as often as its `repeats` says, packs anew and visits the rows in a new order.
+"""
+
+import bisect
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import flax.struct
+import numpy as np
+
+from jaxllm.errors import ConfigError
+from training.data.corpus import Corpus, TokenizedDocuments
+from training.data.encoders import Encoder
+from training.data.sources import Source
+from training.settings import TrainSettings
+
+
+@flax.struct.dataclass
+class Batch:
+    """Rows of packed documents.
+
+    Attributes:
+      tokens: `[B, T]` int32, the inputs.
+      targets: `[B, T]` int32, the token after each.
+      starts: `[B, T]` int32, where in the row each token's document begins.
+      weights: `[B, T]` float32, weight of each target's loss; 0 in padding.
+      sources: `[B, T]` int32, the number of each document's source.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    starts: np.ndarray
+    weights: np.ndarray
+    sources: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedBatches:
+    """The batches of a run, by step.
+
+    Attributes:
+      documents: what is packed.
+      mixture: the sources, by number; empty takes every document once per epoch, at weight 1.
+      row_tokens: T.
+      batch: B, rows per step.
+      seed: of the order.
+    """
+
+    documents: TokenizedDocuments
+    mixture: tuple[Source, ...]
+    row_tokens: int
+    batch: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.epoch(0):
+            raise ConfigError(
+                f"{len(self.documents.tokens)} training tokens are too few: every document needs two, and a "
+                "source with repeats below 1 must leave some"
+            )
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of step `step` (from 0). Batches run across epochs' ends."""
+        rows = []
+        for pick in range(step * self.batch, (step + 1) * self.batch):
+            epoch, place = self._place(pick)
+            rows.append(self._row(self.epoch(epoch)[place]))
+        return Batch(*(np.stack(each) for each in zip(*rows, strict=True)))
+
+    def epoch(self, number: int) -> list[np.ndarray]:
+        """The rows of an epoch: each row's parts `[parts, 3]` int64 (document, first, last token + 1)."""
+        return _epoch(self, number)
+
+    def epochs_at(self, step: int) -> float:
+        """Passes over the mixture after `step` steps."""
+        epoch, place = self._place(step * self.batch)
+        return epoch + place / len(self.epoch(epoch))
+
+    def _place(self, pick: int) -> tuple[int, int]:
+        epoch = 0
+        while pick >= (rows := self._rows(epoch)):
+            pick -= rows
+            epoch += 1
+        return epoch, pick
+
+    def _rows(self, epoch: int) -> int:
+        return _epoch_rows(self, epoch)
+
+    def _row(self, parts: np.ndarray) -> tuple[np.ndarray, ...]:
+        return fill_row(self.documents, parts, self.row_tokens, self.mixture)
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """A run's tokens: the training batches by step, and the held-out documents."""
+
+    train: PackedBatches
+    held_out: TokenizedDocuments
+
+    @classmethod
+    def of(cls, corpus: Corpus, encoder: Encoder, settings: TrainSettings, folder: Path) -> "Splits":
+        """Reads both splits' tokens from `folder`, or writes them there first.
+
+        Raises:
+          ConfigError: there are too few to train on.
+        """
+        train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
+        shape = settings.row_tokens, settings.batch
+        return cls(PackedBatches(train, corpus.sources, *shape, settings.seed), held_out)
+
+    @property
+    def source_names(self) -> list[str]:
+        """The sources' names in metrics, by number."""
+        return [source.name for source in self.train.mixture]
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """All held-out documents, weighted as in training."""
+        shape = self.train.row_tokens, self.train.batch
+        return evaluation_batches(self.held_out, *shape, self.train.mixture)
+
+
+@functools.lru_cache(maxsize=4096)
+def _epoch_rows(batches: PackedBatches, number: int) -> int:
+    return len(_epoch(batches, number))
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch(batches: PackedBatches, number: int) -> list[np.ndarray]:
+    generator = np.random.default_rng([batches.seed, number])
+    drawn = draw(batches.documents, batches.mixture, generator)
+    parts = cut(batches.documents.lengths, drawn, batches.row_tokens)
+    # A random order among parts of one length packs other documents together each time.
+    parts = parts[generator.permutation(len(parts))]
+    rows = best_fit(parts[:, 2] - parts[:, 1] - 1, batches.row_tokens)
+    return [parts[rows[place]] for place in generator.permutation(len(rows))]
+
+
+def draw(
+    documents: TokenizedDocuments, mixture: Sequence[Source], generator: np.random.Generator
+) -> np.ndarray:
+    """The documents of an epoch, by number, each as often as its source says; fractions are drawn."""
+    if not mixture:
+        return np.arange(len(documents))
+    drawn = []
+    for number, source in enumerate(mixture):
+        own = np.flatnonzero(documents.sources == number)
+        whole, share = divmod(source.repeats, 1)
+        drawn += [np.tile(own, int(whole)), generator.permutation(own)[: round(share * len(own))]]
+    return np.concatenate(drawn)
+
+
+def cut(lengths: np.ndarray, drawn: np.ndarray, row_tokens: int) -> np.ndarray:
+    """The parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each with at
+    most `row_tokens` targets; a document of one token has none."""
+    counts = -((1 - lengths[drawn]) // row_tokens)
+    of = np.repeat(np.arange(len(drawn)), counts)
+    first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
+    last = np.minimum(first + row_tokens + 1, lengths[drawn[of]])
+    return np.stack([drawn[of], first, last], axis=1).astype(np.int64)
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
+    """Places sizes (in [1, capacity]) into as few rows as best fit finds, longest first.
+
+    Returns:
+      The places in `sizes` of each row's members.
+    """
+    rows: list[list[int]] = []
+    # Rows by the room that is left in them, and the sizes of room in order.
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for place in np.argsort(-sizes, kind="stable"):
+        size = int(sizes[place])
+        at = bisect.bisect_left(rooms, size)
+        if at == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms.pop(at)
+        rows[row].append(int(place))
+        left = room - size
+        if left:
+            members = by_room.setdefault(left, [])
+            if not members:
+                bisect.insort(rooms, left)
+            members.append(row)
+    return rows
+
+
+def fill_row(
+    documents: TokenizedDocuments, parts: np.ndarray, row_tokens: int, mixture: Sequence[Source]
+) -> tuple[np.ndarray, ...]:
+    """The five arrays `[T]` of a `Batch`'s row with these parts."""
+    tokens, targets, starts, sources = (np.zeros(row_tokens, np.int32) for _ in range(4))
+    weights = np.zeros(row_tokens, np.float32)
+    at = 0
+    for document, first, last in parts:
+        begin, end = at, at + int(last - first) - 1
+        ids = documents.tokens[documents.starts[document] + first : documents.starts[document] + last]
+        tokens[begin:end], targets[begin:end] = ids[:-1], ids[1:]
+        starts[begin:end] = begin
+        source = int(documents.sources[document])
+        sources[begin:end] = source
+        if mixture:
+            # Target i is the document's token first + 1 + i.
+            given = np.clip(documents.prompt_tokens[document] - first - 1, 0, end - begin)
+            weights[begin : begin + given] = mixture[source].prompt_weight
+            weights[begin + given : end] = mixture[source].answer_weight
+        else:
+            weights[begin:end] = 1.0
+        at = end
+    # Padding is a document of its own, which no loss counts.
+    starts[at:] = min(at, row_tokens - 1)
+    return tokens, targets, starts, weights, sources
+
+
+def evaluation_batches(
+    documents: TokenizedDocuments, row_tokens: int, batch: int, mixture: Sequence[Source] = ()
+) -> Iterator[Batch]:
+    """Batches in which every token but each document's first is a target exactly once."""
+    parts = cut(documents.lengths, np.arange(len(documents)), row_tokens)
+    rows = best_fit(parts[:, 2] - parts[:, 1] - 1, row_tokens)
+    nothing = np.zeros((0, 3), np.int64)
+    for first in range(0, len(rows), batch):
+        members = [parts[row] for row in rows[first : first + batch]]
+        members += [nothing] * (batch - len(members))
+        filled = [fill_row(documents, each, row_tokens, mixture) for each in members]
+        yield Batch(*(np.stack(each) for each in zip(*filled, strict=True)))

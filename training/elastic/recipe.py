@@ -1,0 +1,64 @@
+"""Describes how a model becomes elastic: one frozen value, read from TOML."""
+
+import dataclasses
+from typing import Literal
+
+from jaxllm.elastic.ladder import LEVELS, Ladder
+from jaxllm.errors import ConfigError
+from training.lora.recipe import LoraRecipe
+from training.recipes.files import PACKAGED, load_recipe
+from training.settings import require_float, require_int
+
+RecoveryKind = Literal["lora", "joint", "none"]
+_RECIPES = PACKAGED / "elastic"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ElasticRecipe(LoraRecipe):
+    """One run; `steps` are those of each level's adapter, or of all levels together.
+
+    Attributes:
+      levels: in percent, ascending, the last one 100.
+      anchor_share: share of the layers, the most important ones, that stay whole as long as a level allows.
+      calibration_tokens: tokens of the training split on which importance is measured.
+      order: order of units: by "importance", or to compare with, by "magnitude" or at "random".
+      shortened_share: share of the questions that lose words, as prompts do in service (see
+        `training.data.shortened_prompts`).
+      recovery: "lora" for an adapter per level over frozen weights, "joint" to train all levels' weights
+        together, "none" for neither.
+    """
+
+    levels: tuple[int, ...] = LEVELS
+    anchor_share: float = 0.2
+    calibration_tokens: int = 1 << 16
+    order: Literal["importance", "magnitude", "random"] = "importance"
+    shortened_share: float = 0.0
+    recovery: RecoveryKind = "lora"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.levels, list | tuple):
+            raise ConfigError(f"levels must be a list of percentages, got {self.levels!r:.80}")
+        object.__setattr__(self, "levels", tuple(self.levels))
+        Ladder(levels=self.levels)
+        require_float("anchor_share", self.anchor_share, least=0, most=1)
+        require_float("shortened_share", self.shortened_share, least=0, most=1)
+        require_int("calibration_tokens", self.calibration_tokens, 1)
+        if self.order not in ("importance", "magnitude", "random"):
+            raise ConfigError(f"order must be importance, magnitude or random, got {self.order!r}")
+        if self.recovery not in ("lora", "joint", "none"):
+            raise ConfigError(f"recovery must be lora, joint or none, got {self.recovery!r}")
+
+
+def elastic_recipe_names() -> list[str]:
+    """The recipes of elastic models that come with the package."""
+    return sorted(path.stem for path in _RECIPES.glob("*.toml"))
+
+
+def load_elastic_recipe(name: str) -> ElasticRecipe:
+    """The recipe called `name`, or the one in the TOML file at path `name`.
+
+    Raises:
+      ConfigError: there is no such recipe, or it is malformed.
+    """
+    return load_recipe(name, ElasticRecipe.from_json, _RECIPES, elastic_recipe_names())

@@ -1,0 +1,66 @@
+"""Reads models that stay as they are: for adapters over them, and for measurements."""
+
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.checkpoints import huggingface
+from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.config import ModelConfig
+from jaxllm.errors import ConfigError
+from jaxllm.models.parameters import Params
+from jaxllm.prepare import prepare
+from jaxllm.text.tokenizer import Tokenizer
+from training.data.digests import model_digest
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenModel:
+    """A model that is not trained: config, weights in any format, tokenizer and name."""
+
+    cfg: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    name: str
+
+    @classmethod
+    def read(cls, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
+        """Reads a bundle, or a Hugging Face folder at the width `weights` (float32 by default).
+
+        Raises:
+          CheckpointError: there is no such model.
+          ConfigError: a bundle is asked for another width than its own.
+        """
+        model = Path(model)
+        if model.is_dir():
+            if weights in (None, "f32"):
+                cfg = huggingface.read_config(model)
+                params = {
+                    name: jnp.asarray(value, jnp.float32)
+                    for name, value in huggingface.read_params(model, cfg)
+                }
+                return cls(cfg, params, Tokenizer(read_tokenizer(model)), model.resolve().name)
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=model.resolve().name)
+                return cls._of_bundle(Path(folder) / "base.jaxllm")
+        return cls._of_bundle(model, weights)
+
+    def fingerprint(self) -> str:
+        """A hexadecimal name for the config and all weights."""
+        return model_digest(self.cfg, self.params)
+
+    @classmethod
+    def _of_bundle(cls, path: Path, weights: WeightFormat | None = None) -> "FrozenModel":
+        bundle = Bundle.open(path)
+        own = bundle.layout.weights
+        if weights not in (None, own):
+            raise ConfigError(
+                f"{path} has {own} weights; to train over {weights} give its Hugging Face folder"
+            )
+        # Copied, because the file may be deleted before its mapping.
+        params = jax.tree.map(lambda part: jnp.array(part, copy=True), bundle.load())
+        return cls(bundle.cfg, params, Tokenizer(bundle.tokenizer_files()), bundle.layout.name)

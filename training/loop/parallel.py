@@ -1,0 +1,146 @@
+"""Spreads training over devices and hosts: the mesh, the sharding of parameters and batches, process groups.
+
+A mesh has three axes. Rows of a batch are divided over `data` and `fsdp`; parameters are replicated along
+`data`, and sharded along `fsdp` (their model width) and `tensor` (their units: kv-groups, neurons, vocabulary
+entries). XLA's partitioner inserts the transfers, so a step is written once, for one device (GSPMD, arXiv
+2105.04663).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import ConfigError
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = PartitionSpec(("data", "fsdp"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Devices along each axis; 0 along `data` takes all remaining ones that divide the batch."""
+
+    data: int = 0
+    fsdp: int = 1
+    tensor: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            value, least = getattr(self, axis), 0 if axis == "data" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"the mesh axis {axis} must be at least {least}, got {value!r}")
+
+    @classmethod
+    def parse(cls, text: str) -> "MeshShape":
+        """Reads `data=2,fsdp=4`; an axis that is not named has its default.
+
+        Raises:
+          ConfigError: the text has another form, or names another axis.
+        """
+        sizes: dict[str, int] = {}
+        for part in filter(None, text.split(",")):
+            axis, _, size = part.partition("=")
+            if axis.strip() not in AXES or not size.strip().isdecimal():
+                raise ConfigError(f"a mesh is written like data=2,fsdp=2,tensor=1, got {text!r}")
+            sizes[axis.strip()] = int(size)
+        return cls(**sizes)
+
+
+def make_mesh(shape: MeshShape, rows: int) -> Mesh:
+    """A mesh over this run's devices, for batches that are fed `rows` rows at a time.
+
+    Raises:
+      ConfigError: there are too few devices, or the rows cannot be divided evenly.
+    """
+    devices = jax.devices()
+    fixed = shape.fsdp * shape.tensor
+    data = shape.data
+    if not data:
+        fitting = [n for n in range(1, len(devices) // fixed + 1) if rows % (n * shape.fsdp) == 0]
+        # Every process of a group must have its devices in the mesh.
+        data = max(fitting, default=1)
+    count = data * fixed
+    if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
+        raise ConfigError(
+            f"a mesh of data={data}, fsdp={shape.fsdp}, tensor={shape.tensor} is {count} devices, there are "
+            f"{len(devices)}; on CPUs --devices makes more"
+        )
+    if rows % (data * shape.fsdp):
+        raise ConfigError(
+            f"{rows} rows cannot be divided over data={data} times fsdp={shape.fsdp}; choose another mesh, "
+            "batch or accumulate"
+        )
+    grid = np.asarray(devices[:count]).reshape(data, shape.fsdp, shape.tensor)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def start_process_group(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    """Joins the processes of a run, one per host, before anything touches a device.
+
+    Args:
+      coordinator: address and port of the first process; None for a run of one process.
+      processes: how many there are.
+      process: this one's number, from 0. Where a cluster's own environment tells, both may be None.
+
+    Raises:
+      ConfigError: the group does not come together.
+    """
+    if coordinator is None:
+        if processes is not None or process is not None:
+            raise ConfigError("give --coordinator HOST:PORT together with --processes and --process")
+        return
+    try:
+        jax.distributed.initialize(coordinator, processes, process)
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"cannot join the processes at {coordinator}: {error}") from error
+
+
+def spec_of(shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """The sharding of a parameter: units over `tensor`, width over `fsdp`, where these divide evenly.
+
+    Vectors are replicated.
+    """
+    if len(shape) < 2:
+        return PartitionSpec()
+    parts: list[str | None] = [None] * len(shape)
+    if shape[0] % mesh.shape["tensor"] == 0:
+        parts[0] = "tensor"
+    if shape[-1] % mesh.shape["fsdp"] == 0:
+        parts[-1] = "fsdp"
+    return PartitionSpec(*parts)
+
+
+def shardings_of(tree: Any, mesh: Mesh) -> Any:
+    """The sharding of every leaf of `tree` (arrays or their shapes): what has a parameter's shape, such as an
+    optimizer's moments, lies where the parameter does."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, spec_of(leaf.shape, mesh)), tree)
+
+
+def place_rows(batch: Any, mesh: Mesh, parts: int) -> Any:
+    """Puts the arrays `[B, ...]` of a batch on the devices as `[parts, B/parts, ...]`, rows divided.
+
+    Every process has the whole batch and hands over its devices' rows.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(None, *ROWS))
+
+    def place(array: np.ndarray) -> jax.Array:
+        cut = array.reshape(parts, array.shape[0] // parts, *array.shape[1:])
+        return jax.make_array_from_callback(cut.shape, sharding, lambda index: cut[index])
+
+    return jax.tree.map(place, batch)
+
+
+def gathered(params: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Gathers whole parameters into this process's memory."""
+    whole = {}
+    for name, value in params.items():
+        if not value.is_fully_addressable:
+            assert isinstance(value.sharding, NamedSharding)
+            everywhere = NamedSharding(value.sharding.mesh, PartitionSpec())
+            value = jax.jit(lambda each: each, out_shardings=everywhere)(value)
+        whole[name] = np.asarray(value)
+    return whole

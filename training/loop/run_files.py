@@ -1,0 +1,98 @@
+"""Writes small files of a run's folder, each whole or not at all; `recipe.json` says whose the folder is."""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.atomic import atomic_file
+from jaxllm.files.input_files import read_text
+
+RECIPE_FILE = "recipe.json"
+CHECKPOINTS = "checkpoints"
+
+# What a resumed run may change: how long it trains, how it computes, and what it reports.
+_MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
+
+
+class RunRecipe(Protocol):
+    """A recipe as JSON."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that `from_json` reads back."""
+        ...
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Read what `to_json` wrote."""
+        ...
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by a text in UTF-8."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file by a JSON value, for people to read too."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def claimed(run_dir: Path, recipe: RunRecipe, **learns_from: str) -> Iterator[bool]:
+    """Prepares a run's folder, made if it is missing, to start a run or to resume one.
+
+    A new run claims the folder, by its `recipe.json`, when the block ends without an error.
+
+    Args:
+      run_dir: the folder.
+      recipe: the run's. Where it resumes, only how long it trains, how it computes and what it logs may
+        differ.
+      learns_from: names or digests of the run's inputs.
+
+    Yields:
+      Whether the run resumes.
+
+    Raises:
+      ConfigError: the folder cannot be made, or is another run's; the message names what differs.
+      CheckpointError: its `recipe.json` cannot be read.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        resuming = (run_dir / RECIPE_FILE).exists()
+    except OSError as error:
+        raise ConfigError(f"cannot make the run's folder {run_dir}: {error.strerror}") from error
+    if resuming:
+        _check_identity(run_dir, recipe, learns_from)
+    yield resuming
+    if not resuming:
+        write_json(run_dir / RECIPE_FILE, {"recipe": recipe.to_json(), **learns_from})
+
+
+def read_identity(run_dir: Path) -> dict[str, Any]:
+    """Reads a run's `recipe.json`.
+
+    Raises:
+      CheckpointError: `run_dir` holds no run, or its file is damaged.
+    """
+    try:
+        identity = json.loads(read_text(Path(run_dir) / RECIPE_FILE))
+        return {**identity, "recipe": {**identity["recipe"]}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{run_dir} is not the folder of a training run: {error}") from error
+
+
+def _check_identity(run_dir: Path, recipe: RunRecipe, learns_from: Mapping[str, str]) -> None:
+    earlier = read_identity(run_dir)
+    # Read by the recipe's class, so that settings younger than the run have their defaults.
+    before, now = type(recipe).from_json(earlier.pop("recipe")).to_json(), recipe.to_json()
+    differing = [name for name in now if name not in _MAY_CHANGE and before[name] != now[name]]
+    differing += [f"the {name}" for name in learns_from if earlier.get(name) != learns_from[name]]
+    if differing:
+        raise ConfigError(
+            f"{run_dir} holds another run, it differs in {', '.join(differing)}; give another --run "
+            "folder, or the same recipe and sources to resume"
+        )

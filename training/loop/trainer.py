@@ -1,0 +1,254 @@
+"""Trains any job: one compiled step, held-out loss, and checkpoints that resume bit for bit.
+
+A job says what is trained and by which loss; settings say how. The state of a run is (step, parameters,
+optimizer state) and batches follow from the step alone, so a run that was killed resumes from its last
+checkpoint and ends with the same bits as one that never stopped, on the same machine and mesh.
+
+On a CPU, two devices on two cores train faster than one device with two threads, because XLA:CPU leaves part
+of the backward pass on one thread. The loop prints nothing: it gives `Progress` records to its caller.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxllm.errors import JaxllmError
+from training.loop.checkpoints import Checkpoints, Params, TrainState
+from training.loop.optimizer import learning_rate, make_optimizer
+from training.loop.parallel import place_rows, shardings_of
+from training.settings import TrainSettings
+
+
+class Batch(Protocol):
+    """The fields of a job's batch that the loop reads; a batch is a structure of arrays `[B, ...]`."""
+
+    @property
+    def weights(self) -> Any:
+        """`[B, T]` float32, of each loss."""
+        ...
+
+    @property
+    def sources(self) -> Any:
+        """`[B, T]` int32, the number of the source that each loss is counted for."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """What is trained, and by which loss.
+
+    Attributes:
+      init: initial parameters, a dict of float32 arrays by name: from a PRNG key, or as they are.
+      losses: of (parameters, frozen, batch): the losses `[B, T]` float32 of all targets in nats, and a
+        penalty, float32 scalar, that is added to their mean and reported apart.
+      frozen: arrays that the losses need and that are not trained.
+      drawn_losses: the training losses, where they are drawn anew at every step: as `losses`, with a PRNG key
+        as last argument. `losses` is then the held-out loss alone.
+    """
+
+    init: Callable[[jax.Array], Params] | Params
+    losses: Callable[[Params, Any, Any], tuple[jax.Array, jax.Array]]
+    frozen: Any = None
+    drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Metrics after `step` steps; losses in nats per token, weighted as in training.
+
+    `loss` is the mean over the steps since the last record, `penalty` likewise; `gradient_norm` is the last
+    step's before clipping; `held_out_loss` is set where a checkpoint was written, with `held_out_by_source`
+    (by the source's number; its weights alone).
+    """
+
+    step: int
+    loss: float
+    penalty: float
+    gradient_norm: float
+    learning_rate: float
+    tokens_per_s: float
+    held_out_loss: float | None = None
+    held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+class Trainer:
+    """A job's compiled functions on a mesh."""
+
+    def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh) -> None:
+        self.mesh, self.settings = mesh, settings
+        self._job = job
+        # An argument, not a constant of the compiled step: it may be large.
+        self._given = None if callable(job.init) else job.init
+        shapes = jax.eval_shape(self._initial, self._given)
+        self._shardings = shardings_of(shapes, mesh)
+        self._abstract = jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            self._shardings,
+        )
+        self._frozen = jax.tree.map(
+            lambda leaf, sharding: jax.device_put(leaf, sharding), job.frozen, shardings_of(job.frozen, mesh)
+        )
+        copied = NamedSharding(mesh, PartitionSpec())
+        self._step = jax.jit(
+            self._one_step,
+            donate_argnums=0,
+            out_shardings=(self._shardings, (copied, copied, copied)),
+        )
+        self._sums = jax.jit(self._source_sums, static_argnums=3, out_shardings=(copied, copied))
+
+    def initial(self) -> TrainState:
+        """The job's parameters, from the settings' seed, and a fresh optimizer state."""
+        return jax.jit(self._initial, out_shardings=self._shardings)(self._given)
+
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of a state."""
+        return self._abstract
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, tuple[jax.Array, ...]]:
+        """One optimizer step; donates `state`.
+
+        Returns:
+          The next state; the loss in nats per token, the penalty and the gradient's norm before clipping.
+        """
+        with jax.set_mesh(self.mesh):
+            placed = place_rows(batch, self.mesh, self.settings.accumulate)
+            return self._step(state, self._frozen, placed)
+
+    def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
+        """The weighted loss in nats per token of some batches: of all sources, and of each."""
+        nats: dict[int, float] = {}
+        weight: dict[int, float] = {}
+        for batch in batches:
+            count = int(batch.sources.max()) + 1
+            with jax.set_mesh(self.mesh):
+                placed = place_rows(batch, self.mesh, self.settings.accumulate)
+                # A multiple of 8: few compilations, whatever number of sources a batch has.
+                sums, weights = self._sums(params, self._frozen, placed, -(-count // 8) * 8)
+            for source, (each, own) in enumerate(zip(np.asarray(sums), np.asarray(weights), strict=True)):
+                if own:
+                    nats[source] = nats.get(source, 0.0) + float(each)
+                    weight[source] = weight.get(source, 0.0) + float(own)
+        whole = sum(nats.values()) / max(sum(weight.values()), 1e-9)
+        return whole, {source: nats[source] / weight[source] for source in sorted(nats)}
+
+    def _initial(self, given: Params | None) -> TrainState:
+        init = self._job.init
+        params: Any = init(jax.random.key(self.settings.seed)) if callable(init) else given
+        optimizer = make_optimizer(self.settings).init(params)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
+
+    def _one_step(
+        self, state: TrainState, frozen: Any, parts: Batch
+    ) -> tuple[TrainState, tuple[jax.Array, ...]]:
+        total = jnp.sum(parts.weights)
+        count = np.float32(parts.weights.shape[0])
+        key = jax.random.fold_in(jax.random.key(self.settings.seed), state.step)
+
+        def part_loss(params: Params, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            if self._job.drawn_losses is None:
+                losses, penalty = self._job.losses(params, frozen, part)
+            else:
+                losses, penalty = self._job.drawn_losses(params, frozen, part, key)
+            mean = jnp.sum(losses * part.weights) / total
+            return mean + penalty / count, (mean, penalty / count)
+
+        def add_part(sums: Any, part: Batch) -> tuple[Any, None]:
+            gradients, measured = jax.grad(part_loss, has_aux=True)(state.params, part)
+            return jax.tree.map(jnp.add, sums, (gradients, measured)), None
+
+        nothing = (jax.tree.map(jnp.zeros_like, state.params), (jnp.zeros(()), jnp.zeros(())))
+        if parts.weights.shape[0] == 1:
+            sums, _ = add_part(nothing, jax.tree.map(lambda each: each[0], parts))
+        else:
+            sums, _ = jax.lax.scan(add_part, nothing, parts)
+        gradients, (loss, penalty) = sums
+        # optax counts steps in int32 and raises floats to that power, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            optimizer = make_optimizer(self.settings)
+            updates, inner = optimizer.update(gradients, state.optimizer, state.params)
+        params: Any = optax.apply_updates(state.params, updates)
+        state = TrainState(step=state.step + 1, params=params, optimizer=inner)
+        return state, (loss, penalty, optax.tree.norm(gradients))
+
+    def _source_sums(
+        self, params: Params, frozen: Any, parts: Batch, sources: int
+    ) -> tuple[jax.Array, jax.Array]:
+        def add_part(sums: Any, part: Batch) -> tuple[Any, None]:
+            losses, _ = self._job.losses(params, frozen, part)
+            of = jax.nn.one_hot(part.sources, sources, dtype=jnp.float32) * part.weights[..., None]
+            return (sums[0] + jnp.einsum("bt,bts->s", losses, of), sums[1] + of.sum((0, 1))), None
+
+        sums, _ = jax.lax.scan(add_part, (jnp.zeros(sources), jnp.zeros(sources)), parts)
+        return sums
+
+
+def train(
+    trainer: Trainer,
+    batch_at: Callable[[int], Batch],
+    held_out: Callable[[], Iterable[Batch]],
+    folder: Path,
+    report: Callable[[Progress], None],
+) -> TrainState:
+    """Trains to the last step, from the newest checkpoint in `folder` if there is one.
+
+    Args:
+      trainer: what is trained, how and on which devices.
+      batch_at: the batch of a step (from 0), a pure function of the step.
+      held_out: the batches whose loss picks the best checkpoint.
+      folder: of the checkpoints.
+      report: called every `log_steps` steps and at each checkpoint; what it raises ends the run.
+
+    Returns:
+      The state after the last step; that of the newest checkpoint if it is at that step or beyond.
+
+    Raises:
+      JaxllmError: the loss is no longer finite.
+      CheckpointError: the newest checkpoint cannot be read.
+    """
+    settings = trainer.settings
+    schedule = learning_rate(settings)
+    with Checkpoints(folder) as checkpoints:
+        done = checkpoints.latest()
+        state = trainer.initial() if done is None else checkpoints.restore(done, trainer.abstract())
+        measured: list[tuple[jax.Array, ...]] = []
+        started = time.perf_counter()
+        for step in range((done or 0) + 1, settings.steps + 1):
+            state, measures = trainer.step(state, batch_at(step - 1))
+            measured.append(measures)
+            save = step % settings.checkpoint_steps == 0 or step == settings.steps
+            if not save and step % settings.log_steps:
+                continue
+            losses, penalties, norms = np.asarray(measured, np.float64).T
+            elapsed_s = time.perf_counter() - started
+            mean = float(np.mean(losses))
+            if not np.isfinite(mean):
+                raise JaxllmError(
+                    f"the loss is {mean} at step {step}: lower peak_learning_rate or clip_norm and "
+                    "start again in a new run folder"
+                )
+            held_out_loss, by_source = trainer.evaluate(state.params, held_out()) if save else (None, {})
+            if held_out_loss is not None:
+                checkpoints.save(state, held_out_loss)
+            report(
+                Progress(
+                    step=step,
+                    loss=mean,
+                    penalty=float(np.mean(penalties)),
+                    gradient_norm=float(norms[-1]),
+                    learning_rate=float(np.asarray(schedule(step - 1))),
+                    tokens_per_s=len(measured) * settings.batch * settings.row_tokens / elapsed_s,
+                    held_out_loss=held_out_loss,
+                    held_out_by_source=by_source,
+                )
+            )
+            measured, started = [], time.perf_counter()
+    return state

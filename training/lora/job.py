@@ -1,0 +1,66 @@
+"""Defines the training of a low-rank adapter over a frozen model."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxllm.config import ModelConfig
+from jaxllm.models.lora import adapt, adapted_parameters, init_adapter
+from jaxllm.models.parameters import Params
+from training.data.packing import Batch, Splits
+from training.loop.fitting import fit
+from training.loop.losses import next_token_logits, next_token_losses
+from training.loop.parallel import gathered
+from training.loop.trainer import Job, Trainer
+from training.lora.recipe import LoraRecipe
+
+
+def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
+    """The job that trains an adapter, with the model frozen."""
+    dtype, scaling = jnp.dtype(recipe.precision), recipe.lora.scaling
+    adapted_parameters(cfg, recipe.lora.targets)
+
+    def init(key: jax.Array) -> dict[str, jax.Array]:
+        return init_adapter(cfg, recipe.lora, key)
+
+    def losses(adapter: dict[str, jax.Array], frozen: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        params = adapt(frozen, adapter, scaling)
+        logits, _ = next_token_logits(params, batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        return next_token_losses(logits, batch), jnp.zeros(())
+
+    return Job(init, losses, dict(params))
+
+
+@dataclasses.dataclass(frozen=True)
+class FittedAdapter:
+    """Result of training: the best adapter, its step, and held-out losses with and without it."""
+
+    adapter: dict[str, Any]
+    best_step: int
+    loss: float
+    without: float
+
+
+def fit_adapter(
+    trainer: Trainer, splits: Splits, folder: Path, console: Console, *, tensorboard: bool = False
+) -> FittedAdapter:
+    """Trains an adapter, or resumes from the checkpoints in `folder`.
+
+    Args:
+      trainer: of a `lora_job`.
+      splits: the run's tokens.
+      folder: of `checkpoints/` and `metrics.jsonl`, made if missing.
+      console: where progress goes.
+      tensorboard: also write TensorBoard's events.
+    """
+    # An untrained adapter changes nothing: this is the loss of the model alone.
+    without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+    best = fit(
+        trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names,
+        tensorboard=tensorboard,
+    )  # fmt: skip
+    return FittedAdapter(gathered(best.params), best.step, best.loss, without)

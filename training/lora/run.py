@@ -1,0 +1,90 @@
+"""Trains low-rank adapters on a frozen model and saves them in PEFT's layout (LoRA, arXiv 2106.09685).
+
+The model's weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
+
+A run's folder holds `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
+`summary.json`. The frozen weights are read from the model's folder or bundle and never written.
+"""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxllm.bundle import WeightFormat
+from jaxllm.checkpoints import peft_folder
+from training.data.corpus import Corpus
+from training.data.encoders import ModelEncoder
+from training.data.packing import Splits
+from training.loop.fitting import fitted_to_window
+from training.loop.frozen_model import FrozenModel
+from training.loop.parallel import MeshShape, make_mesh
+from training.loop.run_files import claimed, write_json
+from training.loop.trainer import Trainer
+from training.lora.job import fit_adapter, lora_job
+from training.lora.recipe import LoraRecipe
+
+
+def train_lora(
+    recipe: LoraRecipe,
+    model: Path,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    weights: WeightFormat | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Trains an adapter, or resumes the run in `run_dir`, and writes the best.
+
+    Args:
+      recipe: the run.
+      model: a Hugging Face folder, or a bundle.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      weights: width of a folder's frozen matrices.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The adapter's folder, `run_dir/adapter`.
+
+    Raises:
+      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    console, run_dir = console or Console(stderr=True), Path(run_dir)
+    frozen = FrozenModel.read(model, weights)
+    recipe = fitted_to_window(recipe, frozen.cfg, console)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    job = lora_job(frozen.cfg, frozen.params, recipe)
+    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share)
+    encoder = ModelEncoder(frozen.tokenizer)
+    identity = {"model": frozen.fingerprint(), "documents": corpus.digest()}
+    with claimed(run_dir, recipe, **identity):
+        splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    trainer = Trainer(job, recipe, mesh)
+    training = splits.train.documents
+    console.print(
+        f"{_size(trainer):,} parameters of rank {recipe.lora.rank} on {frozen.name}; {len(training):,} "
+        f"documents, {len(training.tokens):,} tokens; {recipe.steps:,} steps, "
+        f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
+        soft_wrap=True,
+    )
+    fitted = fit_adapter(trainer, splits, run_dir, console, tensorboard=tensorboard)
+    peft_folder.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model))
+    summary = {
+        "parameters": _size(trainer),
+        "best_step": fitted.best_step,
+        "held_out": {"without": fitted.without, "with": fitted.loss},
+    }
+    write_json(run_dir / "summary.json", summary)
+    console.print_json(data=summary)
+    return run_dir / "adapter"
+
+
+def _size(trainer: Trainer) -> int:
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))

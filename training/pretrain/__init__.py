@@ -1,0 +1,1 @@
+"""Trains a decoder from nothing, or from a teacher: `recipe`, `job`, then `run`."""

@@ -1,0 +1,253 @@
+"""Trains a decoder from documents to a Hugging Face folder: tokenizer, token files, loop, export.
+
+A run's folder holds `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the
+end `hf/` and `summary.json`. Calling `pretrain` again on the same folder resumes. It never trains on
+`valid_paths`.
+
+Models of one family share a tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
+"""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from jaxllm.checkpoints import huggingface, tokenizer_folder
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.input_files import read_text
+from jaxllm.models import parameters
+from jaxllm.text.library_tokenizer import parse_tokenizer_json
+from jaxllm.text.tokenizer import TokenizerFiles
+from training.data.corpus import Corpus, TokenizedDocuments, write_tokens
+from training.data.documents import read_texts, text_document
+from training.data.encoders import PieceEncoder
+from training.data.packing import Splits, evaluation_batches
+from training.data.sources import Source
+from training.data.tokenizer import END_OF_TEXT, END_OF_TURN, PAD, ROLE_TEMPLATE, token_id, train_tokenizer
+from training.loop.checkpoints import Params, read_best
+from training.loop.fitting import fit
+from training.loop.parallel import MeshShape, gathered, make_mesh
+from training.loop.run_files import CHECKPOINTS, claimed, read_identity, write_json, write_text
+from training.loop.trainer import Trainer
+from training.pretrain.job import Teacher, pretrain_job
+from training.pretrain.recipe import PretrainRecipe
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def pretrain(
+    recipe: PretrainRecipe,
+    run_dir: Path,
+    *,
+    data: Path | None = None,
+    text_paths: Sequence[Path] = (),
+    valid_paths: Sequence[Path] = (),
+    tokenizer: Path | None = None,
+    teacher: Path | None = None,
+    mesh_shape: MeshShape | None = None,
+    tensorboard: bool = False,
+    console: Console | None = None,
+) -> Path:
+    """Trains a model from nothing, or resumes the run in `run_dir`, and exports the best.
+
+    Args:
+      recipe: the run. Resuming, only how long it trains and what it logs may differ from the run's own.
+      run_dir: the run's folder, made if missing.
+      data: the folder that the recipe's sources are in.
+      text_paths: UTF-8 files for a recipe without sources; none means Python's own documentation.
+      valid_paths: text to report the final loss on, never trained on.
+      tokenizer: a `tokenizer.json` of this project to take; None trains one.
+      teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
+      mesh_shape: devices; all of them along `data` by default.
+      tensorboard: also write TensorBoard's events.
+      console: where progress goes; the terminal's error stream by default.
+
+    Returns:
+      The Hugging Face folder, `run_dir/hf`.
+
+    Raises:
+      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+    """
+    run_dir = Path(run_dir)
+    first = jax.process_index() == 0
+    console = (console or Console(stderr=True)) if first else Console(quiet=True)
+    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    job = pretrain_job(recipe, _read_teacher(recipe, teacher))
+    corpus = Corpus.open(_sources(recipe, text_paths), data, recipe.held_out_share)
+    splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
+    _wait_for_first("tokens")
+    vocabulary = _read_tokenizer(run_dir)
+    encoder = PieceEncoder(vocabulary)
+    splits = splits or Splits.of(corpus, encoder, recipe, run_dir / "tokens")
+    batches, training = splits.train, splits.train.documents
+    trainer = Trainer(job, recipe, mesh)
+    tokens_per_step = recipe.batch * recipe.row_tokens
+    console.print(
+        f"{parameters.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
+        f"{len(training):,} documents, {len(training.tokens):,} tokens to train on, "
+        f"{len(splits.held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
+        f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
+        soft_wrap=True,
+    )
+    best = fit(
+        trainer, batches.batch_at, splits.held_out_batches, run_dir, console, splits.source_names,
+        tensorboard=tensorboard,
+    )  # fmt: skip
+    params, whole = best.params, gathered(best.params)
+    if first:
+        write_model(run_dir / "hf", recipe, vocabulary, whole)
+    summary: dict[str, Any] = {
+        "parameters": parameters.parameter_count(recipe.model),
+        "best_step": best.step,
+        "tokens_seen": best.step * tokens_per_step,
+        "epochs": round(batches.epochs_at(best.step), 3),
+        "training": _size(training),
+        "held_out": {"weighted_loss": best.loss, **_losses(trainer, params, splits.held_out)},
+    }
+    if valid_paths:
+        if first:
+            texts = (text_document(text) for path in valid_paths for text in read_texts(path))
+            shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
+            write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in texts), encoder)
+        _wait_for_first("valid")
+        valid = TokenizedDocuments.read(run_dir / "tokens" / "valid")
+        summary["valid"] = _losses(trainer, params, valid)
+    if first:
+        write_json(run_dir / "summary.json", summary)
+        console.print_json(data=summary)
+    return run_dir / "hf"
+
+
+def export_best(run_dir: Path) -> Path:
+    """Writes the checkpoint with the lowest held-out loss so far as a folder, `run_dir/hf`.
+
+    It may be called while the run goes on in another process.
+
+    Returns:
+      The Hugging Face folder.
+
+    Raises:
+      CheckpointError: `run_dir` holds no run, or no checkpoint yet.
+    """
+    run_dir = Path(run_dir)
+    recipe = run_recipe(run_dir)
+    trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
+    best, _, _ = read_best(run_dir / CHECKPOINTS, trainer.abstract())
+    write_model(run_dir / "hf", recipe, _read_tokenizer(run_dir), gathered(best.params))
+    return run_dir / "hf"
+
+
+def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, params: Any) -> None:
+    """Writes a Hugging Face folder: config, weights, tokenizer with chat template, generation config."""
+    # transformers takes the first for the end of a text, or of an answer.
+    names = (
+        [END_OF_TURN, END_OF_TEXT] if recipe.chat_template == ROLE_TEMPLATE else [END_OF_TEXT, END_OF_TURN]
+    )
+    ends = [token_id(tokenizer, name) for name in names]
+    ids = {"eos_token_id": ends, "pad_token_id": token_id(tokenizer, PAD)}
+    # Spelled out, because transformers fills a missing begin token with a default id.
+    huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
+    tokenizer_folder.write_tokenizer(
+        folder,
+        TokenizerFiles(
+            tokenizer_json=tokenizer.to_str(pretty=True),
+            chat_template=recipe.chat_template,
+            special={"eos_token": names[0], "pad_token": PAD},
+            eos_ids=tuple(ends),
+        ),
+    )
+    write_json(Path(folder) / "generation_config.json", ids)
+
+
+def run_recipe(run_dir: Path) -> PretrainRecipe:
+    """The recipe of the run in `run_dir`.
+
+    Raises:
+      CheckpointError: there is no run in `run_dir`.
+      ConfigError: its recipe is of another version of this project.
+    """
+    return PretrainRecipe.from_json(read_identity(run_dir)["recipe"])
+
+
+def _sources(recipe: PretrainRecipe, text_paths: Sequence[Path]) -> tuple[Source, ...]:
+    if recipe.sources and text_paths:
+        raise ConfigError("this recipe names its own sources: give --data and no --text")
+    return recipe.sources or tuple(Source(text=str(Path(path).absolute())) for path in text_paths)
+
+
+def _read_teacher(recipe: PretrainRecipe, folder: Path | None) -> Teacher | None:
+    if (folder is not None) != (recipe.teacher_share > 0):
+        raise ConfigError(
+            f"the recipe's teacher_share is {recipe.teacher_share}: "
+            + ("say with --teacher whom to learn from" if folder is None else "it takes no --teacher")
+        )
+    if folder is None:
+        return None
+    teacher = Teacher.read(folder)
+    if teacher.cfg.vocab_size != recipe.model.vocab_size:
+        raise ConfigError(
+            f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {recipe.model.vocab_size}; "
+            "train both with one tokenizer"
+        )
+    return teacher
+
+
+def _prepare_run(
+    recipe: PretrainRecipe, corpus: Corpus, run_dir: Path, tokenizer_file: Path | None
+) -> Splits:
+    """Writes the run's tokenizer, tokens and identity, or reads those of a resumed run."""
+    with claimed(run_dir, recipe, documents=corpus.digest()) as resuming:
+        if resuming:
+            tokenizer = _read_tokenizer(run_dir)
+        elif tokenizer_file is not None:
+            tokenizer = _given_tokenizer(tokenizer_file, recipe.model.vocab_size)
+        else:
+            tokenizer = train_tokenizer(corpus.training_texts(), recipe.model.vocab_size)
+        splits = Splits.of(corpus, PieceEncoder(tokenizer), recipe, run_dir / "tokens")
+        # Last, when sources and recipe have proved to fit.
+        write_text(run_dir / TOKENIZER_FILE, tokenizer.to_str(pretty=True))
+    return splits
+
+
+def _read_tokenizer(run_dir: Path) -> Tokenizer:
+    try:
+        return parse_tokenizer_json(read_text(run_dir / TOKENIZER_FILE))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"cannot read the tokenizer of the run in {run_dir}: {error}") from error
+
+
+def _given_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    try:
+        tokenizer = parse_tokenizer_json(read_text(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
+    if tokenizer.get_vocab_size() != vocab_size:
+        raise ConfigError(
+            f"{path} has {tokenizer.get_vocab_size()} tokens, but the recipe's model has {vocab_size}"
+        )
+    token_id(tokenizer, END_OF_TURN)
+    return tokenizer
+
+
+def _wait_for_first(name: str) -> None:
+    """Waits until the first process has written files that the others read."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def _size(documents: TokenizedDocuments) -> dict[str, int]:
+    return {"documents": len(documents), "tokens": len(documents.tokens), "bytes": documents.text_bytes}
+
+
+def _losses(trainer: Trainer, params: Params, documents: TokenizedDocuments) -> dict[str, float]:
+    """Loss per token and per UTF-8 byte of text; special tokens cost nats but are no bytes."""
+    shape = trainer.settings.row_tokens, trainer.settings.batch
+    loss, _ = trainer.evaluate(params, evaluation_batches(documents, *shape))
+    size = _size(documents)
+    per_byte = loss * (size["tokens"] - size["documents"]) / max(size["bytes"], 1)
+    return {"nats_per_token": loss, "nats_per_byte": per_byte, **size}
