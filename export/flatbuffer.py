@@ -109,7 +109,7 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
     which XNNPACK runs once, when it packs weights."""
     wide = [each.reshape(len(each), -1).astype(np.float32) for each in halves]
     layouts = [*wide, *(each.T for each in wide)]
-    known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each)) for each in layouts}
+    known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each).data) for each in layouts}
     dequantize = schema.OperatorCodeT()
     dequantize.builtinCode = dequantize.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
     # The operator's version that takes float16.
@@ -141,7 +141,7 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
 def _content(buffer: Any, data: bytes) -> memoryview:
     if buffer.size and buffer.offset > 1:
         return memoryview(data)[buffer.offset : buffer.offset + buffer.size]
-    return memoryview(b"" if buffer.data is None else np.ascontiguousarray(buffer.data, np.uint8))
+    return memoryview(b"") if buffer.data is None else np.ascontiguousarray(buffer.data, np.uint8).data
 
 
 def _unpacked(data: bytes) -> tuple[Any, Any]:

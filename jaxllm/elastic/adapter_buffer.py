@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.models.lora import Adapter
 from jaxllm.models.parameters import param_specs
 
 # XLA on a CPU uses host memory of this alignment without a copy.
@@ -47,7 +48,7 @@ def adapter_places(cfg: ModelConfig, ranks: Mapping[str, int]) -> tuple[AdapterP
 def fill_buffer(
     cfg: ModelConfig,
     places: Sequence[AdapterPlace],
-    adapters: Sequence[tuple[Mapping[str, np.ndarray], float]],
+    adapters: Sequence[tuple[Adapter, float]],
 ) -> np.ndarray:
     """A buffer `[N]` float32 with the sum of some adapters, their ranks one after the other.
 
@@ -69,7 +70,8 @@ def fill_buffer(
         for adapter, scaling in adapters:
             if f"{name}.left" not in adapter:
                 continue
-            given, other = np.moveaxis(adapter[f"{name}.left"], -1, 0), adapter[f"{name}.right"]
+            given = np.moveaxis(np.asarray(adapter[f"{name}.left"]), -1, 0)
+            other = np.asarray(adapter[f"{name}.right"])
             ranks = slice(filled, filled + len(other))
             left[(ranks, *map(slice, given.shape[1:]))] = given * np.float32(scaling)
             right[ranks] = other

@@ -15,6 +15,7 @@ from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model, sub_mode
 from jaxllm.kv.cache import KVCache, Places, TreeRows, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
+from serving.host.device import Device
 from serving.options import EngineOptions
 
 
@@ -28,7 +29,7 @@ class Placement:
       compiler_options: for XLA.
     """
 
-    device: jax.Device
+    device: Device
     blocks: bool = True
     compiler_options: tuple[tuple[str, str | bool], ...] = ()
 

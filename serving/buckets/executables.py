@@ -27,6 +27,7 @@ from jax.experimental import serialize_executable
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
+from serving.host.device import Device
 from serving.host.user_cache import clear_entry, make_private_folder, private_file, private_folder
 
 # Of files; entries of another suffix would never be deleted.
@@ -52,7 +53,7 @@ class ExecutableFolder:
         self._told = False
         self._lock = threading.Lock()
 
-    def load(self, key: str, device: jax.Device | None = None) -> jax.stages.Compiled | None:
+    def load(self, key: str, device: Device | None = None) -> jax.stages.Compiled | None:
         """The executable of a bucket for a device (the first one by default), or None when there is none that
         can be used."""
         try:

@@ -18,6 +18,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
 from serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
 from serving.buckets.parts import layer_params, layer_shapes
+from serving.host.device import Device
 
 # Of `PRODUCTS` those whose excess a stage multiplies: always, and where its layer has a shadow.
 _SHADOWS: Mapping[Stage, tuple[int, ...]] = {
@@ -138,12 +139,12 @@ def without_blocks(weights: Any) -> Any:
     return jax.tree.map(in_rows, weights, is_leaf=lambda each: isinstance(each, BlockedArray))
 
 
-def device_name(device: jax.Device) -> str:
+def device_name(device: Device) -> str:
     """What names a device among those of this process."""
     return f"{device.platform}:{jax.devices(device.platform).index(device)}"
 
 
-def device_named(name: str) -> jax.Device:
+def device_named(name: str) -> Device:
     """The device of a `device_name`."""
     platform, number = name.split(":")
     return jax.devices(platform)[int(number)]

@@ -112,7 +112,9 @@ def compiled_options(options: "EngineOptions") -> dict[str, Any]:
     names = (field.name for field in dataclasses.fields(options) if field.name not in _OUTSIDE_BUCKETS)
     values = {name: getattr(options, name) for name in names}
     return {
-        name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        name: dataclasses.asdict(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type)
+        else value
         for name, value in values.items()
     }
 

@@ -164,7 +164,7 @@ class PieceReader:
         self._require(offset, size)
         began = time.perf_counter()
         pages = memory[place - before : place - before + -(-(before + size) // PAGE) * PAGE]
-        self._storage.await_read(began, self._fill(memoryview(pages), offset - before, before + size))
+        self._storage.await_read(began, self._fill(pages.data, offset - before, before + size))
 
     def close(self) -> None:
         """Closes the file."""

@@ -24,6 +24,7 @@ import jax
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import PROCESSORS, Dispatcher, Processor
 from jaxllm.kernels import native
+from serving.host.device import Device
 from serving.int8_prefill.options import IntegerDevice
 
 _END = None
@@ -54,7 +55,7 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
         require_gpu()
 
 
-def require_gpu() -> jax.Device:
+def require_gpu() -> Device:
     """The GPU that JAX has.
 
     Raises:
@@ -126,7 +127,7 @@ class TwoProcessors:
                 )
             if len(cores) < 2:
                 raise ConfigError(f"two processors take two cores, and this process may use {len(cores)}")
-            self._devices: dict[Processor, jax.Device] = {"integer": cpus[1], "float": cpus[0]}
+            self._devices: dict[Processor, Device] = {"integer": cpus[1], "float": cpus[0]}
             groups = {"integer": cores[1:2], "float": cores[:1]}
         else:
             self._devices = {"integer": require_gpu(), "float": cpus[0]}
@@ -138,7 +139,7 @@ class TwoProcessors:
         self._answers: queue.Queue[Any] = queue.Queue()
         self._workers = {name: _Worker(name, groups[name], self._answers) for name in PROCESSORS}
 
-    def device(self, processor: Processor) -> jax.Device:
+    def device(self, processor: Processor) -> Device:
         """The device that a processor's buckets and weights are on."""
         return self._devices[processor]
 

@@ -8,6 +8,7 @@ import importlib.util
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -82,7 +83,8 @@ class StableHloExecutor(JaxPrograms):
                 f"{self._path(signature)}: it takes or gives other names than the manifest says; "
                 "export the model again"
             )
-        return exported.call
+        # Results have the names that were compared.
+        return cast("Callable[..., dict[str, jax.Array]]", exported.call)
 
     def _contents_of(self, signature: Signature) -> str:
         """Tells a program from all others, whoever wrote them: no two files have one SHA-256."""

@@ -42,6 +42,7 @@ from serving.buckets.integer_stage import (
 from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from serving.buckets.parts import embedding_params, head_name, norm_params
 from serving.buckets.table import BucketTable
+from serving.host.device import Device
 from serving.int8_prefill.modes import PrefillMode, PrefillModes
 from serving.int8_prefill.processors import TwoProcessors
 from serving.int8_prefill.prompt_pass import PromptPass
@@ -385,12 +386,12 @@ class Int8Prefill:
         return self._kept[case]
 
 
-def _device(bucket: IntegerStageBucket) -> jax.Device:
+def _device(bucket: IntegerStageBucket) -> Device:
     where = bucket.placement
     return jax.devices()[0] if where is None else where.device
 
 
-def _put(tree: Any, device: jax.Device) -> Any:
+def _put(tree: Any, device: Device) -> Any:
     """Arrays on a device; on CPUs they stay where they are in memory."""
     on_cpu = device.platform == "cpu"
     return jax.tree.map(

@@ -55,7 +55,7 @@ class TraceRequest:
           ConfigError: it is malformed.
         """
         try:
-            example = {
+            example: dict[str, Any] = {
                 name: tuple(map(_text, value)) if isinstance(value, list) else _text(value)
                 for name, value in data["example"].items()
             }
