@@ -60,7 +60,7 @@ class Stored:
         for name, ratio in ratios.items():
             record = grown(
                 _EMPTY, chunk_io, ContextOptions(folder="", ratio=ratio),
-                tokens=tokens, mass=mass, first=0, held=len(tokens),
+                tokens=tokens, mass=mass, first=0, cached_tokens=len(tokens),
             )  # fmt: skip
             widths[name] = bits = np.array(record.bits)
             shuffled = np.random.default_rng(seed).permutation(bits[:-1])

@@ -1,4 +1,4 @@
-"""An answer in a context: what was said before comes back when it begins, and all is stored when it ends."""
+"""Answers in a context: restores the context before the answer, and stores it afterwards."""
 
 import time
 import weakref
@@ -14,15 +14,15 @@ from serving.run import Lifecycle, Run
 
 
 class ContextCall(Lifecycle):
-    """Restores a context before an answer, and stores it behind.
+    """Restores a context before an answer, and stores it afterwards.
 
-    Where an error or an interrupt ends the answer, what was said as far as it had come is stored: the error
-    comes out, and what storing may raise beside it comes out of the context's next call.
+    Where an error or an interrupt ends the answer, the tokens so far are stored and the error is raised; an
+    error of storing them is raised by the context's next call.
 
     Attributes:
-      restoration: how the context came back; before the first step, nothing.
-      finish_ms: what it took to make room in memory for what was said, and to compress and store it when the
-        answer had ended.
+      restoration: how the context was restored; the default before the first step.
+      finish_ms: time to make room in memory for new chunks, and to compress and store them when the answer
+        has ended.
     """
 
     def __init__(self, contexts: Contexts, record: Record, base: Record, *, most_tokens: int) -> None:
@@ -31,8 +31,8 @@ class ContextCall(Lifecycle):
         Args:
           contexts: of all apps.
           record: of the context, when the answer was asked for.
-          base: `record`, or what is left of it where it slid.
-          most_tokens: that the context may have when the answer ends.
+          base: `record`, or the rest of it after sliding.
+          most_tokens: most tokens of the context when the answer ends.
         """
         self.restoration, self.finish_ms = Restoration(), 0.0
         self._contexts, self._record, self._base, self._most_tokens = contexts, record, base, most_tokens
@@ -51,9 +51,9 @@ class ContextCall(Lifecycle):
             most_tokens=self._most_tokens,
             base=None if self._base is record else self._base,
         )
-        # Weak, because the contexts hold what stops the answer, and one that nobody holds is over.
-        held = weakref.ref(run)
-        self._turn.stop = lambda: None if (there := held()) is None else lambda: self._stop(there)
+        # Weak, because the contexts keep `stop`, and a run without other references is over.
+        run_ref = weakref.ref(run)
+        self._turn.stop = lambda: None if (there := run_ref()) is None else lambda: self._stop(there)
         self.restoration = self._turn.restoration
 
     def stepped(self, run: Run) -> None:
@@ -72,7 +72,7 @@ class ContextCall(Lifecycle):
         turn = self._turn
         if turn is None:
             return
-        # First: an interrupt behind it keeps nobody waiting.
+        # First: a later interrupt leaves the turn ended.
         turn.over = True
         self._turn = None
         if not run.tokens:
@@ -91,23 +91,23 @@ class ContextCall(Lifecycle):
 
     def dropped(self, run: Run) -> None:
         """See `Lifecycle`."""
-        # A forked child's copy is its parent's.
+        # In a forked child the turn belongs to the parent.
         if self._turn is not None and not self._contexts.forked:
             self.failed(run)
 
     def _stop(self, run: Run) -> None:
         run.close(
             ConfigError(
-                f"the answer in the context {self._record.name} was ended by its service; what it had said "
-                "is kept"
+                f"the answer in the context {self._record.name} was ended by its service; its tokens so far "
+                "are kept"
             )
         )
 
 
 class ContextAnswer(Answer):
-    """An answer in a context: iterate for pieces of text, then read the rest.
+    """An answer in a context: iterate over its pieces of text, then read its attributes.
 
-    When it has ended, was closed or dropped, what was said is part of the context and stored.
+    When it has ended, was closed or dropped, its tokens are part of the context and stored.
     """
 
     def __init__(self, *args: Any, call: ContextCall, **more: Any) -> None:
@@ -117,10 +117,10 @@ class ContextAnswer(Answer):
 
     @property
     def restoration(self) -> Restoration:
-        """How the context came back (see `ContextCall`)."""
+        """How the context was restored (see `ContextCall`)."""
         return self._call.restoration
 
     @property
     def finish_ms(self) -> float:
-        """What storing took (see `ContextCall`)."""
+        """Time to store the context (see `ContextCall`)."""
         return self._call.finish_ms

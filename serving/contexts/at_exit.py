@@ -1,4 +1,5 @@
-"""Closes contexts that are still open when the interpreter ends, before it takes apart what they need."""
+"""Closes contexts that are still open when the interpreter exits, before the engine that they need is
+closed."""
 
 import atexit
 import logging
@@ -23,23 +24,23 @@ _OPEN: "weakref.WeakKeyDictionary[Closing, int]" = weakref.WeakKeyDictionary()
 
 
 def close_at_exit(what: Closing) -> None:
-    """Has this process close it at its end, before all that was registered earlier."""
+    """Registers an object to be closed when this process exits, before all that was registered earlier."""
     _OPEN[what] = os.getpid()
-    # Again, behind what the engine registered: what is registered last runs first.
+    # Registered again, after the engine's exit function: the last one runs first.
     atexit.unregister(_close_all)
     atexit.register(_close_all)
 
 
 def is_closed(what: Closing) -> None:
-    """Forgets it."""
+    """Unregisters an object that was closed."""
     _OPEN.pop(what, None)
 
 
 def _close_all() -> None:
     for each, process in list(_OPEN.items()):
-        # A forked child has only copies of its parent's.
+        # A forked child must not close its parent's contexts.
         if process == os.getpid():
             try:
                 each.close()
             except Exception as error:
-                _LOG.warning("what was said last could not be kept at exit: %s", one_line(error))
+                _LOG.warning("the last answer could not be kept at exit: %s", one_line(error))

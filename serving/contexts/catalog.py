@@ -1,7 +1,7 @@
-"""The records of a store as they are found on storage, and what is wrong with them.
+"""Finds the records of a store, and their damage.
 
-Finding changes nothing on storage. What is damaged is set aside when it is mended, or when another record
-takes its place; a folder without a record is a leftover of a context that was being made or deleted.
+Finding changes nothing on storage. Damaged files are set aside when they are mended, or when another record
+takes their place; a folder without a record is a leftover of a context that was being made or deleted.
 """
 
 import contextlib
@@ -35,30 +35,30 @@ class Catalog:
     Attributes:
       root: the store's folder.
       records: by name.
-      damage: what was found wrong and is not mended, by the context's folder.
+      damage: that was found and is not mended, by the context's folder.
       leftovers: folders without a record.
     """
 
     def __init__(self, root: Path, segments: OpenSegments) -> None:
-        """Takes the store's folder, and what of it is open."""
+        """Takes the store's folder, and its open segments."""
         self.root, self._segments = root, segments
         self.records: dict[str, Record] = {}
         self.damage: dict[Path, Damage] = {}
         self.leftovers: set[Path] = set()
 
     def folder(self, record: Record) -> Path:
-        """Where a context lies."""
+        """A context's folder."""
         return self.root / folder_name(record.app) / record.name
 
     def next_use(self) -> int:
-        """What counts the store's next use."""
+        """The number of the store's next use."""
         return min(MOST_USED, 1 + max((each.used for each in self.records.values()), default=0))
 
     def find_all(self) -> list[ContextFolder]:
         """Reads all records.
 
         Raises:
-          OSError: storage refuses to say which there are.
+          OSError: storage refuses to list them.
         """
         folders = list(context_folders(self.root))
         for each in folders:
@@ -66,7 +66,7 @@ class Catalog:
         return folders
 
     def find(self, folder: ContextFolder) -> None:
-        """Reads a context's record, and notes what is wrong with it. A record that is known already stays."""
+        """Reads a context's record, and notes its damage. A record that is known already stays."""
         known = self.records.get(folder.name)
         own = known is not None and self.folder(known) == folder.path
         whose = Damage(app=folder.app, name=folder.name)
@@ -96,10 +96,10 @@ class Catalog:
                 self.damage[folder.path] = dataclasses.replace(whose, reason=found.damage)
 
     def find_again(self, name: str, app: str | None) -> None:
-        """Reads a context that could not be read: that may have passed.
+        """Tries again to read a context that could not be read.
 
         Raises:
-          CheckpointError: it has not, and the context is the app's, or of any app where that is None.
+          CheckpointError: it still cannot, and the app owns the context; of any app where `app` is None.
         """
         for path, before in list(self.damage.items()):
             if before.name == name and before.lost and app in (None, before.app):
@@ -109,25 +109,25 @@ class Catalog:
                     raise kind(f"the context {name} cannot be used: {damage.reason}")
 
     def replace(self, folder: Path, record: Record) -> Path | None:
-        """Writes a context's record; one that is damaged is set aside before.
+        """Writes a context's record; sets a damaged one aside before.
 
         Returns:
-          Where a damaged one is now.
+          The new path of a damaged one.
 
         Raises:
           OSError: it cannot be written.
         """
         damage, aside = self.damage.get(folder), None
         if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
-            # One of which a copy is whole stays until the new one is written, which may fail.
+            # One with a whole copy stays until the new one is written, which may fail.
             aside = set_aside(self.root, folder / RECORD, keep=stands(folder))
         write_record(folder, record)
         self.damage.pop(folder, None)
         return aside
 
     def unlist(self, folder: Path) -> None:
-        """Removes a context's records; what is in the place of one and is none is set aside. Without its
-        records it is no context any more, whatever happens next.
+        """Removes a context's records, and with them the context, whatever happens next; sets aside other
+        kinds of files in their places.
 
         Raises:
           OSError: they cannot be removed.
@@ -140,7 +140,8 @@ class Catalog:
         sync(folder)
 
     def settle(self, name: str, folder: Path) -> None:
-        """Takes a context as it is on storage, whatever is known of it, and removes what no record names.
+        """Takes a context as it is on storage, whatever was known of it, and removes segments that no record
+        names.
 
         Raises:
           CheckpointError: its record cannot be read.
@@ -150,7 +151,7 @@ class Catalog:
         except RecordMissing:
             self.records.pop(name, None)
             self.damage.pop(folder, None)
-            # It is gone for good, whatever stays of its folder for now.
+            # The context is gone, even where its folder stays for now.
             try:
                 self.remove(folder)
             except JaxllmError:
@@ -166,10 +167,10 @@ class Catalog:
             self.discard(folder / each)
 
     def mend(self, folder: Path) -> Damage:
-        """Sets aside what is damaged of a context: its record, of which there is another, or all of it.
+        """Sets aside a context's damaged record where there is another, else all of the context.
 
         Returns:
-          What was wrong, and where it was moved.
+          The damage, and where the files were moved.
 
         Raises:
           OSError: it cannot be moved.
@@ -184,7 +185,7 @@ class Catalog:
         return dataclasses.replace(damage, aside="" if aside is None else str(aside.relative_to(self.root)))
 
     def discard(self, path: Path) -> None:
-        """Removes a segment that no record names; one that stays, or is none of the store's, does no harm."""
+        """Removes a segment that no record names. One that stays does no harm; a file of others stays."""
         self._segments.forget(path)
         with contextlib.suppress(OSError):
             if is_own(path):
@@ -194,18 +195,18 @@ class Catalog:
         """Removes folders of contexts that were being made or deleted when a process ended.
 
         Raises:
-          CheckpointError: that cannot be flushed.
+          CheckpointError: the removal cannot be flushed.
         """
         for folder in list(self.leftovers):
             self.remove(folder)
             self.leftovers.discard(folder)
 
     def remove(self, folder: Path) -> None:
-        """Removes the store's files in the folder of a context that has no record any more, and the folder
-        and its app's where nothing is left in them.
+        """Removes the store's files from the folder of a context without a record, and the folder and its
+        app's where they are empty then.
 
         Raises:
-          CheckpointError: that cannot be flushed.
+          CheckpointError: the removal cannot be flushed.
         """
         self._segments.forget(folder)
         with contextlib.suppress(OSError):

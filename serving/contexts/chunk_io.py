@@ -1,6 +1,6 @@
-"""Brings the chunks of stored contexts into caches, and takes them out of caches, at one level of a model.
+"""Decodes stored chunks into caches, and encodes the chunks of caches, at one level of a model.
 
-On a CPU stored chunks are read where they are in memory; elsewhere they are handed over by value.
+On a CPU buckets read stored chunks in place by their addresses; elsewhere they get them by value.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ class ChunkIO:
 
     Attributes:
       runner: of the level.
-      chunk_tokens: of a chunk (C).
-      heads: of each layer, the kv heads that stored chunks hold.
-      head_width: of each.
-      layer_bytes: of one chunk in each layer `[L]`, by width.
+      chunk_tokens: tokens of a chunk (C).
+      heads: kv heads in stored chunks of each layer.
+      head_width: of each head (H).
+      layer_bytes: bytes of one chunk in each layer `[L]`, by width.
     """
 
     def __init__(self, runner: LevelRunner) -> None:
         """Takes a runner whose options name a codec.
 
         Raises:
-          ConfigError: they do not.
+          ConfigError: the options name no codec.
         """
         self.runner, self._form = runner, runner.options.chunk_format
         self.chunk_tokens = self._form.tokens
@@ -53,27 +53,27 @@ class ChunkIO:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """Number of layers of the model."""
         return self._cfg.layers
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """That chunks may have, best first."""
+        """Widths that chunks may have, in bits, the largest first."""
         return self._form.widths
 
     def chunk_bytes(self, bits: int) -> int:
-        """Of one chunk, all layers together."""
+        """Bytes of one chunk, all layers together."""
         return sum(self.layer_bytes[bits])
 
     def load(self, cache: KVCache, chunks: Mapping[int, Stored]) -> KVCache:
-        """A cache with stored chunks at their places, in one dispatch.
+        """Decodes stored chunks into a cache, at their positions, in one dispatch.
 
         Args:
           cache: donated.
           chunks: by number. Their blobs must stay as they are until the result is ready.
 
         Raises:
-          CheckpointError: a blob has not the bytes of its width.
+          CheckpointError: a blob's size is not that of its width.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         if self._by_address:
@@ -86,16 +86,16 @@ class ChunkIO:
         return self.runner.load_chunks(cache, sources, bits)
 
     def positions(self, chunks: Sequence[int], count: int) -> Places:
-        """Where the tokens of ascending chunks stand, in a bucket that computes `count` chunks."""
+        """The positions of the tokens of ascending chunks, for a bucket that computes `count` chunks."""
         numbers = np.array([*chunks, *[chunks[-1]] * (count - len(chunks))], np.int32)
         positions = numbers[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens, dtype=np.int32)
         if len(chunks) < count:
-            # What is not real is written nowhere, but positions never descend.
+            # Padding is never written, but positions must not descend.
             positions[len(chunks) :] = positions[len(chunks) - 1, -1]
         return Places(positions.reshape(-1), np.int32(len(chunks) * self.chunk_tokens))  # pyright: ignore
 
     def embed(self, tokens: Sequence[int], at: Places) -> jax.Array:
-        """What the first layer takes of a context's `tokens` at some positions, `[1, T, D]`."""
+        """The first layer's input for a context's `tokens` at some positions, `[1, T, D]`."""
         return self.runner.begin_layers(np.asarray(tokens, np.int32)[np.asarray(at.positions)], at)
 
     def restore_layer(
@@ -106,20 +106,20 @@ class ChunkIO:
         cache: KVCache,
         chunks: Mapping[int, tuple[int, np.ndarray]],
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """One layer of some chunks loaded, and of others computed (see `steps.restore_layer`).
+        """Loads some chunks of one layer, and computes others (see `steps.restore_layer`).
 
         Args:
           layer: its index.
           x: the layer's input `[1, T, D]`; donated.
-          at: where its tokens stand.
+          at: positions of its tokens.
           cache: its keys and values of this layer are donated.
-          chunks: those to load: width and the layer's blob, which must stay until the result is ready.
+          chunks: width and the layer's blob of each chunk to load; blobs must stay until the result is ready.
 
         Returns:
           The next layer's input, and this layer's keys and values.
 
         Raises:
-          CheckpointError: a blob has not the bytes of its width.
+          CheckpointError: a blob's size is not that of its width.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         source = self._source(cache, layer, chunks)
@@ -127,7 +127,15 @@ class ChunkIO:
         return self.runner.restore_layer(layer, x, at, past, source, bits)
 
     def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
-        """Chunks of a cache as they are stored, by number, of the widths that are given."""
+        """Encodes chunks of a cache.
+
+        Args:
+          cache: stays as it is.
+          chunks: the width of each chunk to encode, by number.
+
+        Returns:
+          The chunks as they are stored, by number.
+        """
         found: dict[int, tuple[int, list[np.ndarray]]] = {chunk: (bits, []) for chunk, bits in chunks.items()}
         for bits in sorted(set(chunks.values())):
             numbers = sorted(chunk for chunk, width in chunks.items() if width == bits)
@@ -138,12 +146,12 @@ class ChunkIO:
                 for run, out in zip(runs, coded, strict=True):
                     blobs = self._form.first_heads(np.asarray(out)[: len(run)], shape, bits, heads)
                     for chunk, blob in zip(run, blobs, strict=True):
-                        # Memory of its own: others of the run may be forgotten before.
+                        # A copy: the run's memory must not stay as long as one of its chunks.
                         found[chunk][1].append(blob.copy())
         return dict(found)
 
     def rehearse(self) -> None:
-        """Runs all of it once (see `LevelRunner.rehearse`)."""
+        """Runs every bucket of it once (see `LevelRunner.rehearse`)."""
         options = self.runner.options
         for capacity in options.cache_tokens:
             room = capacity // self.chunk_tokens
@@ -193,7 +201,7 @@ class ChunkIO:
 
 
 def origin_of(engine: Engine, chunks: ChunkIO) -> Origin:
-    """What makes the keys and values of contexts that an engine answers in at a level."""
+    """The origin of contexts that an engine answers in at a level."""
     options = chunks.runner.options
     return Origin(
         model=engine.model.bundle.fingerprint,

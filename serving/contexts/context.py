@@ -1,4 +1,4 @@
-"""An app's context, and the answers in it.
+"""Contexts of apps, as callers see them.
 
 context = service.new_context("mail")             newLLMCtx in the paper (LLMS, section 3.1)
 for piece in context.generate("Dear ..."): ...    callLLM
@@ -23,8 +23,8 @@ class Context:
     """A context of an app.
 
     Attributes:
-      app: whose it is.
-      name: unique in the store; by it the context is found again after a restart.
+      app: that owns it.
+      name: unique in the store; finds the context again after a restart.
     """
 
     def __init__(self, contexts: Contexts, record: Record) -> None:
@@ -32,7 +32,7 @@ class Context:
 
     @property
     def record(self) -> Record:
-        """What is stored of it.
+        """The stored record.
 
         Raises:
           ContextGone: it was deleted, or is of another model, level, codec or adapter.
@@ -46,7 +46,7 @@ class Context:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that was said in it."""
+        """All tokens of the context."""
         return self.record.tokens
 
     def generate(
@@ -60,26 +60,26 @@ class Context:
         slide: bool = False,
         sampling: Sampling | None = None,
     ) -> ContextAnswer:
-        """Answers in this context: what was said before comes first.
+        """Answers a prompt that follows the context's tokens.
 
         Args:
-          prompt: what the user says; or token ids, which are taken as they are.
-          instruction: what to do, said before all; only in the first call.
+          prompt: the user's text; or token ids, which are taken as they are.
+          instruction: stands before everything; only in the first call.
           max_tokens: most tokens of the answer.
           stop: strings that end it.
           ignore_eos: go on past the model's end tokens.
-          slide: where all of it together outgrows the model's window, forget the middle of what was said
-            before, and again whenever the answer outgrows it (see `serving.sliding`). What is stored is as it
-            was until the answer has ended.
+          slide: where context, prompt and answer outgrow the model's window, drop the middle of the context
+            (see `serving.sliding`). The stored context changes only when the answer has ended.
           sampling: how tokens are chosen; greedy by default.
+
+        Returns:
+          The answer. Its first piece raises BudgetExceeded where the context would not fit into memory, its
+          last where the context cannot be stored; the context is then as it was before the call.
 
         Raises:
           ContextGone: see `record`.
-          ConfigError: the prompt is empty or malformed, or an instruction comes late.
-          ContextOverflow: what was said before and the prompt are longer than the model's window.
-
-        The first piece raises BudgetExceeded where the context would not fit into memory, the last where it
-        cannot be stored; it is then as it was before the call.
+          ConfigError: the prompt is empty or malformed, or an instruction comes after the first call.
+          ContextOverflow: the context and the prompt are longer than the model's window.
         """
         contexts, name = self._contexts, self.name
         engine, record = contexts.engine, self.record
@@ -105,7 +105,7 @@ class Context:
         return ContextAnswer(engine.decoding(request), engine.tokenizer, request, session=session, call=call)
 
     def _slid(self, record: Record, prompt_tokens: int) -> Record:
-        """What is left of the context where it and a prompt outgrow the window."""
+        """The record after sliding, where the context and a prompt outgrow the window."""
         options = self._contexts.engine.options
         room = max(0, options.context_tokens - prompt_tokens)
         if len(record.tokens) <= room:
@@ -114,7 +114,7 @@ class Context:
         return slid_record(record, chunk_tokens=options.kv_chunk_tokens, most=most)
 
     def pin(self, pinned: bool = True) -> None:
-        """Keeps its chunks in memory once they are there, or lets them leave for others'.
+        """Keeps its chunks in memory once they are there, or lets them be evicted again.
 
         Raises:
           BudgetExceeded: pinned contexts would take more than their share of memory (see `ContextOptions`).
@@ -122,7 +122,7 @@ class Context:
         self._contexts.pin(self.record.name, pinned)
 
     def delete(self) -> None:
-        """Forgets it, in memory and on storage.
+        """Removes it from memory and storage.
 
         Raises:
           ContextGone: it was deleted before.

@@ -1,4 +1,4 @@
-"""What is wrong with what a store holds: read in full, and told apart by what may be done about it."""
+"""Finds damage in a store: reads all of it, and sorts what is wrong by what can be done about it."""
 
 import dataclasses
 from pathlib import Path
@@ -12,16 +12,16 @@ from serving.host.direct_io import Storage
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Damage:
-    """What is wrong with a stored context.
+    """Damage of a stored context.
 
     Attributes:
-      app, name: whose and which; no name where it is all of the app's.
-      chunks: that are damaged, and are computed again when the context is used.
-      reason: what is wrong besides.
+      app, name: of the context; an empty name for all contexts of the app.
+      chunks: damaged chunks, which are computed again when the context is used.
+      reason: further damage.
       lost: whether the context cannot be used.
-      proved: whether what is there is damaged. Otherwise storage refuses it now, or a newer version or
-        somebody else made it: nothing of it is repaired.
-      aside: where a repair has moved what was damaged, relative to the store; empty for nowhere.
+      proved: whether the content is damaged. Otherwise storage refuses it now, or a newer version or another
+        program made it: nothing of it is repaired.
+      aside: where a repair has moved damaged files, relative to the store; empty where it moved none.
     """
 
     app: str
@@ -35,12 +35,12 @@ class Damage:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkDamage:
-    """What is wrong with a context's chunks.
+    """Damage of a context's chunks.
 
     Attributes:
-      corrupt: those that are not what was written.
-      unread: those that storage refuses.
-      reason: of the first of these.
+      corrupt: chunks whose content differs from what was written.
+      unread: chunks that storage refuses.
+      reason: why the first of these was refused.
     """
 
     corrupt: frozenset[int]

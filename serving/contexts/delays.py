@@ -1,4 +1,4 @@
-"""How long this device takes to read chunks and to compute them again: what `plan_restore` weighs."""
+"""Measures the delays of chunk reads and recomputed chunks on this device, which `plan_restore` weighs."""
 
 import dataclasses
 import logging
@@ -22,33 +22,33 @@ from serving.host.direct_io import PieceReader, Storage
 _SIZES_BYTES = (1 << 14, 1 << 18, 1 << 20)
 _REPEATS = 5
 _TIMED = "timed"
-# By bytes: of the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
+# Per byte: the slowest storage of phones, eMMC 5.1 (250 MB/s, 11,000 reads per second: Samsung's press
 # release of the 512 GB eUFS 3.1, 17 March 2020).
-UNMEASURED_READING = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
+UNMEASURED_READ = Delay(fixed_ms=1000 / 11_000, per_unit_ms=1e3 / 250e6)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delays:
-    """Of one layer of a context.
+    """Delays of one layer of a context.
 
     Attributes:
-      reading: by bytes.
-      computing: by chunks.
+      read: of chunks read from storage; its unit is a byte.
+      compute: of recomputing chunks; its unit is a chunk.
     """
 
-    reading: Delay
-    computing: Delay
+    read: Delay
+    compute: Delay
 
 
-def measure_reading(folder: Path, storage: Storage) -> Delay:
+def measure_read(folder: Path, storage: Storage) -> Delay:
     """Times reads from a file of random bytes in `folder`, which is removed again.
 
-    Where there is no room for it, or the device fails, `UNMEASURED_READING` stands for what would come out,
-    with a warning: a full device must not keep anybody from opening a store and deleting contexts.
+    Where there is no room for the file, or the device fails, logs a warning and returns `UNMEASURED_READ`:
+    a full device must not prevent opening a store and deleting contexts.
 
     Args:
-      folder: whose device it is.
-      storage: how it is read.
+      folder: on the device that is measured.
+      storage: how the file is read.
     """
     try:
         with temporary_file(folder / _TIMED) as (path, file):
@@ -60,17 +60,17 @@ def measure_reading(folder: Path, storage: Storage) -> Delay:
     except (OSError, CheckpointError) as error:
         logging.getLogger("jaxllm").warning(
             "%s: reads cannot be timed (%s); %.0f MB/s and %.1f ms each are assumed",
-            folder, one_line(error), 1e-3 / UNMEASURED_READING.per_unit_ms, UNMEASURED_READING.fixed_ms,
+            folder, one_line(error), 1e-3 / UNMEASURED_READ.per_unit_ms, UNMEASURED_READ.fixed_ms,
         )  # fmt: skip
-        return UNMEASURED_READING
+        return UNMEASURED_READ
     return Delay.fit(_SIZES_BYTES, times)
 
 
-def measure_computing(chunk_io: ChunkIO) -> Delay:
-    """Times one layer's pass over chunks, of each number that there is a graph for."""
+def measure_compute(chunk_io: ChunkIO) -> Delay:
+    """Times one layer over each number of chunks that has a bucket."""
     options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
     cache, times = chunk_io.runner.start(options.context_tokens), []
-    # The last chunks see the most.
+    # The last chunks attend to the most tokens.
     end = options.context_tokens // chunk_io.chunk_tokens
     for count in counts:
         at = chunk_io.positions(range(max(0, end - count), end), count)
@@ -92,7 +92,7 @@ def measure_computing(chunk_io: ChunkIO) -> Delay:
 
 
 def _median_ms(run: Callable[[Any], object], prepare: Callable[[], Any] = lambda: None) -> float:
-    """Of some runs, each with what was prepared for it, after a first one that sets things up."""
+    """The median time of `run(prepare())`, without `prepare`, after one run that warms up."""
     times = []
     for _ in range(1 + _REPEATS):
         given = prepare()

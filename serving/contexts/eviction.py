@@ -1,7 +1,7 @@
-"""Which chunks leave memory first: the policies of `memory.ChunkMemory`.
+"""Eviction policies: which chunks of `memory.ChunkMemory` leave first.
 
-A policy orders what may go, and says whether contexts leave whole. Adding one is a function and its line in
-`POLICIES`.
+A policy orders the chunks that may leave, and says whether contexts leave whole. A new policy is a function
+and its line in `POLICIES`.
 """
 
 import dataclasses
@@ -16,18 +16,18 @@ from jaxllm.kv.codecs import RAW
 
 @dataclasses.dataclass(kw_only=True, eq=False, slots=True)
 class Resident:
-    """A chunk in memory. Only `used` changes while it is there: a context that is called has a hundred of
-    them, and making them anew takes part of a switch's time.
+    """A chunk in memory. Mutable, and only `used` changes: a context has a hundred of them, and replacing
+    them at each call would take part of a switch's time.
 
     Attributes:
       context: name of its context.
-      chunk: its number there.
+      chunk: its number in the context.
       bits: its width, or `RAW`.
       blobs: of each layer, uint8 `[bytes]`.
       size_bytes: of all blobs.
-      came: counts up with every chunk that comes into memory.
-      used: counts up with every use of a context; the last one of its.
-      restore_ms: what bringing it back would take; 0 where nobody knows.
+      came: order of arrival in memory.
+      used: order of the last use of its context.
+      restore_ms: time to restore it after an eviction; 0 where that is not known.
     """
 
     context: str
@@ -42,11 +42,11 @@ class Resident:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What leaves memory, and in which order.
+    """An eviction policy.
 
     Attributes:
-      order: of what may leave; those that leave first come first.
-      whole: with a chunk goes all of its context, which `order` has in a row.
+      order: sorts the chunks that may leave; those that leave first come first.
+      whole: a chunk leaves with all chunks of its context, which `order` puts next to each other.
     """
 
     order: Callable[[Iterable[Resident]], list[Resident]]
@@ -59,7 +59,8 @@ def fifo(chunks: Iterable[Resident]) -> list[Resident]:
 
 
 def lru(chunks: Iterable[Resident]) -> list[Resident]:
-    """Least recently used; of one context the last chunks first, for what follows needs those before."""
+    """Least recently used; of one context the last chunks first, because later chunks depend on earlier
+    ones."""
     return sorted(chunks, key=lambda each: (each.used, -each.chunk))
 
 
@@ -67,14 +68,13 @@ def lctru(chunks: Iterable[Resident]) -> list[Resident]:
     """Least compression-tolerable and least recently used (LLMS, section 3.4): a queue per width, the widest
     first, each by use.
 
-    Wide chunks free most memory each, and what is left in memory is the most of contexts per byte.
+    Wide chunks free the most memory each, so that the most chunks per byte stay.
     """
     return sorted(chunks, key=lambda each: (-_width(each), each.used, -each.chunk))
 
 
 def cost_aware(chunks: Iterable[Resident]) -> list[Resident]:
-    """What is cheapest to bring back per byte that it frees, weighed by how lately it was used (as
-    GreedyDual-Size does)."""
+    """Cheapest to restore per byte, weighed by the time since the last use (as GreedyDual-Size does)."""
     chunks = list(chunks)
     newest = max((each.used for each in chunks), default=0)
 
@@ -85,7 +85,7 @@ def cost_aware(chunks: Iterable[Resident]) -> list[Resident]:
 
 
 def whole_contexts(chunks: Iterable[Resident]) -> list[Resident]:
-    """All of the least recently used context, then of the next: what a system that knows no chunks does."""
+    """All of the least recently used context, then of the next, as systems without chunks do."""
     return sorted(chunks, key=lambda each: (each.used, each.context, each.chunk))
 
 
@@ -104,7 +104,7 @@ def find_policy(name: str) -> Policy:
     """The policy of a name.
 
     Raises:
-      ConfigError: there is none.
+      ConfigError: no policy has this name.
     """
     if name not in POLICIES:
         raise ConfigError(f"no eviction policy {name!r:.80}; there are {', '.join(POLICIES)}")
@@ -112,5 +112,5 @@ def find_policy(name: str) -> Policy:
 
 
 def _width(chunk: Resident) -> int:
-    """Bits of a chunk, those of a raw one more than all others."""
+    """Bits of a chunk; a raw chunk is wider than all others."""
     return 1 << 10 if chunk.bits == RAW else chunk.bits

@@ -1,4 +1,4 @@
-"""What a context's chunks come to be when a call ends: how wide each is, by how much it was attended to."""
+"""Makes a context's record at the end of a call: chooses the width of each chunk by its density."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ from serving.request import Session, common_prefix
 from serving.sliding import slid
 
 
-def sinking(before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, held: int) -> Record:
-    """The record of a context that keeps its first chunk alone, with the attention that this got so far; the
+def sinking(before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int) -> Record:
+    """The record of a context that keeps only its first chunk, with the attention it got so far; the
     arguments are those of `grown`."""
-    got, seen = _attended(before, chunk_io, mass=mass, first=first, held=held)
+    got, seen = _attended(before, chunk_io, mass=mass, first=first, cached_tokens=cached_tokens)
     return dataclasses.replace(
         before, bits=before.bits[:1], mass=tuple(got[:1].tolist()), seen=tuple(seen[:1].tolist())
     )
@@ -32,29 +32,29 @@ def grown(
     tokens: Sequence[int],
     mass: np.ndarray,
     first: int,
-    held: int,
+    cached_tokens: int,
 ) -> Record:
     """A context's record after a call (LLMS, section 3.2).
 
     Args:
-      before: as it was.
-      chunk_io: of its level.
-      options: say how many bytes chunks may take.
-      tokens: all of the context's now.
-      mass: `[>= held]`, the attention that each position got in this call.
+      before: the record before the call.
+      chunk_io: of the context's level.
+      options: limit the bytes of chunks.
+      tokens: all tokens of the context now.
+      mass: `[>= cached_tokens]`, the attention that each position got in this call.
       first: the position of the first token that the call fed.
-      held: tokens in the cache, of which all whole chunks are kept.
+      cached_tokens: tokens in the cache; all whole chunks of them are kept.
 
     Returns:
-      The record with the widths that chunks are to have: none rises above what it is stored at.
+      The record with the new widths of chunks, none above the width it is stored at.
     """
-    got, seen = _attended(before, chunk_io, mass=mass, first=first, held=held)
+    got, seen = _attended(before, chunk_io, mass=mass, first=first, cached_tokens=cached_tokens)
     count = len(got)
     known = min(count, len(before.bits))
     if chunk_io.widths == (RAW,):
         bits = np.full(count, RAW)
     else:
-        # What is gone does not come back by being written with more bits.
+        # More bits do not restore what fewer bits lost.
         most = np.full(count, max(RATIOS))
         most[:known] = [max(RATIOS) if each == LOST else each for each in before.bits[:known]]
         density = got / np.maximum(seen, 1)
@@ -78,13 +78,15 @@ def ended(
     tokens: Sequence[int],
     first: int,
 ) -> Record:
-    """A context's record after a call that may have been interrupted anywhere: what its cache and its tokens
-    agree on is kept, and where an error took the cache what chunks there were.
+    """A context's record after a call that may have been interrupted anywhere.
+
+    Keeps the chunks of those first tokens that the cache and `tokens` have in common; without a cache (an
+    error took it), the chunks of before that still agree with `tokens`.
 
     Args:
-      before: as it was.
-      resident: of its chunks in memory, the width of each by number.
-      session: the call's, with its cache, if that is there, and the tokens that this holds.
+      before: the record before the call.
+      resident: the width of each chunk in memory, by number.
+      session: of the call, with its cache, if there is one, and the tokens in it.
       chunk_io, options, tokens, first: see `grown`.
     """
     if session.cache is None:
@@ -96,37 +98,37 @@ def ended(
         tokens=tokens,
         mass=np.asarray(session.cache.mass)[0],
         first=first,
-        held=_agreed(session.tokens, tokens),
+        cached_tokens=_agreed(session.tokens, tokens),
     )
 
 
 def slid_record(record: Record, *, chunk_tokens: int, most: int) -> Record:
-    """What is left of a context that forgets its middle before a call: its first chunk and its newest tokens,
-    `most` together, which are computed again where they stand then (see `serving.sliding`)."""
+    """The rest of a context that drops its middle before a call: its first chunk and its newest tokens,
+    `most` together. The newest are computed again at their new positions (see `serving.sliding`)."""
     tokens = slid(record.tokens, sink_tokens=chunk_tokens, most=most)
     first = {field: getattr(record, field)[:1] for field in ("bits", "mass", "seen", "files")}
     return dataclasses.replace(record, tokens=tuple(tokens), **first)
 
 
 def most_bytes(chunk_io: ChunkIO, options: ContextOptions, chunks: int) -> int:
-    """Of so many chunks of a context, whatever their widths come out as."""
+    """The most bytes that so many chunks of a context take, whatever their widths."""
     if chunk_io.widths == (RAW,):
         return chunks * chunk_io.chunk_bytes(RAW)
-    # Levels take bytes by width, scales do not.
-    scales = 2 * chunk_io.chunk_bytes(4) - chunk_io.chunk_bytes(8)
-    levels = chunk_io.chunk_bytes(8) - scales
-    return int(chunks * (scales + options.ratio * levels)) + 1
+    # Values take bytes by width, scales do not.
+    scale_bytes = 2 * chunk_io.chunk_bytes(4) - chunk_io.chunk_bytes(8)
+    value_bytes = chunk_io.chunk_bytes(8) - scale_bytes
+    return int(chunks * (scale_bytes + options.ratio * value_bytes)) + 1
 
 
 def _attended(
-    before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, held: int
+    before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The attention that each whole chunk got so far, and that it could have got, `[N]` each."""
+    """The attention that each whole chunk got so far, and the most it could have got, `[chunks]` each."""
     size, cfg = chunk_io.chunk_tokens, chunk_io.runner.cfg
-    count = held // size
+    count = cached_tokens // size
     heads = [cfg.units(layer).kv_heads * cfg.group for layer in range(cfg.layers)]
     got = chunk_mass(mass, count, size)
-    seen = sightings(first, held, count, size, heads=heads, windows=cfg.attention_windows)
+    seen = sightings(first, cached_tokens, count, size, heads=heads, windows=cfg.attention_windows)
     known = min(count, len(before.mass))
     got[:known] += before.mass[:known]
     seen[:known] += before.seen[:known]
@@ -134,14 +136,13 @@ def _attended(
 
 
 def _agreeing(before: Record, tokens: Sequence[int], chunk_tokens: int) -> Record:
-    """The record of a context that has other tokens now, with those of its chunks that hold what is at their
-    places still."""
+    """The record of a context whose tokens changed, with those of its chunks whose tokens are the same."""
     count = min(len(before.bits), _agreed(before.tokens, tokens) // chunk_tokens)
     kept = {field: getattr(before, field)[:count] for field in ("bits", "mass", "seen", "files")}
     return dataclasses.replace(before, tokens=tuple(tokens), **kept)
 
 
-def _agreed(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many of the first tokens of two sequences are the same."""
-    count = min(len(held), len(tokens))
-    return count if list(held[:count]) == list(tokens[:count]) else common_prefix(held, tokens)
+def _agreed(cached: Sequence[int], tokens: Sequence[int]) -> int:
+    """The length of the common prefix of two sequences."""
+    count = min(len(cached), len(tokens))
+    return count if list(cached[:count]) == list(tokens[:count]) else common_prefix(cached, tokens)

@@ -1,4 +1,5 @@
-"""Brings the chunks of a context back: from storage or from its tokens, into a cache and into memory."""
+"""Loads the chunks of a context into a cache and into memory: read from storage or computed from its
+tokens."""
 
 import concurrent.futures
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from serving.contexts.turn import Turn
 from serving.request import Session
 from serving.runners.level_runner import LevelRunner
 
-# A device that is asked for two things at a time is not idle in between.
+# Two reads at a time keep the device busy.
 _READERS = 2
 
 
@@ -26,8 +27,8 @@ class ChunkLoader:
     """Restores contexts at the beginning of a call, and repairs what is damaged on storage.
 
     Args:
-      store: where chunks are read.
-      memory: gets what is read.
+      store: has the chunks on storage.
+      memory: gets the chunks that were read.
       delays: of this device, by level.
       recompute: see `ContextOptions`.
     """
@@ -49,10 +50,10 @@ class ChunkLoader:
           turn: the call.
           chunk_io: of its level.
           cache: has room for `tokens`; donated.
-          tokens: that there must be room for.
+          tokens: most tokens of the cache.
 
         Raises:
-          CheckpointError: chunks can neither be read nor be given up.
+          CheckpointError: chunks can neither be read nor recorded as lost.
         """
         name, runner, session = turn.record.name, chunk_io.runner, turn.session
         for attempt in range(2):
@@ -73,7 +74,7 @@ class ChunkLoader:
             except CheckpointError:
                 if attempt:
                     raise
-                # What is damaged is lost, and to this call what storage refuses: both are computed.
+                # Damaged chunks are lost, and to this call those that storage refuses: both are computed.
                 there = self._store.repair(name)
                 turn.record = self._store.record(name)
                 turn.base = base.lose({n for n, bits in enumerate(there.bits) if bits == LOST})
@@ -88,37 +89,37 @@ class ChunkLoader:
         """Puts chunks of a context into memory.
 
         Raises:
-          BudgetExceeded: one does not fit, and those after it are left out.
+          BudgetExceeded: one does not fit; those after it are left out.
         """
         delays = self._delays[chunk_io.runner.level]
-        computing_ms = chunk_io.layers * delays.computing.per_unit_ms
+        compute_ms = chunk_io.layers * delays.compute.per_unit_ms
         for chunk, (bits, blobs) in sorted(chunks.items()):
-            reading_ms = chunk_io.chunk_bytes(bits) * delays.reading.per_unit_ms
-            self._memory.load(name, chunk, bits, blobs, restore_ms=min(reading_ms, computing_ms))
+            read_ms = chunk_io.chunk_bytes(bits) * delays.read.per_unit_ms
+            self._memory.load(name, chunk, bits, blobs, restore_ms=min(read_ms, compute_ms))
 
 
 def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
-    """What is read where all is in memory or lost."""
+    """Reads nothing: every chunk is in memory or lost."""
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
 
 
 def roomy_cache(levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int) -> KVCache:
-    """A cache with room for `tokens`: the one of the context before, if its form fits.
+    """A cache with room for `tokens`: that of the context before, if its shape fits.
 
     Clearing new memory takes as long as decoding chunks into it.
 
     Args:
-      levels: all of the model.
+      levels: of the model.
       runner: of the level that is about to answer.
-      spare: of the context before, which loses its cache.
-      tokens: that there must be room for.
+      spare: the session of the context before, which loses its cache.
+      tokens: most tokens of the cache.
     """
     _, cache = spare.take()
     if cache is not None and spare.weights_version is not None:
         form = levels[spare.weights_version[0]].runner.model.bucket_level
         if form == runner.model.bucket_level and cache.capacity_tokens == runner.capacity_for(tokens):
-            # What another context left in it is out of sight until it is written over.
+            # Another context's keys and values are masked until they are overwritten.
             return cache
-    # Its memory, before that of another.
+    # Frees the old cache before a new one is made.
     del cache
     return runner.start(tokens)

@@ -1,4 +1,4 @@
-"""The lock of a store: one process at a time may write there, and only for as long as it holds it."""
+"""Locks a store: one process at a time may write there, and only for as long as it owns the lock."""
 
 import errno
 import os
@@ -11,17 +11,17 @@ _BUSY = (errno.EWOULDBLOCK, errno.EACCES, errno.EAGAIN)
 
 
 class StoreLock:
-    """Held from when it is made until it is released.
+    """A lock that this process owns from its construction until `release`.
 
-    A forked child gets a copy of the open file, with which it would keep the lock after its parent has let go
-    of it: the copy is closed as soon as the child runs, which is refused whatever it asks for.
+    A forked child gets a copy of the open file, which would keep the lock after the parent has released it:
+    the copy is closed as soon as the child runs, and `require` refuses whatever the child asks for.
     """
 
     def __init__(self, path: Path) -> None:
         """Takes the lock.
 
         Args:
-          path: of the file that is locked, made if missing.
+          path: the file that is locked, made if missing.
 
         Raises:
           ConfigError: another process has it.
@@ -34,48 +34,48 @@ class StoreLock:
         self._file = os.open(path, flags, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Whoever removes the file while it is being locked has a lock of its own.
-            held = self._in_place()
+            # A process that replaced the file meanwhile locks another file.
+            owned = self._in_place()
         except OSError as error:
             if error.errno not in _BUSY:
                 os.close(self._file)
                 raise
-            held = False
-        if not held:
+            owned = False
+        if not owned:
             os.close(self._file)
             raise ConfigError(
                 f"{path.parent} is in use by another process; close that one, or use another folder"
             )
-        _HELD.add(self)
+        _OWNED.add(self)
 
     def require(self) -> None:
-        """Checks that this process holds the lock.
+        """Checks that this process owns the lock.
 
         Raises:
-          ConfigError: it was released, or is a parent's of this process, or its file is another one than it
-            was, so that another process may hold that.
-          CheckpointError: the device does not say.
+          ConfigError: it was released, belongs to this process's parent, or its file was replaced, so that
+            another process may own that one.
+          CheckpointError: the device fails.
         """
         folder = self._path.parent
         if self._process != os.getpid():
             raise ConfigError(
-                f"{folder} was opened by the process that forked this one, and is of no use here; ask that "
-                "one, or open another folder"
+                f"{folder} was opened by the process that forked this one, and is of no use here; use it in "
+                "that process, or open another folder"
             )
         if self._file < 0:
             raise ConfigError(f"{folder} was closed, and what was opened from it with it; open it again")
         try:
-            held = self._in_place()
+            owned = self._in_place()
         except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be looked at ({error.strerror})") from error
-        if not held:
+            raise CheckpointError(f"{self._path}: cannot be inspected ({error.strerror})") from error
+        if not owned:
             raise ConfigError(
                 f"{folder} was removed or replaced while it was open, and may be another process's by now; "
                 "close it, and open it again"
             )
 
     def release(self) -> None:
-        """Lets another process have it. A forked child leaves it to its parent."""
+        """Releases the lock. A forked child leaves it to its parent."""
         import fcntl
 
         file, self._file = self._file, -1
@@ -96,17 +96,17 @@ class StoreLock:
         return os.path.samestat(there, os.fstat(self._file))
 
     def _forget(self) -> None:
-        """In a forked child."""
+        """Closes a forked child's copy of the file."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
 
-_HELD: "weakref.WeakSet[StoreLock]" = weakref.WeakSet()
+_OWNED: "weakref.WeakSet[StoreLock]" = weakref.WeakSet()
 
 
 def _leave_to_parent() -> None:
-    for lock in list(_HELD):
+    for lock in list(_OWNED):
         lock._forget()
 
 

@@ -1,16 +1,17 @@
-"""The life of contexts: they are made, come back for a call, are stored when it ends, and go.
+"""Manages the lifecycle of contexts: creates them, restores them for a call, stores them after it, deletes
+them.
 
-    begin     Claim, then Fault: what of the context is not in memory is read or computed (`restore`)
-    grow      room is made for what is said meanwhile
-    finish    new chunks are compressed by how much they were attended to, written ahead of time, and loaded
-    delete    memory and storage forget
+    begin     Claim, then Fault: reads or computes the chunks that are not in memory (`restore`)
+    grow      makes room for the chunks of new tokens
+    finish    compresses new chunks by density, writes them ahead of time, and loads them into memory
+    delete    removes a context from memory and storage
 
-What leaves memory in between is `ChunkMemory`'s business: nothing needs to be written by then. The cache of
-the context that ran last stays as it is until another one runs. Options make of this the systems that it is
-compared with: those that write when chunks leave, or never, or that compute nothing that can be read.
+In between, `ChunkMemory` evicts chunks, which are on storage already. The cache of the context that ran last
+stays as it is until another one runs. Options turn this into the baselines: write at eviction, or never, or
+compute only lost chunks.
 
-An interrupt may come anywhere. What is stored is what the store says; what is in memory is believed only as
-long as that has not changed behind its back (`_tidy`), which whatever comes next looks after.
+An interrupt may come anywhere. The store decides what a context is; chunks in memory are valid only while the
+store's record is the one that memory knows (`_tidy`), which the next call checks.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from serving.contexts.at_exit import close_at_exit, is_closed
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO, origin_of
-from serving.contexts.delays import Delays, measure_computing, measure_reading
+from serving.contexts.delays import Delays, measure_compute, measure_read
 from serving.contexts.eviction import find_policy
 from serving.contexts.growth import ended, most_bytes, sinking
 from serving.contexts.loading import ChunkLoader, roomy_cache
@@ -48,15 +49,15 @@ class Contexts:
     """The contexts of all apps. Not thread-safe: one call at a time.
 
     Attributes:
-      engine: answers.
+      engine: that answers.
       options: of the contexts.
-      store: what is on storage.
-      memory: what is in memory.
-      unheard: why answers that nobody holds any more could not be kept.
+      store: of the contexts on storage.
+      memory: of the chunks in memory.
+      unheard: errors of storing dropped answers.
     """
 
     def __init__(self, engine: Engine, options: ContextOptions) -> None:
-        """Opens the store and times this device.
+        """Opens the store and measures this device's delays.
 
         Args:
           engine: warmed up.
@@ -77,20 +78,20 @@ class Contexts:
         try:
             self._writer = ChunkWriter(self.store, options.writing)
             self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
-            # The call that runs, and the context that memory keeps for it, as it knows that.
+            # The call that runs, and the record by which memory has claimed its context.
             self._turn: weakref.ref[Turn] | None = None
             self._claimed: Record | None = None
             self.unheard = UnheardErrors()
-            # Whose cache is still there, and the cache.
+            # The context that ran last, and its session with the cache.
             self._last: tuple[str, Session] = ("", Session())
             self._process = os.getpid()
             self._delays: dict[int, Delays] = {}
             self._loader = ChunkLoader(self.store, self.memory, self._delays, recompute=options.recompute)
             self._chunk_io = {level: ChunkIO(engine.runner_at(level)) for level in engine.levels}
-            reading = measure_reading(self.store.root, options.storage)
+            read_delay = measure_read(self.store.root, options.storage)
             for level, chunk_io in self._chunk_io.items():
                 chunk_io.rehearse()
-                self._delays[level] = Delays(reading=reading, computing=measure_computing(chunk_io))
+                self._delays[level] = Delays(read=read_delay, compute=measure_compute(chunk_io))
             close_at_exit(self)
         except BaseException:
             self.store.close()
@@ -98,15 +99,16 @@ class Contexts:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that opened these contexts, which alone may use them."""
+        """Whether this process is a fork of the one that opened these contexts; only that one may use
+        them."""
         return self._process != os.getpid()
 
     def close(self) -> None:
-        """Ends the answer that runs, which keeps what was said, and lets another process have the store. What
-        is asked of these contexts afterwards is refused.
+        """Ends the answer that runs, keeps its tokens, and releases the store for other processes. Every
+        later call raises ConfigError.
 
         Raises:
-          BudgetExceeded, CheckpointError: something that was said could not be kept; they are closed all the
+          BudgetExceeded, CheckpointError: an answer could not be stored; the contexts are closed all the
             same.
         """
         try:
@@ -119,14 +121,14 @@ class Contexts:
                 self.store.close()
             finally:
                 is_closed(self)
-                # In a forked child its threads are its parent's.
+                # The threads belong to the parent of a forked child.
                 self._loader.close(wait=not self.forked)
 
     def stop(self) -> None:
-        """Ends the answer that runs, if one does, whoever holds it: what was said so far is kept.
+        """Ends the answer that runs, if there is one, and keeps its tokens so far.
 
         Raises:
-          BudgetExceeded, CheckpointError: it could not be.
+          BudgetExceeded, CheckpointError: they could not be stored.
         """
         turn = self._answering()
         if turn is None:
@@ -137,10 +139,10 @@ class Contexts:
         self.abandon(turn)
 
     def create(self, app: str, *, level: int | None = None, pinned: bool = False) -> Record:
-        """A new, empty context.
+        """Creates an empty context.
 
         Args:
-          app: whose it is.
+          app: that owns it.
           level: the sub-model that answers in it, in percent; None for the engine's own.
           pinned: its chunks never leave memory for those of another context.
 
@@ -156,10 +158,11 @@ class Contexts:
         return self.store.create(app, origin_of(self.engine, chunk_io), pinned=pinned)
 
     def record(self, app: str, name: str) -> Record:
-        """An app's context.
+        """The record of an app's context.
 
         Raises:
-          ContextGone: the app has none of this name, or it is of another model, level, codec or adapter.
+          ContextGone: the app has no context of this name, or it is of another model, level, codec or
+            adapter.
         """
         record = self.store.record(name, app)
         if record.origin.level not in self.engine.levels:
@@ -171,7 +174,7 @@ class Contexts:
         return record
 
     def pin(self, name: str, pinned: bool) -> Record:
-        """Keeps a context's chunks in memory once they are there, or lets them leave.
+        """Keeps a context's chunks in memory once they are there, or lets them be evicted.
 
         Raises:
           ContextGone: there is no such context.
@@ -185,13 +188,13 @@ class Contexts:
         return record
 
     def leaving(self, session: Session, first: int) -> None:
-        """Notes that the context that answers is about to forget its middle: of its chunks the first one
-        stays, with the attention that it got, and what follows will be others.
+        """Prepares the context that answers for dropping its middle: its first chunk stays, with the
+        attention that it got; later chunks will be new ones.
 
         Storage and memory are as they were until `finish`.
 
         Args:
-          session: of the call: what is attended to is counted anew from here.
+          session: of the call; its cache counts attention from zero from here on.
           first: the position of the first token that the call fed.
         """
         turn, cache = self._answering(), session.cache
@@ -201,12 +204,12 @@ class Contexts:
         chunk_io = self._chunk_io[turn.base.origin.level]
         first = first if turn.counted_from is None else turn.counted_from
         mass = np.asarray(cache.mass)[0]
-        base = sinking(turn.base, chunk_io, mass=mass, first=first, held=len(session.tokens))
+        base = sinking(turn.base, chunk_io, mass=mass, first=first, cached_tokens=len(session.tokens))
         session.cache = cache.uncounted()
         turn.base, turn.counted_from = base, chunk_io.chunk_tokens
 
     def delete(self, name: str) -> None:
-        """Forgets a context.
+        """Deletes a context from memory and storage.
 
         Raises:
           ContextGone: there is no such context.
@@ -216,7 +219,7 @@ class Contexts:
         turn = self._answering()
         if turn is not None and turn.record.name == name:
             raise ConfigError(f"the context {name} is answering; close its answer first")
-        # What is on storage can come back, what is in memory must never outlive it.
+        # Memory first: chunks in memory must never outlive those on storage.
         self.memory.forget(name)
         self._forget_cache(name)
         self.store.delete(name)
@@ -232,22 +235,22 @@ class Contexts:
         most_tokens: int,
         base: Record | None = None,
     ) -> Turn:
-        """Brings a context back for a call, and locks it.
+        """Restores a context for a call, and locks it.
 
         Args:
           app, name: of the context.
           session: gets its tokens and cache: those of all whole chunks, or all where it ran last.
-          prompt_tokens: of the context and what is said now, together.
-          most_tokens: that the context may have when the call ends; no room is made for them yet.
-          base: what is left of the context where it slides before the call; None for all of it.
+          prompt_tokens: tokens of the context and the prompt together.
+          most_tokens: most tokens of the context when the call ends; no room is made for them yet.
+          base: the record after sliding, where the context slides before the call; None for all of it.
 
         Returns:
-          The call, which ends when `finish` or `abandon` get it, or when nobody holds it any more.
+          The call, which ends with `finish` or `abandon`, or when its last strong reference is gone.
 
         Raises:
           ContextGone: see `record`.
           ConfigError: another call runs.
-          BudgetExceeded: its chunks could not fit into memory, whatever leaves it.
+          BudgetExceeded: its chunks could not fit into memory, whatever is evicted.
         """
         began = time.perf_counter()
         self._require_idle(app)
@@ -271,9 +274,9 @@ class Contexts:
         return turn
 
     def grow(self, turn: Turn, tokens: int) -> None:
-        """Makes room in memory for the chunks of a context that has so many tokens by now."""
+        """Makes room in memory for the chunks of a running context that has so many tokens now."""
         chunk_io = self._chunk_io[turn.record.origin.level]
-        # What does not fit beside what others pinned meanwhile stays on storage alone.
+        # Chunks that do not fit beside newly pinned ones stay on storage only.
         with contextlib.suppress(BudgetExceeded):
             count = min(tokens, self.engine.options.context_tokens) // chunk_io.chunk_tokens
             self.memory.reserve(turn.record.name, most_bytes(chunk_io, self.options, count))
@@ -281,13 +284,13 @@ class Contexts:
     def finish(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         """Stores a context when its call has ended, unlocks it, and returns its record.
 
-        Where an error or an interrupt took the cache, what was said is kept all the same, and computed when
-        the context is next used.
+        Where an error or an interrupt took the cache, the tokens are stored all the same, and their chunks
+        are computed when the context is next used.
 
         Args:
           turn: the call.
-          tokens: all of the context's now.
-          first: the position of the first token that the call fed; of no matter where it has slid since.
+          tokens: all tokens of the context now.
+          first: the position of the first token that the call fed; ignored where the context has slid since.
 
         Raises:
           BudgetExceeded: a quota or the device has no room; the context is as it was before the call.
@@ -300,30 +303,30 @@ class Contexts:
             self.abandon(turn)
 
     def abandon(self, turn: Turn) -> None:
-        """Unlocks a context whose call has ended without anything to store."""
+        """Unlocks a context whose call has ended, without storing anything."""
         turn.over = True
         if self._turn is not None and self._turn() in (turn, None):
             self._tidy()
 
     def _kept(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
-        # Pinned or not meanwhile.
+        # The pin may have changed during the call.
         before = dataclasses.replace(turn.base, pinned=self.store.record(name).pinned)
         resident = {n: each.bits for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
         first = first if turn.counted_from is None else turn.counted_from
         record = ended(before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first)
         coded: dict[int, Stored] = {}
         if session.cache is not None:
-            # What was computed again and not changed is on storage already.
+            # Chunks that were computed again at the same width are on storage already.
             wanted = {n: bits for n, bits in enumerate(record.bits) if resident.get(n) != bits}
             coded = chunk_io.encode(session.cache, wanted)
         changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)}
         record = self._writer.keep(record, changed, coded)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
-        # What does not fit is on storage, or computed again.
+        # Chunks that do not fit are on storage, or computed again.
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
-        # From here on memory has what the store has.
+        # From here on memory agrees with the store.
         self._claimed = record
         if session.cache is not None:
             session.cache = session.cache.uncounted()
@@ -331,7 +334,7 @@ class Contexts:
         return record
 
     def _answering(self) -> Turn | None:
-        """The call that runs; what one left that ended in the middle is tidied up."""
+        """The call that runs, if any; tidies up after a call that was interrupted."""
         turn = None if self._turn is None else self._turn()
         if turn is not None and not turn.over:
             return turn
@@ -339,8 +342,8 @@ class Contexts:
         return None
 
     def _tidy(self) -> None:
-        """Ends a call: unlocks its context, and where the store has changed behind the back of memory, as an
-        interrupt or an error leaves it, has memory forget it. May be interrupted itself, and done again."""
+        """Ends a call: unlocks its context, and drops its chunks from memory where an interrupt or an error
+        left a record in the store that memory does not know. May be interrupted, and repeated."""
         claimed = self._claimed
         if claimed is None:
             return
@@ -370,7 +373,7 @@ class Contexts:
         require_share(record, size_bytes, self.store.records(), self.options, self._most_bytes)
 
     def _most_bytes(self, record: Record) -> int:
-        """Of all chunks of a context in memory; 0 where its level is not served."""
+        """The most bytes of a context's chunks in memory; 0 where its level is not served."""
         chunk_io = self._chunk_io.get(record.origin.level)
         return 0 if chunk_io is None else most_bytes(chunk_io, self.options, len(record.bits))
 
@@ -389,6 +392,6 @@ class Contexts:
         cache = roomy_cache(self._chunk_io, chunk_io.runner, there, tokens)
         del there
         how = self._loader.bring_back(turn, chunk_io, cache, tokens)
-        # What was damaged is lost on storage, too.
+        # The restore may have marked damaged chunks as lost in the store's record.
         self._claimed = turn.record
         return how

@@ -1,12 +1,12 @@
-"""Chunks in memory, within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, section 3.4).
+"""Keeps chunks in memory within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, section 3.4).
 
-    claim     a context is about to run: its chunks are locked; those that are missing are its faults
-    load      a missing chunk has been read or computed: room is made, and it is resident
-    reclaim   room is made: what the policy names leaves, unless it is locked
-    release   the context has run: its chunks may leave again
+    claim     a context is about to run: locks its chunks; the missing ones are its faults
+    load      a missing chunk has been read or computed: makes room for it, and takes it
+    reclaim   makes room: evicts the chunks that the policy names, unless they are locked
+    release   the context has run: its chunks may be evicted again
 
-What leaves is gone from memory alone: it was written to storage when its call ended. Where it was not, who
-keeps the contexts is told of it.
+Eviction removes a chunk from memory only: it was written to storage when its call ended. Where it was not,
+`leaving` is called with it.
 """
 
 import dataclasses
@@ -24,12 +24,12 @@ class ChunkMemory:
 
     Args:
       budget_bytes: of all chunks together.
-      policy: says what leaves.
-      leaving: told what has left to make room, in order.
+      policy: says which chunks are evicted.
+      leaving: called with evicted chunks, in order.
 
     Attributes:
       resident_bytes: of all chunks now.
-      evicted: chunks that have left to make room, so far.
+      evicted: number of chunks evicted so far.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ChunkMemory:
         self._chunks: dict[str, dict[int, Resident]] = {}
         self._locked: set[str] = set()
         self._pinned: set[str] = set()
-        # Uses of contexts, and chunks that came.
+        # Counts of uses of contexts, and of loaded chunks.
         self._uses = self._arrivals = 0
 
     def chunks(self, context: str) -> dict[int, Resident]:
@@ -58,11 +58,11 @@ class ChunkMemory:
 
         Args:
           context: its name.
-          count: of its chunks.
-          pinned: its chunks never leave to make room for another's, whether it runs or not.
+          count: number of its chunks.
+          pinned: whether its chunks are never evicted for another context, whether it runs or not.
 
         Returns:
-          The numbers of those that are not in memory, ascending.
+          The numbers of the chunks that are not in memory, ascending.
         """
         self._locked.add(context)
         self.pin(context, pinned)
@@ -73,7 +73,7 @@ class ChunkMemory:
         return [chunk for chunk in range(count) if chunk not in there]
 
     def pin(self, context: str, pinned: bool) -> None:
-        """Whether a context's chunks stay when others need room."""
+        """Sets whether a context's chunks stay when others need room."""
         if pinned:
             self._pinned.add(context)
         else:
@@ -84,10 +84,10 @@ class ChunkMemory:
 
         Args:
           context: its name.
-          size_bytes: of all of its chunks together, then.
+          size_bytes: of all of its chunks when it has grown.
 
         Raises:
-          BudgetExceeded: there would be no room for them beside what is locked or pinned.
+          BudgetExceeded: they would not fit beside locked and pinned chunks.
         """
         kept = (self._locked | self._pinned) - {context}
         others = sum(each.size_bytes for name in kept for each in self._chunks.get(name, {}).values())
@@ -101,11 +101,11 @@ class ChunkMemory:
     def load(
         self, context: str, chunk: int, bits: int, blobs: Sequence[np.ndarray], *, restore_ms: float = 0.0
     ) -> Resident:
-        """Takes a chunk, in place of the one that was there.
+        """Takes a chunk, in place of an earlier one of its number.
 
         Raises:
-          BudgetExceeded: it does not fit beside what is locked or pinned; memory is as it was, but for chunks
-            that left.
+          BudgetExceeded: it does not fit beside locked and pinned chunks; memory is as it was, except for
+            evicted chunks.
         """
         before = self._drop(context, chunk)
         size = sum(blob.nbytes for blob in blobs)
@@ -124,8 +124,8 @@ class ChunkMemory:
         return resident
 
     def own(self, context: str) -> None:
-        """Gives what was read in one piece memory of its own: else all of the piece would stay for as long as
-        any chunk of it does."""
+        """Copies chunks that share the memory of one read: else all of it would stay as long as one of
+        them."""
         there = self._chunks.get(context, {})
         for chunk, each in there.items():
             if any(blob.base is not None for blob in each.blobs):
@@ -137,7 +137,7 @@ class ChunkMemory:
 
         Args:
           context: its name; it was claimed.
-          size_bytes: of all of its chunks together when it has run.
+          size_bytes: of all of its chunks when it has run.
 
         Raises:
           BudgetExceeded: see `reclaim`.
@@ -146,16 +146,16 @@ class ChunkMemory:
         self.reclaim(max(0, size_bytes - there))
 
     def reclaim(self, room_bytes: int) -> list[Resident]:
-        """Makes room.
+        """Makes room by evicting chunks.
 
         Args:
           room_bytes: that must be free afterwards.
 
         Returns:
-          What left, in order.
+          The evicted chunks, in order.
 
         Raises:
-          BudgetExceeded: what is locked or pinned leaves less.
+          BudgetExceeded: locked and pinned chunks leave less.
         """
         if self.resident_bytes + room_bytes <= self.budget_bytes:
             return []
@@ -181,21 +181,21 @@ class ChunkMemory:
         return left
 
     def release(self, context: str) -> None:
-        """Lets the chunks of a context leave again when room is needed, however its call has ended."""
+        """Unlocks a context: its chunks may be evicted again, however its call has ended."""
         self.own(context)
         self._locked.discard(context)
-        # An interrupt may have come between a chunk and its bytes.
+        # An interrupt may have come between a change of the chunks and of their sum.
         self.resident_bytes = sum(
             each.size_bytes for chunks in self._chunks.values() for each in chunks.values()
         )
 
     def cut(self, context: str, count: int) -> None:
-        """Drops all of a context but its first `count` chunks."""
+        """Drops all chunks of a context except its first `count`."""
         for chunk in [chunk for chunk in self._chunks.get(context, {}) if chunk >= count]:
             self._drop(context, chunk)
 
     def forget(self, context: str) -> None:
-        """Drops all of a context."""
+        """Drops all chunks of a context, its lock and its pin."""
         self.cut(context, 0)
         self._locked.discard(context)
         self._pinned.discard(context)

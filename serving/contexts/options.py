@@ -1,4 +1,4 @@
-"""What a service may be told about its contexts: where they are kept, and how much they may take."""
+"""Options of contexts: where they are stored, and how much memory and storage they may take."""
 
 import dataclasses
 from pathlib import Path
@@ -14,26 +14,26 @@ Writing = Literal["ahead", "at-eviction", "never"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextOptions:
-    """How contexts are kept. How their chunks are stored is the engine's business (`EngineOptions.kv_codec`).
+    """Options of contexts. The engine's options choose the codec of their chunks (`EngineOptions.kv_codec`).
 
     Attributes:
       folder: of the store, made if missing; for one process at a time.
-      budget_bytes: of all chunks in memory together; the cache of the context that runs comes on top.
-      ratio: bytes of a context's chunks relative to 8 bits, between 0.25 and 1; a codec that has no widths to
-        choose from takes what it takes.
+      budget_bytes: most bytes of all chunks in memory; the cache of the running context comes on top.
+      ratio: bytes of a context's chunks relative to 8 bits, between 0.25 and 1; ignored by a codec with one
+        width.
       newest_chunks: so many of a context's last chunks stay at the highest width, as far as the ratio allows.
       policy: what leaves memory first, by its name in `eviction.POLICIES`.
       writing: when chunks are written to storage. "ahead": when a call ends, so that they may leave memory
-        at any time. The others are what systems without that do, for comparisons: "at-eviction", when they
-        leave; "never": what left is computed again. Tokens are written when a call ends in any case.
-      recompute: compute some of the missing chunks beside the reading of others, where that is faster.
-      pinned_share: of the budget, that pinned contexts of all apps together may take; the rest is for whoever
-        runs.
-      app_pinned_share: of the budget, that those of one app may take.
+        at any time. The others are for comparisons: "at-eviction": when chunks leave memory; "never": evicted
+        chunks are computed again. Tokens are written when a call ends in any case.
+      recompute: compute some of the missing chunks while others are read, where that is faster.
+      pinned_share: share of the budget for pinned contexts of all apps together; the rest is for the running
+        context.
+      app_pinned_share: share of the budget for pinned contexts of one app.
       contexts_per_app: most contexts that an app may own; 0 for no limit.
-      quota_bytes: of all files of the store together; 0 for no limit. While a call is stored, what takes the
-        place of something else is there beside it.
-      app_quota_bytes: of each app's.
+      quota_bytes: most bytes of all files of the store; 0 for no limit. While a call is stored, old and new
+        files are there together.
+      app_quota_bytes: most bytes of each app's files; 0 for no limit.
       storage: how chunks are read.
     """
 

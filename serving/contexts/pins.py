@@ -1,4 +1,4 @@
-"""What pinned contexts may take of memory, so that contexts that are not pinned can run beside them."""
+"""Limits the memory of pinned contexts, so that others can run beside them."""
 
 from collections.abc import Callable, Iterable
 
@@ -19,9 +19,9 @@ def require_share(
     Args:
       record: of the context.
       size_bytes: of its chunks.
-      others: all contexts; what else of them is pinned counts, too.
+      others: all contexts; the pinned ones among them count, too.
       options: have the shares.
-      bytes_of: the most bytes of a context's chunks in memory.
+      bytes_of: gives the most bytes of a context's chunks in memory.
 
     Raises:
       BudgetExceeded: the app's pinned contexts, or those of all apps, would take more than their share.

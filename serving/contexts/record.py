@@ -1,4 +1,4 @@
-"""What is known of a stored context besides its chunks: whose it is, its tokens, and what made its cache."""
+"""Records of stored contexts: the app, the tokens, and the origin of the cache."""
 
 import dataclasses
 import functools
@@ -16,18 +16,19 @@ from jaxllm.kv.recompute import LOST
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What made a context's keys and values, and how they lie in chunks: they are of no use to anything else.
+    """The origin of a context's keys and values, and their layout in chunks. Chunks are valid only for an
+    equal origin.
 
     Attributes:
       model: fingerprint of the bundle, its tokenizer included.
       level: of the bundle, in percent.
-      adapter: name of the low-rank adapter; empty for none.
+      adapter: digest of the low-rank adapter; empty for none.
       codec: how chunks are stored.
-      chunk_tokens: of each.
+      chunk_tokens: tokens of a chunk (C).
       dtype: of the cache.
-      heads: of each layer, the kv heads that chunks hold: those of the level where native kernels read them,
-        else those of the buckets' caches.
-      head_width: of each head.
+      heads: kv heads in chunks of each layer: those of the level where native kernels read them, else those
+        of the buckets' caches.
+      head_width: of each head (H).
     """
 
     model: str
@@ -41,7 +42,7 @@ class Origin:
 
     @functools.cached_property
     def layer_bytes(self) -> Mapping[int, tuple[int, ...]]:
-        """Of one chunk in each layer `[L]`, by width."""
+        """Bytes of one chunk in each layer `[L]`, by width."""
         form = ChunkFormat.named(self.codec, self.chunk_tokens)
         sizes = [
             form.sizes(
@@ -52,15 +53,15 @@ class Origin:
         return MappingProxyType({bits: tuple(each[bits] for each in sizes) for bits in form.widths})
 
     def facts(self) -> dict[str, object]:
-        """Its fields, as JSON has them."""
+        """Its fields as JSON values."""
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {**facts, "heads": list(self.heads)}
 
     def require(self, other: "Origin", name: str) -> None:
-        """Checks that `other` made it too.
+        """Checks that `other` is the same origin.
 
         Raises:
-          ContextGone: it did not; the message names what differs.
+          ContextGone: it is not; the message names what differs.
         """
         ours, theirs = self.facts(), other.facts()
         differing = [each for each in ours if ours[each] != theirs[each]]
@@ -78,16 +79,16 @@ class Record:
 
     Attributes:
       name: unique in the store.
-      app: whose it is.
-      origin: what made its cache.
-      tokens: all of it, as text of last resort: whatever else is lost can be computed again from them.
-      bits: of each chunk in order, or `LOST`; tokens behind the last chunk are computed again.
-      mass: of each chunk, the attention that its tokens got so far, and
-      seen: how much they could have got (see `jaxllm.kv.tolerance`).
-      files: of each chunk, the name of the segment that holds it; empty where it is lost.
-      tables: of each segment that holds some chunk, the checksum of its table.
-      pinned: never evicted to make room for another app's.
-      used: counts up with every use in the store.
+      app: that owns it.
+      origin: of its cache.
+      tokens: all tokens of the context; whatever else is lost is computed again from them.
+      bits: width of each chunk in order, or `LOST`; tokens behind the last chunk are computed again.
+      mass: attention that the tokens of each chunk got so far.
+      seen: the most attention they could have got (see `jaxllm.kv.tolerance`).
+      files: name of each chunk's segment; empty where the chunk is lost.
+      checksums: checksum of the index of each segment in `files`, by name.
+      pinned: whether its chunks are never evicted to make room for another context's.
+      used: order of its last use in the store.
     """
 
     name: str
@@ -98,18 +99,18 @@ class Record:
     mass: tuple[float, ...] = ()
     seen: tuple[float, ...] = ()
     files: tuple[str, ...] = ()
-    tables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    checksums: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pinned: bool = False
     used: int = 0
 
     @property
     def segments(self) -> tuple[str, ...]:
-        """The segments that hold some chunk."""
+        """Names of the segments in `files`, sorted."""
         return tuple(sorted(set(self.files) - {""}))
 
     @functools.cached_property
     def sources(self) -> tuple[str, ...]:
-        """Of each whole chunk a checksum of what its keys and values are computed from: the origin, and all
+        """A checksum per whole chunk of what its keys and values are computed from: the origin, and all
         tokens up to the chunk's end."""
         size = self.origin.chunk_tokens
         rows = np.asarray(self.tokens[: len(self.tokens) // size * size], "<u4").reshape(-1, size)
@@ -121,13 +122,13 @@ class Record:
         return tuple(found)
 
     def lose(self, chunks: Set[int]) -> "Record":
-        """This context with some chunks to be computed again."""
+        """This record with some chunks marked as lost, to be computed again."""
         bits = tuple(LOST if place in chunks else each for place, each in enumerate(self.bits))
         files = tuple("" if place in chunks else each for place, each in enumerate(self.files))
-        tables = {name: each for name, each in self.tables.items() if name in files}
-        return dataclasses.replace(self, bits=bits, files=files, tables=tables)
+        checksums = {name: each for name, each in self.checksums.items() if name in files}
+        return dataclasses.replace(self, bits=bits, files=files, checksums=checksums)
 
     def beside(self, resident: Mapping[int, int]) -> "Record":
-        """This context with the widths of those chunks that are in memory alone, by number."""
+        """This record with the widths of chunks that are in memory only, by number."""
         bits = tuple(resident.get(n, LOST) if each == LOST else each for n, each in enumerate(self.bits))
         return dataclasses.replace(self, bits=bits)

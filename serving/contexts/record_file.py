@@ -1,11 +1,11 @@
-"""A context's record as a file: typed, bounded and checked against the folder that it lies in.
+"""Reads and writes a context's record: typed, bounded and checked against its folder.
 
-    record             two lines that are the same: each a JSON object of a version, a checksum, and the text
-                       of the record as JSON; one of them is enough
-    record.previous    the record before; it stands for one that is lost
+    record             two equal lines: each a JSON object of a version, a checksum, and the text of the
+                       record as JSON; one of them is enough
+    record.previous    the record before, used where `record` is lost
 
-What storage refuses to give, and what a newer version wrote, is `Unreadable`: nothing is known of it, and it
-stays where it is. All else that is no record of this folder's context is damaged.
+Files that storage refuses or that a newer version wrote raise `Unreadable` and stay in place. Anything else
+that is not a record of this folder's context is damaged.
 """
 
 import contextlib
@@ -43,7 +43,9 @@ _MOST_BYTES = 1 << 26
 _MOST_TEXT = 1 << 10
 _MOST_ATTENTION = 1e18
 _DTYPES = ("float32", "float16", "bfloat16")
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Record))
+# Names in the file, where they differ from the fields'.
+_FILE_NAMES = {"checksums": "tables"}
+_FIELDS = frozenset(_FILE_NAMES.get(field.name, field.name) for field in dataclasses.fields(Record))
 _ORIGIN_FIELDS = frozenset(field.name for field in dataclasses.fields(Origin))
 
 
@@ -53,7 +55,7 @@ class FoundRecord:
 
     Attributes:
       record: of the context.
-      damage: what of its files is damaged although it is there; empty for nothing.
+      damage: of the files it was read from; empty for none.
     """
 
     record: Record
@@ -64,7 +66,7 @@ class RecordMissing(CheckpointError):
     """A folder has no record: a context was being made or deleted there when a process ended.
 
     Attributes:
-      foreign: a file in it that no store makes; empty for none.
+      foreign: name of a file in it that no store makes; empty for none.
     """
 
     def __init__(self, folder: Path, foreign: str) -> None:
@@ -85,7 +87,7 @@ def write_record(folder: Path, record: Record) -> None:
             file.write(encoded(record))
             file.flush()
             os.fsync(file.fileno())
-            # Who is killed before the new one gets the name leaves the one before, as if this had not begun.
+            # A kill before the new one gets its name leaves the one before.
             if path.is_file():
                 os.replace(path, folder / PREVIOUS)
     except BaseException:
@@ -96,14 +98,15 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def encoded(record: Record) -> bytes:
-    """A record's file.
+    """The content of a record's file.
 
     Raises:
-      CheckpointError: it holds numbers that are not finite, and could not be read again.
+      CheckpointError: the record has numbers that are not finite, and could not be read again.
     """
     # Not `asdict`, which copies every token.
-    facts = {name: getattr(record, name) for name in _FIELDS}
-    facts |= {"origin": record.origin.facts(), "tables": dict(record.tables)}
+    names = [field.name for field in dataclasses.fields(record)]
+    facts = {_FILE_NAMES.get(name, name): getattr(record, name) for name in names}
+    facts |= {"origin": record.origin.facts(), _FILE_NAMES["checksums"]: dict(record.checksums)}
     try:
         return signed(json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False))
     except ValueError as error:
@@ -113,14 +116,14 @@ def encoded(record: Record) -> bytes:
 
 
 def signed(body: str) -> bytes:
-    """The file of a record whose JSON is `body`."""
+    """The content of the file of a record whose JSON is `body`."""
     checksum = xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass"))
     line = json.dumps({"version": VERSION, "xxh3_128": checksum, "record": body}, separators=(",", ":"))
     return (line + "\n").encode() * _COPIES
 
 
 def find_record(folder: Path) -> FoundRecord:
-    """Reads the record in a context's folder; where it is damaged, the one before.
+    """Reads the record in a context's folder, or the one before where it is damaged.
 
     Raises:
       CheckpointError: both are damaged, or one is and the other is missing: the context is lost.
@@ -152,7 +155,7 @@ def find_record(folder: Path) -> FoundRecord:
 
 
 def stands(folder: Path) -> bool:
-    """Whether the record in a context's folder can be read, by one of its copies at least."""
+    """Whether at least one copy of the record in a context's folder can be read."""
     try:
         _read(folder / RECORD)
     except (FileNotFoundError, CheckpointError):
@@ -171,7 +174,7 @@ def _without_record(folder: Path) -> CheckpointError:
 
 
 def _was_killed(folder: Path) -> bool:
-    """Whether a writer of the folder's record was."""
+    """Whether a writer of the folder's record was killed."""
     try:
         return any(is_unfinished(each, RECORD) for each in os.listdir(folder))
     except OSError as error:
@@ -218,12 +221,12 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     """A record from its JSON.
 
     Args:
-      facts: of any kind.
+      facts: any JSON value.
       app_folder: the name of the folder of its app.
       name: of its own folder.
 
     Raises:
-      ValueError: it is no record of the context there.
+      ValueError: it is not a record of the context in this folder.
     """
     _require("fields", isinstance(facts, dict) and facts.keys() == _FIELDS)
     _require("name", facts["name"] == name and is_name(name))
@@ -238,14 +241,14 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     seen = _row(facts, "seen", _is_attention, count)
     files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
     _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
-    tables = facts["tables"]
-    _require("tables", isinstance(tables, dict) and tables.keys() == set(files) - {""})
-    _require("tables", all(_is_text(each) for each in tables.values()))
+    checksums = facts[_FILE_NAMES["checksums"]]
+    _require("checksums", isinstance(checksums, dict) and checksums.keys() == set(files) - {""})
+    _require("checksums", all(_is_text(each) for each in checksums.values()))
     _require("pinned", type(facts["pinned"]) is bool)
     _require("used", type(facts["used"]) is int and 0 <= facts["used"] <= MOST_USED)
     return Record(
         name=name, app=facts["app"], origin=origin, tokens=tokens, bits=bits, mass=mass, seen=seen,
-        files=files, tables=tables, pinned=facts["pinned"], used=facts["used"],
+        files=files, checksums=checksums, pinned=facts["pinned"], used=facts["used"],
     )  # fmt: skip
 
 
@@ -273,7 +276,7 @@ def _row(
 
 def _require(name: str, good: bool) -> None:
     if not good:
-        raise ValueError(f"its {name} cannot be")
+        raise ValueError(f"its {name} cannot be valid")
 
 
 def _is_app(app: Any, folder: str) -> bool:

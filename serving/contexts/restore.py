@@ -1,8 +1,8 @@
-"""A context comes back: the next layer's chunks are read while this layer's are computed (LLMS, section 3.3).
+"""Restores a context: reads the next layer's chunks while this layer's are computed (LLMS, section 3.3).
 
-Chunks in memory are decoded where they are. Of the missing ones a plan says which are read and which are
-computed from their tokens, layer by layer, each at its place among all others. Where nothing is computed, one
-dispatch decodes all layers.
+Chunks in memory are decoded in place. A plan divides the missing ones into those that are read and those that
+are computed from their tokens, layer by layer, at their positions. Where nothing is computed, one dispatch
+decodes all layers.
 """
 
 import concurrent.futures
@@ -25,15 +25,15 @@ Read = Callable[[int, Sequence[int]], list[np.ndarray]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """How a context came back.
+    """How a context was restored.
 
     Attributes:
-      resident: chunks that were in memory.
-      read: those that came from storage.
-      computed: those that were computed from their tokens.
-      expected_ms: what reading and computing were to take; 0 where that was not asked.
-      took_ms: all of it, from when the call began.
-      cached: whether it ran last, and its cache was still there: nothing had to come back.
+      resident: number of chunks that were in memory.
+      read: chunks that were read from storage.
+      computed: chunks that were computed from their tokens.
+      expected_ms: time that the plan expected; 0 where there was no plan.
+      took_ms: time from the beginning of the call to the restored cache.
+      cached: whether the context ran last and its cache was still there: nothing had to be restored.
     """
 
     resident: int = 0
@@ -60,18 +60,18 @@ def restore(
     Args:
       chunk_io: of the context's level.
       cache: has room for them; donated.
-      tokens: of the context, those of all chunks at least.
+      tokens: of the context, at least those of all chunks.
       bits: the stored width of each chunk, or `LOST`.
       resident: the chunks in memory, by number.
-      read: from storage; called by `pool`.
-      delays: of this device; None where nothing is to be computed that can be read.
-      pool: threads to read with.
+      read: reads chunks from storage; called in `pool`.
+      delays: of this device; None computes only lost chunks.
+      pool: threads that read.
 
     Returns:
-      The cache, whose length is that of the chunks; the chunks that were read; how it went.
+      The cache, whose length is that of the chunks; the chunks that were read; how the context was restored.
 
     Raises:
-      CheckpointError: a chunk on storage is not what was written. The cache is spent.
+      CheckpointError: a chunk on storage is not what was written. The cache is then donated and lost.
     """
     missing = {chunk: width for chunk, width in enumerate(bits) if chunk not in resident}
     plan, later = _plan(chunk_io, missing, delays)
@@ -91,7 +91,7 @@ def restore(
         for each in coming:
             each.cancel()
         concurrent.futures.wait(coming)
-    # Until now buckets may have read blobs where they are.
+    # Until now buckets may read blobs in place.
     jax.block_until_ready((cache.keys, cache.values))
     how = Restoration(
         resident=len(resident),
@@ -106,14 +106,14 @@ def restore(
 def _plan(
     chunk_io: ChunkIO, missing: Mapping[int, int], delays: Delays | None
 ) -> tuple[Restore, list[tuple[int, ...]]]:
-    """What is read and computed first, and what is computed after that, pass by pass."""
+    """The first pass, which reads and computes, and the chunks that each further pass computes."""
     lost = sorted(chunk for chunk, width in missing.items() if width == LOST)
     counts = chunk_io.runner.options.recomputed_chunks
     most = counts[-1]
     there = tuple(sorted(set(missing) - set(lost)))
     if len(lost) > most or (lost and delays is None):
-        # More than a graph takes: as many passes as it needs, the earlier chunks first, for later ones see
-        # them. All others are there from the first pass on.
+        # More than the largest bucket takes: several passes, the earlier chunks first, because later ones
+        # attend to them. All chunks that can be read are there from the first pass on.
         passes = [tuple(lost[i : i + most]) for i in range(0, len(lost), most)]
         bucket = _bucket(chunk_io, len(passes[0]))
         return Restore(read=there, computed=passes[0], bucket=bucket, expected_ms=0.0), passes[1:]
@@ -123,8 +123,8 @@ def _plan(
     plan = plan_restore(
         missing,
         mean_bytes,
-        reading=delays.reading,
-        computing=delays.computing,
+        reading=delays.read,
+        computing=delays.compute,
         buckets=counts,
         layers=chunk_io.layers,
     )
@@ -139,10 +139,10 @@ def _pass(
     resident: Mapping[int, Stored],
     arriving: Callable[[int], dict[int, tuple[int, np.ndarray]]],
 ) -> KVCache:
-    """All layers, one by one, each as soon as what is read of it has arrived."""
+    """Restores the layers one by one, each as soon as its chunks have been read."""
     at = chunk_io.positions(plan.computed, plan.bucket)
     keys, values = list(cache.keys), list(cache.values)
-    # Another thread's answer must not take the weights of layers away meanwhile.
+    # Another thread's answer must not evict the weights of layers meanwhile.
     with chunk_io.runner.lock:
         x = chunk_io.embed(tokens, at)
         try:
@@ -151,8 +151,7 @@ def _pass(
                 there |= arriving(layer)
                 x, (keys[layer], values[layer]) = chunk_io.restore_layer(layer, x, at, cache, there)
         except BaseException:
-            # Graphs that were begun still read blobs where they are, which go with this call; what they make
-            # is not used any more.
+            # Buckets that were dispatched still read blobs in place, and the blobs end with this call.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(x)
             raise
@@ -162,7 +161,7 @@ def _pass(
 def _arriving(
     chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
 ) -> Callable[[int], dict[int, tuple[int, np.ndarray]]]:
-    """Waits for what is read of a layer: of each chunk its width, and its blob there."""
+    """A function that waits for a layer's blobs, and gives each chunk's width and blob."""
 
     def of(layer: int) -> dict[int, tuple[int, np.ndarray]]:
         blobs = coming[layer].result() if coming else []
@@ -174,11 +173,11 @@ def _arriving(
 def _arrived(
     chunks: Sequence[int], bits: Sequence[int], coming: Sequence[concurrent.futures.Future]
 ) -> dict[int, Stored]:
-    """Waits for all that is read: chunks as they are stored."""
+    """Waits for all reads, and gives the chunks as they are stored."""
     layers = [each.result() for each in coming]
     return {chunk: (bits[chunk], [blobs[place] for blobs in layers]) for place, chunk in enumerate(chunks)}
 
 
 def _bucket(chunk_io: ChunkIO, count: int) -> int:
-    """The number of chunks of the smallest graph that computes `count`."""
+    """The number of chunks of the smallest bucket that computes `count`."""
     return next(each for each in chunk_io.runner.options.recomputed_chunks if each >= count)

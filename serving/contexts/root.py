@@ -1,10 +1,10 @@
-"""The folder of a store: what marks it, whose names are in it, and what is set aside in it.
+"""Lays out the folder of a store: its mark, the names of apps and contexts, and the quarantine.
 
     ROOT/store.json                      marks the folder as a store: format and version
     ROOT/app-QUOTED/0123456789abcdef/    a context: its `record` and the one before, and segments `N.kv`
-    ROOT/quarantine/app-QUOTED/...       what cannot be used, as it was found, until somebody deletes it
+    ROOT/quarantine/app-QUOTED/...       damaged files as they were found, until the user deletes them
 
-Whatever has another name, and every symbolic link, is somebody else's: it is neither read nor removed.
+Files of other names and symbolic links belong to others: they are neither read nor removed.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ MARK = "store.json"
 LOCK = "lock"
 QUARANTINE = "quarantine"
 RECORD, PREVIOUS = "record", "record.previous"
-# How the content of both kinds of records begins.
+# The first bytes of `record` and `record.previous`.
 RECORD_HEAD = b'{"version":'
 LONGEST_APP = 200
 _FORMAT = "jaxllm contexts"
@@ -36,18 +36,18 @@ _APP = "app-"
 _MOST_MARK_BYTES = 1 << 12
 _CONTEXT = re.compile(r"[0-9a-f]{16}")
 SEGMENT = re.compile(r"(0|[1-9][0-9]{0,8})\.kv")
-# What a killed writer of one of the store's files leaves.
+# Temporary files that a killed writer of one of the store's files leaves.
 _UNFINISHED = re.compile(r"\.(record|\d+\.kv|store\.json)\.(jaxllm-)?[0-9a-f]{12}\.tmp")
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextFolder:
-    """A folder, or something else in the place of one.
+    """A context's folder, or another kind of file in its place.
 
     Attributes:
-      path: of it.
-      app: whose it is.
-      name: of the context; empty where the folder of the app cannot be looked into.
+      path: of the folder.
+      app: that owns it.
+      name: of the context; empty where the folder of the app cannot be listed.
       problem: why nothing in it can be used; None where it can be.
     """
 
@@ -58,10 +58,11 @@ class ContextFolder:
 
 
 def folder_name(app: str) -> str:
-    """A file name for an app's, whatever is in it; never one of the store's own, nor `.` or `..`.
+    """The name of an app's folder, whatever characters the app's name has; never one of the store's own
+    names, nor `.` or `..`.
 
     Raises:
-      ConfigError: the app has no name, or too long a one, or one that is no text.
+      ConfigError: the app's name is empty, too long, or not valid text.
     """
     try:
         name = _APP + urllib.parse.quote(app, safe="")
@@ -73,23 +74,23 @@ def folder_name(app: str) -> str:
 
 
 def new_name() -> str:
-    """A context's name that no other has."""
+    """A new, unique name of a context."""
     return secrets.token_hex(8)
 
 
 def is_name(name: object) -> bool:
-    """Whether something may be a context's name."""
+    """Whether an object is a valid context name."""
     return isinstance(name, str) and bool(_CONTEXT.fullmatch(name))
 
 
 def require_store(root: Path) -> bool:
-    """Checks that a folder is a store, or may become one; changes nothing.
+    """Checks that a folder is a store, or may become one (it is missing or empty); changes nothing.
 
     Returns:
-      Whether it is marked as one already.
+      Whether it is marked as a store already.
 
     Raises:
-      ConfigError: it is neither, or of another version.
+      ConfigError: it is neither, or a store of another version.
     """
     try:
         with os.scandir(root) as found:
@@ -104,7 +105,7 @@ def require_store(root: Path) -> bool:
     others = [name for name in names if name != LOCK and not _UNFINISHED.fullmatch(name)]
     if others:
         raise ConfigError(
-            f"{root} is no store of contexts, and not empty (it has {others[0]!a:.80}): use an empty "
+            f"{root} is not a store of contexts, and not empty (it has {others[0]!a:.80}): use an empty "
             f"folder, or, if it is a store whose {MARK} was lost, write {_mark()} into {MARK} there"
         )
     return False
@@ -121,7 +122,7 @@ def mark(root: Path) -> None:
 
 
 def context_folders(root: Path) -> Iterator[ContextFolder]:
-    """All that has the name of a context's folder, app by app."""
+    """All entries that have the name of a context's folder, app by app."""
     for app_folder in _entries(root):
         app = urllib.parse.unquote(app_folder.name.removeprefix(_APP))
         if not _is_app_folder(app_folder.name, app):
@@ -146,14 +147,14 @@ def read_bytes(path: Path, most: int) -> bytes:
     """The content of one of the store's files.
 
     Raises:
-      FileNotFoundError: there is none.
-      CheckpointError: it is no regular file, or has more than `most` bytes.
+      FileNotFoundError: the file is missing.
+      CheckpointError: it is not a regular file, or has more than `most` bytes.
       Unreadable: storage refuses.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CheckpointError(f"{path} is no regular file, which no store makes")
+            raise CheckpointError(f"{path} is not a regular file, and no store makes it")
         with open(os.open(path, flags), "rb") as file:
             content = file.read(most + 1)
     except FileNotFoundError:
@@ -161,26 +162,26 @@ def read_bytes(path: Path, most: int) -> bytes:
     except OSError as error:
         raise not_read(path, error) from error
     if len(content) > most:
-        raise CheckpointError(f"{path} has more than {most:,} bytes: it is none of a store's files")
+        raise CheckpointError(f"{path} has more than {most:,} bytes: it is not a file of a store")
     return content
 
 
 def is_unfinished(name: str, of: str) -> bool:
-    """Whether a name is that of what a killed writer of the file `of` leaves."""
+    """Whether a name is that of a temporary file that a killed writer of the file `of` leaves."""
     found = _UNFINISHED.fullmatch(name)
     return bool(found) and found[1] == of
 
 
 def set_aside(root: Path, path: Path, *, keep: bool = False) -> Path:
-    """Moves a folder of a context, or something in one, into the quarantine, as it is.
+    """Moves a folder of a context, or a file in one, into the quarantine, unchanged.
 
     Args:
       root: the store's folder.
       path: in it.
-      keep: a file stays where it is, too, where the file system has links.
+      keep: link a file there and keep it in place, where the file system has hard links.
 
     Returns:
-      Where it is then.
+      Its new path.
 
     Raises:
       OSError: it cannot be moved.
@@ -204,7 +205,7 @@ def set_aside(root: Path, path: Path, *, keep: bool = False) -> Path:
 
 
 def quarantined(root: Path) -> list[Path]:
-    """What was set aside."""
+    """Paths in the quarantine."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         _require_folders(root, (QUARANTINE,))
         apps = [Path(each.path) for each in _entries(root / QUARANTINE) if each.is_dir(follow_symlinks=False)]
@@ -213,10 +214,10 @@ def quarantined(root: Path) -> list[Path]:
 
 
 def delete_quarantined(root: Path) -> list[Path]:
-    """Removes what was set aside: files of the store's names, and folders that are empty then.
+    """Empties the quarantine: removes files that have the store's names, and folders that are empty then.
 
     Returns:
-      What was not removed, for it has other names.
+      Paths that were not removed, because they have other names.
     """
     for path in quarantined(root):
         remove_own(path, whatever=True)
@@ -235,7 +236,7 @@ def remove_own(
     Args:
       folder: of the context.
       keep: files that stay.
-      whatever: also what has the name of one of the store's files and another content, links and the like.
+      whatever: also remove links and files of foreign content that have the name of one of the store's files.
 
     Returns:
       Whether the folder is gone.
@@ -256,13 +257,13 @@ def remove_own(
 
 
 def next_segment(names: Iterable[str]) -> str:
-    """A name that no segment has had of which something is left: readers may have one open."""
+    """A segment name above all others, so that a name that a reader may have open is never used again."""
     numbers = [int(each.removesuffix(SUFFIX)) for each in names if SEGMENT.fullmatch(each)]
     return f"{1 + max(numbers, default=-1)}{SUFFIX}"
 
 
 def file_size(path: Path) -> int:
-    """Of a file; 0 where there is none."""
+    """Bytes of a file; 0 where it is missing."""
     try:
         return os.lstat(path).st_size
     except OSError:
@@ -270,14 +271,14 @@ def file_size(path: Path) -> int:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of all files in a folder."""
+    """Bytes of all files in a folder."""
     with contextlib.suppress(OSError):
         return sum(file_size(Path(each.path)) for each in _entries(folder))
     return 0
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file has a name that a store gives, and begins as what it writes there."""
+    """Whether a file has a name that a store gives, and begins with the bytes that it writes there."""
     if not _has_own_name(path.name):
         return False
     of_segment = path.name.endswith(SUFFIX) or f"{SUFFIX}." in path.name
@@ -290,13 +291,13 @@ def is_own(path: Path) -> bool:
             content = file.read(len(head))
     except OSError:
         return False
-    # What is unfinished may be cut anywhere.
+    # A temporary file may end anywhere.
     return head.startswith(content) if path.name.endswith(".tmp") else content == head
 
 
 @contextlib.contextmanager
 def written(folder: Path) -> Iterator[None]:
-    """Says of what storage refuses to write, or to say, what it is of.
+    """Turns an OSError of writing or listing a context's folder into a JaxllmError.
 
     Raises:
       BudgetExceeded: the device has no room.
@@ -311,7 +312,7 @@ def written(folder: Path) -> Iterator[None]:
 
 
 def not_read(path: Path, error: OSError) -> CheckpointError:
-    """What an error of storage says of a file: nothing of its content."""
+    """The error of a file that storage refuses, whose content is unknown."""
     return Unreadable(f"{path}: cannot be read ({error.strerror})")
 
 
@@ -320,7 +321,7 @@ def _has_own_name(name: str) -> bool:
 
 
 def _linked(path: Path, place: Path) -> bool:
-    """Whether a file has another name now, which not every file system can give."""
+    """Links a file to another name; False where the file system has no hard links."""
     try:
         os.link(path, place)
     except OSError as error:
@@ -332,7 +333,7 @@ def _linked(path: Path, place: Path) -> bool:
 
 def _foreign(path: Path) -> CheckpointError:
     return Unreadable(
-        f"{path} is a link or another kind of file, which no store makes: nothing of it is read"
+        f"{path} is a link or another kind of file, and no store makes it: nothing of it is read"
     )
 
 
@@ -349,12 +350,12 @@ def _is_app_folder(name: str, app: str) -> bool:
 
 
 def _require_folders(root: Path, names: tuple[str, ...]) -> None:
-    """Raises NotADirectoryError where one of nested folders is a link to one."""
+    """Raises NotADirectoryError unless all of these nested folders are real ones, not links."""
     folder = root
     for name in names:
         folder = folder / name
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is no folder", str(folder))
+            raise NotADirectoryError(errno.ENOTDIR, "it is not a folder", str(folder))
 
 
 def _mark() -> str:

@@ -1,12 +1,12 @@
-"""A segment: some chunks of one context in one file, all of one layer together.
+"""Reads and writes segments: some chunks of one context in one file, layer by layer.
 
-    header   magic, version, size and xxh3_128 of the table; the table as JSON: which chunks, at how many
+    header   magic, version, size and xxh3_128 of the index; the index as JSON: which chunks, at how many
              bits, computed from what, how large each layer's blobs are, and a checksum of each blob
     layers   each at a whole page: the blobs of all its chunks, one behind the other
 
-A segment is written once, whole or not at all, and never changed: what is newer stands in a newer one. So a
-kill at any moment leaves older segments as they were. The record that names a segment has the checksum of its
-table.
+A segment is written once, whole or not at all, and never changed: newer chunks go to a newer segment, so that
+a kill at any moment leaves older segments as they were. The record that names a segment has the checksum of
+its index.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ from serving.host.direct_io import PAGE, PieceReader, Storage
 MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
 VERSION = 2
 _HEAD = struct.Struct("<8sIQ16s")
-# Nobody's table is longer; a length from a file is not believed.
-_MOST_TABLE_BYTES = 1 << 26
+# No index is longer; a length from a file is not trusted.
+_MOST_INDEX_BYTES = 1 << 26
 _MOST_CHUNKS = 1 << 20
 _DIGEST_DIGITS = 16
 _MOST_LAYERS = 1 << 12
 _MOST_BLOB_BYTES = 1 << 31
-# Reads that are closer than this are one read.
+# Blobs that are closer than this are read in one go.
 _GAP_BYTES = 1 << 16
 
-# Of each chunk by number: its bits, and each layer's blob.
+# Chunk number -> its bits, and its blob of each layer.
 Chunks = Mapping[int, tuple[int, Sequence[np.ndarray]]]
 
 
@@ -53,18 +53,18 @@ class StoredChunk:
 
 
 class Segment:
-    """An open segment. Threads may read it together.
+    """An open segment. Thread-safe.
 
     Attributes:
       path: of the file.
       chunks: in it, ascending.
-      layers: how many there are.
-      checksum: of its table.
+      layers: number of layers.
+      checksum: of its index.
       blob_bytes: of each layer, by the width of a chunk.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Opens a segment and reads its table.
+        """Opens a segment and reads its index.
 
         Raises:
           CheckpointError: it is missing, truncated, corrupt or of another version.
@@ -73,11 +73,11 @@ class Segment:
         self.path = path
         self._reader = PieceReader(path, storage, follow_links=False)
         try:
-            table, self.checksum, end = _read_table(path, self._reader)
-            self.chunks, self.blob_bytes, self._checksums = _checked(table)
+            index, self.checksum, end = _read_index(path, self._reader)
+            self.chunks, self.blob_bytes, self._checksums = _checked(index)
         except (ValueError, RecursionError) as error:
             self.close()
-            raise CheckpointError(f"{path}: its table is malformed ({error!s:.120})") from error
+            raise CheckpointError(f"{path}: its index is malformed ({error!s:.120})") from error
         except BaseException:
             self.close()
             raise
@@ -92,7 +92,7 @@ class Segment:
         if offset != self._reader.size_bytes:
             self._reader.close()
             raise CheckpointError(
-                f"{path} has {self._reader.size_bytes} bytes, its table says {offset}: it is truncated"
+                f"{path} has {self._reader.size_bytes} bytes, its index says {offset}: it is truncated"
             )
 
     @property
@@ -102,12 +102,12 @@ class Segment:
 
     @property
     def bytes_read(self) -> int:
-        """Since it was opened."""
+        """Bytes read since it was opened."""
         return self._reader.bytes_read
 
     @property
     def caching(self) -> str:
-        """How it is read."""
+        """How it is read: "direct" or "buffered"."""
         return self._reader.caching
 
     def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
@@ -134,7 +134,7 @@ class Segment:
         return [found[place] for place in places]
 
     def verify(self) -> list[int]:
-        """Reads all of it.
+        """Reads all blobs.
 
         Returns:
           The chunks that are corrupt in some layer, ascending.
@@ -165,7 +165,7 @@ class Segment:
         self.close()
 
     def _layer_starts(self, layer: int) -> list[int]:
-        """Where each blob of a layer begins, and the last one ends."""
+        """Offset in a layer of each blob's begin, and of the last one's end."""
         return [0, *itertools.accumulate(self.blob_bytes[stored.bits][layer] for stored in self.chunks)]
 
 
@@ -181,18 +181,18 @@ def write_segment(
 
     Args:
       path: of the file.
-      chunks: of each chunk its bits, and of each layer its blob, uint8 `[bytes]`; all blobs of one width and
-        layer are of one size.
-      sources: of each chunk of the context, by number, what it is computed from (see `Record.sources`).
-      storage: what it is written to, where that is emulated.
+      chunks: bits of each chunk, and its blob of each layer, uint8 `[bytes]`; all blobs of one width and
+        layer have one size.
+      sources: what each chunk of the context is computed from, by number (see `Record.sources`).
+      storage: of the folder, where that is emulated.
       flush: wait until the device has it (see `atomic_file`).
 
     Returns:
-      The checksum of its table.
+      The checksum of its index.
 
     Raises:
       ConfigError: there are no chunks, or their layers or sizes differ.
-      OSError: the file cannot be written, because there is no room for it, say.
+      OSError: the file cannot be written, for example because there is no room for it.
     """
     if not chunks:
         raise ConfigError("a segment needs at least one chunk")
@@ -205,7 +205,7 @@ def write_segment(
             raise ConfigError(f"chunk {chunk} has blobs of other sizes than others at {bits} bits")
         if len(blobs) != layers:
             raise ConfigError(f"chunk {chunk} has {len(blobs)} layers, others {layers}")
-    text = _table(chunks, sources.__getitem__, lambda blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
+    text = _index(chunks, sources.__getitem__, lambda blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
     began = time.perf_counter()
     with atomic_file(path, flush=flush) as file:
         file.write(_HEAD.pack(MAGIC, VERSION, len(text), xxhash.xxh3_128_digest(text)) + text)
@@ -221,56 +221,56 @@ def write_segment(
 
 
 def file_bytes(chunks: Chunks) -> int:
-    """The size of the file that `write_segment` makes of some chunks; 0 of none."""
+    """The size of the file that `write_segment` makes of some chunks; 0 for no chunks."""
     if not chunks:
         return 0
     digest = "0" * _DIGEST_DIGITS
     layers = zip(*(blobs for _, blobs in chunks.values()), strict=True)
     parts = [
-        _HEAD.size + len(_table(chunks, lambda _: digest, lambda _: digest)),
+        _HEAD.size + len(_index(chunks, lambda _: digest, lambda _: digest)),
         *(sum(b.nbytes for b in each) for each in layers),
     ]
     return sum(-(-part // PAGE) * PAGE for part in parts)
 
 
-def _table(chunks: Chunks, source: Callable[[int], str], checksum: Callable[[np.ndarray], str]) -> bytes:
+def _index(chunks: Chunks, source: Callable[[int], str], checksum: Callable[[np.ndarray], str]) -> bytes:
     order = sorted(chunks)
     sizes = {str(bits): [blob.nbytes for blob in blobs] for bits, blobs in chunks.values()}
     layers = len(chunks[order[0]][1])
-    table = {
+    index = {
         "chunks": [[chunk, chunks[chunk][0], source(chunk)] for chunk in order],
         "blob_bytes": sizes,
         "checksums": [[checksum(chunks[chunk][1][layer]) for chunk in order] for layer in range(layers)],
     }
-    return json.dumps(table, separators=(",", ":")).encode()
+    return json.dumps(index, separators=(",", ":")).encode()
 
 
-def _read_table(path: Path, reader: PieceReader) -> tuple[Any, str, int]:
-    """The table, its checksum, and where the first layer begins."""
+def _read_index(path: Path, reader: PieceReader) -> tuple[Any, str, int]:
+    """The index, its checksum, and where the first layer begins."""
     if reader.size_bytes < PAGE:
         raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is no segment of a context")
     magic, version, size, digest = _HEAD.unpack(reader.read(0, _HEAD.size).tobytes())
     if magic != MAGIC:
         raise CheckpointError(f"{path} is no segment of a context")
     if version != VERSION:
-        # No record of this version names another version's segments.
+        # A record of this version never names a segment of another version.
         raise CheckpointError(f"{path} is of version {version}, this jaxllm reads {VERSION}")
-    if size > min(_MOST_TABLE_BYTES, reader.size_bytes - _HEAD.size):
-        raise CheckpointError(f"{path}: its table of {size} bytes does not fit the file: it is truncated")
+    if size > min(_MOST_INDEX_BYTES, reader.size_bytes - _HEAD.size):
+        raise CheckpointError(f"{path}: its index of {size} bytes does not fit the file: it is truncated")
     text = reader.read(_HEAD.size, size).tobytes()
     if xxhash.xxh3_128_digest(text) != digest:
-        raise CheckpointError(f"{path}: its table is corrupt")
+        raise CheckpointError(f"{path}: its index is corrupt")
     return json.loads(text), digest.hex(), -(-(_HEAD.size + size) // PAGE) * PAGE
 
 
-def _checked(table: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]], list[list[str]]]:
-    """The chunks of a table, the sizes of their blobs and the checksums of these.
+def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]], list[list[str]]]:
+    """The chunks of a index, the sizes of their blobs and the checksums of these.
 
     Raises:
-      ValueError: it is no table, or its parts do not fit each other.
+      ValueError: it is not an index, or its parts do not fit each other.
     """
-    _require("parts", isinstance(table, dict) and table.keys() == {"chunks", "blob_bytes", "checksums"})
-    chunks, sizes, checksums = table["chunks"], table["blob_bytes"], table["checksums"]
+    _require("parts", isinstance(index, dict) and index.keys() == {"chunks", "blob_bytes", "checksums"})
+    chunks, sizes, checksums = index["chunks"], index["blob_bytes"], index["checksums"]
     _require(
         "chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MOST_CHUNKS and all(map(_is_chunk, chunks))
     )
@@ -307,11 +307,11 @@ def _is_chunk(each: Any) -> bool:
 
 def _require(name: str, good: bool) -> None:
     if not good:
-        raise ValueError(f"its {name} cannot be")
+        raise ValueError(f"its {name} cannot be valid")
 
 
 def _runs(places: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
-    """Places divided into runs that are read in one go, gaps and all."""
+    """Divides places into runs that are read in one go, with the gaps between them."""
     runs: list[list[int]] = []
     for place in places:
         if runs and starts[place] - starts[runs[-1][-1] + 1] <= _GAP_BYTES:

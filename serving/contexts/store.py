@@ -1,14 +1,14 @@
-"""Contexts on storage: a folder per app, a folder per context in it, a record and segments in that.
+"""Stores contexts: a folder per app, in it a folder per context with a record and segments.
 
     ROOT/store.json            marks the folder as a store (`root`)
-    ROOT/lock                  held by the one process that uses the store
-    ROOT/APP/CONTEXT/record    whose, which tokens, which segments count (`record_file`)
+    ROOT/lock                  locked by the one process that uses the store
+    ROOT/APP/CONTEXT/record    the app, the tokens, the names of segments (`record_file`)
     ROOT/APP/CONTEXT/N.kv      chunks (`segment.Segment`)
 
 A call's chunks are written as a new segment, then the record that names it replaces the one before. A kill at
-any moment leaves the older record with all that it names; what no record names is removed by the context's
-next commit. Opening a store changes nothing in it: what cannot be read stays and is listed (`catalog`), until
-`verify` is told to set aside what is proved to be damaged. Folders are for their owner's eyes only (0700).
+any moment leaves the older record with all segments that it names; segments that no record names are removed
+by the context's next commit. Opening a store changes nothing in it: what cannot be read stays and is listed
+(`catalog`), until `verify` is told to set damaged files aside. Only the owner may read its folders (0700).
 """
 
 import contextlib
@@ -40,12 +40,12 @@ from serving.contexts.segment import Chunks, file_bytes, write_segment
 from serving.contexts.stored import OpenSegments, StoredContext
 from serving.host.direct_io import Storage
 
-# A context in more files than this is written anew as one.
+# A context in more segments than this is rewritten as one.
 _MOST_SEGMENTS = 8
 
 
 class ContextStore:
-    """The contexts of all apps of a device. One process at a time; threads of it may read together.
+    """The contexts of all apps of a device. For one process at a time, whose threads may read together.
 
     Args:
       root: the store's folder, made if missing.
@@ -54,8 +54,8 @@ class ContextStore:
       app_quota_bytes: of each app's.
 
     Raises:
-      ConfigError: another process uses the store, it is of another version, cannot be made, or the folder is
-        not empty and no store.
+      ConfigError: another process uses the store, it is of another version, it cannot be made, or the folder
+        is not empty and not a store.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class ContextStore:
         self.root, self._storage = Path(root), storage or Storage()
         self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
         self._segments = OpenSegments(self._storage)
-        # Contexts of which nobody knows whether their last change ended, and where they are.
+        # Folders of contexts whose last change may not have ended, by name.
         self._unsettled: dict[str, Path] = {}
-        # Of contexts whose record on storage is older than the one here: the segments since then.
+        # Segments of contexts whose record on storage is older than the one in memory, by name.
         self._unflushed: dict[str, set[str]] = {}
         self._catalog = Catalog(self.root, self._segments)
         try:
-            # Before anything is made in a folder that may be somebody's.
+            # Checked before anything is made in a folder that may belong to others.
             require_store(self.root)
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock = StoreLock(self.root / LOCK)
@@ -92,10 +92,10 @@ class ContextStore:
             raise
 
     def close(self) -> None:
-        """Lets another process have the store. What is done with it afterwards is refused."""
+        """Releases the store for other processes. Every later call raises ConfigError."""
         try:
             for name in list(self._unflushed):
-                # What cannot be flushed is computed again: its record on storage does not name it.
+                # Chunks that cannot be flushed are computed again: the record on storage does not name them.
                 with contextlib.suppress(JaxllmError):
                     self.commit(self.record(name))
         finally:
@@ -112,22 +112,22 @@ class ContextStore:
         """All contexts, or an app's, by name.
 
         Raises:
-          ConfigError: the store was closed (see `StoreLock.require`), here and wherever else it is asked.
+          ConfigError: the store was closed (see `StoreLock.require`); so do all methods below.
         """
         self._require_settled()
         found = [each for each in self._catalog.records.values() if app in (None, each.app)]
         return sorted(found, key=lambda each: (each.app, each.name))
 
     def damage(self) -> list[Damage]:
-        """What was found wrong when records were read, and was not mended since."""
+        """Damage that was found when records were read, and was not mended since."""
         return sorted(self._catalog.damage.values(), key=lambda each: (each.app, each.name))
 
     def record(self, name: str, app: str | None = None) -> Record:
-        """A context by name, if it is the app's; of any app where none is given.
+        """A context's record, if the app owns the context; of any app where `app` is None.
 
         Raises:
-          ContextGone: there is none. What is said is the same where it is another app's.
-          CheckpointError: it is damaged, or whether its last change ended cannot be read.
+          ContextGone: there is no such context. The message is the same where another app owns it.
+          CheckpointError: it is damaged, or its state after its last change cannot be read.
           Unreadable: storage refuses, or a newer version wrote it.
         """
         folder = self._unsettled.get(name)
@@ -150,7 +150,7 @@ class ContextStore:
         """
         folder_name(app)
         self._require_settled()
-        # What cannot be removed now does no harm.
+        # Leftovers that cannot be removed do no harm.
         with contextlib.suppress(JaxllmError):
             self._catalog.sweep()
         name = new_name()
@@ -165,7 +165,7 @@ class ContextStore:
                 sync(folder.parent)
                 sync(self.root)
         except JaxllmError:
-            # Nobody was told its name.
+            # The caller never learns its name.
             with contextlib.suppress(JaxllmError):
                 self._catalog.remove(folder)
             raise
@@ -174,22 +174,22 @@ class ContextStore:
         return record
 
     def commit(self, record: Record, chunks: Chunks | None = None, *, flush: bool = True) -> Record:
-        """Keeps a context's new state: first its new chunks, then the record that names them.
+        """Stores a context's new state: first its new chunks, then the record that names them.
 
         Args:
-          record: with the tokens, bits and the like that hold from now on; in which files its chunks are is
-            this store's business. What is `LOST` in it is kept no longer.
-          chunks: those that are new or of another width, of each its bits and each layer's blob.
-          flush: wait until the device has all of it. Otherwise chunks are where they can be read, and a power
-            cut or a kill leaves the state before, until the context's next commit or `close`.
+          record: the new record; its `files` and `checksums` are ignored and made here. Chunks that are
+            `LOST` in it are removed.
+          chunks: bits and each layer's blob of those chunks that are new or have another width.
+          flush: wait until the device has everything. Otherwise chunks can be read, but a power cut or a kill
+            leaves the state before, until the context's next commit or `close`.
 
         Returns:
-          The record as it is kept.
+          The stored record.
 
         Raises:
           ContextGone: the context was deleted.
-          BudgetExceeded: a quota or the device has no room; what was kept before is as it was.
-          CheckpointError: the device failed: `record` tells whether before or after the change counted.
+          BudgetExceeded: a quota or the device has no room; the stored state is as it was.
+          CheckpointError: the device failed: `record` tells whether the state is that before or after.
         """
         before = self.record(record.name)
         chunks = dict(chunks or {})
@@ -199,7 +199,7 @@ class ContextStore:
         fresh = next_segment([*names, *before.segments])
         files = [fresh if chunk in chunks else file for chunk, file in enumerate(_kept_files(before, record))]
         record = dataclasses.replace(
-            record, files=tuple(files), tables=before.tables, used=self._catalog.next_use()
+            record, files=tuple(files), checksums=before.checksums, used=self._catalog.next_use()
         )
         record = record.lose({chunk for chunk, file in enumerate(files) if not file})
         there = {*filter(SEGMENT.fullmatch, names), *before.segments, fresh}
@@ -209,16 +209,18 @@ class ContextStore:
         try:
             with written(folder):
                 if chunks:
-                    table = write_segment(folder / fresh, chunks, record.sources, self._storage, flush=flush)
-                    record = dataclasses.replace(record, tables={**record.tables, fresh: table})
+                    checksum = write_segment(
+                        folder / fresh, chunks, record.sources, self._storage, flush=flush
+                    )
+                    record = dataclasses.replace(record, checksums={**record.checksums, fresh: checksum})
                 if flush:
                     for each in self._unflushed.get(name, set()) & set(record.segments):
                         sync(folder / each)
-                    # Writing chunks takes long enough for the folder to be taken away.
+                    # Another process may have replaced the folder while chunks were written.
                     self._lock.require()
                     self._catalog.replace(folder, record)
         except JaxllmError:
-            # What cannot be settled now is when the context is next asked for.
+            # What cannot be settled now is settled when the context is next used.
             with contextlib.suppress(JaxllmError):
                 self._settle(name)
             raise
@@ -233,11 +235,11 @@ class ContextStore:
         return record
 
     def compact(self, name: str) -> Record:
-        """Writes a context's chunks anew as one segment, if they are spread over many.
+        """Rewrites a context's chunks as one segment, if they are spread over many.
 
         Raises:
           ContextGone: there is no such context.
-          CheckpointError: a chunk cannot be read, or the new segment not be written.
+          CheckpointError: a chunk cannot be read, or the new segment cannot be written.
           BudgetExceeded: the device has no room for both.
         """
         record = self.record(name)
@@ -252,7 +254,7 @@ class ContextStore:
         return self.commit(record, chunks)
 
     def open(self, name: str, chunks: Iterable[int] | None = None) -> StoredContext:
-        """A context's segments, to read from until something else is asked of the store.
+        """Opens a context's segments to be read, until the next call of the store.
 
         Args:
           name: of the context.
@@ -274,7 +276,7 @@ class ContextStore:
         """Removes a context and its files.
 
         Raises:
-          ContextGone: there is none.
+          ContextGone: there is no such context.
           CheckpointError: the device failed: `record` tells whether it is still there.
         """
         folder = self._catalog.folder(self.record(name))
@@ -285,24 +287,24 @@ class ContextStore:
         self._settle(name)
 
     def used_bytes(self, app: str | None = None) -> int:
-        """Of all files, or of an app's."""
+        """Bytes of all files, or of an app's."""
         return sum(
             folder_bytes(folder) for folder in {self._catalog.folder(each) for each in self.records(app)}
         )
 
     def verify(self, *, repair: bool = False) -> list[Damage]:
-        """Reads all that is stored.
+        """Reads everything in the store, and finds damage.
 
         Args:
-          repair: what is proved to be damaged is set aside (see `root`): a context with no whole record, a
-            record of which there is another. Damaged chunks are computed again from the tokens when they are
-            next needed. What storage refuses now, and what a newer version wrote, stays as it is.
+          repair: set damaged files aside (see `root`): a context without a whole record, or a record that has
+            a second copy. Damaged chunks are computed again from the tokens when they are next needed. Files
+            that storage refuses now, and those of a newer version, stay as they are.
 
         Returns:
-          What was found, and where it was moved.
+          The damage, and where damaged files were moved.
 
         Raises:
-          CheckpointError: what is to be repaired cannot be moved or written.
+          CheckpointError: a damaged file cannot be moved or written.
         """
         self._require_settled()
         found = []
@@ -330,10 +332,11 @@ class ContextStore:
         return found
 
     def repair(self, name: str) -> Record:
-        """Reads all of a context, and has what is damaged computed again when it is next used.
+        """Reads all chunks of a context, and marks damaged ones as lost, to be computed again.
 
         Returns:
-          The record for a call that follows: what storage refuses now is lost to it, and stays on storage.
+          The record for the next call: it also marks as lost the chunks that storage refuses now, which stay
+          on storage.
 
         Raises:
           ContextGone: there is no such context.
@@ -345,8 +348,8 @@ class ContextStore:
         return record.lose(chunks.unread)
 
     def _require_room(self, record: Record, chunks: Chunks, freed: Set[str]) -> None:
-        """Checks the quotas for a commit after which the files `freed` are gone: what does not grow may be
-        kept whatever there is already."""
+        """Checks the quotas for a commit that removes the files `freed`; one that does not grow the store
+        always passes."""
         folder = self._catalog.folder(record)
         size = file_bytes(chunks) - sum(file_size(folder / each) for each in freed)
         for quota, used, whose in (
@@ -360,10 +363,10 @@ class ContextStore:
                 )
 
     def _require_settled(self, wanted: str = "") -> None:
-        """Checks that the store is open, and reads what an interrupt or an error left unknown.
+        """Checks that the store is open, and settles contexts whose last change may not have ended.
 
         Raises:
-          CheckpointError: of the context that is wanted that cannot be read.
+          CheckpointError: the wanted context cannot be read.
         """
         self._lock.require()
         for name in list(self._unsettled):
@@ -374,11 +377,11 @@ class ContextStore:
                     raise
 
     def _settle(self, name: str) -> None:
-        """Takes a context as it is on storage, and removes what a change of it that did not end left.
+        """Takes a context as it is on storage, and removes what an unfinished change left.
 
         Raises:
-          CheckpointError: that cannot be read.
-          ConfigError: the store is another process's by now, as is whatever lies there.
+          CheckpointError: it cannot be read.
+          ConfigError: another process owns the store by now.
         """
         self._lock.require()
         self._catalog.settle(name, self._unsettled[name])
@@ -387,6 +390,6 @@ class ContextStore:
 
 
 def _kept_files(before: Record, after: Record) -> list[str]:
-    """Where each chunk of a context is now; nowhere those that are new or that nobody wants any more."""
+    """The segment of each chunk now; empty for chunks that are new or lost."""
     there = [*before.files, *[""] * len(after.bits)]
     return ["" if bits == LOST else file for bits, file in zip(after.bits, there, strict=False)]

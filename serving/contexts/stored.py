@@ -1,6 +1,6 @@
-"""Stored contexts' chunks, whichever segments they are in, open to be read.
+"""Reads the chunks of stored contexts from their segments.
 
-Opening a segment takes as long as reading a chunk of it, so that segments stay open from call to call.
+Segments stay open from call to call, because to open one takes as long as to read one of its chunks.
 """
 
 import collections
@@ -14,19 +14,19 @@ from serving.contexts.record import Record
 from serving.contexts.segment import Segment
 from serving.host.direct_io import Storage
 
-# Each takes a file of those that a process may have open.
+# Each takes one file descriptor.
 _MOST_OPEN = 128
 
 
 class OpenSegments:
-    """Segments that were read lately. Not thread-safe, unlike what it opens."""
+    """The segments that were opened last. Not thread-safe, unlike the segments."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._open: collections.OrderedDict[Path, Segment] = collections.OrderedDict()
 
     def open(self, paths: Sequence[Path]) -> list[Segment]:
-        """Segments, for as long as no other ones are opened or any is removed.
+        """Opens segments, which stay open until others are opened or one is removed.
 
         Raises:
           CheckpointError: one is missing or damaged.
@@ -52,18 +52,18 @@ class OpenSegments:
 
 
 class StoredContext:
-    """A context's chunks. Threads may read together.
+    """A context's chunks on storage. Thread-safe.
 
     Attributes:
       record: of the context.
-      layers: of its chunks; 0 where there are none.
+      layers: number of layers of its chunks; 0 where there are none.
     """
 
     def __init__(self, record: Record, segments: Mapping[str, Segment]) -> None:
         """Takes a context's open segments.
 
         Raises:
-          CheckpointError: one is not what the record says.
+          CheckpointError: a segment is not the one that the record names.
         """
         for name, segment in segments.items():
             if strange := strange_chunks(record, name, segment):
@@ -75,7 +75,7 @@ class StoredContext:
 
     @property
     def caching(self) -> str:
-        """How it is read: "direct" or "buffered"; empty where nothing is stored."""
+        """How segments are read: "direct" or "buffered"; empty where nothing is stored."""
         return next((each.caching for each in self._segments.values()), "")
 
     def has(self, chunk: int) -> bool:
@@ -97,10 +97,10 @@ class StoredContext:
 
 
 def strange_chunks(record: Record, name: str, segment: Segment) -> set[int]:
-    """The chunks that a record has in a segment, and that are not there as it means them: of its width, of
-    the bytes that its origin gives this width in each layer, and computed from its origin and tokens."""
+    """The chunks that a record has in a segment, but that the segment lacks, or has with another width, other
+    bytes per layer than the record's origin gives, or computed from another origin or other tokens."""
     own = {chunk for chunk, file in enumerate(record.files) if file == name}
-    if segment.checksum != record.tables.get(name):
+    if segment.checksum != record.checksums.get(name):
         return own
     wanted = {chunk: (record.bits[chunk], record.sources[chunk]) for chunk in own}
     sizes = {bits: tuple(of) for bits, of in segment.blob_bytes.items()}

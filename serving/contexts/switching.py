@@ -1,8 +1,8 @@
-"""Traces of apps that switch between contexts: who calls when, and how much is said.
+"""Makes and reads traces of apps that switch between contexts: the time, context and lengths of each call.
 
 LLMS (arXiv 2403.11805, section 5.1): some active contexts, called over 72 hours in one of three patterns.
-Lengths are drawn from those of real calls. Traces of real services, whose requests come much faster and are
-much longer, are read beside them, slowed down and scaled.
+Lengths are drawn from those of real calls. Traces of real services can be read instead; their requests come
+much faster and are much longer, so that they are slowed down and scaled.
 """
 
 import csv
@@ -21,9 +21,9 @@ from serving.traces.files import MAX_ENTRIES, read_lines, write_lines
 HOURS = 72.0
 MAX_CONTEXTS = 100_000
 _MAX_TOKENS = 1 << 24
-# Of a Markov pattern: how likely the next call is of the same context again, or of its usual successor.
+# Markov pattern: probabilities that the next call is of the same context, or of its usual successor.
 _AGAIN, _NEXT = 0.3, 0.4
-# Mooncake's blocks are of so many tokens; the first one holds what all requests begin with.
+# Mooncake: number of first blocks that all requests share.
 _SHARED_BLOCKS = 1
 
 Lengths = tuple[int, int]
@@ -34,9 +34,9 @@ class ContextCall:
     """One call of a switching trace.
 
     Attributes:
-      time_s: when it comes, from the trace's beginning.
-      context: which one, counted from 0.
-      prompt_tokens: that it adds to the context.
+      time_s: seconds from the trace's beginning.
+      context: number of the context, from 0.
+      prompt_tokens: that the prompt adds to the context.
       answer_tokens: that the answer adds.
     """
 
@@ -95,7 +95,7 @@ def _gaussian(contexts: int, draw: random.Random) -> Iterator[int]:
             yield context
 
 
-# Adding a pattern is a function and its line here.
+# A new pattern is a function and its line here.
 PATTERNS: Mapping[str, Callable[[int, random.Random], Iterator[int]]] = MappingProxyType(
     {"random": _uniform, "markov": _markov, "gaussian": _gaussian}
 )
@@ -114,10 +114,10 @@ def make_switching(
 
     Args:
       pattern: one of `PATTERNS`.
-      lengths: (prompt, answer) tokens of real calls, of which each call's are drawn.
-      contexts: how many are active.
-      calls: how many.
-      hours: that the trace lasts.
+      lengths: (prompt, answer) tokens of real calls, from which each call's are drawn.
+      contexts: number of active contexts.
+      calls: number of calls.
+      hours: length of the trace.
       seed: of the draw.
 
     Raises:
@@ -156,7 +156,7 @@ def write_switching(path: Path, trace: Iterable[ContextCall]) -> None:
 
 
 def read_switching(path: Path) -> list[ContextCall]:
-    """Reads what `write_switching` wrote.
+    """Reads a trace that `write_switching` wrote.
 
     Raises:
       ConfigError: it cannot be read, is malformed, or too long.
@@ -185,8 +185,8 @@ def read_mooncake(path: Path, *, slower: float = 1.0, token_scale: float = 1.0) 
     """The calls of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
     and hash_ids, which name the blocks of the prompt by all that precedes them).
 
-    A request goes on with a conversation if its blocks begin with one's, behind the block that all share;
-    what it adds is then its prompt less what was there.
+    A request continues a conversation if it shares blocks with it, other than the first block, which all
+    requests share; it adds its prompt less the conversation's tokens so far.
 
     Args:
       path: the file.
@@ -200,7 +200,7 @@ def read_mooncake(path: Path, *, slower: float = 1.0, token_scale: float = 1.0) 
         if not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be above 0, got {value}")
     of_block: dict[int, int] = {}
-    held: list[int] = []  # tokens of each conversation
+    conversation_tokens: list[int] = []
 
     def call(data: Any) -> ContextCall:
         try:
@@ -209,11 +209,13 @@ def read_mooncake(path: Path, *, slower: float = 1.0, token_scale: float = 1.0) 
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"malformed request: {error!s:.200}") from error
         own = blocks[_SHARED_BLOCKS:]
-        context = next((of_block[block] for block in reversed(own) if block in of_block), len(held))
-        if context == len(held):
-            held.append(0)
-        added = prompt - held[context] if prompt > held[context] else prompt
-        held[context] = prompt + answer
+        context = next(
+            (of_block[block] for block in reversed(own) if block in of_block), len(conversation_tokens)
+        )
+        if context == len(conversation_tokens):
+            conversation_tokens.append(0)
+        added = prompt - conversation_tokens[context] if prompt > conversation_tokens[context] else prompt
+        conversation_tokens[context] = prompt + answer
         of_block.update(dict.fromkeys(own, context))
         return ContextCall(
             time_s=time_s * slower,

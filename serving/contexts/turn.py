@@ -1,4 +1,4 @@
-"""One call in a context, from when the context comes back until what was said is kept or given up."""
+"""The state of one call in a context, from its restore until it is stored or abandoned."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from serving.request import Session
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Turn:
-    """A call that runs. Whoever answers holds it, and a call that nobody holds is over: none runs for ever,
-    wherever it was interrupted.
+    """A call that runs. The answer has the only strong reference, so that a call whose answer is gone is
+    over, wherever it was interrupted.
 
     Attributes:
       record: of the context, as it is stored while the call runs.
-      base: the record that the call goes on from: `record`, or what is left of it where the context slid.
-      session: the call's cache, and the tokens that this holds.
-      restoration: how the context came back.
-      counted_from: the position from which on the cache counts what is attended to, where that is not the
-        first token that the call fed.
+      base: the record that the call goes on from: `record`, or the rest of it after sliding.
+      session: the call's cache, and the tokens in it.
+      restoration: how the context was restored.
+      counted_from: the position from which the cache counts attention, where that is not the first token that
+        the call fed.
       over: whether the call has ended.
-      stop: gives what ends the answer and keeps what was said; nothing where whoever began the call sees to
+      stop: gives a function that ends the answer and keeps its tokens; None where the caller of `begin` does
         that.
     """
 

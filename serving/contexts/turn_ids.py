@@ -1,4 +1,4 @@
-"""The tokens that a user's turn adds to a context."""
+"""Encodes a user's turn in a context."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -7,7 +7,7 @@ from jaxllm.errors import ConfigError, TemplateError
 from jaxllm.text.prompts import Prompt, prompt_ids
 from jaxllm.text.tokenizer import Tokenizer
 
-# Stands for a turn's text while a template is looked at; no text has it.
+# Takes the place of a turn's text in a rendered template; no text contains it.
 _PLACE = "\ue000\ue001\ue000"
 
 
@@ -22,11 +22,11 @@ def turn_ids(
     """The tokens that a user's turn adds to a context.
 
     Args:
-      tokenizer: the model's; where it has a chat template, that writes what stands between turns.
-      before: the context's tokens, which end with an answer; none before the first turn.
-      prompt: what the user says.
-      instruction: said before all.
-      now: told to templates that ask for the time.
+      tokenizer: of the model; its chat template, if it has one, writes the text between turns.
+      before: the context's tokens, which end with an answer; empty before the first turn.
+      prompt: the user's text.
+      instruction: stands before everything.
+      now: for templates that ask for the time.
 
     Raises:
       ConfigError: the prompt is empty, or an instruction comes late.
@@ -48,5 +48,5 @@ def turn_ids(
     if text.text.count(_PLACE) < 2:
         raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")
     ids = tokenizer.encode(text.part(answer + len(_PLACE)), add_special_tokens=False)
-    # The token that ended the answer is what the template closes a turn with.
+    # The template closes a turn with the token that ended the answer.
     return ids[1:] if ids[:1] == [before[-1]] and before[-1] in tokenizer.eos_ids else ids

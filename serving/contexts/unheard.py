@@ -1,4 +1,4 @@
-"""Keeps the errors of answers that were dropped before they were stored, until somebody can be told."""
+"""Keeps the errors of answers that were dropped before they were stored, until they can be raised."""
 
 import logging
 
@@ -8,9 +8,9 @@ _LOG = logging.getLogger("jaxllm")
 
 
 class UnheardErrors:
-    """The reasons why what was said could not be kept, by context, where nobody held the answer any more.
+    """Errors of storing dropped answers, by context.
 
-    They are logged at once, and raised to whoever uses the context next, or closes all contexts.
+    They are logged at once, and raised by the context's next call, or when all contexts are closed.
     """
 
     def __init__(self) -> None:
@@ -19,10 +19,10 @@ class UnheardErrors:
     def note(self, name: str, error: JaxllmError) -> None:
         """Keeps and logs a context's error."""
         self._errors[name] = error
-        _LOG.warning("what was said last in the context %s could not be kept: %s", name, error)
+        _LOG.warning("the last answer in the context %s could not be kept: %s", name, error)
 
     def forget(self, name: str) -> JaxllmError | None:
-        """Drops a context's error, and gives it."""
+        """Removes a context's error and returns it."""
         return self._errors.pop(name, None)
 
     def tell(self, name: str) -> None:
@@ -34,6 +34,6 @@ class UnheardErrors:
             ) from error
 
     def tell_all(self) -> None:
-        """Raises the first error there is; the others stay."""
+        """Raises the first error; the others stay."""
         for name in list(self._errors):
             self.tell(name)

@@ -1,4 +1,4 @@
-"""When chunks go to storage: as a call ends, as they leave memory, or never."""
+"""Writes chunks to storage: when a call ends, when they leave memory, or never."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,13 @@ from serving.contexts.store import ContextStore
 
 
 class ChunkWriter:
-    """Writes chunks to a store when its way of writing says.
+    """Writes chunks to a store at the time that `writing` says.
 
-    What a call said is flushed to the device when it ends, by every way. Chunks that are written as they
-    leave memory are not waited for: they can be computed again.
+    The tokens of a call are flushed to the device when it ends, whatever `writing` says. Chunks that are
+    written when they leave memory are not flushed: they can be computed again.
 
     Args:
-      store: they go to.
+      store: gets the chunks.
       writing: see `ContextOptions`.
     """
 
@@ -32,8 +32,8 @@ class ChunkWriter:
 
         Args:
           record: of the context.
-          changed: its chunks that are new, or of another width than those on storage.
-          coded: these, and perhaps others.
+          changed: numbers of its chunks that are new, or of another width than on storage.
+          coded: encoded chunks by number, all of `changed` among them.
 
         Raises:
           BudgetExceeded, CheckpointError: see `ContextStore.commit`.
@@ -44,16 +44,16 @@ class ChunkWriter:
         try:
             return self._store.compact(record.name)
         except BudgetExceeded:
-            # No room for two copies: it stays spread over many segments.
+            # No room for two copies: the context stays in many segments.
             return record
         except CheckpointError:
-            # An older chunk is damaged, or the device failed, which is no fault of this call.
+            # An older chunk is damaged, or the device failed: this call is stored all the same.
             with contextlib.suppress(JaxllmError):
                 return self._store.repair(record.name)
             return record
 
     def left(self, chunks: Sequence[Resident]) -> None:
-        """Writes what left memory and is nowhere else. What cannot be written is computed again."""
+        """Writes evicted chunks that are not on storage. Those that cannot be written are computed again."""
         if self._writing != "at-eviction":
             return
         for name in dict.fromkeys(each.context for each in chunks):
@@ -62,7 +62,7 @@ class ChunkWriter:
 
     def _write(self, name: str, chunks: Sequence[Resident]) -> None:
         record = self._store.record(name)
-        # What is lost on storage was in memory alone.
+        # A chunk marked lost on storage was in memory only.
         fresh = {
             each.chunk: (each.bits, each.blobs)
             for each in chunks

@@ -10,7 +10,7 @@ from serving.request import GenerationConfig, Session
 C = 16
 DRAW = np.random.default_rng(5)
 # Nothing is computed that can be read.
-READ = Delays(reading=Delay(fixed_ms=0.0, per_unit_ms=1e-9), computing=Delay(fixed_ms=9.0, per_unit_ms=9.0))
+READ = Delays(read=Delay(fixed_ms=0.0, per_unit_ms=1e-9), compute=Delay(fixed_ms=9.0, per_unit_ms=9.0))
 TURNS = [[DRAW.integers(0, 250, size).tolist() for size in (37, 5, 21)] for _ in range(3)]
 
 

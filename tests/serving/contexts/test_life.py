@@ -8,7 +8,7 @@ import pytest
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.codecs import RAW
-from serving.contexts.delays import UNMEASURED_READING, measure_reading
+from serving.contexts.delays import UNMEASURED_READ, measure_read
 from serving.contexts.store import ContextStore
 from serving.host.direct_io import Storage
 from tests.faults import FailingDevice
@@ -22,7 +22,7 @@ def test_answers_and_contexts_end_with_their_service(kept):
     late = context.generate([1])
     next(answer)
     contexts.close()
-    with pytest.raises(ConfigError, match="was ended by its service; what it had said is kept"):
+    with pytest.raises(ConfigError, match="was ended by its service; its tokens so far are kept"):
         next(answer)
     for use in (lambda: next(late), lambda: context.generate([1]), context.pin, context.delete):
         with pytest.raises(ConfigError, match="was closed"):
@@ -79,9 +79,9 @@ def test_pins_leave_room_for_others(kept):
 
 def test_a_full_device_does_not_keep_a_store_from_being_opened(tmp_path, caplog):
     with FailingDevice(tmp_path, 1, persistent=True):
-        assert measure_reading(tmp_path, Storage()) == UNMEASURED_READING
+        assert measure_read(tmp_path, Storage()) == UNMEASURED_READ
     assert "250 MB/s and 0.1 ms each are assumed" in caplog.text
-    assert measure_reading(tmp_path, Storage()) != UNMEASURED_READING
+    assert measure_read(tmp_path, Storage()) != UNMEASURED_READ
     assert not list(tmp_path.iterdir())
 
 
@@ -89,6 +89,6 @@ def test_timing_reads_leaves_what_others_have_in_the_folder(tmp_path):
     (tmp_path / "meant").write_text("mine")
     (tmp_path / ".timed").symlink_to("meant")
     (tmp_path / "timed").write_text("mine")
-    measure_reading(tmp_path, Storage())
+    measure_read(tmp_path, Storage())
     assert sorted(os.listdir(tmp_path)) == [".timed", "meant", "timed"]
     assert (tmp_path / ".timed").read_text() == (tmp_path / "timed").read_text() == "mine"

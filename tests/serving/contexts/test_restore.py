@@ -10,7 +10,7 @@ from jaxllm.errors import CheckpointError
 from jaxllm.kv.codecs import RAW
 from jaxllm.kv.recompute import LOST, Delay
 from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.delays import Delays, measure_computing, measure_reading
+from serving.contexts.delays import Delays, measure_compute, measure_read
 from serving.contexts.restore import restore
 from serving.host.direct_io import Storage
 from serving.runners.runner import prefill_prompt
@@ -18,8 +18,8 @@ from serving.runners.runner import prefill_prompt
 C = 16
 TOKENS = np.random.default_rng(1).integers(0, 250, 7 * C).tolist()
 FREE, DEAR = Delay(fixed_ms=0.0, per_unit_ms=1e-9), Delay(fixed_ms=100.0, per_unit_ms=100.0)
-READ = Delays(reading=FREE, computing=DEAR)
-COMPUTE = Delays(reading=DEAR, computing=FREE)
+READ = Delays(read=FREE, compute=DEAR)
+COMPUTE = Delays(read=DEAR, compute=FREE)
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +109,9 @@ def test_a_corrupt_chunk_is_told(chunk_io, whole, lost):
 
 
 def test_delays_are_of_this_device(chunk_io, tmp_path):
-    computing = measure_computing(chunk_io)
-    assert 0 < computing.ms(1) <= computing.ms(2)
-    plain, slow = (measure_reading(tmp_path, Storage(bytes_per_s=speed)) for speed in (0, 1 << 26))
+    compute = measure_compute(chunk_io)
+    assert 0 < compute.ms(1) <= compute.ms(2)
+    plain, slow = (measure_read(tmp_path, Storage(bytes_per_s=speed)) for speed in (0, 1 << 26))
     assert 0 < plain.ms(1 << 20) < slow.ms(1 << 20)
     # A megabyte at 64 a second.
     assert slow.ms(1 << 20) == pytest.approx(1000 / 64, rel=0.5)
