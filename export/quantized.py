@@ -19,7 +19,7 @@ import numpy as np
 from export.subject import Subject
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import portable_graphs
+from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.program_folder.manifest import LEFT, RIGHT, Precision
@@ -183,7 +183,7 @@ def calibrate(subject: Subject, tokens: Sequence[int]) -> dict[str, Ranges]:
         if spec.role in ("to_units", "from_units"):
             params[name] = OwnProduct(params[name], functools.partial(observed, name))
     window = min(CALIBRATION_WINDOW_TOKENS, cfg.window_tokens)
-    with portable_graphs():
+    with without_native_kernels():
         for at in range(0, len(tokens), window):
             # Not compiled, because the observer needs the values of each product's inputs and outputs.
             row = jnp.asarray(np.asarray(tokens[at : at + window], np.int32)[None])

@@ -18,7 +18,7 @@ from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
 from export.trial import require_alike, trial
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import portable_graphs
+from jaxllm.kernels.native import without_native_kernels
 from jaxllm.program_folder.manifest import WEIGHTS, Manifest, Signature
 from jaxllm.program_folder.weights import read_weights, write_weights
 from jaxllm.steps.exported import step_of
@@ -93,7 +93,7 @@ def traced(
     dtype = DTYPES[precision]
     step = step_of(signature, subject.levels[signature.level].cfg, dtype)
     shapes = step_shapes(signature, subject, plan, dtype)
-    with portable_graphs():
+    with without_native_kernels():
         return jax.export.export(jax.jit(step, keep_unused=True), platforms=tuple(platforms))(*shapes)
 
 

@@ -15,7 +15,7 @@ from jaxllm.bundle.prefill import prefill_facts
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.kernels.native import portable_graphs
+from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.lora import adapter_digest, merge, parameters_of
 from jaxllm.models.parameters import param_specs
 from jaxllm.program_folder.manifest import LEFT, RIGHT, Argument, ProgramLevel
@@ -81,7 +81,7 @@ def read_subject(
             f"{path} is a folder; make a bundle of it with `jaxllm prepare` and export that"
         )
     dtype = np.dtype(np.float32) if dtype is None else dtype
-    with portable_graphs(), Bundle.open(path) as bundle:
+    with without_native_kernels(), Bundle.open(path) as bundle:
         require_portable(bundle)
         cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
         params, model = bundle.load(), bundle.fingerprint

@@ -28,7 +28,7 @@ from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import portable_graphs
+from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.program_folder.manifest import Argument, Manifest, Precision, ProgramLevel, Signature
 from jaxllm.quant import FirstUnits, Weight
@@ -184,7 +184,7 @@ def _traced(
     own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
     step = functools.partial(step_of(signature, cfg, _FLOAT), params_of=_params_of(scales=own, ranges=ranges))
     shapes = step_shapes(signature, subject, plan, _FLOAT)
-    with portable_graphs():
+    with without_native_kernels():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(*shapes)
     weights, caches = subject.weights(signature.level), sorted(shapes[1])
     tree = ["mask"] if signature.kind == "verify" else []

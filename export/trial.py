@@ -10,7 +10,7 @@ from export.signatures import ExportPlan
 from export.subject import Subject
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ProgramError
-from jaxllm.kernels.native import portable_graphs
+from jaxllm.kernels.native import without_native_kernels
 from jaxllm.program_folder.manifest import Signature, cache_shapes
 from jaxllm.steps.exported import step_of
 
@@ -36,7 +36,7 @@ def trial(signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dt
     caches = {
         name: draw.standard_normal(shape).astype(dtype) for name, shape in cache_shapes(cfg, room).items()
     }
-    with portable_graphs():
+    with without_native_kernels():
         wanted = jax.jit(step_of(signature, cfg, dtype))(subject.weights(signature.level), caches, *inputs)
     return Trial(caches, inputs, wanted)
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
-from jaxllm.kv.cache import Places, new_cache
+from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.kv.chunks import take_chunks
 from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
@@ -81,7 +81,7 @@ OTHER_CACHE = jax.tree.map(lambda leaf: leaf[..., :8] if leaf.ndim == 4 else lea
 SAMPLER = sampler_state(Sampling(), [], V, 0)
 ONE, YES = np.int32(1), np.True_
 PAST = (CACHE.keys[0], CACHE.values[0])
-AT = Places.after(ONE, 4, ONE)
+AT = TokenPositions.after(ONE, 4, ONE)
 
 WRONG = {
     "prefill_chunk takes tokens as": (functools.partial(prefill_chunk, **FIXED), ints(4), ONE, YES, CACHE),

@@ -18,7 +18,7 @@ from jaxllm.elastic.ladder import layer_parameters
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params, parameter_count
-from serving.buckets.table import BucketTable
+from serving.buckets.bucket_table import BucketTable
 from serving.bundles import levels_of, open_model
 from serving.engine import Engine
 from serving.host.progress import Progress

@@ -45,13 +45,13 @@ class LiveSteps(Programs):
 
         from jaxllm.bundle import Bundle
         from jaxllm.config import WHOLE
-        from jaxllm.kernels.native import portable_graphs
+        from jaxllm.kernels.native import without_native_kernels
         from jaxllm.quant import dequantize
         from serving.programs.live import LiveExecutor
         from serving.programs.runner import ProgramRunner
 
         began = time.perf_counter()
-        with portable_graphs(), Bundle.open(opening.model) as bundle:
+        with without_native_kernels(), Bundle.open(opening.model) as bundle:
             params = {name: dequantize(weight, jnp.float32) for name, weight in bundle.load().items()}
             cfg = bundle.cfg
         executor = LiveExecutor(
@@ -62,7 +62,7 @@ class LiveSteps(Programs):
             **opening.options,
         )
         loaded = time.perf_counter()
-        with portable_graphs():
+        with without_native_kernels():
             for signature in executor.manifest.signatures:
                 # One after the other: threads would not know that graphs are to be portable.
                 executor.compile(signature)

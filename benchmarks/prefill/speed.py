@@ -26,8 +26,8 @@ from jaxllm.errors import JaxllmError
 from jaxllm.int8_prefill.schedule import ORDERS, PROCESSORS, Dispatcher, Order, Subgraph
 from jaxllm.int8_prefill.simulator import lower_bound_ms, simulate
 from jaxllm.int8_prefill.subgraphs import stages_of
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.integer_stage import IntegerStageBucket
-from serving.buckets.table import BucketTable
 from serving.engine import Engine
 from serving.host.user_cache import cache_folder
 from serving.int8_prefill.options import PrefillOptions

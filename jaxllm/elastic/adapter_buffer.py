@@ -18,36 +18,36 @@ from jaxllm.models.parameters import param_specs
 _ALIGN_BYTES = 64
 
 
-class AdapterPlace(NamedTuple):
+class AdapterLocation(NamedTuple):
     """Location of the adapter of a matrix `[*U, D]` in the buffer (see `jaxllm.quant.AdaptedFromBuffer`).
 
     Attributes:
       name: of the parameter.
-      at: index of its first float in the buffer.
+      offset: index of its first float in the buffer.
       rank: r: the factors `[r, *U]` and `[r, D]` are stored one after the other.
     """
 
     name: str
-    at: int
+    offset: int
     rank: int
 
 
-def adapter_places(cfg: ModelConfig, ranks: Mapping[str, int]) -> tuple[AdapterPlace, ...]:
+def adapter_locations(cfg: ModelConfig, ranks: Mapping[str, int]) -> tuple[AdapterLocation, ...]:
     """Locations of adapters with given ranks by parameter, one after the other in the model's order.
 
     The adapters of a layer are contiguous, in the same layout for all layers of a kind, and each begins
     aligned, so that a layer's part of the buffer can be passed without a copy.
     """
-    places, end = [], 0
+    locations, end = [], 0
     for name in sorted(ranks, key=list(param_specs(cfg)).index):
-        places.append(AdapterPlace(name, end, ranks[name]))
-        end = _end(cfg, places[-1])
-    return tuple(places)
+        locations.append(AdapterLocation(name, end, ranks[name]))
+        end = _end(cfg, locations[-1])
+    return tuple(locations)
 
 
 def fill_buffer(
     cfg: ModelConfig,
-    places: Sequence[AdapterPlace],
+    locations: Sequence[AdapterLocation],
     adapters: Sequence[tuple[Adapter, float]],
 ) -> np.ndarray:
     """A buffer `[N]` float32 with the sum of some adapters, their ranks one after the other.
@@ -56,15 +56,15 @@ def fill_buffer(
 
     Args:
       cfg: the whole model.
-      places: locations, not empty, of at least the sum of the adapters' ranks.
+      locations: not empty, of at least the sum of the adapters' ranks.
       adapters: (adapter, scaling) pairs, of the whole model or of a sub-model, as in `jaxllm.models.lora`.
     """
-    buffer = _aligned_zeros(max(_end(cfg, place) for place in places))
+    buffer = _aligned_zeros(max(_end(cfg, each) for each in locations))
     specs = param_specs(cfg)
-    for name, at, rank in places:
+    for name, offset, rank in locations:
         *units, width = specs[name].shape
-        right_at = at + rank * math.prod(units)
-        left = buffer[at:right_at].reshape(rank, *units)
+        right_at = offset + rank * math.prod(units)
+        left = buffer[offset:right_at].reshape(rank, *units)
         right = buffer[right_at : right_at + rank * width].reshape(rank, width)
         filled = 0
         for adapter, scaling in adapters:
@@ -79,11 +79,11 @@ def fill_buffer(
     return buffer
 
 
-def _end(cfg: ModelConfig, place: AdapterPlace) -> int:
+def _end(cfg: ModelConfig, location: AdapterLocation) -> int:
     """First aligned index after a location."""
-    *units, width = param_specs(cfg)[place.name].shape
+    *units, width = param_specs(cfg)[location.name].shape
     step = _ALIGN_BYTES // 4
-    return place.at + -(-place.rank * (math.prod(units) + width) // step) * step
+    return location.offset + -(-location.rank * (math.prod(units) + width) // step) * step
 
 
 def _aligned_zeros(count: int) -> np.ndarray:

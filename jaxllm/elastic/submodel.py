@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.adapter_buffer import AdapterPlace
+from jaxllm.elastic.adapter_buffer import AdapterLocation
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
@@ -31,21 +31,21 @@ class CountedSubModel:
       counts: `[L, 3]` int32, numbers of used units (see `jaxllm.kernels.used_units`).
       adapters: `[N]` float32, the buffer of the sub-model's adapters in the shapes of the whole model's; None
         without any.
-      places: location of each parameter's adapter in the buffer.
+      locations: of each parameter's adapter in the buffer.
     """
 
     whole: Params
     counts: jax.Array
     adapters: jax.Array | None
-    places: tuple[AdapterPlace, ...] = dataclasses.field(metadata={"static": True})
+    locations: tuple[AdapterLocation, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def params(self) -> dict[str, Weight]:
         """The parameters as the functions of `jaxllm.models` take them."""
         params = {**self.whole, PARAMETER: self.counts}
         if self.adapters is not None:
-            for name, at, rank in self.places:
-                params[name] = AdaptedFromBuffer(self.whole[name], self.adapters, at, rank)
+            for name, offset, rank in self.locations:
+                params[name] = AdaptedFromBuffer(self.whole[name], self.adapters, offset, rank)
         return params
 
 
@@ -60,14 +60,15 @@ def layer_part(params: CountedSubModel, layer: int, like: int) -> CountedSubMode
     }
     counts = np.array(params.counts)
     counts[like] = counts[layer]
-    places = [place for place in params.places if place.name.startswith(own)]
-    if params.adapters is None or not places:
+    locations = [each for each in params.locations if each.name.startswith(own)]
+    if params.adapters is None or not locations:
         return CountedSubModel(whole, jax.device_put(counts), None, ())
-    first = min(place.at for place in places)
-    after = [place.at for place in params.places if place.at > max(place.at for place in places)]
+    first, last = min(each.offset for each in locations), max(each.offset for each in locations)
+    after = [each.offset for each in params.locations if each.offset > last]
     part = np.asarray(params.adapters)[first : min(after, default=None)]
     moved = tuple(
-        place._replace(name=other + place.name.removeprefix(own), at=place.at - first) for place in places
+        each._replace(name=other + each.name.removeprefix(own), offset=each.offset - first)
+        for each in locations
     )
     return CountedSubModel(
         whole, jax.device_put(counts), jax.device_put(part, jax.devices()[0], may_alias=True), moved
@@ -160,7 +161,7 @@ def counted_sub_model(
     params: Params,
     cfg: ModelConfig,
     *,
-    places: tuple[AdapterPlace, ...] = (),
+    locations: tuple[AdapterLocation, ...] = (),
     adapters: np.ndarray | None = None,
     rank: int = 0,
 ) -> CountedSubModel:
@@ -169,7 +170,7 @@ def counted_sub_model(
     Args:
       params: of the whole model (see `can_be_counted`).
       cfg: the sub-model.
-      places: locations of adapters, the same for all sub-models that share buckets.
+      locations: of adapters, the same for all sub-models that share buckets.
       adapters: the buffer of adapters, if there are any (see `fill_buffer`).
       rank: how many ranks of adapters are used; the others are zero.
     """
@@ -177,7 +178,7 @@ def counted_sub_model(
     counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
     device = jax.devices()[0]
     buffer = None if adapters is None else jax.device_put(adapters, device, may_alias=True)
-    return CountedSubModel(params, jax.device_put(counts), buffer, places)
+    return CountedSubModel(params, jax.device_put(counts), buffer, locations)
 
 
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:

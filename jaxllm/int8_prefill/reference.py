@@ -14,7 +14,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
 from jaxllm.int8_prefill.shadow import shadow_products
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
@@ -36,7 +36,7 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
       cfg: the model.
     """
     count = len(tokens)
-    at = Places.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
+    at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
     x = embed_tokens(params, tokens[None], at.positions, cfg=cfg)
     for layer in range(cfg.layers):
         x = _layer(params, x, at, rule, cfg, layer)
@@ -106,7 +106,9 @@ def observed(
     return found
 
 
-def _layer(params: Params, x: jax.Array, at: Places, rule: Rule, cfg: ModelConfig, layer: int) -> jax.Array:
+def _layer(
+    params: Params, x: jax.Array, at: TokenPositions, rule: Rule, cfg: ModelConfig, layer: int
+) -> jax.Array:
     weights, units = LayerParams(params, f"layers.{layer}."), cfg.units(layer)
 
     def multiplied(product: int, rows: jax.Array) -> list[jax.Array]:

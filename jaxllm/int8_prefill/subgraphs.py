@@ -33,7 +33,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
 from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
 from jaxllm.kernels.used_units import used_in_layer
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
@@ -125,7 +125,7 @@ def attend(
     calibration: LayerCalibration,
     heads: Sequence[jax.Array],
     shadows: Sequence[jax.Array] | None,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
     *,

@@ -20,7 +20,7 @@ from jaxllm.int8_prefill.subgraphs import (
     project,
 )
 from jaxllm.kernels.used_units import used_in_layer
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import add_normed
 
@@ -29,7 +29,7 @@ def pass_layer(
     params: Params,
     calibration: LayerCalibration,
     x: jax.Array,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
     *,

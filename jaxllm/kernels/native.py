@@ -34,7 +34,7 @@ CHOICE_VARIABLE = "JAXLLM_KERNELS"
 THREADS_VARIABLE = "JAXLLM_THREADS"
 _MOST_THREADS = 256
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "relu")
-_portable = contextvars.ContextVar("portable", default=False)
+_without_native = contextvars.ContextVar("without_native", default=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,23 +60,23 @@ class Kernels:
 
 
 @contextlib.contextmanager
-def portable_graphs() -> Iterator[None]:
-    """Within this context, steps are traced and weights are placed without native kernels, for other
+def without_native_kernels() -> Iterator[None]:
+    """Within this context, steps are traced and weights are placed for XLA's kernels, for other
     machines."""
-    token = _portable.set(True)
+    token = _without_native.set(True)
     try:
         yield
     finally:
-        _portable.reset(token)
+        _without_native.reset(token)
 
 
 def kernels() -> Kernels:
-    """The kernels in use: those of this process, or XLA's within `portable_graphs`.
+    """The kernels in use: those of this process, or XLA's within `without_native_kernels`.
 
     Raises:
       ConfigError: see `process_kernels`.
     """
-    return Kernels("xla", "the graphs are for other machines") if _portable.get() else process_kernels()
+    return Kernels("xla", "the steps are for other machines") if _without_native.get() else process_kernels()
 
 
 @functools.cache
@@ -155,9 +155,14 @@ def to_units(
         target("to_units"),
         [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs],
     )
-    counts, places = unit_counts(used)
+    counts, indices = unit_counts(used)
     parts = [part for weight in weights for part in parts_of(weight)]
-    attributes = {**format_of(weights[0]), **places, **adapter_places(*weights), "eps": np.float32(norm_eps)}
+    attributes = {
+        **format_of(weights[0]),
+        **indices,
+        **adapter_offsets(*weights),
+        "eps": np.float32(norm_eps),
+    }
     attributes["widen"] = not rowwise
     # Weights that are used in part have the same number of units; their rows per unit differ.
     units = np.int64(1 if used is None else weights[0].shape[0])
@@ -179,11 +184,11 @@ def from_units(
         target("from_units"), jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
     )
     stacked = weight.ndim == 3
-    counts, places = unit_counts(used)
+    counts, indices = unit_counts(used)
     attributes = {
         **format_of(weight),
-        **places,
-        **adapter_places(weight),
+        **indices,
+        **adapter_offsets(weight),
         "stacked": stacked,
         "widen": not rowwise,
     }
@@ -212,7 +217,7 @@ def feed_forward(
     call = jax.ffi.ffi_call(target("feed_forward"), jax.ShapeDtypeStruct(x.shape, jnp.float32))
     nothing = jnp.zeros((0,), jnp.float32)
     gate_parts = (nothing,) * 4 if gate is None else parts_of(gate)
-    counts, places = unit_counts(used)
+    counts, indices = unit_counts(used)
     return call(
         x,
         optional(norm_scale),
@@ -222,8 +227,8 @@ def feed_forward(
         *parts_of(up),
         *parts_of(down),
         **format_of(up),
-        **places,
-        **adapter_places(gate, up, down),
+        **indices,
+        **adapter_offsets(gate, up, down),
         units=np.int64(up.shape[0]),
         activation=np.int64(ACTIVATIONS.index(activation)),
         residual=residual,
@@ -274,15 +279,15 @@ def format_of(weight: Adaptable) -> dict[str, np.int64]:
     return {"bits": np.int64(stored.bits), "group": np.int64(stored.group)}
 
 
-def adapter_places(*weights: Adaptable | None) -> dict[str, np.ndarray]:
+def adapter_offsets(*weights: Adaptable | None) -> dict[str, np.ndarray]:
     """Per weight, where the factors of its adapter begin in their buffers, and the rank."""
 
-    def place(weight: Adaptable | None) -> tuple[int, int, int]:
+    def offsets(weight: Adaptable | None) -> tuple[int, int, int]:
         if isinstance(weight, AdaptedFromBuffer):
             return weight.at, weight.right_at, weight.rank
         return 0, 0, weight.left.shape[0] if isinstance(weight, Adapted) else 0
 
-    return {"adapters": np.array([place(weight) for weight in weights], np.int64).reshape(-1)}
+    return {"adapters": np.array([offsets(weight) for weight in weights], np.int64).reshape(-1)}
 
 
 def parts_of(weight: Adaptable) -> tuple[jax.Array, ...]:
@@ -308,7 +313,7 @@ def unit_counts(used: UsedUnits | None) -> tuple[jax.Array, dict[str, np.int64]]
     attributes."""
     if used is None:
         return jnp.zeros((0,), jnp.int32), {"units_at": np.int64(-1), "rank_at": np.int64(-1)}
-    units_at, rank_at = used.places
+    units_at, rank_at = used.indices
     return used.counts, {"units_at": np.int64(units_at), "rank_at": np.int64(rank_at)}
 
 

@@ -48,7 +48,7 @@ def attention(
       Outputs `[B, T, K, G, H]` float32; keys, values and mass.
     """
     seen = optional(mass)
-    counts, places = unit_counts(used)
+    counts, indices = unit_counts(used)
     nothing = (positions, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.bool_))
     rows, base, told = nothing if tree is None else tree
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
@@ -72,7 +72,7 @@ def attention(
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),
-        heads_at=places["units_at"],
+        heads_at=indices["units_at"],
     )
     return out, keys, values, None if mass is None else seen
 
@@ -101,7 +101,7 @@ def load_chunks(
       keys_by_token, values_by_token, rotated: see `jaxllm.kv.codecs.Codec`.
       used: per layer, how many of the K kv heads its blobs have; empty: all.
     """
-    counts, places = zip(*[unit_counts(each) for each in used or [None] * len(pasts)], strict=True)
+    counts, indices = zip(*[unit_counts(each) for each in used or [None] * len(pasts)], strict=True)
     flat = [rows for past in pasts for rows in past]
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in flat]
     aliases = {3 + place: place for place in range(len(flat))}
@@ -116,7 +116,7 @@ def load_chunks(
         keys_by_token=keys_by_token,
         values_by_token=values_by_token,
         rotated=rotated,
-        heads_at=np.array([each["units_at"] for each in places], np.int64),
+        heads_at=np.array([each["units_at"] for each in indices], np.int64),
     )
     return tuple(zip(loaded[::2], loaded[1::2], strict=True))
 

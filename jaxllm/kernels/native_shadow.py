@@ -41,8 +41,8 @@ def to_units(
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     call = jax.ffi.ffi_call(native.target("to_units"), [*results, _channels(1)])
-    counts, places = native.unit_counts(used)
-    attributes = {**native.format_of(weights[0]), **places, **native.adapter_places(*weights)}
+    counts, indices = native.unit_counts(used)
+    attributes = {**native.format_of(weights[0]), **indices, **native.adapter_offsets(*weights)}
     *found, channels = call(
         x,
         native.optional(norm_scale),
@@ -73,7 +73,7 @@ def from_units(
     result = jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32)
     call = jax.ffi.ffi_call(native.target("from_units"), [result, _channels(1)])
     stacked = weight.ndim == 3
-    counts, places = native.unit_counts(used)
+    counts, indices = native.unit_counts(used)
     out, channels = call(
         h,
         *native.parts_of(weight),
@@ -83,8 +83,8 @@ def from_units(
         place,
         rows,
         **native.format_of(weight),
-        **places,
-        **native.adapter_places(weight),
+        **indices,
+        **native.adapter_offsets(weight),
         stacked=stacked,
         widen=True,
         segments=np.int64(weight.shape[0] if stacked else 1),
@@ -129,7 +129,7 @@ def feed_forward(
         rows[1],
         **native.format_of(up),
         **unit_places,
-        **native.adapter_places(gate, up, down),
+        **native.adapter_offsets(gate, up, down),
         units=np.int64(up.shape[0]),
         activation=np.int64(native.ACTIVATIONS.index(activation)),
         residual=residual,

@@ -38,7 +38,7 @@ class UsedUnits:
         return self.counts[self.layer, self.column]
 
     @property
-    def places(self) -> tuple[int, int]:
+    def indices(self) -> tuple[int, int]:
         """Indices of the numbers of units and of ranks in the flattened counts."""
         return _COLUMNS * self.layer + self.column, _COLUMNS * self.layer + _RANK
 

@@ -66,24 +66,24 @@ class KVCache:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TreeRows:
-    """Rows of a token tree in a cache: one row per node after the sequence, whatever the node's depth.
+class TreePositions:
+    """Cache rows and attention mask of a token tree: one row per node after the sequence, at any depth.
 
     Attributes:
       base: int32 scalar, the row of the first node; every node attends to all rows before it.
       rows: `[T]` int32, rows of the new tokens, ascending.
-      seen: `[T, M]` bool, which of the M rows from `base` on each new token attends to: its ancestors and
+      mask: `[T, M]` bool, which of the M rows from `base` on each new token attends to: its ancestors and
         itself.
     """
 
     base: jax.Array
     rows: jax.Array
-    seen: jax.Array
+    mask: jax.Array
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Places:
+class TokenPositions:
     """Positions of new tokens in a sequence, and their rows in its cache.
 
     Invariants: without a tree `positions` do not descend; the rows of real tokens differ.
@@ -93,27 +93,27 @@ class Places:
       valid: int32 scalar: the first `valid` tokens are real, the others padding.
       tree: rows and mask of a token tree; None: rows are positions, and a token attends to all positions
         before it.
-      run: whether the rows are consecutive, from the first position on.
+      consecutive: whether the rows are consecutive, from the first position on.
     """
 
     positions: jax.Array
     valid: jax.Array
-    tree: TreeRows | None = None
-    run: bool = dataclasses.field(metadata={"static": True}, default=False)
+    tree: TreePositions | None = None
+    consecutive: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
-    def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "Places":
+    def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "TokenPositions":
         """`count` consecutive positions after `length` tokens."""
-        return cls(length + jnp.arange(count, dtype=jnp.int32), valid, run=True)
+        return cls(length + jnp.arange(count, dtype=jnp.int32), valid, consecutive=True)
 
     def check(self, axes: Axes) -> None:
-        """Asserts the shapes above, where a step that takes the places is traced."""
+        """Asserts the shapes above, where a step that takes the positions is traced."""
         axes.check(jnp.int32, "T", positions=self.positions)
         axes.check(jnp.int32, "", valid=self.valid)
         if self.tree is not None:
             axes.check(jnp.int32, "", base=self.tree.base)
             axes.check(jnp.int32, "T", rows=self.tree.rows)
-            axes.check(jnp.bool_, "T M", seen=self.tree.seen)
+            axes.check(jnp.bool_, "T M", mask=self.tree.mask)
 
     @property
     def rows(self) -> jax.Array:
@@ -131,19 +131,19 @@ class Places:
         if self.tree is None:
             before = row <= self.rows[:, None]
         else:
-            seen, base = self.tree.seen, self.tree.base
+            mask, base = self.tree.mask, self.tree.base
             node = row - base
-            inside = (node >= 0) & (node < seen.shape[1])
-            at = jnp.broadcast_to(jnp.clip(node, 0, seen.shape[1] - 1), (len(self.rows), keys))
-            before = (node < 0) | (inside & jnp.take_along_axis(seen, at, axis=1))
-            depth = jnp.cumsum(seen, axis=1, dtype=jnp.int32) - 1
+            inside = (node >= 0) & (node < mask.shape[1])
+            at = jnp.broadcast_to(jnp.clip(node, 0, mask.shape[1] - 1), (len(self.rows), keys))
+            before = (node < 0) | (inside & jnp.take_along_axis(mask, at, axis=1))
+            depth = jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1
             stands = jnp.where(node < 0, row, base + jnp.take_along_axis(depth, at, axis=1))
         return before & (stands > self.positions[:, None] - window) if window else before
 
     def write(self, rows: jax.Array, new: jax.Array) -> jax.Array:
         """`rows` `[B, K, S, H]` with the valid tokens of `new` `[B, K, T, H]` written at their rows; rows
         past S are dropped."""
-        if self.run:
+        if self.consecutive:
             return write_rows(rows, new, self.positions[0], self.valid)
         real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
         # Row S does not exist: `mode="drop"` drops padding.
@@ -186,7 +186,7 @@ def write_rows(rows: jax.Array, new: jax.Array, start: jax.Array, valid: jax.Arr
 
     Exactly those positions change, also when `start + T > S`: `dynamic_update_slice` would clamp the
     start and shift the chunk onto older rows, so the block that is replaced is read back, the valid
-    rows are laid over it at their true place, and the block is written whole. Rows past S are
+    rows replace theirs in it, and the block is written whole. Rows past S are
     dropped. A single row (T = 1) is written without all this: it must be valid and `start < S`.
     """
     capacity, length = rows.shape[2], new.shape[2]

@@ -17,7 +17,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.models.layer import (
     Attend,
     attend_cache,
@@ -92,7 +92,7 @@ def forward(
     cache.check(axes)
     count = tokens.shape[1]
     padded = valid is not None
-    at = Places.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
+    at = TokenPositions.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
     x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded)
     return x, dataclasses.replace(cache, length=cache.length + at.valid)
 
@@ -101,7 +101,7 @@ def forward_at(
     params: Params,
     tokens: jax.Array,
     cache: KVCache,
-    at: Places,
+    at: TokenPositions,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
@@ -149,7 +149,7 @@ def embed_tokens(
 def forward_layer(
     params: Params,
     x: jax.Array,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None = None,
     *,
@@ -186,7 +186,7 @@ def forward_layer(
 def forward_to_experts(
     params: Params,
     x: jax.Array,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None = None,
     *,

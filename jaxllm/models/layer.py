@@ -11,7 +11,7 @@ from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.used_units import UsedUnits, used_in_layer
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import (
@@ -112,7 +112,7 @@ def attend_cache(
     *,
     cfg: ModelConfig,
     layer: int,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:

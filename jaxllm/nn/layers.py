@@ -13,7 +13,7 @@ import numpy as np
 from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -127,7 +127,7 @@ def causal_mask(positions: jax.Array, keys: int, window: int) -> jax.Array:
 
     `window` 0 is full causal attention; w > 0 keeps the last w positions, the query's own included.
     """
-    return Places(positions, jnp.asarray(len(positions), jnp.int32)).visible(keys, window)
+    return TokenPositions(positions, jnp.asarray(len(positions), jnp.int32)).visible(keys, window)
 
 
 def attention(
@@ -187,7 +187,7 @@ def cached_attention(
     rotary: tuple[jax.Array, jax.Array] | None,
     cache: tuple[jax.Array, jax.Array],
     mask: jax.Array,
-    at: Places,
+    at: TokenPositions,
     mass: jax.Array | None = None,
     *,
     scale: float,
@@ -229,7 +229,7 @@ def cached_attention(
             at.positions,
             at.valid,
             mass,
-            tree=None if at.tree is None else (at.tree.rows, at.tree.base, at.tree.seen),
+            tree=None if at.tree is None else (at.tree.rows, at.tree.base, at.tree.mask),
             scale=scale,
             softcap=softcap,
             window=window,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import KVCache, Places, TreeRows
+from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.program_folder.manifest import KEYS, LEFT, RIGHT, VALUES, Signature
@@ -64,7 +64,7 @@ def run_step(
     count = tokens.shape[1]
     start = input_pos[0]
     real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
-    at = Places.after(start, count, jnp.sum(real, dtype=jnp.int32))
+    at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
     params = (params_of or with_adapters)(weights, cfg)
     return _step(params, caches, tokens, at, cfg, dtype, with_logits, padded=count > 1)
 
@@ -98,7 +98,7 @@ def run_tree(
     base = input_pos[0]
     rows = base + jnp.arange(tokens.shape[1], dtype=jnp.int32)
     real = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
-    at = Places(input_pos, real, TreeRows(base, rows, mask), run=True)
+    at = TokenPositions(input_pos, real, TreePositions(base, rows, mask), consecutive=True)
     params = (params_of or with_adapters)(weights, cfg)
     return _step(params, caches, tokens, at, cfg, dtype, with_logits=True, padded=True)
 
@@ -107,7 +107,7 @@ def _step(
     params: Params,
     caches: Arrays,
     tokens: jax.Array,
-    at: Places,
+    at: TokenPositions,
     cfg: ModelConfig,
     dtype: jnp.dtype,
     with_logits: bool,

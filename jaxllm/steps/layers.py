@@ -15,7 +15,7 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
 from jaxllm.kernels.used_units import used_in_layer
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.kv.chunks import Past, load_chunks
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
@@ -87,7 +87,7 @@ def attend_layer(
     params: Params,
     next_router: Params,
     x: jax.Array,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
     *,
@@ -123,7 +123,7 @@ def attend_restored(
     params: Params,
     next_router: Params,
     x: jax.Array,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     source: jax.Array,
     bits: jax.Array,
@@ -203,7 +203,7 @@ def load_cache(
 def restore_layer(
     params: Params,
     x: jax.Array,
-    at: Places,
+    at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     source: jax.Array,
     bits: jax.Array,
@@ -237,7 +237,7 @@ def restore_layer(
     return x, past
 
 
-def _check_layer(step: str, x: jax.Array, at: Places, past: Past, cfg: ModelConfig) -> None:
+def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
     """Asserts what a step over one layer of one sequence takes."""
     axes = Axes(step, B=1, D=cfg.hidden_size, H=cfg.head_dim)
     axes.check(jnp.floating, "B T D", x=x)

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.kv.cache import KVCache, Places, TreeRows
+from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
@@ -51,8 +51,8 @@ def read_nodes(
     axes.check(jnp.int32, "T", nodes=nodes)
     axes.check(jnp.int32, "", valid=valid)
     cache.check(axes)
-    rows = TreeRows(base=cache.length, rows=cache.length + nodes, seen=tree.ancestors[nodes])
-    at = Places(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
+    rows = TreePositions(base=cache.length, rows=cache.length + nodes, mask=tree.ancestors[nodes])
+    at = TokenPositions(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
     hidden, cache = forward_at(params, tree.tokens[nodes][None], cache, at, cfg=cfg, dtype=dtype)
     return logits(params, hidden, cfg=cfg, rowwise=True)[0], cache
 
@@ -85,7 +85,7 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     source = jnp.where(place < count, nodes, place)
     # Ascending nodes never lie before their place, so that reading all rows first is a plain gather.
     rows = jnp.minimum(cache.length + source, np.int32(cache.capacity_tokens - 1))
-    behind = Places(positions=cache.length + place, valid=count)
+    behind = TokenPositions(positions=cache.length + place, valid=count)
 
     def moved(values: jax.Array) -> jax.Array:
         return behind.write(values, values[:, :, rows])

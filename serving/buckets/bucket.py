@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model, sub_model
-from jaxllm.kv.cache import KVCache, Places, TreeRows, new_cache
+from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
 from serving.host.device import Device
@@ -152,12 +152,12 @@ def ids(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def position_shapes(tokens: int, *, tree: bool = False, run: bool = True) -> Places:
+def position_shapes(tokens: int, *, tree: bool = False, consecutive: bool = True) -> TokenPositions:
     """The shapes of where tokens stand: one behind the other, in any order, or as a tree."""
     if not tree:
-        return Places(ids(tokens), SCALAR, run=run)  # pyright: ignore[reportArgumentType]
-    rows = TreeRows(SCALAR, ids(tokens), jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_))  # pyright: ignore
-    return Places(ids(tokens), SCALAR, rows)  # pyright: ignore[reportArgumentType]
+        return TokenPositions(ids(tokens), SCALAR, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
+    rows = TreePositions(SCALAR, ids(tokens), jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_))  # pyright: ignore
+    return TokenPositions(ids(tokens), SCALAR, rows)  # pyright: ignore[reportArgumentType]
 
 
 def mass_by_node(cache: KVCache, nodes: int) -> Any:

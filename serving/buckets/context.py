@@ -64,7 +64,7 @@ class RestoreBucket(Bucket):
         return model.jitted_part(step, 1, 3).lower(
             layer_shapes(model.params, layer),
             model.hidden(self.tokens),
-            position_shapes(self.tokens, run=False),
+            position_shapes(self.tokens, consecutive=False),
             model.layer_cache(layer, self.cache_tokens),
             source,
             bits_shape(model, self.cache_tokens),

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxllm.elastic.submodel import whole_params
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from serving.buckets.context import bits_shape, source_shape
@@ -77,7 +77,10 @@ class AttendRestoredBucket(Bucket):
         attend = functools.partial(
             attend_restored, cfg=model.cfg, layer=layer, form=model.options.chunk_format
         )
-        at, past = position_shapes(self.tokens, run=False), model.layer_cache(layer, self.cache_tokens)
+        at, past = (
+            position_shapes(self.tokens, consecutive=False),
+            model.layer_cache(layer, self.cache_tokens),
+        )
         source = jax.ShapeDtypeStruct(*source_shape(model.cfg, model.options, layer, self.cache_tokens))
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
             layer_params(whole, layer, layer),
@@ -128,7 +131,7 @@ class CombineBucket(Bucket):
 
 
 def _lower_attend(
-    model: ModelShapes, layer: int, at: Places, cache: KVCache, mass: Any
+    model: ModelShapes, layer: int, at: TokenPositions, cache: KVCache, mass: Any
 ) -> jax.stages.Lowered:
     whole = whole_params(model.params)
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)

@@ -119,8 +119,8 @@ def _of_stage(
     if not isinstance(found, CountedSubModel):
         return {name: each for name, each in found.items() if name.startswith(starts)}
     whole = {name: each for name, each in found.whole.items() if name.startswith(starts)}
-    places = tuple(place for place in found.places if place.name in whole)
-    return dataclasses.replace(found, whole=whole, places=places)
+    locations = tuple(each for each in found.locations if each.name in whole)
+    return dataclasses.replace(found, whole=whole, locations=locations)
 
 
 def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> int:

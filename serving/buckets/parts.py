@@ -1,4 +1,4 @@
-"""The parts of a model's parameters that buckets of one layer, of a table or of an expert take."""
+"""Selects the parameters that buckets of one layer, of an embedding or of an expert take."""
 
 import dataclasses
 from typing import Any

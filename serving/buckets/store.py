@@ -23,7 +23,7 @@ import numpy as np
 import jaxllm
 from jaxllm.config import ModelConfig
 from serving.buckets.bucket import Bucket
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.host.machine import cpu_features, usable_cores
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ class BucketStore:
       facts: all that they depend on besides their families and fields, as plain data by name.
     """
 
-    folder: ExecutableFolder
+    folder: CompiledBucketFolder
     facts: Mapping[str, Any]
 
     @classmethod
     def of_model(
         cls,
-        folder: ExecutableFolder,
+        folder: CompiledBucketFolder,
         *,
         cfg: ModelConfig,
         options: "EngineOptions",
@@ -82,7 +82,7 @@ class BucketStore:
         return cls(folder, {"environment": environment, "options": shapes}).of(cfg, params)
 
     @classmethod
-    def of_programs(cls, folder: ExecutableFolder) -> "BucketStore":
+    def of_programs(cls, folder: CompiledBucketFolder) -> "BucketStore":
         """The store of buckets that say themselves which program they are of."""
         return cls(folder, {"environment": digest_of(environment_facts())})
 

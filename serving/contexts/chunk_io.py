@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxllm.errors import CheckpointError
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.kv.chunks import chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
@@ -85,16 +85,16 @@ class ChunkIO:
             )
         return self.runner.load_chunks(cache, sources, bits)
 
-    def positions(self, chunks: Sequence[int], count: int) -> Places:
+    def positions(self, chunks: Sequence[int], count: int) -> TokenPositions:
         """The positions of the tokens of ascending chunks, for a bucket that computes `count` chunks."""
         numbers = np.array([*chunks, *[chunks[-1]] * (count - len(chunks))], np.int32)
         positions = numbers[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens, dtype=np.int32)
         if len(chunks) < count:
             # Padding is never written, but positions must not descend.
             positions[len(chunks) :] = positions[len(chunks) - 1, -1]
-        return Places(positions.reshape(-1), np.int32(len(chunks) * self.chunk_tokens))  # pyright: ignore
+        return TokenPositions(positions.reshape(-1), np.int32(len(chunks) * self.chunk_tokens))  # pyright: ignore
 
-    def embed(self, tokens: Sequence[int], at: Places) -> jax.Array:
+    def embed(self, tokens: Sequence[int], at: TokenPositions) -> jax.Array:
         """The first layer's input for a context's `tokens` at some positions, `[1, T, D]`."""
         return self.runner.begin_layers(np.asarray(tokens, np.int32)[np.asarray(at.positions)], at)
 
@@ -102,7 +102,7 @@ class ChunkIO:
         self,
         layer: int,
         x: jax.Array,
-        at: Places,
+        at: TokenPositions,
         cache: KVCache,
         chunks: Mapping[int, tuple[int, np.ndarray]],
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

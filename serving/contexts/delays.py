@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError, one_line
 from jaxllm.files.atomic import temporary_file
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.kv.recompute import Delay
 from serving.contexts.chunk_io import ChunkIO
 from serving.host.direct_io import PieceReader, Storage
@@ -75,10 +75,10 @@ def measure_compute(chunk_io: ChunkIO) -> Delay:
     for count in counts:
         at = chunk_io.positions(range(max(0, end - count), end), count)
 
-        def embed(at: Places = at) -> jax.Array:
+        def embed(at: TokenPositions = at) -> jax.Array:
             return jax.block_until_ready(chunk_io.embed([0] * options.context_tokens, at))
 
-        def once(x: jax.Array, at: Places = at) -> None:
+        def once(x: jax.Array, at: TokenPositions = at) -> None:
             nonlocal cache
             x, (keys, values) = chunk_io.restore_layer(0, x, at, cache, {})
             layers = dict(keys=(keys, *cache.keys[1:]), values=(values, *cache.values[1:]))

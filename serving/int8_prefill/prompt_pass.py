@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxllm.int8_prefill.schedule import Subgraph
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 
 
 class PromptPass:
@@ -24,7 +24,7 @@ class PromptPass:
     def __init__(
         self,
         call: Callable[..., Any],
-        chunks: Sequence[Places],
+        chunks: Sequence[TokenPositions],
         inputs: Sequence[jax.Array],
         cache: KVCache,
     ) -> None:

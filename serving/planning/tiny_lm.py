@@ -21,8 +21,8 @@ from jaxllm.quant import Weight, quantize, to_blocks
 from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.text.droppable import PromptTokens
 from serving.buckets.bucket import shapes_of
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.store import BucketStore
-from serving.buckets.table import BucketTable
 from serving.buckets.tiny_lm import TinyLmBucket, TlmShapes
 from serving.planning.planner import Proposal
 

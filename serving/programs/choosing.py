@@ -9,10 +9,10 @@ import numpy as np
 
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.tree import TokenTree
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.bucket_table import BucketTable
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.buckets.exported import ChoiceBucket
 from serving.buckets.store import BucketStore
-from serving.buckets.table import BucketTable
 
 
 class Choosing:
@@ -23,7 +23,7 @@ class Choosing:
       folder: where executables are kept; None keeps none.
     """
 
-    def __init__(self, vocab_size: int, folder: ExecutableFolder | None = None) -> None:
+    def __init__(self, vocab_size: int, folder: CompiledBucketFolder | None = None) -> None:
         self._vocab_size = vocab_size
         self._table = BucketTable(None, None if folder is None else BucketStore.of_programs(folder))
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.program_folder.manifest import Manifest, Signature
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.host.machine import memory_bytes
 from serving.host.progress import Progress
-from serving.host.user_cache import cache_folder, executables_bytes
+from serving.host.user_cache import executables_bytes
 
 
 class Executor(Protocol):
@@ -119,10 +119,9 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     return LiteRtExecutor(manifest, folder, threads=threads)
 
 
-def kept_executables() -> ExecutableFolder | None:
+def kept_executables() -> CompiledBucketFolder | None:
     """Where this user keeps what was compiled; None to keep nothing."""
-    limit = executables_bytes()
-    return ExecutableFolder(cache_folder() / "executables", limit_bytes=limit) if limit else None
+    return CompiledBucketFolder.of_user(limit_bytes=executables_bytes())
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxllm.program_folder.manifest import Manifest, Signature
 from serving.buckets.bucket import Bucket
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.bucket_table import BucketTable
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.buckets.exported import (
     Caches,
     ProgramBucket,
@@ -20,7 +21,6 @@ from serving.buckets.exported import (
     named_shapes,
 )
 from serving.buckets.store import BucketStore
-from serving.buckets.table import BucketTable
 from serving.host.progress import Progress
 
 
@@ -43,7 +43,7 @@ class JaxPrograms:
         weights: Mapping[int, Mapping[str, Any]],
         step: Callable[[Signature], Callable[..., dict[str, jax.Array]]],
         contents: Callable[[Signature], str],
-        folder: ExecutableFolder | None,
+        folder: CompiledBucketFolder | None,
     ) -> None:
         self.manifest, self.lock = manifest, threading.RLock()
         self._weights, self._contents = weights, contents

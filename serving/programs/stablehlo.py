@@ -16,7 +16,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.program_folder.manifest import WEIGHTS, Manifest, ProgramLevel, Signature
 from jaxllm.program_folder.weights import read_weights
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.programs.allowance import Allowance, allowance, arguments, results
 from serving.programs.jax_programs import JaxPrograms
 from serving.programs.screening import screening
@@ -33,7 +33,7 @@ class StableHloExecutor(JaxPrograms):
     """Programs of a folder. On a CPU the weights are in memory once, and a level reads the beginnings of the
     whole model's; other devices hold a copy for each level."""
 
-    def __init__(self, manifest: Manifest, folder: Path, kept: ExecutableFolder | None = None) -> None:
+    def __init__(self, manifest: Manifest, folder: Path, kept: CompiledBucketFolder | None = None) -> None:
         """Opens the folder.
 
         Raises:

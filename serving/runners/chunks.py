@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 
 # What a pass over the weights costs whatever the chunk, in tokens of prefill: on a CPU one pass
 # streams all weights once, about the time of this many rows of computing.
@@ -27,14 +27,16 @@ def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
     return row, len(tokens)
 
 
-def placed_chunks(tokens: Sequence[int], lengths: Sequence[int], at: int) -> list[tuple[np.ndarray, Places]]:
+def placed_chunks(
+    tokens: Sequence[int], lengths: Sequence[int], at: int
+) -> list[tuple[np.ndarray, TokenPositions]]:
     """Tokens that begin at position `at`, in chunks of these lengths: rows `[T]` int32, padded, and where
     they stand."""
     found, position = [], 0
     for length in lengths:
         row, valid = padded(tokens[position : position + length], length)
         positions = np.arange(at + position, at + position + length, dtype=np.int32)
-        found.append((row[0], Places(positions, np.int32(valid), run=True)))  # pyright: ignore
+        found.append((row[0], TokenPositions(positions, np.int32(valid), consecutive=True)))  # pyright: ignore
         position += valid
     return found
 

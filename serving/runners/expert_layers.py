@@ -13,9 +13,10 @@ import jax
 import numpy as np
 
 from jaxllm.elastic.submodel import whole_params
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.steps.layers import AtExperts
 from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket
 from serving.buckets.expert import (
     AttendBucket,
@@ -26,7 +27,6 @@ from serving.buckets.expert import (
 )
 from serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
-from serving.buckets.table import BucketTable
 from serving.runners.layerwise import Chunk
 from serving.runners.level_runner import Past
 from serving.weights.experts.weights import ExpertWeights
@@ -111,7 +111,7 @@ class ExpertLayers:
         """See `LayerSource`."""
         self.experts.expect(tokens)
 
-    def embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `LayerSource`."""
         compiled = self._table.get(self.embed_bucket(len(tokens)))
         return compiled(self._embedding, tokens[None], np.asarray(at.positions))
@@ -141,7 +141,7 @@ class ExpertLayers:
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
 
     def restore(
-        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
         compiled = self._table.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))

@@ -28,6 +28,7 @@ from jaxllm.int8_prefill.simulator import stage_operations
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, Stage, stages_of
 from jaxllm.kv.cache import KVCache
 from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
 from serving.buckets.integer_stage import (
     WITH_CACHE,
@@ -41,7 +42,6 @@ from serving.buckets.integer_stage import (
 )
 from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from serving.buckets.parts import embedding_params, head_name, norm_params
-from serving.buckets.table import BucketTable
 from serving.host.device import Device
 from serving.int8_prefill.modes import PrefillMode, PrefillModes
 from serving.int8_prefill.processors import TwoProcessors

@@ -12,16 +12,16 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Places, TreeRows
+from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
 from serving.buckets.decode import SampleBucket
 from serving.buckets.layer import HeadBucket, NormBucket
 from serving.buckets.parts import norm_params
-from serving.buckets.table import BucketTable
 from serving.buckets.tree import KeepBucket, SettleBucket
 from serving.host.machine import give_back_memory
 from serving.host.progress import Progress
@@ -34,7 +34,7 @@ from serving.weights.pieces import HeadPiece
 from serving.weights.prefetch import Meanwhile
 
 # Tokens `[T]` int32, padded, and where they stand.
-Chunk = tuple[np.ndarray, Places]
+Chunk = tuple[np.ndarray, TokenPositions]
 
 
 class Head(Protocol):
@@ -83,7 +83,7 @@ class LayerSource(Protocol):
         """See `Runner`."""
         ...
 
-    def embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """What the first layer takes of tokens `[T]`, `[1, T, D]`; a run of the layers begins."""
         ...
 
@@ -103,7 +103,7 @@ class LayerSource(Protocol):
         ...
 
     def restore(
-        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner.restore_layer`."""
         ...
@@ -263,8 +263,8 @@ class LayerwiseRunner(LevelRunner):
         """Logits `[N, V]` float32 behind each node of a tree, and the cache with its rows behind the
         sequence's, whose length stays as it is."""
         nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
-        rows = TreeRows(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
-        at = Places(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
+        rows = TreePositions(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
+        at = TokenPositions(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
         cache = cache.counted_by_node(tree.room)
         (x,), cache = self.layers.run([(np.asarray(tree.tokens), at)], cache, meanwhile)
         return self._logits(x, nodes, meanwhile), cache
@@ -286,12 +286,12 @@ class LayerwiseRunner(LevelRunner):
 
     # -- contexts ---------------------------------------------------------------------------------
 
-    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `ContextRunner`."""
         return self.layers.embed(tokens, at)
 
     def restore_layer(
-        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
         return self.layers.restore(layer, x, at, past, source, bits)

@@ -12,16 +12,16 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import GrowBucket, StartBucket
 from serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
 from serving.buckets.decode import DecodeBucket, SampleBucket
 from serving.buckets.parts import counts_alone
-from serving.buckets.table import BucketTable
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.runners.runner import PrefillChunk
@@ -267,12 +267,12 @@ class LevelRunner(abc.ABC):
         return encode((cache.keys[layer], cache.values[layer]), padded)
 
     @abc.abstractmethod
-    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `ContextRunner`."""
 
     @abc.abstractmethod
     def restore_layer(
-        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
 

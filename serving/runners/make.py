@@ -10,11 +10,10 @@ from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.models.parameters import Params
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.bucket_table import BucketTable
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.buckets.store import BucketStore
-from serving.buckets.table import BucketTable
 from serving.host.progress import Progress
-from serving.host.user_cache import cache_folder
 from serving.int8_prefill.choice import chosen_prefill
 from serving.int8_prefill.modes import PrefillModes
 from serving.int8_prefill.processors import TwoProcessors
@@ -158,9 +157,8 @@ def make_runners(
 def _make_table(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
     """An empty table for the levels of a model."""
     whole, store = models[WHOLE], None
-    limit = whole.options.executables_bytes
-    if limit:
-        folder = ExecutableFolder(cache_folder() / "executables", limit_bytes=limit)
+    folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.executables_bytes or 0)
+    if folder is not None:
         store = BucketStore.of_model(
             folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(kernels())
         )

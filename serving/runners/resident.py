@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
 from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
 from serving.buckets.context import RestoreBucket
 from serving.buckets.decode import DecodeBucket, SampleBucket
 from serving.buckets.layer import EmbedBucket
 from serving.buckets.parts import embedding_params, layer_params
 from serving.buckets.prefill import PrefillBucket
-from serving.buckets.table import BucketTable
 from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
 from serving.runners.chunks import padded, plan_chunks
@@ -180,19 +180,19 @@ class ResidentRunner(LevelRunner):
 
     # -- contexts ---------------------------------------------------------------------------------
 
-    def begin_layers(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `ContextRunner`."""
         return self._embed(tokens, at)
 
     def restore_layer(
-        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
         self._sort_parameters()
         bucket = self.restore_bucket(len(at.positions), past[0].shape[2], layer)
         return self.table.get(bucket)(self._layers[layer], x, at, past, source, bits)
 
-    def _embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         self._sort_parameters()
         embed = self.table.get(self.embed_bucket(len(tokens)))
         return embed(self._embedding, tokens[None], np.asarray(at.positions))

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, Places
+from jaxllm.kv.cache import KVCache, TokenPositions
 from serving.buckets.bucket import Bucket
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket
 from serving.buckets.layer import EmbedRowsBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params
-from serving.buckets.table import BucketTable
 from serving.runners.layerwise import Chunk
 from serving.runners.level_runner import Past
 from serving.weights.model_level import ModelLevel
@@ -53,7 +53,7 @@ class StreamedLayers:
         """See `LayerSource`: layers are read whatever comes."""
         del tokens
 
-    def embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `LayerSource`."""
         self._weights.begin(self._model.cfg)
         return self._embed(tokens, at)
@@ -79,7 +79,7 @@ class StreamedLayers:
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
 
     def restore(
-        self, layer: int, x: jax.Array, at: Places, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
         compiled = self._table.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
@@ -87,7 +87,7 @@ class StreamedLayers:
             # The next piece takes the place of this one.
             return jax.block_until_ready(compiled(weights, x, at, past, source, bits))
 
-    def _embed(self, tokens: np.ndarray, at: Places) -> jax.Array:
+    def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         some, rows = self._weights.rows(tokens.tolist())
         compiled = self._table.get(self.embed_bucket(len(tokens)))
         return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))

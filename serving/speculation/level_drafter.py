@@ -5,7 +5,7 @@ import dataclasses
 from jaxllm.config import WHOLE
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
-from serving.buckets.table import BucketTable
+from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
 from serving.loading import LoadedModel
 from serving.runners.resident import ResidentRunner

@@ -7,7 +7,7 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
+from jaxllm.elastic.adapter_buffer import adapter_locations, fill_buffer
 from jaxllm.elastic.submodel import CountedSubModel, can_be_counted, counted_sub_model, shared_sub_model
 from jaxllm.models.lora import Adapter, adapt, parameters_of
 from jaxllm.models.parameters import Params
@@ -78,14 +78,14 @@ class Levels:
         ranks = dict(self._ranks)
         for name in parameters_of(adapter):
             ranks[name] = ranks.get(name, 0) + adapter[f"{name}.right"].shape[-2]
-        places, found = adapter_places(self._whole, ranks), {}
+        locations, found = adapter_locations(self._whole, ranks), {}
         for level, cfg in cfgs.items():
             adapters = [(adapter, scaling)] if adapter else []
             if own := self._recoveries.get(level):
                 adapters.append((own.adapter, own.scaling))
-            buffer = fill_buffer(self._whole, places, adapters) if places else None
+            buffer = fill_buffer(self._whole, locations, adapters) if locations else None
             rank = max(ranks.values()) if adapters else 0
-            found[level] = counted_sub_model(whole, cfg, places=places, adapters=buffer, rank=rank)
+            found[level] = counted_sub_model(whole, cfg, locations=locations, adapters=buffer, rank=rank)
             # What was read of the file is in the buffer now.
             release_recovery(self._bundle, level)
         return found

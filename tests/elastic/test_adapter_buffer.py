@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 
-from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
+from jaxllm.elastic.adapter_buffer import adapter_locations, fill_buffer
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import counted_sub_model, layer_part
 from jaxllm.models.parameters import param_specs
@@ -20,13 +20,13 @@ def random_adapter(cfg, ranks, seed):
     return adapter
 
 
-def changes(buffer, places):
+def changes(buffer, locations):
     """What the buffer adds to each parameter."""
     return {
         name: np.asarray(
-            AdaptedFromBuffer(np.zeros(param_specs(LLAMA)[name].shape), buffer, at, rank).apart.change
+            AdaptedFromBuffer(np.zeros(param_specs(LLAMA)[name].shape), buffer, offset, rank).apart.change
         )
-        for name, at, rank in places
+        for name, offset, rank in locations
     }
 
 
@@ -34,9 +34,9 @@ def test_adapters_of_a_model_and_of_a_sub_model_add_up_in_one_buffer():
     cfg = sub_config(LLAMA, Ladder(anchors=(1,)), 50)
     whole = random_adapter(LLAMA, {"layers.0.attn.q": 2, "layers.2.ffn.down": 2}, 0)
     part = random_adapter(cfg, {"layers.0.attn.q": 1, "layers.0.attn.o": 4}, 1)
-    places = adapter_places(LLAMA, RANKS)
-    buffer = fill_buffer(LLAMA, places, [(whole, 0.5), (part, 2.0)])
-    found = changes(buffer, places)
+    locations = adapter_locations(LLAMA, RANKS)
+    buffer = fill_buffer(LLAMA, locations, [(whole, 0.5), (part, 2.0)])
+    found = changes(buffer, locations)
     for name in RANKS:
         expected = np.zeros(param_specs(LLAMA)[name].shape)
         for adapter, scaling in ((whole, 0.5), (part, 2.0)):
@@ -46,27 +46,27 @@ def test_adapters_of_a_model_and_of_a_sub_model_add_up_in_one_buffer():
         np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_places_do_not_overlap_and_nearly_fill_the_buffer():
-    places = adapter_places(LLAMA, RANKS)
-    taken = np.zeros(len(fill_buffer(LLAMA, places, [])), int)
-    for name, at, rank in places:
-        weight = AdaptedFromBuffer(np.zeros(param_specs(LLAMA)[name].shape), taken, at, rank)
-        taken[at : weight.right_at + rank * weight.shape[-1]] += 1
+def test_locations_do_not_overlap_and_nearly_fill_the_buffer():
+    locations = adapter_locations(LLAMA, RANKS)
+    taken = np.zeros(len(fill_buffer(LLAMA, locations, [])), int)
+    for name, offset, rank in locations:
+        weight = AdaptedFromBuffer(np.zeros(param_specs(LLAMA)[name].shape), taken, offset, rank)
+        taken[offset : weight.right_at + rank * weight.shape[-1]] += 1
     assert taken.max() == 1
     # Each begins where memory may be shared from.
-    assert (taken == 0).sum() < 16 * len(places)
-    assert all(place.at % 16 == 0 for place in places)
+    assert (taken == 0).sum() < 16 * len(locations)
+    assert all(each.offset % 16 == 0 for each in locations)
 
 
 def test_layers_of_one_kind_share_the_form_of_their_parts():
     ranks = {f"layers.{layer}.{name}": 3 for layer in range(3) for name in ("ffn.up", "attn.q")}
-    places = adapter_places(LLAMA, ranks)
+    locations = adapter_locations(LLAMA, ranks)
     adapter = random_adapter(LLAMA, ranks, 2)
     params = {name: np.zeros(spec.shape, np.float32) for name, spec in param_specs(LLAMA).items()}
-    buffer = fill_buffer(LLAMA, places, [(adapter, 1.0)])
-    whole = counted_sub_model(params, LLAMA, places=places, adapters=buffer, rank=3)
+    buffer = fill_buffer(LLAMA, locations, [(adapter, 1.0)])
+    whole = counted_sub_model(params, LLAMA, locations=locations, adapters=buffer, rank=3)
     parts = [layer_part(whole, layer, 1) for layer in range(3)]
-    assert len({(part.places, part.adapters.shape) for part in parts}) == 1
+    assert len({(part.locations, part.adapters.shape) for part in parts}) == 1
     for layer, part in enumerate(parts):
         assert part.whole.keys() == {name for name in params if name.startswith("layers.1.")}
         left, right = (adapter[f"layers.{layer}.attn.q.{side}"] for side in ("left", "right"))
@@ -76,7 +76,7 @@ def test_layers_of_one_kind_share_the_form_of_their_parts():
 
 
 def test_a_cpu_takes_a_buffer_without_a_copy():
-    buffer = fill_buffer(LLAMA, adapter_places(LLAMA, RANKS), [])
+    buffer = fill_buffer(LLAMA, adapter_locations(LLAMA, RANKS), [])
     assert not buffer.any()
     device = jax.devices("cpu")[0]
     placed = jax.device_put(buffer, device, may_alias=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.config import LayerUnits, ModelConfig
-from jaxllm.elastic.adapter_buffer import adapter_places, fill_buffer
+from jaxllm.elastic.adapter_buffer import adapter_locations, fill_buffer
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import (
     can_be_counted,
@@ -90,9 +90,9 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
         for key, value in init_adapter(cfg, lora, jax.random.key(0)).items()
     }
     views = adapt(shared_sub_model(params, cfg), adapter, 1.0)
-    places = adapter_places(whole, dict.fromkeys(parameters_of(adapter), 5))
-    buffer = fill_buffer(whole, places, [(adapter, 1.0)])
-    counted = counted_sub_model(params, cfg, places=places, adapters=buffer, rank=2)
+    locations = adapter_locations(whole, dict.fromkeys(parameters_of(adapter), 5))
+    buffer = fill_buffer(whole, locations, [(adapter, 1.0)])
+    counted = counted_sub_model(params, cfg, locations=locations, adapters=buffer, rank=2)
 
     def run(params, cfg):
         params = sub_model(params, cfg)
@@ -116,14 +116,14 @@ def test_ranks_beyond_the_count_are_not_used():
     cfg = sub_config(LLAMA, LADDER, 50)
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
     # A matrix of fewer ranks than are used has all of them used.
-    places = adapter_places(LLAMA, {"layers.0.attn.q": 3, "layers.1.ffn.down": 1})
-    ones = np.ones_like(fill_buffer(LLAMA, places, []))
+    locations = adapter_locations(LLAMA, {"layers.0.attn.q": 3, "layers.1.ffn.down": 1})
+    ones = np.ones_like(fill_buffer(LLAMA, locations, []))
 
     def run(**adapters):
         params_of_level = sub_model(counted_sub_model(params, cfg, **adapters), LLAMA)
         return np.asarray(forward_documents(params_of_level, TOKENS, cfg=LLAMA, differentiable=False))
 
-    outs = [run(), *(run(places=places, adapters=ones, rank=rank) for rank in (0, 1, 2, 3, 4))]
+    outs = [run(), *(run(locations=locations, adapters=ones, rank=rank) for rank in (0, 1, 2, 3, 4))]
     same = [(one == other).all() for one, other in itertools.pairwise(outs)]
     assert same == [True, False, False, False, True]
 

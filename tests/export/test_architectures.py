@@ -9,7 +9,7 @@ import pytest
 from export.signatures import ExportPlan
 from export.subject import read_subject
 from jaxllm.config import WHOLE, ModelConfig, RopeConfig
-from jaxllm.kernels.native import portable_graphs
+from jaxllm.kernels.native import without_native_kernels
 from serving.engine import Engine
 from serving.programs.live import LiveExecutor
 from serving.programs.model import ProgramModel
@@ -67,7 +67,7 @@ def test_answers_are_those_of_the_steps(model_type, tmp_path):
     engine = Engine.open_program(tmp_path / "tflite", threads=1)
     arrays = {name: jnp.asarray(value) for name, value in params.items()}
     live = LiveExecutor("tiny", {WHOLE: arrays}, {WHOLE: cfg}, context_tokens=CONTEXT, chunk_tokens=CHUNKS)
-    with portable_graphs():
+    with without_native_kernels():
         for signature in live.manifest.signatures:
             live.compile(signature)
     wanted = Engine(ProgramModel(live, engine.tokenizer))

@@ -20,7 +20,7 @@ from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.program_folder.manifest import LEFT, WEIGHTS, Manifest
 from jaxllm.program_folder.weights import read_weights, write_weights
 from jaxllm.sampling import Sampling
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.engine import Engine
 from serving.programs.live import LiveExecutor
 from serving.programs.model import ProgramModel
@@ -222,7 +222,7 @@ def test_weights_are_stored_once(stablehlo, subject):
 
 @pytest.mark.usefixtures("own_compilations")
 def test_compiled_programs_are_kept(stablehlo, tmp_path, monkeypatch, compiles):
-    manifest, kept = Manifest.read(stablehlo), ExecutableFolder(tmp_path / "kept", limit_bytes=1 << 30)
+    manifest, kept = Manifest.read(stablehlo), CompiledBucketFolder(tmp_path / "kept", limit_bytes=1 << 30)
     first = ProgramRunner(StableHloExecutor(manifest, stablehlo, kept))
     first.executor.prepare(first.request_signatures(20, 4))
     again = ProgramRunner(StableHloExecutor(manifest, stablehlo, kept))

@@ -16,7 +16,7 @@ from jaxllm.int8_prefill.products import PRODUCTS, product_sizes
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
-from jaxllm.kv.cache import Places, new_cache
+from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import param_specs
@@ -106,7 +106,7 @@ def test_subgraphs_are_the_layers(name):
 
     @functools.partial(jit, static_argnames="length")
     def chunk(params, layers, row, start, valid, cache, length):
-        at = Places.after(start, length, valid)
+        at = TokenPositions.after(start, length, valid)
         x = embed_tokens(params, row[None], at.positions, cfg=cfg)
         x, cache, counts = chunk_through(cfg, params, layers, x, at, cache)
         return normalize(x, LayerParams(params, "").norm("final_norm", cfg))[0], cache, counts

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native_attention
-from jaxllm.kv.cache import Places
+from jaxllm.kv.cache import TokenPositions
 from jaxllm.nn.layers import cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit
@@ -215,7 +215,7 @@ def test_the_door_gives_what_xla_gives(T, window, run):
         def attend(q, k, v, keys, values, positions, valid, mass):
             table, mask = rotary_cos_sin(positions, config), causal_mask(positions, 24, window)
             return cached_attention(
-                q, k, v, table, (keys, values), mask, Places(positions, valid, run=run), mass,
+                q, k, v, table, (keys, values), mask, TokenPositions(positions, valid, consecutive=run), mass,
                 scale=0.3, softcap=2.0, window=window,
             )  # fmt: skip
 

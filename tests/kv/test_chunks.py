@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kv.cache import KVCache, Places, new_cache
+from jaxllm.kv.cache import KVCache, TokenPositions, new_cache
 from jaxllm.kv.chunks import chunk_shapes, place_chunks, take_chunks
 from jaxllm.models.decoder import embed_tokens, forward, forward_layer
 from tests.models.configs import CONFIGS, params_of
@@ -51,7 +51,7 @@ def test_missing_chunks_are_computed_as_if_never_lost(name):
     keys, values = holes[: cfg.layers], holes[cfg.layers :]
     # Behind the real ones, padding.
     padded = np.concatenate([at, [at[-1]] * 3]).astype(np.int32)
-    places = Places(jnp.asarray(padded), jnp.int32(len(at)))
+    places = TokenPositions(jnp.asarray(padded), jnp.int32(len(at)))
     x = embed_tokens(params, jnp.asarray(tokens[:, padded]), places.positions, cfg=cfg)
     for layer in range(cfg.layers):
         past = (jnp.asarray(keys[layer]), jnp.asarray(values[layer]))

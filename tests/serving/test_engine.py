@@ -13,10 +13,10 @@ from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.errors import BucketMissing, ConfigError, ContextOverflow
 from jaxllm.kernels.native import Kernels
 from jaxllm.models.decoder import forward, logits
+from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
 from serving.buckets.decode import DecodeBucket, SampleBucket
 from serving.buckets.prefill import PrefillBucket
-from serving.buckets.table import BucketTable
 from serving.loading import LoadedModel
 from serving.request import Session
 from serving.runners.resident import ResidentRunner

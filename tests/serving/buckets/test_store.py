@@ -21,8 +21,8 @@ from jaxllm.config import RopeConfig
 from jaxllm.quant import quantize
 from serving.buckets.bucket import Bucket
 from serving.buckets.cache import StartBucket
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.buckets.decode import DecodeBucket, SampleBucket
-from serving.buckets.executables import ExecutableFolder
 from serving.buckets.prefill import PrefillBucket
 from serving.buckets.scoring import ScoreBucket
 from serving.buckets.store import BucketStore, environment_facts, params_digest, source_digest
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("own_compilations")
 # Few and short, so that an engine is quickly built.
 OPTIONS = EngineOptions(context_tokens=32, chunk_tokens=(16,), cache_tokens=(32,), decode_block=4)
 BUCKET = PrefillBucket(tokens=16, cache_tokens=64)
-FOLDER = ExecutableFolder(Path("nowhere"), limit_bytes=0)
+FOLDER = CompiledBucketFolder(Path("nowhere"), limit_bytes=0)
 PROMPT = [5, 9, 2, 44, 17]
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
 
@@ -320,7 +320,7 @@ def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_p
 
 
 def test_kernels_are_told_apart(tiny_bundle, tmp_path):
-    folder = ExecutableFolder(tmp_path / "x", limit_bytes=1 << 24)
+    folder = CompiledBucketFolder(tmp_path / "x", limit_bytes=1 << 24)
     facts = dict(cfg=TINY, options=OPTIONS, params=Bundle.open(tiny_bundle).load())
     compiled = jax.jit(lambda x: x + np.float32(1)).lower(np.float32(1)).compile()
     BucketStore.of_model(folder, **facts).store(BUCKET, compiled)

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from serving.buckets.bucket import ModelShapes
-from serving.buckets.table import BucketTable
+from serving.buckets.bucket_table import BucketTable
 from serving.cli import main
 from tests.serving.commands.outcome import CFG, PARAMS, Outcome, Run
 from tests.tiny import tiny_tokenizer, write_tiny_bundle, write_tiny_folder

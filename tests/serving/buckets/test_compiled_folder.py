@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import serving.buckets.executables
+import serving.buckets.compiled_folder
 import serving.host.user_cache
 from jaxllm.files.atomic import atomic_file
-from serving.buckets.executables import SUFFIX, ExecutableFolder
+from serving.buckets.compiled_folder import SUFFIX, CompiledBucketFolder
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 
@@ -46,12 +46,12 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def folder(place: Path) -> ExecutableFolder:
-    return ExecutableFolder(place, limit_bytes=LIMIT_BYTES)
+def folder(place: Path) -> CompiledBucketFolder:
+    return CompiledBucketFolder(place, limit_bytes=LIMIT_BYTES)
 
 
 @pytest.fixture
-def entry(folder: ExecutableFolder, place: Path, graph: jax.stages.Compiled) -> Path:
+def entry(folder: CompiledBucketFolder, place: Path, graph: jax.stages.Compiled) -> Path:
     """The file of one stored graph."""
     folder.store(KEY, graph)
     return place / f"{KEY}{SUFFIX}"
@@ -120,7 +120,7 @@ def test_a_graph_without_a_serialized_form_is_not_kept(folder, place, notices, m
     def refuse(_):
         raise NotImplementedError("const_args")
 
-    monkeypatch.setattr(serving.buckets.executables.serialize_executable, "serialize", refuse)
+    monkeypatch.setattr(serving.buckets.compiled_folder.serialize_executable, "serialize", refuse)
     folder.store(KEY, compiled())
     assert folder.load(KEY) is None
     assert notices() == []
@@ -179,7 +179,7 @@ def test_what_xla_cannot_load_is_ignored(folder, entry, graph, monkeypatch, noti
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            serving.buckets.executables.serialize_executable, "serialize", lambda _: (b"x", None, None)
+            serving.buckets.compiled_folder.serialize_executable, "serialize", lambda _: (b"x", None, None)
         )
         folder.store(KEY, graph)
     assert folder.load(KEY) is None
@@ -256,7 +256,7 @@ def keys(place: Path) -> set[str]:
 
 
 def test_what_was_unused_for_longest_makes_room(place, graph):
-    unlimited = ExecutableFolder(place, limit_bytes=LIMIT_BYTES)
+    unlimited = CompiledBucketFolder(place, limit_bytes=LIMIT_BYTES)
     names = [f"{n:02x}" * 32 for n in range(4)]
     for age, key in enumerate(names[:3]):
         unlimited.store(key, graph)
@@ -265,26 +265,26 @@ def test_what_was_unused_for_longest_makes_room(place, graph):
     size = path.stat().st_size
     # Its use makes the oldest the newest.
     assert unlimited.load(names[0]) is not None
-    ExecutableFolder(place, limit_bytes=3 * size).store(names[3], graph)
+    CompiledBucketFolder(place, limit_bytes=3 * size).store(names[3], graph)
     assert keys(place) == {names[0], names[2], names[3]}
-    ExecutableFolder(place, limit_bytes=size).store(names[1], graph)
+    CompiledBucketFolder(place, limit_bytes=size).store(names[1], graph)
     assert keys(place) == {names[1]}
 
 
 def test_the_newest_stays_though_others_claim_to_be_newer(place, graph, entry):
     os.utime(entry, ns=(2**62, 2**62))
-    ExecutableFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
+    CompiledBucketFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
     assert keys(place) == {OTHER_KEY}
 
 
 def test_an_entry_above_the_limit_is_not_kept(place, graph, notices):
-    ExecutableFolder(place, limit_bytes=100).store(KEY, graph)
+    CompiledBucketFolder(place, limit_bytes=100).store(KEY, graph)
     assert not place.exists()
     assert notices() == []
 
 
 def test_a_file_too_large_to_be_an_entry_is_not_read(folder, entry, monkeypatch):
-    monkeypatch.setattr(serving.buckets.executables, "MAX_ENTRY_BYTES", entry.stat().st_size - 1)
+    monkeypatch.setattr(serving.buckets.compiled_folder, "MAX_ENTRY_BYTES", entry.stat().st_size - 1)
     assert folder.load(KEY) is None
 
 
@@ -294,7 +294,7 @@ def test_leftovers_of_killed_processes_go_and_other_files_stay(folder, place, en
         path.write_text("")
     with atomic_file(place / f"{KEY}{SUFFIX}"):
         living = [path.name for path in place.iterdir() if path.suffix == ".tmp" and path != killed]
-        ExecutableFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
+        CompiledBucketFolder(place, limit_bytes=entry.stat().st_size).store(OTHER_KEY, graph)
         left = sorted(path.name for path in place.iterdir())
     assert left == sorted([f"{OTHER_KEY}{SUFFIX}", *living, "notes.txt"])
 
@@ -305,7 +305,7 @@ def test_many_may_store_and_load_at_once(place, graph):
     size = len(jax.experimental.serialize_executable.serialize(graph)[0])
 
     def work(seed: int) -> None:
-        mine = ExecutableFolder(place, limit_bytes=3 * size)
+        mine = CompiledBucketFolder(place, limit_bytes=3 * size)
         for step in range(6):
             key = f"{(seed + step) % 4:02x}" * 32
             mine.store(key, graph)

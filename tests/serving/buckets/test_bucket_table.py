@@ -10,9 +10,9 @@ import pytest
 
 from jaxllm.errors import BucketMissing, ConfigError, JaxllmError
 from serving.buckets.bucket import Bucket
-from serving.buckets.executables import ExecutableFolder
+from serving.buckets.bucket_table import BucketTable
+from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.buckets.store import BucketStore
-from serving.buckets.table import BucketTable
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 
@@ -160,7 +160,7 @@ def test_a_closed_table_gives_nothing():
 
 
 def test_what_one_table_kept_the_next_one_reads(tmp_path):
-    store = BucketStore(ExecutableFolder(tmp_path / "kept", limit_bytes=1 << 24), {"of": "these tests"})
+    store = BucketStore(CompiledBucketFolder(tmp_path / "kept", limit_bytes=1 << 24), {"of": "these tests"})
     models = [Shapes(2), Shapes(2)]
     for model in models:
         table = BucketTable(model, store)

@@ -1,16 +1,15 @@
-"""Compiled buckets on disk, so that a process starts in the time it takes to read them.
+"""Keeps compiled buckets on disk, so that a process starts in the time it takes to read them.
 
 XLA takes seconds to compile what it loads back in tens of milliseconds. An entry is one file,
 
     header   magic, version, key, length and xxh3_128 of the payload
-    payload  what `jax.experimental.serialize_executable` makes of the executable
+    payload  the compiled bucket as `jax.experimental.serialize_executable` writes it
 
-named by the key of its bucket (`store.py`). Whatever is wrong with an entry or its folder, the bucket
-is compiled instead: a cache never stands between a user and an answer.
+named by the key of its bucket (`store.py`). If anything is wrong with an entry or its folder, the bucket is
+compiled instead: this cache never makes a request fail.
 
-An executable is machine code, and loading one runs code that its file chooses. No checksum can make that
-safe; what makes it safe is that nobody else can have written the file (`user_cache.py`); the checksum only
-tells damage.
+A compiled bucket is machine code, and loading one runs code that its file chooses. No checksum makes that
+safe: only this user can have written the file (`user_cache.py`). The checksum detects damage.
 """
 
 import contextlib
@@ -28,9 +27,15 @@ from jax.experimental import serialize_executable
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
 from serving.host.device import Device
-from serving.host.user_cache import clear_entry, make_private_folder, private_file, private_folder
+from serving.host.user_cache import (
+    cache_folder,
+    clear_entry,
+    make_private_folder,
+    private_file,
+    private_folder,
+)
 
-# Of files; entries of another suffix would never be deleted.
+# Of entries. It never changes: entries of another suffix would never be deleted.
 SUFFIX = ".graph"
 # Of one entry: far above any bucket (code grows with layers, not with weights), far below what would hurt.
 MAX_ENTRY_BYTES = 256 << 20
@@ -39,8 +44,8 @@ _MAGIC, _VERSION = b"jaxllmGX", 1
 _log = logging.getLogger(__name__)
 
 
-class ExecutableFolder:
-    """Executables by key, in one folder of this user's. Threads and processes may share it.
+class CompiledBucketFolder:
+    """Compiled buckets by key, in one folder of this user. Threads and processes may share it.
 
     Args:
       folder: made when it is missing, closed to others.
@@ -53,9 +58,14 @@ class ExecutableFolder:
         self._told = False
         self._lock = threading.Lock()
 
+    @classmethod
+    def of_user(cls, *, limit_bytes: int) -> "CompiledBucketFolder | None":
+        """The folder in this user's cache; None if `limit_bytes` is 0."""
+        return cls(cache_folder() / "executables", limit_bytes=limit_bytes) if limit_bytes else None
+
     def load(self, key: str, device: Device | None = None) -> jax.stages.Compiled | None:
-        """The executable of a bucket for a device (the first one by default), or None when there is none that
-        can be used."""
+        """The compiled bucket of a key for a device (the first one by default); None if no entry can be
+        used."""
         try:
             payload = self._read(key)
         except FileNotFoundError:
@@ -64,16 +74,16 @@ class ExecutableFolder:
             _log.debug("%s: %s", self._path(key), error)
             return None
         try:
-            executable, arguments, results = pickle.loads(payload)
+            compiled, arguments, results = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(
-                executable, arguments, results, execution_devices=[device or jax.devices()[0]]
+                compiled, arguments, results, execution_devices=[device or jax.devices()[0]]
             )
         except Exception as error:  # Whatever JAX and XLA raise for what they cannot use.
             _log.debug("%s: cannot be loaded (%s)", self._path(key), error)
             return None
 
     def store(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Keeps the executable of a bucket that was just compiled, in place of what had its key."""
+        """Writes a bucket that was just compiled, and replaces the entry of its key."""
         settings = jax.config.values
         if settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]:
             # JAX may have read it from its own cache, and XLA:CPU serializes what was read without its code:
@@ -81,7 +91,7 @@ class ExecutableFolder:
             return
         try:
             payload = pickle.dumps(serialize_executable.serialize(compiled))
-        except Exception as error:  # Backends and buckets that have no serialized form.
+        except Exception as error:  # Some backends and buckets have no serialized form.
             _log.debug("%s: cannot be serialized (%s)", key, error)
             return
         if _HEADER.size + len(payload) > min(MAX_ENTRY_BYTES, self._limit_bytes):
@@ -107,8 +117,8 @@ class ExecutableFolder:
         """The payload of an entry, checked.
 
         Raises:
-          OSError: there is none, or it cannot be read.
-          ValueError: the folder or the entry is not ours alone, or the entry is damaged.
+          OSError: there is no entry, or it cannot be read.
+          ValueError: the folder or the entry is open to others, or the entry is damaged.
         """
         try:
             with private_folder(self._folder):
@@ -127,12 +137,12 @@ class ExecutableFolder:
             if xxhash.xxh3_128_digest(payload) != checksum:
                 raise ValueError("the checksum is wrong")
             with contextlib.suppress(OSError):  # On storage that is read-only now.
-                # The time of its last use, which is what `_make_room` goes by.
+                # The time of its last use: `_make_room` deletes the oldest first.
                 os.utime(number)
         return payload
 
     def _make_room(self, folder: int, *, newest: str) -> None:
-        """Deletes what killed processes left, and the entries unused for longest until the rest keep the
+        """Deletes files that killed processes left, then the entries unused for longest, down to the
         limit."""
         remove_abandoned(self._folder)
         entries = []
@@ -151,13 +161,13 @@ class ExecutableFolder:
             total -= size
 
     def _tell(self, error: Exception) -> None:
-        """Says once that buckets are not kept, and why: it costs every later start."""
+        """Warns once that buckets are not kept, and why: each later start compiles them again."""
         with self._lock:
             told, self._told = self._told, True
         if not told:
             reason = error.strerror if isinstance(error, OSError) else error
             _log.warning(
-                "%s: compiled buckets are not kept there, so every start compiles them anew (%s); set "
+                "%s: compiled buckets are not kept there, so every start compiles them again (%s); set "
                 "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_EXECUTABLES_BYTES=0",
                 self._folder,
                 reason,
