@@ -15,9 +15,7 @@ from serving.contexts.options import ContextOptions
 from serving.contexts.store import ContextStore
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, found, new, say
 
-COMPUTE = Delays(
-    read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9)
-)
+COMPUTE = Delays(read=Delay(fixed_ms=9.0, per_unit_ms=9.0), compute=Delay(fixed_ms=0.0, per_unit_ms=1e-9))
 TIGHT = 6  # chunks in memory: a context has three or four in the end, and there are three
 
 
