@@ -6,24 +6,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from jaxllm.bundle import WeightFormat
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.formats import WeightFormat
 from jaxllm.text.tokenizer import Tokenizer
 from serving.answer import Answer
 from serving.decoding import Decoding, PlainDecoding
 from serving.host.progress import Progress
-from serving.loading import LoadedModel, load_model
 from serving.options import EngineOptions
 from serving.request import GenerationConfig, Request, Session
 from serving.run import Lifecycle
 from serving.runners.runner import Runner
 from serving.sliding import Sliding
-from serving.speculation.drafters import make_drafter
 from serving.speculation.options import SpeculationOptions
 from serving.speculation.speculation import Speculation
 
 if TYPE_CHECKING:
+    from serving.loading import LoadedModel
     from serving.programs.model import ProgramModel
 
 
@@ -113,6 +112,10 @@ class Engine(Generic[AnyModel]):
         Raises:
           JaxllmError: the model cannot be opened, or the options do not fit it.
         """
+        # Here, because what loads bundles need not be imported for a program, nor the other way.
+        from serving.loading import load_model
+        from serving.speculation.drafters import make_drafter
+
         loaded = load_model(
             model,
             weights=weights,
@@ -158,7 +161,6 @@ class Engine(Generic[AnyModel]):
           ProgramError: it is no program, corrupt, or of other weights.
           ConfigError: what runs it is not installed, it has not this level, or verifies no drafts.
         """
-        # Here, because what runs programs need not be imported for a bundle.
         from serving.programs.model import open_program
 
         model = open_program(Path(folder), threads=threads)

@@ -24,6 +24,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
+from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.reference import Rule, observed
 from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
@@ -35,42 +36,6 @@ from jaxllm.quant import contracted_rows
 ByProduct = list[list[np.ndarray]]
 # Least step of native kernels, used where all activations are zero.
 _LEAST_STEP = 1e-20
-# Default of the largest allowed growth of the perplexity, as a share: calibration keeps to it, and an engine
-# requires it of a bundle.
-MOST_LOSS = 0.01
-# How often steps are made finer; at the last time one channel in four may exceed the step.
-_FINER = 3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShadowRecipe:
-    """Settings that separate outliers from other activations.
-
-    Attributes:
-      most_channels: share of a product's channels that may exceed the step in a layer with a shadow.
-      least_gain: share by which each exceeding channel must make the step finer.
-      pruned_share: share of the layers, the least important ones, that get no shadow if the loss allows it.
-    """
-
-    most_channels: float = 0.03
-    least_gain: float = 0.05
-    pruned_share: float = 0.85
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if not 0 <= value <= 1:
-                raise ConfigError(f"{field.name} must be in [0, 1], got {value}")
-
-    def finer(self) -> "Iterator[ShadowRecipe]":
-        """This recipe, then finer ones: each lets twice as many channels exceed the step, for a smaller
-        gain."""
-        for power in range(_FINER + 1):
-            yield dataclasses.replace(
-                self,
-                most_channels=min(1.0, self.most_channels * 2**power),
-                least_gain=self.least_gain * 0.4**power,
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.calibration import MOST_LOSS
+from jaxllm.int8_prefill.recipe import MOST_LOSS
 from jaxllm.int8_prefill.schedule import ORDERS, Order
 
 Mode = Literal["", "float", "int8", "auto"]

@@ -15,7 +15,7 @@ SAYS = {
     "generate": ("ms)",),
     "service": ("positive", "negative", "in time"),
     "contexts": ("chunks read", "tokens in the context"),
-    "train_flax": ("step 0: loss 8.", "step 30: loss 0.", "moon, silver moon, good night."),
+    "train_flax": ("step 0: loss 8.", "step 30: loss 0.", "moon, silver moon, good night"),
     "train_lora": ("moon, moon, silver moon, good night.",),
     "export_device": ("program.json", "tokens are the live engine's"),
 }
@@ -36,8 +36,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "JAXLLM_CACHE": cache,
     }
-    kept = {name: value for name, value in os.environ.items() if name != "JAXLLM_EXECUTABLES_BYTES"}
-    return kept | own
+    # What this suite sets for its own process is nothing that a reader has.
+    ours = ("JAXLLM_EXECUTABLES_BYTES", "JAX_NUMPY_DTYPE_PROMOTION")
+    return {name: value for name, value in os.environ.items() if name not in ours} | own
 
 
 @pytest.mark.slow

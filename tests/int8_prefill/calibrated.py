@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.calibration import PrefillCalibration, ShadowRecipe
+from jaxllm.int8_prefill.calibration import PrefillCalibration
+from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.fitting import random_calibration
 from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
 from jaxllm.models.parameters import param_specs

@@ -132,6 +132,9 @@ def write_questions(folder, monkeypatch):
 def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     write_questions(tmp_path, monkeypatch)
+    # All of them, the one that no context holds, too.
+    every = dataclasses.replace(run.Plan.quick(), questions=8)
+    monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: every))
     plain = write_tiny_bundle(
         tmp_path / "plain.jaxllm", cfg=dataclasses.replace(TINY, layers=1, attention_windows=())
     )

@@ -15,6 +15,7 @@ from jaxllm.models.tiny_lm import forward_both
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
+from serving.buckets.tiny_lm import TinyLmBucket
 from serving.options import EngineOptions
 from serving.planning import tiny_lm
 from serving.planning.tiny_lm import TinyPlanner
@@ -142,8 +143,8 @@ def test_a_service_plans_with_the_bundles_tiny_lm(tmp_path, monkeypatch):
     service = LLMService.open(path, options=options)
     answer = service.call(QUESTION.user, slo=Slo(ttft=0.99, tpot=0.99), max_tokens=4).result()
     assert answer.plan.source in ("proposed", "fallback", "nearest")
-    # A second process reads its graphs.
+    # A second process reads its buckets.
     compiled = []
-    monkeypatch.setattr("serving.planning.tiny_lm.lower_tiny_lm", lambda *args: compiled.append(args))
+    monkeypatch.setattr(TinyLmBucket, "lower", lambda *args: compiled.append(args))
     LLMService.open(path, options=options)
     assert compiled == []

@@ -23,6 +23,7 @@ from serving.runners.runner import prefill_prompt
 from serving.speculation.options import SpeculationOptions
 from serving.weights.experts.options import PREDICTORS, ExpertOptions
 from serving.weights.footprint import fixed_bytes, whole_budget
+from serving.weights.streamed import StreamedWeights
 from tests.kernels.switching import fall_back
 from tests.serving.contexts.talking import READ, TURNS, answers_without_contexts, new, say
 from tests.serving.weights.experts.conftest import CFG, OPTIONS, SPARSE, E, K, budget
@@ -193,7 +194,7 @@ def test_experts_that_lie_together_are_streamed_by_whole_layers_and_it_is_said(
     options = dataclasses.replace(OPTIONS, memory_bytes=whole_budget(needed))
     path = bundle_of(8, "int8", apart=False)
     engine = Engine.open(path, options=options, warm_up=False)
-    assert not isinstance(engine.runner, LayerwiseRunner)
+    assert isinstance(engine.model.streamed, StreamedWeights)
     engine.close()
     assert "is streamed by whole layers, because its experts are stored together" in caplog.text
     assert f"jaxllm prepare {path} --expert-bits 8 -o" in caplog.text
