@@ -13,9 +13,9 @@ from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import shadow_counts
-from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.int8_prefill.outliers import OutlierRecipe, with_outliers
+from jaxllm.int8_prefill.recipe import ShadowRecipe
 from serving.bundles import open_model
 from serving.host.progress import Progress
 from serving.host.user_cache import cache_folder

@@ -25,7 +25,7 @@ from jaxllm.bundle.prefill import prefill_parts, read_prefill
 from jaxllm.errors import JaxllmError
 from jaxllm.int8_prefill.schedule import ORDERS, PROCESSORS, Dispatcher, Order, Subgraph
 from jaxllm.int8_prefill.simulator import lower_bound_ms, simulate
-from jaxllm.int8_prefill.subgraphs import stages_of
+from jaxllm.int8_prefill.stages import stages_of
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.integer_stage import IntegerStageBucket
 from serving.engine import Engine

@@ -15,7 +15,7 @@ arXiv 2407.05858, section 3.3).
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
-from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
+from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.reference import Rule, observed
 from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.subgraphs import LayerCalibration

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.subgraphs import INTEGER_STAGES, Stage, stages_of
+from jaxllm.int8_prefill.stages import INTEGER_STAGES, Stage, stages_of
 
 Processor = Literal["integer", "float"]
 PROCESSORS: tuple[Processor, ...] = ("integer", "float")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import PROCESSORS, Dispatcher, Order, Processor, Subgraph, Times
-from jaxllm.int8_prefill.subgraphs import Stage
+from jaxllm.int8_prefill.stages import Stage
 
 
 @dataclasses.dataclass(frozen=True)

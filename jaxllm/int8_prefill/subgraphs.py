@@ -4,27 +4,12 @@ Static stages depend only on the length of a chunk: one bucket serves all chunks
 layers of one shape. Attention alone depends on the cache, and has a bucket for each cache length. Weights,
 steps and float rows are arguments.
 
-A layer without a shadow has three stages, of which the integer processor runs two:
-
-    project   norm, quantize, products of queries, keys and values
-    attend    attention over the cache, in floats
-    finish    product of what was attended to, the feed-forward block
-
-A layer with a shadow is cut at every product, so that the float processor multiplies the excess (`shadow.py`)
-while the integer processor multiplies the clipped activations; both results are added in the next stage:
-
-    project        project_shadow     ->  attend (adds both; multiplies its own output's excess)
-    widen                                 product of what was attended to, norm, first products of the block
-    narrow         widen_shadow       ->  (adds both) activation, last product of the block
-                   narrow_shadow          adds the excess of what the last product took
-
-On a single processor a layer is one step (`whole_layer.py`), equal to all of these stages. `schedule.py` says
-where and in which order stages run.
+`stages.py` lists them, `schedule.py` says where and in which order they run. On a single processor a layer is
+one step (`whole_layer.py`), equal to all of these stages.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import jax
 
@@ -40,35 +25,6 @@ from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
 
-Stage = Literal[
-    "project",
-    "attend",
-    "finish",
-    "project_shadow",
-    "widen",
-    "widen_shadow",
-    "narrow",
-    "narrow_shadow",
-    "layer",
-]
-# In an order in which one processor can run them.
-PLAIN_STAGES: tuple[Stage, ...] = ("project", "attend", "finish")
-SHADOWED_STAGES: tuple[Stage, ...] = (
-    "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow",
-)  # fmt: skip
-INTEGER_STAGES: frozenset[Stage] = frozenset(("project", "finish", "widen", "narrow"))
-# Stage -> prefixes of the names of its parameters within the layer.
-STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
-    "project": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
-    "project_shadow": ("attn_norm.", "attn.q", "attn.k", "attn.v"),
-    "attend": ("attn.q_norm.", "attn.k_norm.", "attn.o"),
-    "finish": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.", "ffn_post_norm."),
-    "widen": ("attn.o", "attn_post_norm.", "ffn_norm.", "ffn.gate", "ffn.up"),
-    "widen_shadow": ("ffn_norm.", "ffn.gate", "ffn.up"),
-    "narrow": ("ffn.down",),
-    "narrow_shadow": ("ffn.down", "ffn_post_norm."),
-    "layer": ("",),
-}
 # Product -> the norm of its input.
 _NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
 
@@ -99,11 +55,6 @@ def require_integer_prefill(cfg: ModelConfig) -> None:
         raise ConfigError(
             "a mixture of experts has no integer prefill: which products a token needs depends on the token"
         )
-
-
-def stages_of(shadowed: bool) -> tuple[Stage, ...]:
-    """The stages of a layer for two processors."""
-    return SHADOWED_STAGES if shadowed else PLAIN_STAGES
 
 
 def project(

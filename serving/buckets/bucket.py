@@ -15,6 +15,7 @@ from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model, sub_mode
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
+from jaxllm.speculative.tree import TokenTree, new_tree
 from serving.host.device import Device
 from serving.options import EngineOptions
 
@@ -171,3 +172,8 @@ def mass_by_node(cache: KVCache, nodes: int) -> Any:
 def shapes_of(tree: Any) -> Any:
     """Shapes and dtypes instead of arrays."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
+
+
+def tree_shapes(nodes: int) -> TokenTree:
+    """The shapes of a tree."""
+    return jax.eval_shape(functools.partial(new_tree, room=nodes), SCALAR)

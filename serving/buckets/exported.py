@@ -14,8 +14,7 @@ from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.program_folder.shapes import input_shapes
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculative.acceptance import choices
-from serving.buckets.bucket import Bucket, ids, shapes_of
-from serving.buckets.tree import tree_shapes
+from serving.buckets.bucket import Bucket, ids, shapes_of, tree_shapes
 
 Caches = dict[str, jax.Array]
 

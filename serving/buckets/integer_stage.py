@@ -13,7 +13,8 @@ from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
 from jaxllm.int8_prefill import subgraphs, whole_layer
 from jaxllm.int8_prefill.products import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, product_sizes
 from jaxllm.int8_prefill.shadow import FloatRows
-from jaxllm.int8_prefill.subgraphs import STAGE_PARAMETERS, LayerCalibration, Stage
+from jaxllm.int8_prefill.stages import STAGE_PARAMETERS, Stage
+from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
 from serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of

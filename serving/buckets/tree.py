@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.speculative.tree import TokenTree, new_tree
 from jaxllm.steps.trees import draft, follow, keep_path, settle, verify
-from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node
+from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, tree_shapes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,11 +117,6 @@ class KeepBucket(Bucket):
         cache = model.cache(self.cache_tokens)
         mass, cache = mass_by_node(cache, self.nodes), dataclasses.replace(cache, mass=None)
         return jax.jit(kept, donate_argnums=(0,)).lower(cache, mass, ids(self.nodes), SCALAR)
-
-
-def tree_shapes(nodes: int) -> TokenTree:
-    """The shapes of a tree."""
-    return jax.eval_shape(functools.partial(new_tree, room=nodes), SCALAR)
 
 
 def _fed(nodes: int) -> jax.ShapeDtypeStruct:

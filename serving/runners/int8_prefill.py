@@ -25,7 +25,8 @@ from jaxllm.int8_prefill.schedule import (
 )
 from jaxllm.int8_prefill.shadow import rooms
 from jaxllm.int8_prefill.simulator import stage_operations
-from jaxllm.int8_prefill.subgraphs import LayerCalibration, Stage, stages_of
+from jaxllm.int8_prefill.stages import Stage, stages_of
+from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import KVCache
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable

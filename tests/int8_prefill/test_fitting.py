@@ -7,8 +7,8 @@ import pytest
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import sub_model
 from jaxllm.int8_prefill import fitting
-from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration
+from jaxllm.int8_prefill.recipe import ShadowRecipe
 from tests.int8_prefill.calibrated import RECIPE, outlying, stored
 from tests.tiny import TINY
 

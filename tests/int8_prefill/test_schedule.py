@@ -14,7 +14,7 @@ from jaxllm.int8_prefill.simulator import (
     simulate,
     stage_operations,
 )
-from jaxllm.int8_prefill.subgraphs import INTEGER_STAGES
+from jaxllm.int8_prefill.stages import INTEGER_STAGES
 from tests.tiny import TINY
 
 

@@ -28,8 +28,8 @@ from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import sub_config
 from jaxllm.elastic.submodel import shared_sub_model
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, Fitted, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.subgraphs import require_integer_prefill
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params

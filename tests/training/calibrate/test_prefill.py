@@ -14,8 +14,8 @@ from jaxllm.bundle.elastic import elastic_parts, read_ladder
 from jaxllm.bundle.prefill import prefill_facts, read_prefill
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.products import contracted_axes
+from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import Tokenizer
 from serving.cli import cli
