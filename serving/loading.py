@@ -145,7 +145,7 @@ class LoadedModel:
     def facts(self) -> dict[str, Any]:
         """What getting ready and reading weights came to, as plain data: how many buckets were read from disk
         and compiled, and what was read of storage."""
-        table = self.runners.table
+        table = self.runners.buckets
         built = {
             "loaded_graphs": len(table.loaded),
             "compiled_graphs": len(table.bucket_ms.keys() - table.loaded),

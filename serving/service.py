@@ -341,5 +341,5 @@ def planner_of(
 ) -> Planner:
     """Plans for the levels that an engine serves, with its bundle's tiny LM if there is no other proposer."""
     if proposer is None and (tiny := read_tiny_lm(engine.model.bundle)) is not None:
-        proposer = TinyPlanner(tiny, engine.levels, engine.runner.table.store())
+        proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
     return Planner(profile, engine.levels, proposer, safety_margin=margin)

@@ -167,7 +167,7 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
     if len(importance) != cfg.layers:
         raise ConfigError(f"{len(importance)} importances of layers for a model of {cfg.layers}")
     # A table of its own: numbers of layers are no levels.
-    params, store = whole_params(whole.params), whole.table.store()
+    params, store = whole_params(whole.params), whole.buckets.store()
     table, runners = BucketTable(), dict[int, ResidentRunner]()
 
     def add(level: int, part: ModelConfig, params: Params) -> None:

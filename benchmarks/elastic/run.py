@@ -131,7 +131,7 @@ def _trace_rows(subject: Subject, plan: Plan, progress: Progress | None) -> list
             f"{subject.model} has no tiny LM; make one with `jaxllm elasticize`, or leave out the trace with "
             "--only costs --only accuracy"
         )
-    proposer = TinyPlanner(tiny, engine.levels, engine.runner.table.store())
+    proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
     others = open_baselines(engine, subject.plain, subject.pruned, plan.layer_subsets, progress)
     timed, profile, profiles = engine, None, {}
     if subject.timed is None:
@@ -151,7 +151,7 @@ def _trace_rows(subject: Subject, plan: Plan, progress: Progress | None) -> list
     levels, ratios = engine.levels, with_whole(proposer.prompt_ratios)
     planner = Planner(profile, levels, proposer)
     # The tiny LM taken at its word, as in the paper.
-    lightest = TinyPlanner(tiny, levels, engine.runner.table.store(), decision="lightest")
+    lightest = TinyPlanner(tiny, levels, engine.runner.buckets.store(), decision="lightest")
     passes, plans = plan_times(planner, proposer, asked.questions)
     ours = our_variants(engine, profile, asked.questions, proposer, ratios, plans, progress)
     found = {

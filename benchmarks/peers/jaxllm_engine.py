@@ -86,9 +86,9 @@ class EngineSession:
         return {
             "backend": jax.default_backend(),
             "load_ms": engine.model.load_ms,
-            "build_ms": engine.runner.table.build_ms,
-            "buckets": len(engine.runner.table.bucket_ms),
-            "buckets_read": len(engine.runner.table.loaded),
+            "build_ms": engine.runner.buckets.build_ms,
+            "buckets": len(engine.runner.buckets.bucket_ms),
+            "buckets_read": len(engine.runner.buckets.loaded),
             "weight_bytes": weight_bytes,
             "bits_per_weight": 8 * weight_bytes / parameter_count(cfg),
             "step_bytes": step_bytes,

@@ -116,8 +116,8 @@ def _on_all_cores(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
     int8 = _int8(engines[OURS])
     return {
         "ms": times,
-        "build_ms": {name: engine.runner.table.build_ms for name, engine in engines.items()},
-        "buckets": {name: len(engine.runner.table.bucket_ms) for name, engine in engines.items()},
+        "build_ms": {name: engine.runner.buckets.build_ms for name, engine in engines.items()},
+        "buckets": {name: len(engine.runner.buckets.bucket_ms) for name, engine in engines.items()},
         "row_bytes": int8.calibration.row_bytes,
         "weight_bytes": engines[OURS].model.bundle.weight_bytes,
         "outliers": dataclasses.asdict(int8.shared.outliers),
@@ -178,7 +178,7 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
     return {
         "ms": times,
         "spans": found,
-        "sharing": _sharing(int8, engines[OURS].runner.table, plan),
+        "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),
         "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
     }
 

@@ -1,4 +1,4 @@
-"""The base of all bucket families: what a bucket is, and what it is lowered from."""
+"""Defines `Bucket`, the base of all bucket families, and the shapes that buckets are lowered from."""
 
 import abc
 import dataclasses
@@ -22,12 +22,12 @@ from serving.options import EngineOptions
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where a bucket runs that is not for the first device, or not compiled as others are.
+    """The device and compiler options of a bucket, if they are not the default.
 
     Attributes:
-      device: that it is for.
-      blocks: whether its weights are in blocks, as native kernels take them.
-      compiler_options: for XLA.
+      device: that runs it.
+      blocks: whether its weights are in blocks, the format of native kernels.
+      compiler_options: of XLA.
     """
 
     device: Device
@@ -35,7 +35,7 @@ class Placement:
     compiler_options: tuple[tuple[str, str | bool], ...] = ()
 
     def facts(self) -> list[Any]:
-        """What tells it from others, as plain data."""
+        """All fields as plain data, for the key of a bucket on disk."""
         device = self.device
         known = [device.platform, device.device_kind, device.id, device.client.platform_version]
         return [known, self.blocks, self.compiler_options]
@@ -43,11 +43,11 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bucket(abc.ABC):
-    """One compiled static shape. Subclasses are its families: their fields say all that tells one bucket from
-    the others of its model.
+    """One compiled static shape. Subclasses are its families; the family and its fields identify a bucket among
+    those of its model.
 
     Attributes:
-      level: whose parameters and caches it takes, in percent; 100 where levels share it.
+      level: of its parameters and caches, in percent; 100 if all levels share the bucket.
     """
 
     level: int = WHOLE
@@ -57,29 +57,29 @@ class Bucket(abc.ABC):
         """Traces it.
 
         Args:
-          model: what its family is lowered from, a `ModelShapes` of the bucket's level where nothing else is
-            said.
+          model: shapes of its arguments; a `ModelShapes` of the bucket's level unless the family says
+            otherwise.
         """
 
     def compile(self, model: Any, /) -> jax.stages.Compiled:
-        """Compiles it for where it runs."""
+        """Compiles it for its placement."""
         where = self.placement
         options = None if where is None else dict(where.compiler_options)
         return self.lower(model).compile(compiler_options=options or None)
 
     @property
     def placement(self) -> Placement | None:
-        """Where it runs; None for the first device."""
+        """The device and compiler options; None for the first device and the default options."""
         return None
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShapes:
-    """What the buckets of one level are lowered from.
+    """Shapes and options from which the buckets of one level are lowered.
 
     Attributes:
       cfg: the model, or the level's sub-model.
-      params: shapes of its parameters, or of those of the whole model.
+      params: shapes of its parameters, or of the whole model's.
       options: resolved options of the engine.
     """
 
@@ -94,13 +94,13 @@ class ModelShapes:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of activations."""
+        """Dtype of activations."""
         return jnp.dtype(self.options.activation_dtype)
 
     @property
     def empty_cache(self) -> Callable[..., KVCache]:
-        """Makes an empty cache of so many `tokens`."""
-        # Contexts that outlive a call are stored by what was attended to in them.
+        """A function of `tokens` that makes an empty cache of that length."""
+        # Contexts are stored at widths that follow the attention mass of their chunks.
         return functools.partial(
             new_cache,
             self.cfg,
@@ -110,26 +110,30 @@ class ModelShapes:
         )
 
     def cache(self, tokens: int) -> KVCache:
-        """The shapes of a cache."""
+        """Shapes of a cache of `tokens` positions."""
         return jax.eval_shape(functools.partial(self.empty_cache, tokens=tokens))
 
     def layer_cache(self, layer: int, tokens: int) -> tuple[Any, Any]:
-        """The shapes of one layer's keys and values."""
+        """Shapes of one layer's keys and values, `[1, K, S, H]` each."""
         cache = self.cache(tokens)
         return cache.keys[layer], cache.values[layer]
 
     @property
     def sampler(self) -> Any:
-        """The shapes of a sampler's state."""
+        """Shapes of a sampler's state."""
         return shapes_of(sampler_state(Sampling(), [], self.cfg.vocab_size, 0))
 
     def hidden(self, tokens: int) -> jax.ShapeDtypeStruct:
-        """What a layer takes of so many tokens."""
+        """Shape of a layer's input, `[1, T, D]`."""
         return jax.ShapeDtypeStruct((1, tokens, self.cfg.hidden_size), self.dtype)
 
     def jitted(self, step: Callable[..., Any], *donated: int) -> Any:
-        """A step of the whole model, `(params, *rest, cfg=, dtype=)`, as a function of the level's parameters
-        and the rest."""
+        """Jits a step of the whole model, `(params, *rest, cfg=, dtype=)`, as `(level's params, *rest)`.
+
+        Args:
+          step: pure.
+          donated: indices of arguments whose buffers are reused.
+        """
 
         def run(params: Params | CountedSubModel, *rest: Any) -> Any:
             return step(sub_model(params, self.cfg), *rest, cfg=self.cfg, dtype=self.dtype)
@@ -137,7 +141,7 @@ class ModelShapes:
         return jax.jit(run, donate_argnums=donated)
 
     def jitted_part(self, step: Callable[..., Any], *donated: int) -> Any:
-        """A step `(params, *rest)` that takes some of the parameters: those of one layer, say."""
+        """Jits a step `(params, *rest)` of some of the parameters, such as one layer's."""
 
         def run(params: Params | CountedSubModel, *rest: Any) -> Any:
             return step(part_of_sub_model(params, self.cfg), *rest)
@@ -149,12 +153,12 @@ SCALAR = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:
-    """The shape of token ids, positions or other int32 numbers."""
+    """Shape of int32 token ids or positions."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def position_shapes(tokens: int, *, tree: bool = False, consecutive: bool = True) -> TokenPositions:
-    """The shapes of where tokens stand: one behind the other, in any order, or as a tree."""
+    """Shapes of the positions of `tokens` tokens: consecutive, in any order, or of a token tree."""
     if not tree:
         return TokenPositions(ids(tokens), SCALAR, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
     rows = TreePositions(SCALAR, ids(tokens), jax.ShapeDtypeStruct((tokens, tokens), jnp.bool_))  # pyright: ignore
@@ -162,7 +166,7 @@ def position_shapes(tokens: int, *, tree: bool = False, consecutive: bool = True
 
 
 def mass_by_node(cache: KVCache, nodes: int) -> Any:
-    """The shape of a cache's mass while a tree is read (see `KVCache`)."""
+    """Shape of a cache's attention mass by node, `[B, 1 + M, S]` (see `KVCache`); None without mass."""
     if cache.mass is None:
         return None
     rows, capacity = cache.mass.shape
@@ -170,7 +174,7 @@ def mass_by_node(cache: KVCache, nodes: int) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """Shapes and dtypes instead of arrays."""
+    """The tree with a `ShapeDtypeStruct` for each array."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype), tree)
 
 

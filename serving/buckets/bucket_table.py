@@ -1,7 +1,7 @@
-"""The one place that compiles: buckets of one model, filled before the first request.
+"""Compiles the buckets of a model before the first request; nothing else compiles.
 
-Every bucket is compiled ahead of time, or read from disk where an earlier process left it (`store.py`). One
-that the table lacks raises `BucketMissing` instead of being compiled under a user's request.
+Each bucket is compiled ahead of time, or read from disk if an earlier process stored it (`store.py`). A
+missing bucket raises `BucketMissing`: it is never compiled during a user's request.
 """
 
 import concurrent.futures
@@ -22,21 +22,21 @@ _PROGRESS_S = 1.0
 
 
 class BucketTable:
-    """The compiled buckets of a model, of all of its levels.
+    """The compiled buckets of all levels of a model.
 
     Attributes:
-      lock: taken by whoever runs buckets, or changes what they take; a thread may take it again.
-      bucket_ms: time to trace and compile each bucket, or to read it (several are built at a time).
-      loaded: those buckets that were read from disk.
-      build_ms: time spent waiting for buckets, in all.
+      lock: reentrant; taken by a thread that runs buckets or changes their arguments.
+      bucket_ms: time to trace and compile each bucket, or to read it (several are built in parallel).
+      loaded: buckets that were read from disk.
+      build_ms: total time spent waiting for buckets.
     """
 
     def __init__(self, model: Any = None, store: BucketStore | None = None) -> None:
-        """Makes an empty table.
+        """Makes an empty bucket table.
 
         Args:
-          model: what buckets of the whole model are lowered from (see `Bucket.lower`).
-          store: keeps them for later processes; None keeps none.
+          model: argument of `Bucket.lower` for buckets of the whole model.
+          store: keeps compiled buckets for later processes; None keeps none.
         """
         self.lock = threading.RLock()
         self.bucket_ms: dict[Bucket, float] = {}
@@ -48,30 +48,30 @@ class BucketTable:
         self._guards: list[Callable[[], None]] = []
 
     def add_level(self, level: int, model: Any, store: BucketStore | None = None) -> None:
-        """Says what buckets of one more level are lowered from, and where they are kept."""
+        """Adds a level: the argument of `Bucket.lower` for its buckets, and the store that keeps them."""
         self._models[level] = model, store
 
     def store(self, level: int = WHOLE) -> BucketStore | None:
-        """Where a level's buckets are kept for later processes, if they are."""
+        """The store of a level's buckets; None if they are not kept."""
         return self._models[level][1]
 
     def __contains__(self, bucket: Bucket) -> bool:
-        """Whether a bucket is there, or about to be."""
+        """Whether a bucket is compiled, or being compiled."""
         return bucket in self._compiled or bucket in self._pending
 
     def is_ready(self, bucket: Bucket) -> bool:
-        """Whether a bucket can run at once."""
+        """Whether a bucket is compiled."""
         return bucket in self._compiled
 
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
     ) -> None:
-        """Gets buckets that the table lacks, several at a time: from disk, else by compiling them.
+        """Reads missing buckets from disk, else compiles them, several in parallel.
 
         Args:
           buckets: to wait for.
-          progress: called with ("compile", done, total) as they get ready, and at times until then.
-          later: to go on with in the background; a call that needs one waits for it.
+          progress: called with ("compile", done, total) when a bucket is ready, and once a second.
+          later: built in the background; `get` waits for a bucket that is not ready.
         """
         missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._compiled]
         began = time.perf_counter()
@@ -85,14 +85,14 @@ class BucketTable:
                 if progress is not None:
                     progress("compile", len(missing) - len(waiting), len(missing))
         except BaseException:
-            # Perhaps an interrupt: what no thread has begun must not hold up the end of the process.
+            # Perhaps an interrupt: builds that no thread has begun must not delay the end of the process.
             for future in self._pending.values():
                 future.cancel()
             raise
         self.build_ms += 1000 * (time.perf_counter() - began)
 
     def fill_here(self, buckets: Iterable[Bucket]) -> None:
-        """Gets buckets in this thread, one after the other: what is set for it alone holds for them."""
+        """Builds missing buckets one after the other in this thread, under its thread-local JAX settings."""
         began = time.perf_counter()
         for bucket in buckets:
             if not self.is_ready(bucket):
@@ -100,10 +100,10 @@ class BucketTable:
         self.build_ms += 1000 * (time.perf_counter() - began)
 
     def get(self, bucket: Bucket) -> Any:
-        """A compiled bucket, which takes and gives what its family's `lower` says.
+        """A compiled bucket; its arguments and results are those of its family's `lower`.
 
         Raises:
-          BucketMissing: the table was not filled with it.
+          BucketMissing: it was not passed to `fill` or `fill_here`.
           JaxllmError: see `require_usable`.
         """
         self.require_usable()
@@ -111,34 +111,34 @@ class BucketTable:
         if compiled is None and bucket in self._pending:
             compiled = self._finish(bucket)
         if compiled is None:
-            raise BucketMissing(f"{bucket} was not compiled; fill the table with it before the first request")
+            raise BucketMissing(f"{bucket} was not compiled; compile it by `fill` before the first request")
         return compiled
 
-    # -- whether they may be used -----------------------------------------------------------------
+    # -- guards -----------------------------------------------------------------------------------
 
     def guard(self, require: Callable[[], None]) -> None:
-        """Has `require`, which raises where buckets would compute something else than they should, asked
-        before each bucket and behind each answer's tokens."""
+        """Adds a check that raises if buckets would compute wrong results; it is called before each bucket and
+        after each answer's tokens."""
         self._guards.append(require)
 
     def require_usable(self) -> None:
-        """Raises a JaxllmError in a forked process, and where a guard does."""
+        """Raises a JaxllmError in a forked process, or if a guard does."""
         require_not_forked()
         for require in self._guards:
             require()
 
     def close(self) -> None:
-        """Lets go of all buckets, whose memory would else be free only when the collector comes by."""
+        """Releases all buckets now: garbage collection would free their memory later."""
         self.guard(_refuse)
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
         self._compiled.clear()
 
-    # -- compiling them -------------------------------------------------------------------------
+    # -- compiling ------------------------------------------------------------------------------
 
     def _begin(self, buckets: Sequence[Bucket]) -> None:
-        """Has threads build those buckets that nobody has asked for yet, or that failed, in this order."""
+        """Starts threads that build new buckets, and those that failed, in this order."""
         for bucket in [bucket for bucket, future in self._pending.items() if _failed(future)]:
             del self._pending[bucket]
         new = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self]
@@ -146,11 +146,11 @@ class BucketTable:
             return
         pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
         self._pending.update({bucket: pool.submit(self._build, bucket) for bucket in new})
-        # Its threads end when they have nothing left to do.
+        # Its threads end when the queue is empty.
         pool.shutdown(wait=False)
 
     def _finish(self, bucket: Bucket) -> Any:
-        """Waits for a bucket that is being built and puts it into the table."""
+        """Waits for a bucket that is being built and stores it."""
         compiled, self.bucket_ms[bucket] = self._pending.pop(bucket).result()
         self._compiled[bucket] = compiled
         return compiled

@@ -1,4 +1,4 @@
-"""Buckets that make caches: empty ones, and longer ones of the same content."""
+"""Buckets of caches: making an empty one, and moving one into a longer one."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ class StartBucket(Bucket):
     """Makes an empty cache.
 
     Attributes:
-      cache_tokens: its length.
+      cache_tokens: length of the cache (S).
     """
 
     cache_tokens: int
@@ -29,7 +29,7 @@ class GrowBucket(Bucket):
     """Moves a cache into a longer one.
 
     Attributes:
-      short_tokens, long_tokens: lengths of both.
+      short_tokens, long_tokens: lengths before and after.
     """
 
     short_tokens: int
@@ -37,6 +37,6 @@ class GrowBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(cache) -> cache."""
-        # Nothing to donate: no buffer of the short cache has the size of one of the long.
+        # Nothing is donated: no buffer of the short cache has the size of one of the long cache.
         longer = jax.jit(functools.partial(grow, tokens=self.long_tokens))
         return longer.lower(model.cache(self.short_tokens))

@@ -1,4 +1,4 @@
-"""Buckets of stored contexts: chunks into a cache, a layer with other chunks computed, a cache as chunks."""
+"""Buckets of stored contexts: loading chunks, restoring a layer, encoding chunks."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ ENCODED_CHUNKS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadBucket(Bucket):
-    """Puts stored chunks into all layers of a cache (see `steps.layers.load_cache`).
+    """Loads stored chunks into all layers of a cache (see `steps.layers.load_cache`).
 
     Attributes:
       cache_tokens: length of the cache.
@@ -44,12 +44,12 @@ class LoadBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoreBucket(Bucket):
-    """Brings one layer back, and computes other chunks of it (see `steps.layers.restore_layer`).
+    """Loads the stored chunks of one layer and recomputes others (see `steps.layers.restore_layer`).
 
     Attributes:
-      tokens: of chunks that are computed.
+      tokens: of recomputed chunks.
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     tokens: int
@@ -78,7 +78,7 @@ class EncodeBucket(Bucket):
     Attributes:
       bits: width of the chunks.
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     bits: int
@@ -92,7 +92,7 @@ class EncodeBucket(Bucket):
 
 
 def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tokens: int) -> tuple[Any, ...]:
-    """Shape and dtype of what `load_chunks` reads a layer's chunks from, for all of a cache's."""
+    """Shape and dtype of the `sources` of `load_chunks` for all chunks of a layer's cache."""
     chunks = -(-cache_tokens // options.kv_chunk_tokens)
     if reads_addresses(jnp.dtype(options.cache_dtype)):
         return (chunks, 3), np.uint32
@@ -101,5 +101,5 @@ def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tok
 
 
 def bits_shape(model: ModelShapes, cache_tokens: int) -> jax.ShapeDtypeStruct:
-    """The shape of the widths of a cache's chunks."""
+    """Shape of the bit widths of a cache's chunks."""
     return ids(-(-cache_tokens // model.options.kv_chunk_tokens))

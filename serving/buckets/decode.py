@@ -1,4 +1,4 @@
-"""Buckets that say tokens: the first one of an answer, and blocks of further ones."""
+"""Buckets that draw tokens: the first of an answer, and blocks of further ones."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ class DecodeBucket(Bucket):
     """Decodes tokens one after the other in one dispatch (see `steps.model.decode_tokens`).
 
     Attributes:
-      block_tokens: most tokens of a dispatch.
+      block_tokens: most tokens per dispatch.
       cache_tokens: length of the cache.
     """
 

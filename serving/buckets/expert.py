@@ -1,5 +1,5 @@
-"""Buckets of mixtures whose experts come one by one: a sparse layer up to its experts, one tile of one
-expert, and the sum of what experts gave."""
+"""Buckets of mixtures whose experts are loaded one by one: a sparse layer up to its experts, one tile of one
+expert, and the sum of the experts' outputs."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ class AttendBucket(Bucket):
     """Runs a sparse layer over a chunk, up to its experts (see `steps.layers.attend_layer`).
 
     Attributes:
-      tokens: length of the chunk, padding among it.
+      tokens: length of the chunk, padding included.
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     tokens: int
@@ -30,8 +30,8 @@ class AttendBucket(Bucket):
     layer: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next router, x, positions, keys and values, mass) -> tokens at experts, room for
-        what these give, keys and values, mass."""
+        """(layer's params, next router, x, positions, keys and values, mass) -> tokens at experts, a
+        buffer for their outputs, keys and values, mass."""
         cache = model.cache(self.cache_tokens)
         return _lower_attend(model, self.layer, position_shapes(self.tokens), cache, cache.mass)
 
@@ -41,9 +41,9 @@ class AttendTreeBucket(Bucket):
     """`AttendBucket` over a token tree.
 
     Attributes:
-      nodes: room of the tree.
+      nodes: capacity of the tree (M).
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     nodes: int
@@ -58,12 +58,12 @@ class AttendTreeBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendRestoredBucket(Bucket):
-    """Brings a sparse layer of a context back, up to its experts (see `steps.layers.attend_restored`).
+    """Restores a sparse layer of a context, up to its experts (see `steps.layers.attend_restored`).
 
     Attributes:
-      tokens: of chunks that are computed.
+      tokens: of recomputed chunks.
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     tokens: int
@@ -72,7 +72,7 @@ class AttendRestoredBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next router, x, positions, keys and values, source, bits) -> tokens at experts,
-        room for what these give, keys and values."""
+        a buffer for their outputs, keys and values."""
         whole, layer = whole_params(model.params), self.layer
         attend = functools.partial(
             attend_restored, cfg=model.cfg, layer=layer, form=model.options.chunk_format
@@ -95,11 +95,11 @@ class AttendRestoredBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertBucket(Bucket):
-    """Takes one tile of tokens through one expert (see `steps.layers.expert_tile`). All layers share it.
+    """Runs one tile of tokens through one expert (see `steps.layers.expert_tile`). All layers share it.
 
     Attributes:
-      tokens: of the chunk that the tile is of.
-      bits: width of the expert.
+      tokens: of the tile's chunk.
+      bits: bitwidth of the expert.
     """
 
     tokens: int
@@ -116,7 +116,7 @@ class ExpertBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CombineBucket(Bucket):
-    """Sums what experts gave (see `steps.layers.combine_experts`). All layers share it.
+    """Sums the outputs of experts (see `steps.layers.combine_experts`). All layers share it.
 
     Attributes:
       tokens: of the chunk.
@@ -126,7 +126,7 @@ class CombineBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(tokens at experts, out) -> x."""
-        # The outputs of all tiles have no other shape to be given back in.
+        # Nothing is donated: no result has the shape of the outputs of all tiles.
         return jax.jit(combine_experts).lower(*_at_experts(model, self.tokens))
 
 
@@ -143,9 +143,9 @@ def _lower_attend(
 
 
 def _at_experts(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
-    """The shapes of tokens at experts, and of what experts give."""
+    """Shapes of tokens at experts, and of the experts' outputs."""
     layer, whole = _first_sparse(model), whole_params(model.params)
-    # The same whatever the cache.
+    # Any cache length gives the same shapes.
     cache = model.cache(model.options.cache_tokens[0])
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
     before, out, *_ = jax.eval_shape(

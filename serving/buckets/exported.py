@@ -1,4 +1,4 @@
-"""Buckets of exported programs: their steps as JAX runs them, and what moves their caches."""
+"""Buckets of exported programs: their steps under JAX, and the updates of their caches."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ Caches = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ProgramShapes:
-    """What buckets of one level of a folder of programs are lowered from.
+    """Shapes and functions from which the buckets of one level of a program folder are lowered.
 
     Attributes:
-      manifest: what there is to run.
+      manifest: of the folder.
       weights: of the level, or their shapes.
       step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
-      path: where its program is, for people.
+      path: of a signature's program, for messages.
     """
 
     manifest: Manifest
@@ -41,8 +41,8 @@ class ProgramBucket(Bucket):
     """Runs one exported step.
 
     Attributes:
-      signature: which.
-      contents: tells its program from all others.
+      signature: of the step.
+      contents: digest of its program.
     """
 
     signature: Signature
@@ -53,7 +53,7 @@ class ProgramBucket(Bucket):
         manifest, signature = model.manifest, self.signature
         cfg, dtype = manifest.levels[signature.level].cfg, jnp.dtype(manifest.cache_dtype)
         shapes = input_shapes(signature, cfg, manifest.room(signature), dtype)
-        # The export knows no donation: without it every step would copy the caches.
+        # Exported functions do not donate: without donation here every step would copy the caches.
         step = jax.jit(model.step(signature), donate_argnums=(1,), keep_unused=True)
         return step.lower(model.weights, *shapes)
 
@@ -61,13 +61,13 @@ class ProgramBucket(Bucket):
         """See `Bucket`.
 
         Raises:
-          ProgramError: it is refused, or cannot be compiled.
+          ProgramError: the program is refused, or cannot be compiled.
         """
         try:
             return super().compile(model)
         except (ProgramError, MemoryError):
             raise
-        except Exception as error:  # Whatever JAX and XLA raise for what they cannot compile.
+        except Exception as error:  # JAX and XLA raise errors of many types here.
             raise ProgramError(
                 f"{model.path(self.signature)}: cannot be compiled ({one_line(error)}); export the model "
                 "again"
@@ -80,7 +80,7 @@ class ProgramGrowBucket(Bucket):
 
     Attributes:
       short_tokens, long_tokens: lengths before and after.
-      shapes: of all caches before, by name: sizes and dtype.
+      shapes: name, shape and dtype of each cache before.
     """
 
     short_tokens: int
@@ -90,18 +90,18 @@ class ProgramGrowBucket(Bucket):
     def lower(self, model: ProgramShapes, /) -> jax.stages.Lowered:
         """(caches) -> caches."""
         del model
-        # Nothing to donate: no buffer of the short caches has the size of one of the long.
+        # Nothing is donated: no buffer of the short caches has the size of one of the long caches.
         grow = jax.jit(functools.partial(_padded, tokens=self.long_tokens - self.short_tokens))
         return grow.lower(_named(self.shapes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramKeepBucket(Bucket):
-    """Moves a path of a tree to where the tree began.
+    """Moves the accepted path of a tree to the tree's first row.
 
     Attributes:
-      nodes: room of the tree.
-      shapes: of all caches, by name: sizes and dtype.
+      nodes: capacity of the tree (M).
+      shapes: name, shape and dtype of each cache.
     """
 
     nodes: int
@@ -116,12 +116,12 @@ class ProgramKeepBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChoiceBucket(Bucket):
-    """Draws a token behind each node of a tree from logits on the host (see
+    """Draws a token after each node of a tree from logits on the host (see
     `jaxllm.speculative.acceptance.choices`).
 
     Attributes:
-      nodes: room of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
-      vocab_tokens: that there are to choose from.
+      nodes: capacity of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
+      vocab_tokens: size of the vocabulary (V).
     """
 
     nodes: int
@@ -138,7 +138,7 @@ class ChoiceBucket(Bucket):
 
 
 def named_shapes(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    """Shapes of caches as buckets name them."""
+    """Shapes of caches as fields of buckets: name, shape and dtype, sorted by name."""
     return tuple(sorted((name, each.shape, str(each.dtype)) for name, each in shapes.items()))
 
 
@@ -151,7 +151,7 @@ def _padded(caches: Caches, *, tokens: int) -> Caches:
 
 
 def _moved(caches: Caches, at: jax.Array, nodes: jax.Array) -> Caches:
-    """The rows of some nodes one behind the other from `at` on, where the rows of all began."""
+    """The rows of some nodes moved to consecutive rows from `at` on, the first row of the tree."""
     return {
         name: jax.lax.dynamic_update_slice_in_dim(rows, jnp.take(rows, at + nodes, axis=2), at, axis=2)
         for name, rows in caches.items()

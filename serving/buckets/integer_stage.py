@@ -1,4 +1,4 @@
-"""Buckets of integer prefill: stages of a layer on two processors, or whole layers on one."""
+"""Buckets of integer prefill: stages of a layer on two processors, or a whole layer on one."""
 
 import contextlib
 import dataclasses
@@ -21,7 +21,7 @@ from serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shap
 from serving.buckets.parts import layer_params, layer_shapes
 from serving.host.device import Device
 
-# Of `PRODUCTS` those whose excess a stage multiplies: always, and where its layer has a shadow.
+# Indices in `PRODUCTS` of the products whose shadow a stage computes: always, or if its layer has a shadow.
 _SHADOWS: Mapping[Stage, tuple[int, ...]] = {
     "project_shadow": (PROJECT,),
     "widen_shadow": (WIDEN,),
@@ -31,7 +31,7 @@ _SHADOWS_OF_SHADOWED: Mapping[Stage, tuple[int, ...]] = {
     "attend": (OUT,),
     "layer": tuple(range(len(PRODUCTS))),
 }
-# Stages that depend on what is in the cache.
+# Stages that take the cache.
 WITH_CACHE: tuple[Stage, ...] = ("attend", "layer")
 
 
@@ -40,14 +40,14 @@ class IntegerStageBucket(Bucket):
     """Runs one stage of a layer over a chunk (see `jaxllm.int8_prefill.subgraphs`).
 
     Attributes:
-      stage: which.
-      shadowed: whether it is another bucket because its layer has a shadow.
-      tokens: length of the chunk, padding among it.
-      cache_tokens: length of the cache; 0 for stages that have to do with none.
-      layer: the first of those that are alike.
-      float_rows: how many channels have rows in floats; 0 where none are multiplied.
-      device: that runs it, "cpu:1" say; empty for the first one.
-      blocks: whether that takes weights in blocks, as native kernels do.
+      stage: of the layer.
+      shadowed: whether the layer has a shadow and the stage computes differently for it.
+      tokens: length of the chunk, padding included.
+      cache_tokens: length of the cache; 0 for stages without it.
+      layer: the first of the layers that share the bucket.
+      float_rows: number of channels with float rows; 0 for stages without a shadow.
+      device: name of the device, such as "cpu:1"; empty for the first device.
+      blocks: whether weights are in blocks, the format of native kernels.
       own_cores: whether it computes in the calling thread alone, beside another processor.
     """
 
@@ -62,11 +62,11 @@ class IntegerStageBucket(Bucket):
     own_cores: bool = False
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(stage's params, what it knows of the calibration, operands...) -> see `subgraphs`."""
+        """(stage's params, its calibration, operands...) -> see `subgraphs`."""
         weights = _of_stage(layer_shapes(model.params, self.layer), self.layer, self.stage)
         if not self.blocks:
             weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
-        # Where a bucket serves all levels, units are those of the whole model.
+        # A bucket of all levels has the units of the whole model.
         own = model.cfg.whole if isinstance(model.params, CountedSubModel) else model.cfg
         step = _STEPS[self.stage]
 
@@ -90,12 +90,12 @@ class IntegerStageBucket(Bucket):
 
 
 def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:
-    """Which of `PRODUCTS` have an excess that a stage multiplies, of a layer with or without shadow."""
+    """Indices in `PRODUCTS` of the products whose shadow a stage computes, in a layer with or without one."""
     return _SHADOWS.get(stage, ()) or (_SHADOWS_OF_SHADOWED.get(stage, ()) if shadowed else ())
 
 
 def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> LayerCalibration:
-    """Of a layer's calibration what a stage takes: steps, and the rows of its own products."""
+    """The part of a layer's calibration that a stage takes: steps, and the float rows of its products."""
     products = shadow_products(stage, shadowed=shadowed)
     if not products or calibration.rows is None:
         return LayerCalibration(calibration.steps)
@@ -107,14 +107,14 @@ def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> 
 def stage_params(
     params: Params | CountedSubModel, layer: int, like: int, stage: Stage
 ) -> dict[str, Any] | CountedSubModel:
-    """The parameters that a stage takes of a layer, under the names of another's."""
+    """The parameters of a stage of `layer`, under the names of layer `like`."""
     return _of_stage(layer_params(params, layer, like), like, stage)
 
 
 def _of_stage(
     found: dict[str, Any] | CountedSubModel, like: int, stage: Stage
 ) -> dict[str, Any] | CountedSubModel:
-    """Of a layer's parameters, or their shapes, those that a stage takes."""
+    """The parameters of a stage among a layer's parameters or their shapes."""
     prefix = f"layers.{like}."
     starts = tuple(prefix + each for each in STAGE_PARAMETERS[stage])
     if not isinstance(found, CountedSubModel):
@@ -125,14 +125,14 @@ def _of_stage(
 
 
 def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> int:
-    """What the weights of a stage take."""
+    """Size of the weights of a stage."""
     found = stage_params(params, layer, layer, stage)
     whole = found.whole if isinstance(found, CountedSubModel) else found
     return sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
 
 
 def without_blocks(weights: Any) -> Any:
-    """Weights as processors without native kernels multiply them: in rows, not in blocks; on the host."""
+    """Weights in rows instead of blocks, on the host: the format of processors without native kernels."""
 
     def in_rows(weight: Any) -> Any:
         return from_blocks(weight) if isinstance(weight, BlockedArray) else weight
@@ -141,7 +141,7 @@ def without_blocks(weights: Any) -> Any:
 
 
 def device_name(device: Device) -> str:
-    """What names a device among those of this process."""
+    """The name of a device in this process, "platform:index"."""
     return f"{device.platform}:{jax.devices(device.platform).index(device)}"
 
 
@@ -152,7 +152,7 @@ def device_named(name: str) -> Device:
 
 
 class _Operands:
-    """The shapes of what stages of one layer give to each other."""
+    """Shapes of the arrays that the stages of one layer exchange."""
 
     def __init__(self, bucket: IntegerStageBucket, model: ModelShapes) -> None:
         cfg, tokens, layer = model.cfg, bucket.tokens, bucket.layer
@@ -175,12 +175,12 @@ class _Operands:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What computes a stage.
+    """The function of a stage.
 
     Attributes:
-      run: takes the stage's params, what it knows of the calibration, and operands.
-      operands: their shapes.
-      donated: places of arguments.
+      run: takes the stage's params, its calibration, and operands.
+      operands: shapes of the operands.
+      donated: indices of donated arguments.
     """
 
     run: Callable[..., Any]
@@ -204,7 +204,7 @@ _STEPS: Mapping[Stage, _Step] = {
 
 
 def _calibration_shapes(bucket: IntegerStageBucket, cfg: ModelConfig) -> LayerCalibration:
-    """What `known_to` gives for a bucket's stage, of the bucket's number of rows."""
+    """Arrays of zeros in the shapes of `known_to` for a bucket's stage."""
     rows = []
     for product in range(len(PRODUCTS)):
         # Rows have the whole model's outputs at every level.

@@ -1,6 +1,6 @@
-"""Buckets of models that run layer by layer: what the first layer takes, one layer, and what gives logits.
+"""Buckets of models that run layer by layer: embedding, one layer, final norm, logits.
 
-Layers that are alike share their buckets.
+Layers of the same form share their buckets.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ from serving.buckets.parts import embedding_params, head_name, layer_shapes, nor
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedBucket(Bucket):
-    """Embeds tokens by the whole table.
+    """Embeds tokens by the whole embedding.
 
     Attributes:
-      tokens: how many.
+      tokens: number of tokens (T).
     """
 
     tokens: int
@@ -38,10 +38,10 @@ class EmbedBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedRowsBucket(Bucket):
-    """Embeds tokens by their own rows of the table alone, for tables that are not in memory.
+    """Embeds tokens by their own rows of the embedding, which is not in memory.
 
     Attributes:
-      tokens: how many.
+      tokens: number of tokens (T).
     """
 
     tokens: int
@@ -60,9 +60,9 @@ class LayerBucket(Bucket):
     """Runs one layer over a chunk (see `models.decoder.forward_layer`).
 
     Attributes:
-      tokens: length of the chunk, padding among it.
+      tokens: length of the chunk, padding included.
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     tokens: int
@@ -85,9 +85,9 @@ class LayerTreeBucket(Bucket):
     """Runs one layer over a token tree (see `models.decoder.forward_layer`).
 
     Attributes:
-      nodes: room of the tree.
+      nodes: capacity of the tree (M).
       cache_tokens: length of the cache.
-      layer: the first of those that are alike.
+      layer: the first of the layers that share the bucket.
     """
 
     nodes: int
@@ -106,11 +106,11 @@ class LayerTreeBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormBucket(Bucket):
-    """Norms what the head takes (see `steps.layers.final_rows`). All levels share it.
+    """Applies the final norm to the head's input (see `steps.layers.final_rows`). All levels share it.
 
     Attributes:
-      tokens: of what went through the layers.
-      rows: of them that are taken.
+      tokens: that went through the layers (T).
+      rows: number of them whose logits are wanted.
     """
 
     tokens: int
@@ -127,8 +127,8 @@ class HeadBucket(Bucket):
     """Computes logits for a piece of the vocabulary (see `steps.layers.head_piece`). All levels share it.
 
     Attributes:
-      rows: behind which tokens are wanted.
-      vocab_tokens: of the piece.
+      rows: of the hidden state.
+      vocab_tokens: number of token ids in the piece.
     """
 
     rows: int

@@ -16,7 +16,7 @@ EXPERT_PARTS = ("gate", "up", "down")
 
 
 def layer_params(params: Params | CountedSubModel, layer: int, like: int) -> dict[str, Any] | CountedSubModel:
-    """One layer's parameters under the names of another's, whose buckets it shares."""
+    """The parameters of `layer` under the names of layer `like`, whose buckets it shares."""
     if isinstance(params, CountedSubModel):
         return layer_part(params, layer, like)
     prefix = f"layers.{layer}."
@@ -39,7 +39,7 @@ def layer_shapes(params: Params | CountedSubModel, layer: int) -> dict[str, Any]
 
 
 def any_expert(bits: int) -> str:
-    """What the names of parameters begin with that stand for any expert of a width."""
+    """Prefix of the names of parameters that stand for any expert of a bitwidth."""
     return f"any_expert.{bits}"
 
 
@@ -54,37 +54,37 @@ def router_params(params: Params, layer: int) -> dict[str, Any]:
 
 
 def expert_norm(router: dict[str, Any]) -> dict[str, Any]:
-    """Of a sparse layer's router and norm the norm, which its experts take."""
+    """The norm of `router_params`, an argument of experts."""
     return {name: each for name, each in router.items() if name != "router"}
 
 
 def counts_alone(params: Params | CountedSubModel) -> dict[str, Any]:
-    """What says how many units are used, where anything does."""
+    """The counts of used units; empty unless the parameters are a `CountedSubModel`."""
     return {PARAMETER: params.counts} if isinstance(params, CountedSubModel) else {}
 
 
 def embedding_params(params: Params | CountedSubModel) -> dict[str, Any]:
-    """What embeds tokens."""
+    """The parameters that embed tokens."""
     return {name: each for name, each in whole_params(params).items() if name.startswith("embed.")}
 
 
 def norm_params(params: Params | CountedSubModel) -> dict[str, Any]:
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
     return {name: each for name, each in whole_params(params).items() if name.startswith("final_norm.")}
 
 
 def head_name(tied: bool) -> str:
-    """The name of the parameter that gives logits, `[V, D]`; the embedding's where it is tied."""
+    """Name of the parameter `[V, D]` that gives logits: the embedding if the head is tied to it."""
     return "embed.tokens" if tied else "head"
 
 
 def row_step(weight: Weight) -> int:
-    """Rows of a `[V, D]` weight that are stored together."""
+    """Number of rows of a `[V, D]` weight that are stored together."""
     return PANEL if isinstance(weight, BlockedArray | QArray) else 1
 
 
 def some_rows(weight: Weight, rows: int) -> Any:
-    """The shapes of a weight `[V, D]` that has only some rows."""
+    """Shapes of a weight `[V, D]` that has `rows` of its rows."""
     shape = (rows, weight.shape[-1])
     if isinstance(weight, BlockedArray):
         parts = blocked_shapes(shape, bits=weight.bits, group=weight.group, axis=weight.axis)

@@ -1,4 +1,4 @@
-"""The bucket of prefill: one chunk of a prompt through all layers."""
+"""Bucket of prefill: one chunk of a prompt through all layers."""
 
 import dataclasses
 
@@ -11,10 +11,10 @@ from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBucket(Bucket):
-    """Feeds one chunk of a prompt (see `steps.model.prefill_chunk`).
+    """Prefills one chunk of a prompt (see `steps.model.prefill_chunk`).
 
     Attributes:
-      tokens: length of the chunk, padding among it.
+      tokens: length of the chunk, padding included.
       cache_tokens: length of the cache.
     """
 

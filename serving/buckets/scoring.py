@@ -1,4 +1,4 @@
-"""Buckets that judge text which is there already: log-probabilities, and which experts tokens visit."""
+"""Buckets that score given text: log-probabilities of tokens, and the experts that tokens visit."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ class ScoreBucket(Bucket):
     """Scores one chunk of a text behind a cache (see `steps.model.score_chunk`).
 
     Attributes:
-      tokens: length of the chunk, padding among it.
+      tokens: length of the chunk, padding included.
       cache_tokens: length of the cache.
     """
 
@@ -34,8 +34,8 @@ class BranchesBucket(Bucket):
     """Scores tokens of packed documents with many ends, without a cache (see `steps.model.score_branches`).
 
     Attributes:
-      rows: of a dispatch.
-      tokens: of a row.
+      rows: number of rows per dispatch (B).
+      tokens: length of a row (T).
     """
 
     rows: int
@@ -51,11 +51,11 @@ class BranchesBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoutingBucket(Bucket):
-    """Says which experts the tokens of packed documents visit (see `steps.model.route_documents`).
+    """Computes the experts that the tokens of packed documents visit (see `steps.model.route_documents`).
 
     Attributes:
-      rows: of a dispatch.
-      tokens: of a row.
+      rows: number of rows per dispatch (B).
+      tokens: length of a row (T).
     """
 
     rows: int

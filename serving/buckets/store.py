@@ -1,10 +1,10 @@
-"""Finds buckets on disk by a key of all that they depend on, without tracing them.
+"""Finds compiled buckets on disk by a key of all that they depend on, without tracing them.
 
-Tracing and lowering a bucket takes as long as hundreds of tokens, so an executable on disk must be found
-without them. The key therefore names everything that goes into them: the bucket's family and fields, the
-model's config, the engine's options, the names, shapes and structure of the parameters, the source of the
-package, the versions of what compiles, JAX's and XLA's settings, and the machine. It is meant to be too fine:
-a key that differs for no reason costs one compilation, one that agrees wrongly costs a wrong answer.
+Tracing and lowering a bucket takes as long as hundreds of tokens, so buckets on disk must be found without
+it. The key therefore digests every input of compilation: the bucket's family and fields, the model's config,
+the engine's options, the names, shapes and structure of the parameters, the source of the package, the versions
+of JAX and XLA and their settings, and the machine. It is too fine on purpose: a key that differs without need
+costs one compilation, a key that agrees wrongly costs a wrong answer.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from serving.options import EngineOptions
 
 _ENVIRONMENT = ("XLA_", "TF_XLA_", "LIBTPU_", "JAXLLM_KERNELS", "JAXLLM_THREADS")
-# Settings of JAX about logs and caches; every other one may change a bucket.
+# Settings of JAX for logs and caches; any other setting may change a bucket.
 _HARMLESS_SETTINGS = (
     "jax_compilation_cache_", "jax_persistent_cache_", "jax_log", "jax_debug_log_", "jax_dump_ir_",
     "jax_explain_cache_misses", "jax_traceback_filtering",
 )  # fmt: skip
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
-# Options that change no bucket: where executables are kept, where weights are, which levels there are.
+# Options that change no bucket: its folder on disk, the location of weights, the levels.
 _OUTSIDE_BUCKETS = (
     "executables_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill",
 )  # fmt: skip
@@ -45,11 +45,11 @@ _OUTSIDE_BUCKETS = (
 
 @dataclasses.dataclass(frozen=True)
 class BucketStore:
-    """The buckets of one model in a folder of executables.
+    """The buckets of one model in a `CompiledBucketFolder`.
 
     Attributes:
-      folder: where they are kept.
-      facts: all that they depend on besides their families and fields, as plain data by name.
+      folder: keeps them.
+      facts: all that they depend on besides family and fields, as plain data by name.
     """
 
     folder: CompiledBucketFolder
@@ -68,47 +68,47 @@ class BucketStore:
         """The store of a model's buckets.
 
         Args:
-          folder: where they are kept.
+          folder: keeps them.
           cfg: the model.
           options: resolved options of the engine.
           params: the model's parameters.
-          kernels: names the kernels that buckets call, and what else distinguishes them. Whatever these need
-            of JAX (the targets of custom calls) must be registered before a bucket is loaded.
+          kernels: names the kernels that buckets call. The targets of their custom calls must be registered
+            with JAX before a bucket is loaded.
         """
         shapes = compiled_options(options)
-        # Of trees all is in their buckets.
+        # The fields of tree buckets contain all of these.
         del shapes["trees"]
         environment = digest_of([kernels, environment_facts()])
         return cls(folder, {"environment": environment, "options": shapes}).of(cfg, params)
 
     @classmethod
     def of_programs(cls, folder: CompiledBucketFolder) -> "BucketStore":
-        """The store of buckets that say themselves which program they are of."""
+        """The store of buckets whose fields name their program."""
         return cls(folder, {"environment": digest_of(environment_facts())})
 
     def of(self, cfg: "ModelConfig | TlmConfig", params: Any) -> "BucketStore":
-        """The store of another model (a sub-model, say) in the same folder, for the same engine."""
+        """The store of another model, such as a sub-model, in the same folder and for the same engine."""
         model = {"cfg": cfg.to_json(), "params": params_digest(params)}
         return dataclasses.replace(self, facts={**self.facts, **model})
 
     def key(self, bucket: Bucket) -> str:
-        """Names a bucket among all others: 64 hexadecimal digits."""
+        """The key of a bucket: 64 hexadecimal digits."""
         where = bucket.placement
         placed = None if where is None else where.facts()
         return digest_of([dict(self.facts), type(bucket).__name__, dataclasses.asdict(bucket), placed])
 
     def load(self, bucket: Bucket) -> jax.stages.Compiled | None:
-        """The executable of a bucket, or None where none is kept."""
+        """A compiled bucket from disk; None if it is not there."""
         where = bucket.placement
         return self.folder.load(self.key(bucket), None if where is None else where.device)
 
     def store(self, bucket: Bucket, compiled: jax.stages.Compiled) -> None:
-        """Keeps the executable of a bucket."""
+        """Writes a compiled bucket to disk."""
         self.folder.store(self.key(bucket), compiled)
 
 
 def compiled_options(options: "EngineOptions") -> dict[str, Any]:
-    """Those of an engine's resolved options that its buckets depend on, by name."""
+    """The resolved options of an engine that its buckets depend on, by name."""
     names = (field.name for field in dataclasses.fields(options) if field.name not in _OUTSIDE_BUCKETS)
     values = {name: getattr(options, name) for name in names}
     return {
@@ -146,14 +146,14 @@ def environment_facts() -> dict[str, Any]:
         "environment": sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)),
         "device": [device.platform, device.device_kind, device.id, device.client.platform_version],
         "devices": jax.device_count(),
-        # XLA:CPU divides the work of a bucket by the cores that it finds when it compiles.
+        # XLA:CPU splits the work of a bucket among the cores that it finds at compile time.
         "cores": usable_cores(),
         "cpu": cpu_features(),
     }
 
 
 def source_digest(*packages: str) -> str:
-    """Digest of all modules in the given folders: their places and contents, source or compiled."""
+    """Digest of all modules in the given folders: paths and contents, source or compiled."""
     digest = hashlib.sha256()
     for package in packages:
         for path in _modules(package):
@@ -170,8 +170,8 @@ def _modules(package: str) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in sorted(names) if name.endswith(_MODULE_SUFFIXES))
 
 
-# Taken when this module is imported, right after those that it describes: later, it could name code that
-# was edited meanwhile, and not what this process runs.
+# Computed at import, right after the modules that it describes: later, files may have been edited and differ
+# from the code that this process runs.
 _SOURCE_DIGEST = source_digest(*jaxllm.__path__, os.path.dirname(os.path.dirname(__file__)))
 
 

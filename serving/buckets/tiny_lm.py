@@ -1,4 +1,4 @@
-"""The bucket of the tiny LM that plans requests."""
+"""Bucket of the tiny LM that plans requests."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from serving.buckets.bucket import Bucket, ids
 
 @dataclasses.dataclass(frozen=True)
 class TlmShapes:
-    """What buckets of a tiny LM are lowered from.
+    """Shapes from which the buckets of a tiny LM are lowered.
 
     Attributes:
       cfg: the tiny LM.
@@ -27,10 +27,10 @@ class TlmShapes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TinyLmBucket(Bucket):
-    """Reads one row: scores of its tokens, and the decision.
+    """Computes the scores of a prompt's tokens, and the decision.
 
     Attributes:
-      tokens: of the row.
+      tokens: length of the row.
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""Buckets of token trees: a draft grows them, the target verifies them, both caches follow."""
+"""Buckets of token trees: drafting, verification, and the update of both caches."""
 
 import dataclasses
 import functools
@@ -13,10 +13,10 @@ from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_nod
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerifyBucket(Bucket):
-    """Verifies a token tree behind a cache (see `steps.trees.verify`).
+    """Verifies a token tree after the sequence in a cache (see `steps.trees.verify`).
 
     Attributes:
-      nodes: room of the tree.
+      nodes: capacity of the tree (M).
       cache_tokens: length of the target's cache.
     """
 
@@ -32,11 +32,11 @@ class VerifyBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftBucket(Bucket):
-    """Grows a token tree behind a draft's cache (see `steps.trees.draft`).
+    """Grows a token tree after the sequence in the drafter's cache (see `steps.trees.draft`).
 
     Attributes:
-      nodes: room of the tree.
-      cache_tokens: length of the draft's cache.
+      nodes: capacity of the tree (M).
+      cache_tokens: length of the drafter's cache.
       tips, branches, threshold, paced: see `TreeShape`.
     """
 
@@ -60,18 +60,18 @@ class DraftBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FollowBucket(Bucket):
-    """Brings a draft's cache and tree behind what was accepted (see `steps.trees.follow`).
+    """Moves the drafter's cache and tree to the end of the accepted path (see `steps.trees.follow`).
 
     Attributes:
-      nodes: room of the tree.
-      cache_tokens: length of the draft's cache.
+      nodes: capacity of the tree (M).
+      cache_tokens: length of the drafter's cache.
     """
 
     nodes: int
     cache_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(cache, tree, fed, path, count, token) -> cache, tree, fed, how many are missing."""
+        """(cache, tree, fed, path, count, token) -> cache, tree, fed, number of missing nodes."""
         cache, tree = model.cache(self.cache_tokens), tree_shapes(self.nodes)
         step = jax.jit(follow, donate_argnums=(0,))
         return step.lower(cache, tree, _fed(self.nodes), ids(self.nodes), SCALAR, SCALAR)
@@ -79,11 +79,11 @@ class FollowBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SettleBucket(Bucket):
-    """Decides what of a tree is accepted, by logits behind its nodes (see `steps.trees.settle`). All levels
-    share it.
+    """Decides which path of a tree is accepted, by the logits after its nodes (see `steps.trees.settle`). All
+    levels share it.
 
     Attributes:
-      nodes: room of the tree.
+      nodes: capacity of the tree (M).
     """
 
     nodes: int
@@ -97,10 +97,10 @@ class SettleBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepBucket(Bucket):
-    """Puts an accepted path behind the sequence in a cache (see `steps.trees.keep_path`).
+    """Moves an accepted path to the end of the sequence in a cache (see `steps.trees.keep_path`).
 
     Attributes:
-      nodes: room of the tree.
+      nodes: capacity of the tree (M).
       cache_tokens: length of the target's cache.
     """
 
@@ -113,12 +113,12 @@ class KeepBucket(Bucket):
         def kept(cache: Any, mass: Any, *rest: Any) -> Any:
             return keep_path(dataclasses.replace(cache, mass=mass), *rest)
 
-        # The mass comes out in another shape than it goes in.
+        # Not donated: the mass that is returned has another shape.
         cache = model.cache(self.cache_tokens)
         mass, cache = mass_by_node(cache, self.nodes), dataclasses.replace(cache, mass=None)
         return jax.jit(kept, donate_argnums=(0,)).lower(cache, mass, ids(self.nodes), SCALAR)
 
 
 def _fed(nodes: int) -> jax.ShapeDtypeStruct:
-    """The shape of which nodes a draft has read."""
+    """Shape of the mask of nodes that the drafter's cache has."""
     return jax.ShapeDtypeStruct((nodes,), jnp.bool_)

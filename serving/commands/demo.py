@@ -52,7 +52,7 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
         "weights": engine.model.bundle.layout.weights,
         "parameters": parameter_count(engine.cfg),
         "load_ms": round(engine.model.load_ms, 1),
-        "build_ms": round(engine.runner.table.build_ms, 1),
+        "build_ms": round(engine.runner.buckets.build_ms, 1),
     }
     if not as_json:
         click.echo(

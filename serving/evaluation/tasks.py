@@ -145,7 +145,7 @@ _Run = tuple[list[TaskExample], list[Prediction], int, float]
 
 def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
     """Takes the likeliest option; of equally likely ones the first."""
-    built_ms = engine.runner.table.build_ms
+    built_ms = engine.runner.buckets.build_ms
     began = time.perf_counter()
     now = datetime.now()
     end = end_of_turn_id(engine.tokenizer, now=now)
@@ -154,7 +154,7 @@ def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progres
     kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
     fitting, questions = [example for example, _ in kept], [question for _, question in kept]
     scores = score_options(engine, questions, progress=progress, stage=task.name)
-    seconds = time.perf_counter() - began - (engine.runner.table.build_ms - built_ms) / 1000
+    seconds = time.perf_counter() - began - (engine.runner.buckets.build_ms - built_ms) / 1000
     predictions = []
     for example, each in zip(fitting, scores, strict=True):
         chosen = example.options[int(np.argmax(each))]

@@ -62,10 +62,10 @@ class ExpertLayers:
 
     streams_weights = False
 
-    def __init__(self, model: ModelLevel, table: BucketTable, weights: ExpertWeights) -> None:
+    def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
         """Takes the whole model, whose experts are not among the parameters."""
         self.head = self.experts = weights
-        self._model, self._table = model, table
+        self._model, self._buckets = model, buckets
         self._embedding = embedding_params(model.params)
         self._known: tuple[tuple[int, int], _Parts] | None = None
         # Whom a context that comes back has visited so far.
@@ -113,7 +113,7 @@ class ExpertLayers:
 
     def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         """See `LayerSource`."""
-        compiled = self._table.get(self.embed_bucket(len(tokens)))
+        compiled = self._buckets.get(self.embed_bucket(len(tokens)))
         return compiled(self._embedding, tokens[None], np.asarray(at.positions))
 
     def run(
@@ -134,7 +134,7 @@ class ExpertLayers:
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
                     bucket = self._bucket(len(tokens), past[0].shape[2], layer, tree=tree)
-                    compiled = self._table.get(bucket)
+                    compiled = self._buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
             keys[layer], values[layer] = past
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
@@ -144,7 +144,7 @@ class ExpertLayers:
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
-        compiled = self._table.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
+        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
         weights = self._parts.layers[layer]
         if not self._model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, source, bits)
@@ -171,7 +171,7 @@ class ExpertLayers:
         weights, router = self._parts.layers[layer], self._next_router(len(visited))
         for (tokens, at), x in zip(chunks, inputs, strict=True):
             bucket = self._bucket(len(tokens), past[0].shape[2], layer, tree=at.tree is not None)
-            each, out, past, mass = self._table.get(bucket)(weights, router, x, at, past, mass)
+            each, out, past, mass = self._buckets.get(bucket)(weights, router, x, at, past, mass)
             before.append(each)
             outs.append(out)
         self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
@@ -223,13 +223,13 @@ class ExpertLayers:
         for expert, weights in self.experts.cache.visit(place, list(tiles), guesses):
             bits = self.experts.store[place, expert].bits
             for number, tile in tiles[expert]:
-                compiled = self._table.get(self._expert_bucket(before[number].x.shape[1], bits))
+                compiled = self._buckets.get(self._expert_bucket(before[number].x.shape[1], bits))
                 outs[number] = compiled(weights, norm, before[number], np.int32(tile), outs[number])
             # Another expert may take its memory.
             jax.block_until_ready(outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
-        return self._table.get(self._combine_bucket(before.x.shape[1]))(before, out)
+        return self._buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
 
     @property
     def _parts(self) -> _Parts:

@@ -116,12 +116,12 @@ class Int8Prefill:
       calibration: that prompts are computed by.
     """
 
-    def __init__(self, model: ModelLevel, table: BucketTable, shared: Int8Shared) -> None:
-        self.model, self.shared, self._table = model, shared, table
+    def __init__(self, model: ModelLevel, buckets: BucketTable, shared: Int8Shared) -> None:
+        self.model, self.shared, self._buckets = model, shared, buckets
         self.calibration = shared.modes.calibration
         # Of chunks that were fed, and not counted yet.
         self._outliers: list[tuple[Subgraph, Any]] = []
-        self._buckets: dict[_Case, IntegerStageBucket] = {}
+        self._stage_buckets: dict[_Case, IntegerStageBucket] = {}
         self._ready_for: tuple[int, int] | None = None
 
     # -- which prompts ----------------------------------------------------------------------------
@@ -160,9 +160,9 @@ class Int8Prefill:
     def stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
         """The bucket of a stage, which all layers share that are alike."""
         case = layer, stage, tokens, cache
-        if case not in self._buckets:
-            self._buckets[case] = self._stage_bucket(layer, stage, tokens, cache)
-        return self._buckets[case]
+        if case not in self._stage_buckets:
+            self._stage_buckets[case] = self._stage_bucket(layer, stage, tokens, cache)
+        return self._stage_buckets[case]
 
     def _stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
         shadowed = self.calibration.shadowed
@@ -255,7 +255,7 @@ class Int8Prefill:
 
     def empty_cache(self, capacity: int) -> KVCache:
         """An empty cache of one of `EngineOptions.cache_tokens`."""
-        return self._table.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
+        return self._buckets.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
 
     # -- answering --------------------------------------------------------------------------------
 
@@ -319,7 +319,7 @@ class Int8Prefill:
         self._make_ready()
         lengths = lengths or plan_chunks(len(tokens), self.model.options.chunk_tokens)
         chunks = placed_chunks(tokens, lengths, at)
-        embeds = [self._table.get(self._embed_bucket(len(row))) for row, _ in chunks]
+        embeds = [self._buckets.get(self._embed_bucket(len(row))) for row, _ in chunks]
         inputs = [
             embed(self._embedding, row[None], positions.positions)
             for embed, (row, positions) in zip(embeds, chunks, strict=True)
@@ -331,17 +331,17 @@ class Int8Prefill:
         x, positions = prompt.x[-1], prompt.chunks[-1]
         if self.shared.processors is not None:
             x = jax.device_put(x, jax.devices()[0])
-        norm, head = (self._table.get(bucket) for bucket in self._last_buckets(x.shape[1]))
+        norm, head = (self._buckets.get(bucket) for bucket in self._last_buckets(x.shape[1]))
         return head(self._head, norm(self._norm, x, np.array([int(positions.valid) - 1], np.int32)))
 
     def call(self, each: Subgraph, tokens: int, capacity: int, *operands: Any) -> Any:
         """Runs a subgraph of a chunk of so many tokens, where it is placed."""
         bucket, known = self._operands(each.layer, each.stage, tokens, capacity)
         if self.shared.processors is None:
-            return self._table.get(bucket)(*known, *operands)
+            return self._buckets.get(bucket)(*known, *operands)
         # Others wait for it: the results must be there.
         here = jax.device_put(operands, _device(bucket))
-        return jax.block_until_ready(self._table.get(bucket)(*known, *here))
+        return jax.block_until_ready(self._buckets.get(bucket)(*known, *here))
 
     def _count_outliers(self) -> None:
         outliers = self.shared.outliers

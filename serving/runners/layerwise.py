@@ -119,11 +119,11 @@ class LayerwiseRunner(LevelRunner):
     def __init__(
         self,
         model: ModelLevel,
-        table: BucketTable,
+        buckets: BucketTable,
         layers: LayerSource,
     ) -> None:
         """See the class and `LevelRunner`."""
-        super().__init__(model, table)
+        super().__init__(model, buckets)
         self.layers, self.streams_weights = layers, layers.streams_weights
         # The same at every level and under every adapter.
         self._norm = norm_params(model.params)
@@ -253,7 +253,7 @@ class LayerwiseRunner(LevelRunner):
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """See `Runner`."""
         logits, cache = self.read_tree(tree, cache, meanwhile)
-        settle = self.table.get(SettleBucket(nodes=tree.room))
+        settle = self.buckets.get(SettleBucket(nodes=tree.room))
         tokens, count, path, sampler = settle(tree, logits, sampler, np.int32(limit))
         return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler
 
@@ -271,15 +271,15 @@ class LayerwiseRunner(LevelRunner):
 
     def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
         """The cache with a path `[N]` of a tree behind its sequence instead of the tree."""
-        keep = self.table.get(self._keep_bucket(len(path), cache.capacity_tokens))
+        keep = self.buckets.get(self._keep_bucket(len(path), cache.capacity_tokens))
         return keep(dataclasses.replace(cache, mass=None), cache.mass, np.asarray(path), np.int32(count))
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 behind N of the tokens that went through the layers."""
         found, head = [], self.layers.head
-        hidden = self.table.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
+        hidden = self.buckets.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(head.head):
-            compiled = self.table.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
+            compiled = self.buckets.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
             with head.head_rows(number, meanwhile) as weight:
                 found.append(np.asarray(compiled(weight, hidden)))
         return np.concatenate(found, axis=1) if len(found) > 1 else found[0]

@@ -40,7 +40,7 @@ class LevelRunner(abc.ABC):
 
     Attributes:
       model: the level.
-      table: the buckets of all levels.
+      buckets: of all levels, compiled.
       int8: computes prompts in integers; None where nothing does.
       streams_weights: whether weights come from storage while it runs.
     """
@@ -48,13 +48,13 @@ class LevelRunner(abc.ABC):
     int8: "Int8Prefill | None" = None
     streams_weights = False
 
-    def __init__(self, model: ModelLevel, table: BucketTable) -> None:
-        self.model, self.table = model, table
+    def __init__(self, model: ModelLevel, buckets: BucketTable) -> None:
+        self.model, self.buckets = model, buckets
 
     @property
     def lock(self) -> threading.RLock:
         """Taken by whoever calls; all levels of a model share it."""
-        return self.table.lock
+        return self.buckets.lock
 
     @property
     def cfg(self) -> ModelConfig:
@@ -83,7 +83,7 @@ class LevelRunner(abc.ABC):
 
     def require_usable(self) -> None:
         """See `Runner`."""
-        self.table.require_usable()
+        self.buckets.require_usable()
 
     # -- which buckets it needs -------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class LevelRunner(abc.ABC):
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
     ) -> None:
         """Gets buckets (see `BucketTable.fill`)."""
-        self.table.fill(buckets, progress, later=later)
+        self.buckets.fill(buckets, progress, later=later)
 
     def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
         """Gets ready what one request needs. Only what its first token needs is waited for."""
@@ -210,7 +210,7 @@ class LevelRunner(abc.ABC):
 
     def empty_cache(self, capacity: int) -> KVCache:
         """An empty cache of one of `EngineOptions.cache_tokens`."""
-        return self.table.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
+        return self.buckets.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
 
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
         """See `Runner`."""
@@ -219,7 +219,7 @@ class LevelRunner(abc.ABC):
         while (short := cache.capacity_tokens) < target:
             long = caches[caches.index(short) + 1]
             grow = GrowBucket(short_tokens=short, long_tokens=long, level=self.model.bucket_level)
-            cache = self.table.get(grow)(cache)
+            cache = self.buckets.get(grow)(cache)
         return cache
 
     def capacity_for(self, tokens: int) -> int:
@@ -232,7 +232,7 @@ class LevelRunner(abc.ABC):
         ready = [
             length
             for length in self.options.cache_tokens
-            if self.table.is_ready(StartBucket(cache_tokens=length, level=level))
+            if self.buckets.is_ready(StartBucket(cache_tokens=length, level=level))
         ]
         for length in ready:
             if length >= tokens:
@@ -243,7 +243,7 @@ class LevelRunner(abc.ABC):
 
     def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
         """See `Runner`."""
-        return self.table.get(SampleBucket())(logits, sampler)
+        return self.buckets.get(SampleBucket())(logits, sampler)
 
     def decode_limit(self, pace: int, remaining: int) -> int:
         """See `Runner`."""
@@ -257,12 +257,12 @@ class LevelRunner(abc.ABC):
 
     def load_chunks(self, cache: KVCache, sources: Any, bits: np.ndarray) -> KVCache:
         """See `ContextRunner`."""
-        load = self.table.get(self._load_bucket(cache.capacity_tokens))
+        load = self.buckets.get(self._load_bucket(cache.capacity_tokens))
         return load(counts_alone(self.params), cache, sources, bits)
 
     def encode_chunks(self, cache: KVCache, layer: int, bits: int, numbers: Sequence[int]) -> jax.Array:
         """See `ContextRunner`."""
-        encode = self.table.get(self._encode_bucket(bits, cache.capacity_tokens, layer))
+        encode = self.buckets.get(self._encode_bucket(bits, cache.capacity_tokens, layer))
         padded = np.array([*numbers, *[numbers[0]] * (ENCODED_CHUNKS - len(numbers))], np.int32)
         return encode((cache.keys[layer], cache.values[layer]), padded)
 

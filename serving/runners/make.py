@@ -41,14 +41,14 @@ class Runners:
     Attributes:
       by_level: a runner for each level, in percent, 100 among them.
       resident: those whose weights are all in memory.
-      table: their buckets.
+      buckets: their buckets.
       modes: which prompts are computed in integers; None for none.
       processors: that run stages of integer prefill; None where this process's device runs all.
     """
 
     by_level: Mapping[int, LevelRunner]
     resident: Mapping[int, ResidentRunner]
-    table: BucketTable
+    buckets: BucketTable
     modes: PrefillModes | None = None
     processors: TwoProcessors | None = None
 
@@ -112,7 +112,7 @@ class Runners:
         """Ends the processors of prefill, if there are such, and lets go of all buckets."""
         if self.processors is not None:
             self.processors.close()
-        self.table.close()
+        self.buckets.close()
 
 
 def make_runners(
@@ -137,37 +137,37 @@ def make_runners(
         sharing = whole if levels.counted else None
         models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
     modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
-    table = _make_table(bundle, models)
+    buckets = _make_buckets(bundle, models)
     if bundle.read_in_place or streamed is not None:
-        table.guard(bundle.file.require_unchanged)
+        buckets.guard(bundle.file.require_unchanged)
     int8 = None if modes is None else _share_int8(bundle, whole, modes)
     runners: dict[int, LevelRunner] = {}
     resident: dict[int, ResidentRunner] = {}
     for level, model in models.items():
         if isinstance(streamed, ExpertWeights):
-            runners[level] = LayerwiseRunner(model, table, ExpertLayers(model, table, streamed))
+            runners[level] = LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))
         elif streamed is not None:
-            runners[level] = LayerwiseRunner(model, table, StreamedLayers(model, table, streamed))
+            runners[level] = LayerwiseRunner(model, buckets, StreamedLayers(model, buckets, streamed))
         else:
-            prefill = None if int8 is None else Int8Prefill(model, table, int8)
-            runners[level] = resident[level] = ResidentRunner(model, table, prefill)
-    return Runners(runners, resident, table, modes, None if int8 is None else int8.processors)
+            prefill = None if int8 is None else Int8Prefill(model, buckets, int8)
+            runners[level] = resident[level] = ResidentRunner(model, buckets, prefill)
+    return Runners(runners, resident, buckets, modes, None if int8 is None else int8.processors)
 
 
-def _make_table(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
-    """An empty table for the levels of a model."""
+def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
+    """An empty bucket table for the levels of a model."""
     whole, store = models[WHOLE], None
     folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.executables_bytes or 0)
     if folder is not None:
         store = BucketStore.of_model(
             folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(kernels())
         )
-    table = BucketTable(whole.shapes, store)
+    buckets = BucketTable(whole.shapes, store)
     for level, model in models.items():
         if model.bucket_level == level != WHOLE:
             own = None if store is None else store.of(model.cfg, model.params)
-            table.add_level(level, model.shapes, own)
-    return table
+            buckets.add_level(level, model.shapes, own)
+    return buckets
 
 
 def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> Int8Shared:

@@ -36,11 +36,11 @@ class ResidentRunner(LevelRunner):
     def __init__(
         self,
         model: ModelLevel,
-        table: BucketTable,
+        buckets: BucketTable,
         int8: Int8Prefill | None = None,
     ) -> None:
         """See `LevelRunner`."""
-        super().__init__(model, table)
+        super().__init__(model, buckets)
         self.int8 = int8
         # Of which parameters `_layers` and `_embedding` are.
         self._sorted_version: tuple[int, int] | None = None
@@ -127,7 +127,7 @@ class ResidentRunner(LevelRunner):
         if self.int8 is not None and chunk.mode == "int8":
             return self.int8.prefill(cache, tokens, at, chunk)
         cache = dataclasses.replace(cache, length=np.int32(at))
-        compiled = self.table.get(self._prefill_bucket(chunk.tokens, cache.capacity_tokens))
+        compiled = self.buckets.get(self._prefill_bucket(chunk.tokens, cache.capacity_tokens))
         row, valid = padded(tokens, chunk.tokens)
         return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache)
 
@@ -142,7 +142,7 @@ class ResidentRunner(LevelRunner):
     ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
         del held
-        compiled = self.table.get(self._decode_bucket(cache.capacity_tokens))
+        compiled = self.buckets.get(self._decode_bucket(cache.capacity_tokens))
         return compiled(self.model.params, token, cache, sampler, stop_ids, np.int32(limit))
 
     def verify(
@@ -155,7 +155,7 @@ class ResidentRunner(LevelRunner):
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """See `Runner`: it never waits for weights."""
         del meanwhile
-        compiled = self.table.get(self._verify_bucket(tree.room, cache.capacity_tokens))
+        compiled = self.buckets.get(self._verify_bucket(tree.room, cache.capacity_tokens))
         tokens, count, path, cache, sampler = compiled(
             self.model.params, tree, cache, sampler, np.int32(limit)
         )
@@ -165,11 +165,11 @@ class ResidentRunner(LevelRunner):
         """See `LevelRunner`; where two processors share prompts, their stages are timed, too."""
         for cache_tokens in self.options.cache_tokens:
             for chunk in self.options.chunk_tokens:
-                if self._prefill_bucket(chunk, cache_tokens) in self.table:
+                if self._prefill_bucket(chunk, cache_tokens) in self.buckets:
                     cache = self.empty_cache(cache_tokens)
                     logits, _ = self.prefill(cache, [0], 0, PrefillChunk(tokens=chunk, last=True))
                     jax.block_until_ready(logits)
-            if self._decode_bucket(cache_tokens) in self.table:
+            if self._decode_bucket(cache_tokens) in self.buckets:
                 sampler = sampler_state(Sampling(), [], self.cfg.vocab_size, 0)
                 token, sampler = self.sample(np.zeros((1, self.cfg.vocab_size), np.float32), sampler)
                 cache = self.empty_cache(cache_tokens)
@@ -190,11 +190,11 @@ class ResidentRunner(LevelRunner):
         """See `ContextRunner`."""
         self._sort_parameters()
         bucket = self.restore_bucket(len(at.positions), past[0].shape[2], layer)
-        return self.table.get(bucket)(self._layers[layer], x, at, past, source, bits)
+        return self.buckets.get(bucket)(self._layers[layer], x, at, past, source, bits)
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         self._sort_parameters()
-        embed = self.table.get(self.embed_bucket(len(tokens)))
+        embed = self.buckets.get(self.embed_bucket(len(tokens)))
         return embed(self._embedding, tokens[None], np.asarray(at.positions))
 
     def _sort_parameters(self) -> None:
@@ -239,7 +239,7 @@ class ResidentRunner(LevelRunner):
         Returns:
           The tree, which nodes were read, the cache, and how many steps there were.
         """
-        compiled = self.table.get(self._draft_bucket(shape, cache.capacity_tokens))
+        compiled = self.buckets.get(self._draft_bucket(shape, cache.capacity_tokens))
         *grown, steps = compiled(
             self.model.params, tree, fed, cache, np.float32(alpha), np.int32(most), np.int32(limit)
         )
@@ -269,7 +269,7 @@ class ResidentRunner(LevelRunner):
         """
         nodes = np.full(shape.room, path[-1], np.int32)
         nodes[: len(path)] = path
-        compiled = self.table.get(self._follow_bucket(shape, cache.capacity_tokens))
+        compiled = self.buckets.get(self._follow_bucket(shape, cache.capacity_tokens))
         cache, tree, fed, missing = compiled(cache, tree, fed, nodes, np.int32(len(path)), np.int32(token))
         return tree, fed, cache, int(missing)  # pyright: ignore[reportReturnType]: of the device
 

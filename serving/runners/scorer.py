@@ -63,14 +63,14 @@ class Scorer:
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """`score`, and the likeliest token `[tokens]` int32 behind each token."""
-        options, table = self.runner.options, self.runner.table
+        options, buckets = self.runner.options, self.runner.buckets
         chunk = options.chunk_tokens[-1]
         # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
         capacity = min(
             (
                 length
                 for length in options.cache_tokens
-                if length >= len(tokens) and table.is_ready(self._score_bucket(length))
+                if length >= len(tokens) and buckets.is_ready(self._score_bucket(length))
             ),
             default=options.context_tokens,
         )
@@ -92,7 +92,7 @@ class Scorer:
 
     def score_branches(self, packed: Packed) -> np.ndarray:
         """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
-        compiled = self.runner.table.get(
+        compiled = self.runner.buckets.get(
             self._branches_bucket(packed.tokens.shape[1], packed.tokens.shape[0])
         )
         branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
@@ -109,7 +109,7 @@ class Scorer:
 
     def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""
-        compiled = self.runner.table.get(self._routing_bucket(*tokens.shape))
+        compiled = self.runner.buckets.get(self._routing_bucket(*tokens.shape))
         return np.asarray(compiled(self.runner.params, tokens, starts))
 
     def _scored(
@@ -118,7 +118,7 @@ class Scorer:
         """`predict` in chunks of these lengths, and the cache behind the tokens."""
         scores, best, at = [], [], 0
         for chunk in chunks:
-            compiled = self.runner.table.get(self._score_bucket(cache.capacity_tokens, chunk))
+            compiled = self.runner.buckets.get(self._score_bucket(cache.capacity_tokens, chunk))
             row, valid = padded(tokens[at : at + chunk], chunk)
             goal, _ = padded(targets[at : at + chunk], chunk)
             out, likeliest, cache = compiled(self.runner.params, row, goal, np.int32(valid), cache)

@@ -29,10 +29,10 @@ class StreamedLayers:
 
     streams_weights = True
 
-    def __init__(self, model: ModelLevel, table: BucketTable, weights: StreamedWeights) -> None:
+    def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
         """Takes a level whose layers and vocabulary are not read (see `StreamedWeights.frozen`)."""
         self.head = self._weights = weights
-        self._model, self._table = model, table
+        self._model, self._buckets = model, buckets
         # The same under every adapter.
         self._embedding = embedding_params(model.params)
 
@@ -71,7 +71,7 @@ class StreamedLayers:
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
                     bucket = self._bucket(len(tokens), cache.capacity_tokens, layer, tree=tree)
-                    compiled = self._table.get(bucket)
+                    compiled = self._buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
                 # The next piece takes the place of this one.
                 jax.block_until_ready(outputs)
@@ -82,14 +82,14 @@ class StreamedLayers:
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
-        compiled = self._table.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
+        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
         with self._weights.layer(self._model, layer) as weights:
             # The next piece takes the place of this one.
             return jax.block_until_ready(compiled(weights, x, at, past, source, bits))
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         some, rows = self._weights.rows(tokens.tolist())
-        compiled = self._table.get(self.embed_bucket(len(tokens)))
+        compiled = self._buckets.get(self.embed_bucket(len(tokens)))
         return compiled({**self._embedding, "embed.tokens": some}, rows, np.asarray(at.positions))
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:

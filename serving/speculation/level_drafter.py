@@ -42,5 +42,5 @@ def level_drafter(
     shared = ModelLevel(target.bundle.cfg, dataclasses.replace(whole, whole=weights), wide)
     part = dataclasses.replace(part, whole=weights)
     own = ModelLevel(runner.cfg, part, wide, level=options.level, whole=shared)
-    table = BucketTable(shared.shapes, runner.table.store())
+    table = BucketTable(shared.shapes, runner.buckets.store())
     return ModelDrafter(ResidentRunner(own, table), options.trees)

@@ -270,7 +270,7 @@ def test_one_request_compiles_only_what_it_needs(tiny_bundle):
     engine = Engine.open(tiny_bundle, options=options, warm_up=False)
     engine.warm_up(prompt_tokens=8, max_tokens=20)
     assert len(engine.generate(PROMPT, config(max_tokens=20)).tokens) == 20
-    assert set(engine.runner.table.bucket_ms) == {
+    assert set(engine.runner.buckets.bucket_ms) == {
         PrefillBucket(tokens=16, cache_tokens=32),
         DecodeBucket(block_tokens=options.decode_block, cache_tokens=32),
         SampleBucket(),
@@ -303,7 +303,7 @@ def test_one_token_needs_no_bucket_for_others(tiny_bundle, engine):
     other.warm_up(prompt_tokens=len(PROMPT), max_tokens=1)
     first = other.generate(PROMPT, config(max_tokens=1))
     assert first.tokens == engine.generate(PROMPT, config(max_tokens=1)).tokens
-    families = {type(bucket) for bucket in other.runner.table.bucket_ms}
+    families = {type(bucket) for bucket in other.runner.buckets.bucket_ms}
     assert families == {PrefillBucket, SampleBucket, StartBucket}
 
 
@@ -317,7 +317,7 @@ def test_a_bucket_that_failed_to_build_may_be_asked_for_again(tiny_bundle, engin
         patch.setattr(BucketTable, "_build", broken)
         with pytest.raises(RuntimeError, match="out of memory"):
             other.warm_up(prompt_tokens=len(PROMPT), max_tokens=20)
-        concurrent.futures.wait(other.runner.table._pending.values())
+        concurrent.futures.wait(other.runner.buckets._pending.values())
     other.runner.fill(other.runner.request_buckets(len(PROMPT), 20))
     assert other.generate(PROMPT, config()).tokens == engine.generate(PROMPT, config()).tokens
 
@@ -330,7 +330,7 @@ def test_buckets_update_the_cache_in_place(engine):
         PrefillBucket(tokens=16, cache_tokens=capacity),
         DecodeBucket(block_tokens=8, cache_tokens=capacity),
     ):
-        memory = engine.runner.table.get(bucket).memory_analysis()
+        memory = engine.runner.buckets.get(bucket).memory_analysis()
         assert memory.alias_size_in_bytes >= cache_bytes, bucket
 
 
@@ -346,7 +346,7 @@ def test_rehearsal_runs_every_bucket_and_leaves_no_trace(tiny_bundle, engine, mo
 
         return run
 
-    buckets = other.runner.table._compiled
+    buckets = other.runner.buckets._compiled
     with monkeypatch.context() as patch:
         for bucket, compiled in list(buckets.items()):
             patch.setitem(buckets, bucket, spied(type(bucket), compiled))

@@ -243,13 +243,15 @@ def answer(engine: Engine) -> list[int]:
 
 def test_a_second_engine_compiles_nothing_and_says_the_same_to_the_bit(tiny_bundle, first, filled, compiles):
     engine, _ = first
-    assert engine.runner.table.loaded == set()
+    assert engine.runner.buckets.loaded == set()
     with compiles() as count:
         second = started(tiny_bundle)
         assert answer(second) == answer(engine)
     assert count() == 0
     assert (
-        second.runner.table.loaded == set(second.runner.all_buckets()) == set(second.runner.table.bucket_ms)
+        second.runner.buckets.loaded
+        == set(second.runner.all_buckets())
+        == set(second.runner.buckets.bucket_ms)
     )
     logits = [prefill_prompt(each.runner, each.runner.start(9), PROMPT, 0)[0] for each in (engine, second)]
     assert np.asarray(logits[0]).tobytes() == np.asarray(logits[1]).tobytes()
@@ -263,8 +265,8 @@ def test_a_loaded_engine_updates_its_cache_in_place(tiny_bundle, filled):
     _, after = prefill_prompt(runner, before, PROMPT, 0)
     assert [rows.unsafe_buffer_pointer() for rows in (*after.keys, *after.values)] == places
     assert all(rows.is_deleted() for rows in before.keys)
-    for bucket in (each for each in runner.table.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
-        memory = runner.table.get(bucket).memory_analysis()
+    for bucket in (each for each in runner.buckets.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
+        memory = runner.buckets.get(bucket).memory_analysis()
         assert memory.alias_size_in_bytes >= sum(rows.nbytes for rows in (*after.keys, *after.values))
 
 
@@ -286,7 +288,7 @@ def test_a_damaged_entry_is_compiled_anew(tiny_bundle, filled, compiles):
             engine = started(tiny_bundle, (StartBucket,))
             assert engine.runner.start(9).capacity_tokens == 32
         assert count() == compiled
-        assert len(engine.runner.table.loaded) == 1 - compiled
+        assert len(engine.runner.buckets.loaded) == 1 - compiled
 
 
 @pytest.mark.parametrize("how", ["option", "environment"])
@@ -295,7 +297,7 @@ def test_the_switch(tiny_bundle, cache, monkeypatch, how):
         monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
     off = dict(executables_bytes=0) if how == "option" else {}
     for _ in range(2):
-        assert started(tiny_bundle, (StartBucket,), **off).runner.table.loaded == set()
+        assert started(tiny_bundle, (StartBucket,), **off).runner.buckets.loaded == set()
     assert not cache.exists()
     # An option goes before the environment.
     monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
@@ -314,9 +316,9 @@ def test_a_folder_that_is_not_ours_alone_costs_no_bucket(tiny_bundle, cache, cap
 def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_path, filled):
     other = write_tiny_bundle(tmp_path / "other", params=random_params(TINY, seed=3))
     engine = started(other)
-    assert engine.runner.table.loaded == set(engine.runner.all_buckets())
+    assert engine.runner.buckets.loaded == set(engine.runner.all_buckets())
     narrow = started(write_tiny_bundle(tmp_path / "narrow", "int8"), (StartBucket,))
-    assert narrow.runner.table.loaded == set()
+    assert narrow.runner.buckets.loaded == set()
 
 
 def test_kernels_are_told_apart(tiny_bundle, tmp_path):

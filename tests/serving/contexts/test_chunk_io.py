@@ -113,7 +113,7 @@ def test_a_level_stores_the_heads_that_it_uses(engine_of):
 
 def test_all_of_them_are_in_the_table(engine_of):
     runner = engine_of("kivi").runner
-    buckets = runner.table.bucket_ms
+    buckets = runner.buckets.bucket_ms
     assert {LoadBucket, RestoreBucket, EmbedBucket, EncodeBucket} <= {type(bucket) for bucket in buckets}
     assert len([bucket for bucket in buckets if isinstance(bucket, RestoreBucket)]) == 2 * 2 * 2
     assert not buckets.keys() - {*runner.all_buckets()}

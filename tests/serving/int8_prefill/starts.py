@@ -37,7 +37,7 @@ def main(path: str) -> None:
         engine = Engine.open(path, options=options, warm_up=False)
         runs.clear()
         engine.warm_up(prompt_tokens=20, max_tokens=1)
-        runner, table, int8 = engine.runner, engine.runner.table, engine.runner.int8
+        runner, table, int8 = engine.runner, engine.runner.buckets, engine.runner.int8
         stages = [bucket for bucket in table.bucket_ms if isinstance(bucket, IntegerStageBucket)]
         integer = [bucket for bucket in stages if bucket.device == "cpu:1"]
         prompt = int8.begin(runner.start(20), [0] * 20, 0)

@@ -16,7 +16,7 @@ def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(tmp_path, c
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=TINY, parts=ladder)
     options = EngineOptions(context_tokens=64, chunk_tokens=(16,), levels=(50,), executables_bytes=0)
     engine = Engine.open(path, options=options)
-    before = set(engine.runner.table.bucket_ms)
+    before = set(engine.runner.buckets.bucket_ms)
     seen = []
     with compiles() as count:
         profile = measure(engine, repeats=1, progress=lambda *step: seen.append(step))
@@ -25,7 +25,7 @@ def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(tmp_path, c
     assert (profile.levels, profile.tokens) == ((50, 100), (16, 32, 47))
     assert seen[-1] == ("profile", 12, 12)
     assert min(min(row) for row in profile.ttft_ms) > 0
-    assert set(engine.runner.table.bucket_ms) == before
+    assert set(engine.runner.buckets.bucket_ms) == before
     other = Engine.open(write_tiny_bundle(tmp_path / "other.jaxllm"), options=EngineOptions(), warm_up=False)
     places = {
         profile_path(engine.model.bundle, engine.options),

@@ -69,14 +69,14 @@ def test_every_length_is_read_as_calibrated(engine):
     """Chunked = whole, for any length; and nothing is compiled for any of them."""
     tokens = prompt(WINDOW_TOKENS)
     known = expected(tokens)
-    built = dict(engine.runner.table.bucket_ms)
+    built = dict(engine.runner.buckets.bucket_ms)
     with jax.log_compiles(False), counted_compiles() as compiled:
         for length in LENGTHS:
             found, cache = read(engine, tokens[:length])
             np.testing.assert_allclose(found[0], known[length - 1], atol=2e-2 * np.abs(known).max())
             assert int(cache.length) == length
     assert not compiled
-    assert engine.runner.table.bucket_ms == built
+    assert engine.runner.buckets.bucket_ms == built
 
 
 class counted_compiles:  # noqa: N801

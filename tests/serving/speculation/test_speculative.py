@@ -105,10 +105,10 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
     monkeypatch.setattr(pieces, "_SHORT_GAP_BYTES", 0)
     engine = open_drafted(folder, plain, speculation(folder, drafter), share)
     assert (engine.model.streamed is not None) == bool(share)
-    built = dict(engine.runner.table.bucket_ms)
+    built = dict(engine.runner.buckets.bucket_ms)
     for config in (GREEDY, DRAWN):
         assert engine.generate(PROMPT, config).tokens == plain.generate(PROMPT, config).tokens
-    assert engine.runner.table.bucket_ms == built
+    assert engine.runner.buckets.bucket_ms == built
     counts = engine.speculation.counts
     assert counts.tokens + counts.plain_tokens == 2 * (GREEDY.max_tokens - 1)
     assert counts.tokens == counts.verifications + counts.accepted
@@ -124,7 +124,7 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
 def test_one_request_takes_buckets_of_one_cache(folder, plain, share):
     options = speculation(folder, "small")
     engine = open_drafted(folder, plain, options, share)
-    lengths = {getattr(bucket, "cache_tokens", 128) for bucket in engine.runner.table.bucket_ms}
+    lengths = {getattr(bucket, "cache_tokens", 128) for bucket in engine.runner.buckets.bucket_ms}
     assert lengths == {128}
     assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
     assert engine.speculation.counts.verifications

@@ -99,13 +99,13 @@ def test_an_engine_at_a_level_is_that_level(engine):
 
 
 def test_nothing_is_compiled_when_levels_change(engine, compiles):
-    before = set(engine.runner.table.bucket_ms)
+    before = set(engine.runner.buckets.bucket_ms)
     with compiles() as count:
         for level in (100, 40, 70, 40, 100):
             ask(engine, level)
     assert count() == 0
-    assert set(engine.runner.table.bucket_ms) == before
-    assert engine.runner_at(40).table is engine.runner.table
+    assert set(engine.runner.buckets.bucket_ms) == before
+    assert engine.runner_at(40).buckets is engine.runner.buckets
     assert {bucket.level for bucket in before if isinstance(bucket, PrefillBucket)} == {40, 70, 100}
     assert {bucket.level for bucket in before if isinstance(bucket, SampleBucket)} == {100}
 
@@ -139,14 +139,14 @@ def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, mon
     parts = elastic_parts(LADDER, {40: Recovery(RECOVERY, 0.5)})
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights, cfg=CFG, params=tiny_params(CFG), parts=parts)
     engine = Engine.open(path, options=OPTIONS)
-    assert {bucket.level for bucket in engine.runner.table.bucket_ms} == {100}
+    assert {bucket.level for bucket in engine.runner.buckets.bucket_ms} == {100}
     with compiles() as count:
         answers = [ask(engine, level).tokens for level in (40, 70, 100)]
     assert count() == 0
     assert len(set(map(tuple, answers))) == 3
     monkeypatch.setattr(levels, "can_be_counted", lambda *_: False)
     apart = Engine.open(path, options=OPTIONS)
-    assert {bucket.level for bucket in apart.runner.table.bucket_ms} == {40, 70, 100}
+    assert {bucket.level for bucket in apart.runner.buckets.bucket_ms} == {40, 70, 100}
     assert answers == [ask(apart, level).tokens for level in (40, 70, 100)]
     for level in (40, 70, 100):
         runners = [each.runner_at(level) for each in (engine, apart)]
@@ -272,7 +272,7 @@ def test_an_engine_opened_at_a_level_serves_that_level_alone(path):
     assert engine.runner.level == 40
     assert engine.levels == (40, 100)
     assert {
-        bucket.level for bucket in engine.runner.table.bucket_ms if isinstance(bucket, PrefillBucket)
+        bucket.level for bucket in engine.runner.buckets.bucket_ms if isinstance(bucket, PrefillBucket)
     } == {40}
     config = GenerationConfig(max_tokens=12, ignore_eos=True)
     assert engine.generate(PROMPT, config).tokens == greedy(40, PROMPT, 12)

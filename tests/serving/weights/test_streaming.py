@@ -211,10 +211,10 @@ def test_an_answer_that_is_left_harms_no_later_one(bundle_of, resident_of):
 def test_nothing_compiles_after_the_warm_up(bundle_of, resident_of):
     streamed = open_streamed(bundle_of(), resident_of())
     streamed.warm_up()
-    built = dict(streamed.runner.table.bucket_ms)
+    built = dict(streamed.runner.buckets.bucket_ms)
     for prompt in ("the", "hello " * 10, "the hello " * 20):
         streamed.generate(prompt, CONFIG)
-    assert streamed.runner.table.bucket_ms == built
+    assert streamed.runner.buckets.bucket_ms == built
     streamed.close()
 
 
