@@ -43,8 +43,8 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bucket(abc.ABC):
-    """One compiled static shape. Subclasses are its families; the family and its fields identify a bucket among
-    those of its model.
+    """One compiled static shape. Subclasses are its families; the family and its fields identify a bucket
+    among those of its model.
 
     Attributes:
       level: of its parameters and caches, in percent; 100 if all levels share the bucket.

@@ -117,8 +117,8 @@ class BucketTable:
     # -- guards -----------------------------------------------------------------------------------
 
     def guard(self, require: Callable[[], None]) -> None:
-        """Adds a check that raises if buckets would compute wrong results; it is called before each bucket and
-        after each answer's tokens."""
+        """Adds a check that raises if buckets would compute wrong results; it is called before each bucket
+        and after each answer's tokens."""
         self._guards.append(require)
 
     def require_usable(self) -> None:
