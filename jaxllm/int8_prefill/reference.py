@@ -126,9 +126,9 @@ def _layer(
 
     q, k, v = multiplied(0, normalize(x, weights.norm("attn_norm", cfg)))
     shape = (1, len(at.positions), units.kv_heads, -1)
-    q, k, v = normed_heads(weights, q.reshape(shape), k.reshape(shape), v.reshape(shape), cfg)
+    heads = normed_heads(weights, q.reshape(shape), k.reshape(shape), v.reshape(shape), cfg)
     none = jnp.zeros((1, units.kv_heads, shape[1], cfg.head_dim), jnp.float32)
-    out, _ = attend_cache(q, k, v, None, cfg=cfg, layer=layer, at=at, past=(none, none), mass=None)
+    out, _ = attend_cache(heads, None, cfg=cfg, layer=layer, at=at, past=(none, none), mass=None)
     x = with_residual(x, multiplied(1, out)[0], "attn_post_norm")
     products = multiplied(2, normalize(x, weights.norm("ffn_norm", cfg)))
     hidden = activate(products[0], cfg.activation)

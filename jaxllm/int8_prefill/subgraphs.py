@@ -10,6 +10,7 @@ one step (`whole_layer.py`), equal to all of these stages.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -71,11 +72,22 @@ def project_shadow(
     return _normed_shadow(layer_weights(params, layer), calibration, PROJECT, x, cfg)
 
 
+class Projected(NamedTuple):
+    """What attention takes of the stages before it.
+
+    Attributes:
+      heads: results of `project`.
+      shadows: results of `project_shadow`; None if the layer has no shadow.
+    """
+
+    heads: Sequence[jax.Array]
+    shadows: Sequence[jax.Array] | None = None
+
+
 def attend(
     params: Params,
     calibration: LayerCalibration,
-    heads: Sequence[jax.Array],
-    shadows: Sequence[jax.Array] | None,
+    projected: Projected,
     at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
@@ -88,21 +100,20 @@ def attend(
     Args:
       params: the layer's, among them the norms of heads and the weight of the output product.
       calibration: of the layer.
-      heads: results of `project`.
-      shadows: results of `project_shadow`, if the layer has a shadow.
+      projected: queries, keys and values, and their shadows.
       at, past, mass, cfg, layer: see `decoder.forward_layer`; past and mass are donated.
 
-      Returns:
+    Returns:
       Attention outputs `[1, T, K, G·H]`; the shadow of the output product `[1, T, D]`, or None without a
       shadow; the updated keys and values; the updated mass; and the number of channels with outliers, or
-      None."""
+      None.
+    """
     weights = layer_weights(params, layer)
+    heads, shadows = projected
     q, k, v = heads if shadows is None else _sums(heads, shadows)
-    q, k, v = normed_heads(weights, q, k, v, cfg)
+    new = normed_heads(weights, q, k, v, cfg)
     groups, _ = used_in_layer(weights.counts, layer)
-    out, (*past_after, mass) = attend_cache(
-        q, k, v, groups, cfg=cfg, layer=layer, at=at, past=past, mass=mass
-    )
+    out, (*past_after, mass) = attend_cache(new, groups, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
     out = out.reshape(*out.shape[:3], -1)
     keys, values = past_after
     if not calibration.shadowed:

@@ -13,6 +13,7 @@ from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, matrices_o
 from jaxllm.int8_prefill.shadowed import feed_forward, from_units, normed_to_units
 from jaxllm.int8_prefill.subgraphs import (
     LayerCalibration,
+    Projected,
     attend,
     block_weights,
     finish,
@@ -52,7 +53,7 @@ def pass_layer(
     plain = LayerCalibration(steps)
     if rows is None:
         heads = project(params, plain, x, cfg=cfg, layer=layer)
-        out, _, past, mass, _ = attend(params, plain, heads, None, at, past, mass, cfg=cfg, layer=layer)
+        out, _, past, mass, _ = attend(params, plain, Projected(heads), at, past, mass, cfg=cfg, layer=layer)
         return finish(params, plain, x, out, cfg=cfg, layer=layer), past, mass, None
     weights = layer_weights(params, layer)
     groups, neurons = used_in_layer(weights.counts, layer)
@@ -64,7 +65,7 @@ def pass_layer(
         rows[PROJECT],
         used=groups,
     )
-    out, _, past, mass, _ = attend(params, plain, heads, None, at, past, mass, cfg=cfg, layer=layer)
+    out, _, past, mass, _ = attend(params, plain, Projected(heads), at, past, mass, cfg=cfg, layer=layer)
     residual = None if cfg.post_norms else x
     mixed, attended = from_units(
         out,

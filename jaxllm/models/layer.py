@@ -15,6 +15,8 @@ from jaxllm.kv.cache import TokenPositions
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import (
+    AttentionOptions,
+    Heads,
     cached_attention,
     normalize,
     rotary_cos_sin,
@@ -24,9 +26,8 @@ from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, 
 
 CosSin = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
-# (queries, keys and values of new tokens, used heads) -> (attention outputs, what the layer keeps, such as
-# the cache).
-Attend = Callable[[jax.Array, jax.Array, jax.Array, UsedUnits | None], tuple[jax.Array, Kept]]
+# (heads of new tokens, used heads) -> (attention outputs, what the layer keeps, such as the cache).
+Attend = Callable[[Heads, UsedUnits | None], tuple[jax.Array, Kept]]
 
 
 def run_layer(
@@ -67,8 +68,7 @@ def attended(
         used=groups,
         rowwise=rowwise,
     )
-    q, k, v = normed_heads(weights, q, k, v, cfg)
-    out, kept = attend(q, k, v, groups)
+    out, kept = attend(normed_heads(weights, q, k, v, cfg), groups)
     out = out.reshape(*out.shape[:3], -1)
     # The output product adds the residual, unless a norm comes between.
     residual = None if cfg.post_norms else x
@@ -83,11 +83,9 @@ def attended(
     return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed, kept
 
 
-def normed_heads(
-    weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def normed_heads(weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig) -> Heads:
     """Inputs of attention from a layer's products `[B, T, K, G·H]` and `[B, T, K, H]`, normalized and clipped
-    as the model does: queries `[B, T, K, G, H]`, keys and values `[B, T, K, H]`."""
+    as the model does."""
     if cfg.joint_qk_norm:
         q, k = (
             normalize(each.reshape(*each.shape[:2], -1), weights.norm(f"attn.{name}_norm", cfg)).reshape(
@@ -101,13 +99,11 @@ def normed_heads(
         k = normalize(k, weights.norm("attn.k_norm", cfg))
     if cfg.qkv_clip:
         q, k, v = (jnp.clip(each, -cfg.qkv_clip, cfg.qkv_clip) for each in (q, k, v))
-    return q, k, v
+    return Heads(q, k, v)
 
 
 def attend_cache(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    new: Heads,
     used: UsedUnits | None,
     *,
     cfg: ModelConfig,
@@ -116,10 +112,8 @@ def attend_cache(
     past: tuple[jax.Array, jax.Array],
     mass: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
-    """Attention of new tokens over a cache, into which their keys and values are written.
-
-    Queries are `[B, T, K, G, H]`, keys and values `[B, T, K, H]`; for the other arguments see
-    `decoder.forward_layer`.
+    """Attention of new tokens over a cache, into which their keys and values are written; for the other
+    arguments see `decoder.forward_layer`.
 
     Returns:
       Outputs in the shape of the queries; and the updated keys, values and mass.
@@ -128,17 +122,13 @@ def attend_cache(
     # XLA computes angles and masks that layers share only once.
     rotary = None if rope is None else rotary_cos_sin(at.positions, rope)
     mask = at.visible(past[0].shape[2], window)
-    scale, softcap = cfg.attention_scale, cfg.attention_softcap
-    out, keys, values, mass = cached_attention(
-        q, k, v, rotary, past, mask, at, mass, scale=scale, softcap=softcap, window=window, used=used
-    )
+    options = AttentionOptions(scale=cfg.attention_scale, softcap=cfg.attention_softcap, window=window)
+    out, keys, values, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
     return out, (keys, values, mass)
 
 
 def attend_documents(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    new: Heads,
     used: UsedUnits | None,
     *,
     cfg: ModelConfig,
@@ -147,11 +137,12 @@ def attend_documents(
     branches: Branches | None,
     window: int,
 ) -> tuple[jax.Array, None]:
-    """Attention of whole documents without a cache (see `document_attention`): queries `[B, T, K, G, H]`,
-    keys and values `[B, T, K, H]`, not yet rotated; `rotary` is their cos and sin."""
+    """Attention of whole documents without a cache (see `document_attention`); `rotary` is cos and sin of
+    their positions."""
     # Unused heads are computed all the same, and the output product leaves them out: documents serve training
     # and scoring, where time matters less.
     del used
+    q, k, v = new
     if rotary is not None:
         q, k = rotate(q, *rotary), rotate(k, *rotary)
     scale, softcap = cfg.attention_scale, cfg.attention_softcap

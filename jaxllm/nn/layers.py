@@ -5,6 +5,7 @@ Statistics and softmax are computed in float32, whatever the dtype of the activa
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -180,19 +181,42 @@ def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
     return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
 
 
+class Heads(NamedTuple):
+    """What attention takes of new tokens, not yet rotated.
+
+    Attributes:
+      q: queries `[B, T, K, G, H]`.
+      k, v: keys and values `[B, T, K, H]`.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """What tells the attention of one layer from that of others.
+
+    Attributes:
+      scale, softcap: see `attention`.
+      window: see `causal_mask`.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+
+
 def cached_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    new: Heads,
     rotary: tuple[jax.Array, jax.Array] | None,
     cache: tuple[jax.Array, jax.Array],
     mask: jax.Array,
     at: TokenPositions,
     mass: jax.Array | None = None,
     *,
-    scale: float,
-    softcap: float,
-    window: int,
+    options: AttentionOptions,
     used: UsedUnits | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into a layer's cache, and attends over it.
@@ -200,22 +224,22 @@ def cached_attention(
     The native kernel reads only the positions in use; XLA, whose shapes are static, reads the whole cache.
 
     Args:
-      q: queries `[B, T, K, G, H]`.
-      k, v: new keys and values `[B, T, K, H]`.
+      new: queries, and keys and values to write.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
       cache: keys and values `[B, K, S, H]`.
       mask: `[T, S]` bool, `at.visible` with the same window.
       at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
         S]`, per new token, after an entry 0 that stays unchanged; or None.
-      scale, softcap: see `attention`.
-      window: see `causal_mask`.
+      options: of the layer.
       used: how many of the K kv heads are used; None for all. Outputs of the other heads are undefined, and
         they add nothing to the mass.
 
     Returns:
       Outputs `[B, T, K, G, H]` in q's dtype, the updated keys and values of the cache, and the updated mass.
     """
+    q, k, v = new
+    scale, softcap, window = options.scale, options.softcap, options.window
 
     def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
         wide = jnp.float32

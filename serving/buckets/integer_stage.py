@@ -164,8 +164,8 @@ class _Operands:
         heads, size = units.kv_heads, cfg.head_dim
         self.x = floats(cfg.hidden_size)
         self.out = floats(heads, cfg.group * size)
-        self.heads = [self.out, floats(heads, size), floats(heads, size)]
-        self.shadows = self.heads if bucket.shadowed else None
+        projected: list[Any] = [self.out, floats(heads, size), floats(heads, size)]
+        self.projected = subgraphs.Projected(projected, projected if bucket.shadowed else None)
         self.hidden = floats(units.neurons)
         self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
         self.at = position_shapes(tokens)
@@ -191,9 +191,7 @@ class _Step:
 _STEPS: Mapping[Stage, _Step] = {
     "project": _Step(subgraphs.project, lambda of: (of.x,)),
     "project_shadow": _Step(subgraphs.project_shadow, lambda of: (of.x,)),
-    "attend": _Step(
-        subgraphs.attend, lambda of: (of.heads, of.shadows, of.at, of.past, of.mass), donated=(5, 6)
-    ),
+    "attend": _Step(subgraphs.attend, lambda of: (of.projected, of.at, of.past, of.mass), donated=(4, 5)),
     "finish": _Step(subgraphs.finish, lambda of: (of.x, of.out)),
     "widen": _Step(subgraphs.widen, lambda of: (of.x, of.out, of.x)),
     "widen_shadow": _Step(subgraphs.widen_shadow, lambda of: (of.x,)),

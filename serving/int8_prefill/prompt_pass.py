@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxllm.int8_prefill.schedule import Subgraph
+from jaxllm.int8_prefill.subgraphs import Projected
 from jaxllm.kv.cache import KVCache, TokenPositions
 
 
@@ -90,9 +91,9 @@ class PromptPass:
         self._counted(each, count)
 
     def _attend(self, each: Subgraph, at: dict[str, Any]) -> None:
-        shadows = at.pop("head_shadows", None)
+        projected = Projected(at.pop("heads"), at.pop("head_shadows", None))
         positions = self.chunks[each.chunk]
-        operands = at.pop("heads"), shadows, positions, self._pasts[each.layer], self._mass
+        operands = projected, positions, self._pasts[each.layer], self._mass
         at["out"], at["added"], self._pasts[each.layer], self._mass, count = self._run(each, *operands)
         if count is not None:
             self._counted(each, count)

@@ -75,7 +75,9 @@ def chunk_through(cfg, params, layers, x, at, cache):
         if known.shadowed:
             shadows, count = bound(subgraphs.project_shadow, x)
             counts.append(count)
-        out, added, past, _, count = bound(subgraphs.attend, heads, shadows, at, past, None)
+        out, added, past, _, count = bound(
+            subgraphs.attend, subgraphs.Projected(heads, shadows), at, past, None
+        )
         pasts.append(past)
         if not known.shadowed:
             assert added is None

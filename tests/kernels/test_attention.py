@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native_attention
 from jaxllm.kv.cache import TokenPositions
-from jaxllm.nn.layers import cached_attention, causal_mask, rotary_cos_sin
+from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit
 from tests.kernels.switching import NATIVE, kernels_of, needs_native, threads_of
@@ -215,8 +215,9 @@ def test_the_door_gives_what_xla_gives(T, window, run):
         def attend(q, k, v, keys, values, positions, valid, mass):
             table, mask = rotary_cos_sin(positions, config), causal_mask(positions, 24, window)
             return cached_attention(
-                q, k, v, table, (keys, values), mask, TokenPositions(positions, valid, consecutive=run), mass,
-                scale=0.3, softcap=2.0, window=window,
+                Heads(q, k, v), table, (keys, values), mask,
+                TokenPositions(positions, valid, consecutive=run), mass,
+                options=AttentionOptions(scale=0.3, softcap=2.0, window=window),
             )  # fmt: skip
 
         found = answers(attend, q, k, v, keys, values, positions, valid, mass, xla=True)
