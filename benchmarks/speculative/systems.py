@@ -210,7 +210,7 @@ class _Lenient:
         meanwhile: Meanwhile | None = None,
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """See `LayerwiseRunner.verify`."""
-        logits, cache = self._target.read_tree(tree, cache, meanwhile)
+        logits, cache = self._target.tree_logits(tree, cache, meanwhile)
         logits = logits - logits.max(axis=1, keepdims=True)
         likely = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         tokens, count, said, path = np.asarray(tree.tokens), int(tree.count), [], [0]

@@ -4,7 +4,8 @@ Tracing and lowering a bucket takes as long as hundreds of tokens, so buckets on
 it. The key therefore digests every input of compilation: the bucket's family and fields, the model's config,
 the engine's options, the names, shapes and structure of the parameters, the source of the package, the
 versions of JAX and XLA and their settings, and the machine. It is too fine on purpose: a key that differs
-without need costs one compilation, a key that agrees wrongly costs a wrong answer."""
+without need costs one compilation, a key that agrees wrongly costs a wrong answer.
+"""
 
 import dataclasses
 import hashlib

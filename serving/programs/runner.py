@@ -163,12 +163,12 @@ class ProgramRunner:
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int] = (),
+        cached: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
         """See `Runner`: a step for each token, until one of them stops."""
         stops, said = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
         while len(said) <= limit and (len(said) == 1 or said[-1] not in stops):
-            logits, cache = self.step(cache, said[-1], len(held) + len(said) - 1)
+            logits, cache = self.step(cache, said[-1], len(cached) + len(said) - 1)
             chosen, sampler = self.sample(logits, sampler)
             said.append(int(chosen[0]))
         rows = np.array([said[1:]], np.int32)

@@ -1,4 +1,4 @@
-"""Cuts prompts into the chunk lengths that there are buckets for."""
+"""Cuts prompts into chunks of the lengths that have buckets."""
 
 import functools
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ import numpy as np
 
 from jaxllm.kv.cache import TokenPositions
 
-# What a pass over the weights costs whatever the chunk, in tokens of prefill: on a CPU one pass
-# streams all weights once, about the time of this many rows of computing.
+# Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which takes about
+# as long as computing this many rows.
 _PASS_TOKENS = 24
 
 
 def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Chunk lengths whose sum covers `tokens` at the least cost; only the last is padded."""
+    """Chunk lengths that cover `tokens` at the least cost (see `chunk_cost`); only the last is padded."""
     longest = max(lengths)
-    # All but a tail shorter than two of the longest chunks goes in longest chunks.
+    # All but a tail shorter than two longest chunks goes into longest chunks.
     head = max(0, (tokens - longest) // longest)
     return [longest] * head + list(_cheapest(tokens - head * longest, tuple(sorted(lengths))))
 
 
 def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
-    """A `[1, length]` int32 row of `tokens` and zeros, and how many are real."""
+    """A `[1, length]` int32 row of `tokens`, padded with zeros, and the number of tokens."""
     row = np.zeros((1, length), np.int32)
     row[0, : len(tokens)] = tokens
     return row, len(tokens)
@@ -30,8 +30,8 @@ def padded(tokens: Sequence[int], length: int) -> tuple[np.ndarray, int]:
 def placed_chunks(
     tokens: Sequence[int], lengths: Sequence[int], at: int
 ) -> list[tuple[np.ndarray, TokenPositions]]:
-    """Tokens that begin at position `at`, in chunks of these lengths: rows `[T]` int32, padded, and where
-    they stand."""
+    """Tokens that begin at position `at`, in chunks of `lengths`: rows `[T]` int32, padded, and their
+    positions."""
     found, position = [], 0
     for length in lengths:
         row, valid = padded(tokens[position : position + length], length)
@@ -42,7 +42,7 @@ def placed_chunks(
 
 
 def chunk_cost(plan: Sequence[int]) -> int:
-    """What chunks cost, in tokens of prefill: their tokens, and a constant for each one's pass over the
+    """The cost of chunks in tokens of prefill: their tokens, and a constant per chunk for reading the
     weights."""
     return sum(plan) + _PASS_TOKENS * len(plan)
 

@@ -1,8 +1,8 @@
-"""Takes tokens through the layers of a mixture whose experts come one by one.
+"""Runs tokens through the layers of a mixture whose experts are loaded one by one.
 
-A sparse layer is three buckets: attention and the router; each tile of tokens through its expert, as experts
-come; and their sum. All chunks of a prompt go through the first together, so that each expert is read once
-for all.
+A sparse layer is three buckets: attention and router; one tile of tokens through its expert, as experts
+become resident; and the sum of the outputs. All chunks of a prompt run the first bucket before any expert, so
+that each expert is read once for all of them.
 """
 
 import dataclasses
@@ -33,18 +33,18 @@ from serving.weights.experts.weights import ExpertWeights
 from serving.weights.model_level import ModelLevel
 from serving.weights.prefetch import Meanwhile
 
-# Of a run so many tokens, the last, teach the predictor.
+# The predictor learns from the last tokens of a pass.
 _LEARNT_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class _Parts:
-    """The parameters by layers.
+    """The parameters by layer.
 
     Attributes:
-      layers: of each layer what is no expert, under the names of the first one that is alike.
-      routers: of each sparse layer the router and the norm before it.
-      norms: of each layer the norm before its experts.
+      layers: per layer, all parameters but experts, under the names of the layer whose buckets it shares.
+      routers: per sparse layer, the router and the norm before it.
+      norms: per layer, the norm before its experts.
     """
 
     layers: list[Any]
@@ -53,22 +53,23 @@ class _Parts:
 
 
 class ExpertLayers:
-    """The layers of a mixture, in memory but for experts (see `LayerSource`).
+    """The layers of a mixture whose experts alone are loaded from storage (see `LayerSource`).
 
     Attributes:
-      head: brings experts, and the head.
-      streams_weights: False: what comes is foreseen, and not all of it.
+      head: provides the head.
+      experts: provides the experts.
+      streams_weights: False: only experts are read, and most before they are needed.
     """
 
     streams_weights = False
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
-        """Takes the whole model, whose experts are not among the parameters."""
+        """`model` is the whole model; its parameters are all but the experts."""
         self.head = self.experts = weights
         self._model, self._buckets = model, buckets
         self._embedding = embedding_params(model.params)
         self._known: tuple[tuple[int, int], _Parts] | None = None
-        # Whom a context that comes back has visited so far.
+        # The experts that a context visited in the sparse layers that are restored so far.
         self._restoring: list[np.ndarray] = []
 
     # -- which buckets it needs -------------------------------------------------------------------
@@ -80,7 +81,7 @@ class ExpertLayers:
         return [*found, self._combine_bucket(tokens)]
 
     def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: the vocabulary is in memory. All levels share it."""
+        """See `LayerSource`: the embedding is resident. All levels share the bucket."""
         return EmbedBucket(tokens=tokens)
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
@@ -90,7 +91,7 @@ class ExpertLayers:
         return family(tokens=tokens, cache_tokens=cache, layer=like, level=level)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
-        """The bucket of a layer, up to its experts where it is sparse."""
+        """The bucket of a layer; of a sparse layer up to its experts."""
         sparse = self._model.cfg.is_sparse(layer)
         like, level = self._model.alike[layer], self._model.bucket_level
         if tree:
@@ -105,7 +106,7 @@ class ExpertLayers:
     def _combine_bucket(self, tokens: int) -> Bucket:
         return CombineBucket(tokens=tokens, level=self._model.bucket_level)
 
-    # -- running them -----------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------------
 
     def expect(self, tokens: np.ndarray) -> None:
         """See `LayerSource`."""
@@ -119,7 +120,7 @@ class ExpertLayers:
     def run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
-        """See `LayerSource`; other work is never done: experts are waited for too shortly."""
+        """See `LayerSource`; `meanwhile` is never called: waits for experts are too short."""
         del meanwhile
         self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
         outputs = [self.embed(tokens, at) for tokens, at in chunks]
@@ -148,9 +149,9 @@ class ExpertLayers:
         weights = self._parts.layers[layer]
         if not self._model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, source, bits)
-        place = self.experts.store.sparse.index(layer)
-        before, out, past = compiled(weights, self._next_router(place), x, at, past, source, bits)
-        if place == 0:
+        index = self.experts.store.sparse.index(layer)
+        before, out, past = compiled(weights, self._next_router(index), x, at, past, source, bits)
+        if index == 0:
             self._restoring = []
         outs = [out]
         self._visit_experts(layer, [before], [int(at.valid)], outs, self._restoring)
@@ -165,7 +166,7 @@ class ExpertLayers:
         mass: jax.Array | None,
         visited: list[np.ndarray],
     ) -> tuple[list[jax.Array], Past, jax.Array | None]:
-        """A sparse layer of all chunks; whom their tokens visit is appended to `visited`."""
+        """Runs a sparse layer over all chunks, and appends the experts that they visit to `visited`."""
         before: list[AtExperts] = []
         outs: list[jax.Array] = []
         weights, router = self._parts.layers[layer], self._next_router(len(visited))
@@ -177,10 +178,10 @@ class ExpertLayers:
         self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
         return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
 
-    def _next_router(self, place: int) -> dict[str, Any]:
-        """The router of the sparse layer behind one, which tells whom tokens may visit next."""
+    def _next_router(self, index: int) -> dict[str, Any]:
+        """The router of the sparse layer after one, from which its experts are predicted."""
         routers = self._parts.routers
-        return routers[(place + 1) % len(routers)]
+        return routers[(index + 1) % len(routers)]
 
     def _visit_experts(
         self,
@@ -190,11 +191,11 @@ class ExpertLayers:
         outs: list[jax.Array],
         visited: list[np.ndarray],
     ) -> None:
-        """The experts of a layer for all chunks, of which so many tokens are real.
+        """Runs the experts of a layer over all chunks, of which `valid` tokens are real.
 
-        Whom they visit is appended to `visited`, and `outs` is changed.
+        Appends the experts that they visit to `visited`, and changes `outs`.
         """
-        # Of each expert its tiles, by chunk.
+        # Expert -> its tiles as (chunk, tile).
         tiles: dict[int, list[tuple[int, int]]] = {}
         for number, each in enumerate(before):
             for tile, expert in enumerate(np.asarray(each.tiles.expert)[: int(each.tiles.count)].tolist()):
@@ -212,20 +213,20 @@ class ExpertLayers:
         before: list[AtExperts],
         outs: list[jax.Array],
     ) -> None:
-        """Every tile through its expert, as experts come; `outs` is changed."""
-        place, norm = len(visited) - 1, self._parts.norms[layer]
-        # What comes first behind the last layer are the first layers, of another token.
+        """Runs each tile through its expert, as experts become resident; changes `outs`."""
+        index, norm = len(visited) - 1, self._parts.norms[layer]
+        # After the last layer come the first layers of the next token.
         seen = visited
         if len(visited) == len(self.experts.store.sparse):
             seen = []
             self.experts.predictor.begin()
         guesses = self.experts.likely(seen, ahead, len(tiles))
-        for expert, weights in self.experts.cache.visit(place, list(tiles), guesses):
-            bits = self.experts.store[place, expert].bits
+        for expert, weights in self.experts.cache.visit(index, list(tiles), guesses):
+            bits = self.experts.store[index, expert].bits
             for number, tile in tiles[expert]:
                 compiled = self._buckets.get(self._expert_bucket(before[number].x.shape[1], bits))
                 outs[number] = compiled(weights, norm, before[number], np.int32(tile), outs[number])
-            # Another expert may take its memory.
+            # Another expert may take its memory now.
             jax.block_until_ready(outs)
 
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
@@ -233,7 +234,7 @@ class ExpertLayers:
 
     @property
     def _parts(self) -> _Parts:
-        """The parameters by layers, sorted once for each adapter that comes."""
+        """The parameters by layer, sorted once per version of the weights."""
         model = self._model
         if self._known is None or self._known[0] != model.weights_version:
             params = whole_params(model.params)

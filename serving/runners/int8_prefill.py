@@ -1,8 +1,8 @@
-"""Computes prompts in integers, for a runner that does all else (mllm-NPU).
+"""Prefills prompts in integers for a resident runner, which decodes in floats (mllm-NPU, arXiv 2407.05858).
 
-Prompts go through whole layers (`jaxllm.int8_prefill.whole_layer`) on this process's device, chunk by chunk,
-or through stages of layers (`jaxllm.int8_prefill.subgraphs`) on two processors, all chunks together. The
-cache is the one that decoding uses.
+A prompt runs through whole layers (`jaxllm.int8_prefill.whole_layer`) on this process's device, chunk by
+chunk, or through stages of layers (`jaxllm.int8_prefill.subgraphs`) on two processors, all chunks together.
+Both fill the cache that decoding uses.
 """
 
 import dataclasses
@@ -58,12 +58,12 @@ _Case = tuple[int, Stage, int, int]
 
 @dataclasses.dataclass
 class OutlierCounts:
-    """Counts of shadows.
+    """Counts of the work of shadows.
 
     Attributes:
-      products: that had a shadow.
-      channels: with outliers, in all of them together.
-      enlarged: products whose outliers did not fit the smallest compact tensor, and took a larger one.
+      products: number of products with a shadow.
+      channels: total number of channels with outliers.
+      enlarged: number of products whose outliers did not fit the smallest compact tensor.
     """
 
     products: int = 0
@@ -76,11 +76,11 @@ class Int8Shared:
     """The parts of integer prefill that all levels of a model share.
 
     Attributes:
-      modes: which prompts are computed in integers.
+      modes: the prefill mode of each prompt.
       processors: that run stages; None for this process's device alone.
-      placed: which processor runs a stage of a layer.
-      measured: what stages take on two processors.
-      outliers: what shadows had to do so far.
+      placed: the processor of a stage of a layer.
+      measured: times of stages on two processors.
+      outliers: counts of shadows so far.
     """
 
     modes: PrefillModes
@@ -91,10 +91,10 @@ class Int8Shared:
 
 
 def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stage], Processor]:
-    """Places stages on two processors: on the integer one as many as its memory holds.
+    """Assigns stages to two processors: to the integer one as many as fit into its memory.
 
     Raises:
-      ConfigError: that holds no stage.
+      ConfigError: no stage fits.
     """
     options = whole.options
     if not options.prefill.integer_bytes:
@@ -108,18 +108,18 @@ def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stag
 
 
 class Int8Prefill:
-    """Computes prompts of one level in integers.
+    """Prefills prompts of one level in integers.
 
     Attributes:
       model: the level.
-      shared: what all levels share.
-      calibration: that prompts are computed by.
+      shared: the parts that all levels share.
+      calibration: static steps and shadows of the layers.
     """
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, shared: Int8Shared) -> None:
         self.model, self.shared, self._buckets = model, shared, buckets
         self.calibration = shared.modes.calibration
-        # Of chunks that were fed, and not counted yet.
+        # Of chunks that are not in `shared.outliers` yet.
         self._outliers: list[tuple[Subgraph, Any]] = []
         self._stage_buckets: dict[_Case, IntegerStageBucket] = {}
         self._ready_for: tuple[int, int] | None = None
@@ -128,23 +128,23 @@ class Int8Prefill:
 
     @property
     def possible(self) -> bool:
-        """Whether prompts of this level may be computed in integers."""
+        """Whether this level may prefill in integers."""
         return self.model.level in self.shared.modes.integer_levels
 
     @property
     def floats_too(self) -> bool:
-        """Whether some prompts of this level are, or may come to be, computed in floats."""
+        """Whether this level may prefill in floats, now or later."""
         return not self.possible or self.shared.modes.both(self.model.level)
 
     def mode(self, tokens: int) -> PrefillMode:
-        """The mode of a prompt of so many tokens."""
+        """The prefill mode of a prompt of `tokens` tokens."""
         return self.shared.modes.of(self.model.level, tokens)
 
     # -- which buckets it needs -------------------------------------------------------------------
 
     def chunk_buckets(self, tokens: int, cache: int) -> list[Bucket]:
-        """The buckets that feed chunks of so many tokens into caches of a length; none where no prompt of
-        this level may be computed in integers."""
+        """The buckets that prefill chunks of `tokens` tokens into caches of length `cache`; empty if the
+        level does not prefill in integers."""
         if not self.possible:
             return []
         found: list[Bucket] = [self._embed_bucket(tokens), *self._last_buckets(tokens)]
@@ -154,11 +154,11 @@ class Int8Prefill:
         return list(dict.fromkeys(found))
 
     def _stages(self, shadowed: bool) -> tuple[Stage, ...]:
-        """The stages that a layer is cut into."""
+        """The stages of a layer, with or without shadow."""
         return ("layer",) if self.shared.processors is None else stages_of(shadowed)
 
     def stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
-        """The bucket of a stage, which all layers share that are alike."""
+        """The bucket of a stage; layers of the same form share it."""
         case = layer, stage, tokens, cache
         if case not in self._stage_buckets:
             self._stage_buckets[case] = self._stage_bucket(layer, stage, tokens, cache)
@@ -191,14 +191,13 @@ class Int8Prefill:
         return EmbedBucket(tokens=tokens, level=self.model.bucket_level)
 
     def _last_buckets(self, tokens: int) -> tuple[Bucket, Bucket]:
-        """The buckets that give logits behind the last token of a chunk."""
+        """The buckets that compute logits after the last token of a chunk."""
         return NormBucket(tokens=tokens, rows=1), HeadBucket(rows=1, vocab_tokens=self.model.cfg.vocab_size)
 
     # -- getting ready ----------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """Runs every chunk of this level in every cache once; where two processors share them, times their
-        stages."""
+        """Runs each chunk length in each cache length once; on two processors also times the stages."""
         if not self.possible:
             return
         for chunk, capacity in self._chunk_cases():
@@ -209,7 +208,7 @@ class Int8Prefill:
             self._time(self._chunk_cases())
 
     def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Times what the order of stages of one request's prompt depends on, if two processors share them."""
+        """Times the stages of one request's prompt if they are not timed yet; only on two processors."""
         if self.shared.processors is None or self.mode(prompt_tokens) == "float":
             return
         options = self.model.options
@@ -219,11 +218,12 @@ class Int8Prefill:
         self._time((chunk, capacity) for chunk in chunks)
 
     def _chunk_cases(self) -> Iterator[tuple[int, int]]:
-        """Lengths of chunks, and of caches that they are fed into."""
+        """All pairs of chunk length and cache length."""
         return itertools.product(self.model.options.chunk_tokens, self.model.options.cache_tokens)
 
     def _time(self, cases: Iterable[tuple[int, int]]) -> None:
-        """Measures what is not known of chunks and caches of these lengths, and keeps it."""
+        """Times the stages of chunks and caches of these lengths that are not timed yet, and writes the
+        times."""
         missing = [
             case for case in cases if any(each not in self.shared.measured for each in self._timed(*case))
         ]
@@ -238,10 +238,15 @@ class Int8Prefill:
                 yield self.stage_bucket(layer, stage, tokens, cache)
 
     def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
-        """Times each kind of stage of a chunk at the beginning and the end of a cache of a length, on two
-        processors, in so many runs of all layers each: alone, and while the other processor is busy."""
+        """Times each kind of stage of a chunk on two processors: alone and while the other processor is busy.
+
+        Args:
+          tokens: length of the chunk.
+          capacity: length of the cache; the chunk is timed at its beginning and at its end.
+          runs: of all layers in each case.
+        """
         assert self.shared.processors is not None
-        # All kinds of tokens, so that there are as many outliers as there will be.
+        # Tokens from all over the vocabulary, for a typical number of outliers.
         fed = np.linspace(0, self.model.cfg.vocab_size - 1, min(tokens, capacity)).astype(int).tolist()
 
         def begin(full: bool) -> PromptPass:
@@ -260,7 +265,7 @@ class Int8Prefill:
     # -- answering --------------------------------------------------------------------------------
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """See `Runner`: on two processors all chunks together, for one's work fills the other's pauses."""
+        """See `Runner`: a single one on two processors, which run stages of all chunks side by side."""
         if self.shared.processors is not None:
             return [PrefillChunk(tokens=tokens, last=True, mode="int8")]
         lengths = plan_chunks(tokens, self.model.options.chunk_tokens)
@@ -285,19 +290,19 @@ class Int8Prefill:
         logits = None
         if chunk.last:
             logits = self._logits(prompt)
-            # Reading counts waits for the device.
+            # Copying counts to the host waits for the device.
             self._count_outliers()
         length = np.int32(at + len(tokens))
         return logits, dataclasses.replace(prompt.cache(), length=length)  # pyright: ignore
 
     def subgraphs(self, prompt: PromptPass) -> tuple[Subgraph, ...]:
-        """Those of a prompt."""
+        """The subgraphs of a prompt."""
         shadowed = self.calibration.shadowed
         return prompt_subgraphs(len(prompt.chunks), shadowed, self.shared.placed, self._stages)
 
     def times(self, prompt: PromptPass, *, shared: bool = False) -> Times:
-        """The times of a prompt's subgraphs when they were measured, alone or while the other processor
-        was busy; 1 for those that were not."""
+        """A function of the measured times of a prompt's subgraphs, in milliseconds: alone, or with `shared`
+        while the other processor is busy; 1 for subgraphs that were not measured."""
 
         def time_of(each: Subgraph) -> float:
             at = prompt.chunks[each.chunk].positions
@@ -306,7 +311,7 @@ class Int8Prefill:
                 return 1.0
             known = self.shared.measured[bucket]
             empty, full = known.shared if shared else known.alone
-            # Attention takes longer the more tokens are before it.
+            # Attention takes longer with more tokens before it.
             room = max(1, prompt.capacity - len(at))
             return empty + (full - empty) * min(1.0, int(at[0]) / room)
 
@@ -315,7 +320,7 @@ class Int8Prefill:
     def begin(
         self, cache: KVCache, tokens: Sequence[int], at: int, lengths: Sequence[int] | None = None
     ) -> PromptPass:
-        """A prompt before its first layer, cut into chunks of these lengths, or as it is cheapest."""
+        """A prompt before its first layer, in chunks of `lengths`, or in the cheapest ones."""
         self._make_ready()
         lengths = lengths or plan_chunks(len(tokens), self.model.options.chunk_tokens)
         chunks = placed_chunks(tokens, lengths, at)
@@ -327,7 +332,7 @@ class Int8Prefill:
         return PromptPass(self.call, [positions for _, positions in chunks], inputs, cache)
 
     def _logits(self, prompt: PromptPass) -> jax.Array:
-        """Logits behind a prompt that has gone through all layers."""
+        """Logits after the last token of a prompt that has run through all layers."""
         x, positions = prompt.x[-1], prompt.chunks[-1]
         if self.shared.processors is not None:
             x = jax.device_put(x, jax.devices()[0])
@@ -335,11 +340,11 @@ class Int8Prefill:
         return head(self._head, norm(self._norm, x, np.array([int(positions.valid) - 1], np.int32)))
 
     def call(self, each: Subgraph, tokens: int, capacity: int, *operands: Any) -> Any:
-        """Runs a subgraph of a chunk of so many tokens, where it is placed."""
+        """Runs a subgraph of a chunk of `tokens` tokens on its processor."""
         bucket, known = self._operands(each.layer, each.stage, tokens, capacity)
         if self.shared.processors is None:
             return self._buckets.get(bucket)(*known, *operands)
-        # Others wait for it: the results must be there.
+        # The scheduler starts dependent subgraphs on return: the results must be complete.
         here = jax.device_put(operands, _device(bucket))
         return jax.block_until_ready(self._buckets.get(bucket)(*known, *here))
 
@@ -357,7 +362,7 @@ class Int8Prefill:
     # -- parameters -------------------------------------------------------------------------------
 
     def _make_ready(self) -> None:
-        """Sorts what buckets take, once for each adapter that comes."""
+        """Sorts the arguments of buckets, once per version of the weights."""
         model = self.model
         if self._ready_for == model.weights_version:
             return
@@ -371,11 +376,11 @@ class Int8Prefill:
     def _operands(
         self, layer: int, stage: Stage, tokens: int, capacity: int
     ) -> tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]:
-        """The bucket of a stage, and the weights and the calibration that it takes."""
+        """The bucket of a stage, its weights and its calibration."""
         case = layer, stage, tokens, capacity
         if case not in self._kept:
             bucket = self.stage_bucket(*case)
-            # A device has what its own stages take, once for all lengths.
+            # One copy per device, for all chunk and cache lengths.
             key = layer, stage, bucket.device
             if key not in self._placed_weights:
                 known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
@@ -393,7 +398,7 @@ def _device(bucket: IntegerStageBucket) -> Device:
 
 
 def _put(tree: Any, device: Device) -> Any:
-    """Arrays on a device; on CPUs they stay where they are in memory."""
+    """Puts arrays on a device; on a CPU without a copy."""
     on_cpu = device.platform == "cpu"
     return jax.tree.map(
         lambda leaf: jax.device_put(np.asarray(leaf) if on_cpu else leaf, device, may_alias=on_cpu or None),

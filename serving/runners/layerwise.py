@@ -1,7 +1,7 @@
-"""Runs a model layer by layer, whose weights come while it runs.
+"""Runs a model layer by layer while its weights are loaded.
 
-Where layers come from is for the `LayerSource` that a runner holds: read ahead layer by layer
-(`streamed_layers.py`), or in memory but for experts (`expert_layers.py`).
+The layers come from a `LayerSource`: prefetched one after another (`streamed_layers.py`), or resident except
+for experts (`expert_layers.py`).
 """
 
 import contextlib
@@ -33,15 +33,15 @@ from serving.weights.model_level import ModelLevel
 from serving.weights.pieces import HeadPiece
 from serving.weights.prefetch import Meanwhile
 
-# Tokens `[T]` int32, padded, and where they stand.
+# Tokens `[T]` int32, padded, and their positions.
 Chunk = tuple[np.ndarray, TokenPositions]
 
 
 class Head(Protocol):
-    """Brings the weight that gives logits.
+    """Provides the weight of the head in pieces.
 
     Attributes:
-      head: its pieces.
+      head: the pieces.
     """
 
     head: list[HeadPiece]
@@ -49,15 +49,15 @@ class Head(Protocol):
     def head_rows(
         self, number: int, meanwhile: Meanwhile | None = None
     ) -> contextlib.AbstractContextManager[Weight]:
-        """One of the pieces of `head`, while the context lasts."""
+        """The weight of one piece of `head`, valid until the context ends."""
         ...
 
 
 class LayerSource(Protocol):
-    """Takes tokens through the layers of one level.
+    """Runs tokens through the layers of one level.
 
     Attributes:
-      head: brings the weight that gives logits.
+      head: provides the weight of the head.
       streams_weights: whether whole layers come from storage.
     """
 
@@ -68,7 +68,7 @@ class LayerSource(Protocol):
     def streams_weights(self) -> bool: ...  # noqa: D102
 
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
-        """The buckets that all layers need for a chunk, or for a token tree, of so many tokens."""
+        """The buckets of all layers for a chunk, or a token tree, of `tokens` tokens."""
         ...
 
     def embed_bucket(self, tokens: int) -> Bucket:
@@ -76,7 +76,8 @@ class LayerSource(Protocol):
         ...
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """The bucket that restores one layer of a context, up to its experts where these come one by one."""
+        """The bucket that restores one layer of a context, up to its experts if these are loaded one by
+        one."""
         ...
 
     def expect(self, tokens: np.ndarray) -> None:
@@ -84,21 +85,21 @@ class LayerSource(Protocol):
         ...
 
     def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
-        """What the first layer takes of tokens `[T]`, `[1, T, D]`; a run of the layers begins."""
+        """The first layer's input `[1, T, D]` for tokens `[T]`; a pass over the layers begins."""
         ...
 
     def run(
         self, chunks: Sequence[Chunk], cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[list[jax.Array], KVCache]:
-        """Takes chunks through all layers, all of them through one before the next one is needed.
+        """Runs chunks through all layers, layer by layer: all chunks through one before the next is needed.
 
         Args:
-          chunks: later ones see earlier ones.
-          cache: donated. Its length stays as it is.
-          meanwhile: other work, while weights are waited for (see `WeightStream.piece`).
+          chunks: later ones attend to earlier ones.
+          cache: donated. Its length is not changed.
+          meanwhile: other work while weights are loaded (see `WeightStream.piece`).
 
         Returns:
-          The last layer's outputs `[1, T, D]`, and the cache.
+          The last layer's output `[1, T, D]` for each chunk, and the cache.
         """
         ...
 
@@ -113,7 +114,7 @@ class LayerwiseRunner(LevelRunner):
     """Runs one level of a model layer by layer (see `Runner`).
 
     Attributes:
-      layers: takes tokens through them.
+      layers: the source of its layers.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class LayerwiseRunner(LevelRunner):
         """See the class and `LevelRunner`."""
         super().__init__(model, buckets)
         self.layers, self.streams_weights = layers, layers.streams_weights
-        # The same at every level and under every adapter.
+        # All levels and adapters share it.
         self._norm = norm_params(model.params)
 
     # -- which buckets it needs -------------------------------------------------------------------
@@ -181,12 +182,12 @@ class LayerwiseRunner(LevelRunner):
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
     ) -> None:
-        """See `LevelRunner`. What compiling took is given back, for the budget has no room for it."""
+        """See `LevelRunner`. Returns the memory of compilation, which the budget does not include."""
         super().fill([*buckets, *later], progress)
         give_back_memory()
 
     def rehearse(self) -> None:
-        """See `LevelRunner`: a chunk of each length and a token, once for each length of cache."""
+        """See `LevelRunner`: a chunk of each length and one token, in each length of cache."""
         for capacity in self.options.cache_tokens:
             cache = self.start(capacity)
             for tokens in self.options.chunk_tokens:
@@ -202,7 +203,7 @@ class LayerwiseRunner(LevelRunner):
         self.layers.expect(tokens)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """See `Runner`: all of a prompt, so that each layer is read once."""
+        """See `Runner`: the whole prompt, so that each layer is read once."""
         return [PrefillChunk(tokens=tokens, last=True)]
 
     def prefill(
@@ -213,7 +214,7 @@ class LayerwiseRunner(LevelRunner):
         return self._feed(cache, tokens, at)
 
     def _feed(self, cache: KVCache, tokens: Sequence[int], at: int) -> tuple[np.ndarray, KVCache]:
-        """Feeds `tokens` at position `at`: logits `[1, V]` after the last, cache."""
+        """Runs `tokens` from position `at` on: logits `[1, V]` after the last, and the cache."""
         one = len(tokens) == 1
         lengths = [1] if one else plan_chunks(len(tokens), self.options.chunk_tokens)
         chunks = placed_chunks(tokens, lengths, at)
@@ -229,10 +230,10 @@ class LayerwiseRunner(LevelRunner):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int] = (),
+        cached: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, KVCache, SamplerState]:
         """See `Runner`: token by token."""
-        del held
+        del cached
         found, at = [], int(cache.length)
         stops = set(stop_ids.tolist())
         last = int(np.asarray(token)[0])
@@ -252,16 +253,16 @@ class LayerwiseRunner(LevelRunner):
         meanwhile: Meanwhile | None = None,
     ) -> tuple[Verdict, KVCache, SamplerState]:
         """See `Runner`."""
-        logits, cache = self.read_tree(tree, cache, meanwhile)
+        logits, cache = self.tree_logits(tree, cache, meanwhile)
         settle = self.buckets.get(SettleBucket(nodes=tree.room))
         tokens, count, path, sampler = settle(tree, logits, sampler, np.int32(limit))
         return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler
 
-    def read_tree(
+    def tree_logits(
         self, tree: TokenTree, cache: KVCache, meanwhile: Meanwhile | None = None
     ) -> tuple[np.ndarray, KVCache]:
-        """Logits `[N, V]` float32 behind each node of a tree, and the cache with its rows behind the
-        sequence's, whose length stays as it is."""
+        """Logits `[M, V]` float32 after each node of a tree, and the cache with the tree's rows after the
+        sequence's; the length is not changed."""
         nodes, length = np.arange(tree.room, dtype=np.int32), np.int32(int(cache.length))
         rows = TreePositions(length, length + nodes, np.asarray(tree.ancestors))  # pyright: ignore
         at = TokenPositions(length + np.asarray(tree.depths), np.int32(int(tree.count)), rows)  # pyright: ignore
@@ -270,12 +271,12 @@ class LayerwiseRunner(LevelRunner):
         return self._logits(x, nodes, meanwhile), cache
 
     def keep_path(self, cache: KVCache, path: np.ndarray, count: int) -> KVCache:
-        """The cache with a path `[N]` of a tree behind its sequence instead of the tree."""
+        """The cache with the path `[M]` of a tree, of `count` nodes, at the end of its sequence."""
         keep = self.buckets.get(self._keep_bucket(len(path), cache.capacity_tokens))
         return keep(dataclasses.replace(cache, mass=None), cache.mass, np.asarray(path), np.int32(count))
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
-        """Logits `[N, V]` float32 behind N of the tokens that went through the layers."""
+        """Logits `[N, V]` float32 after the N tokens `rows` of the last layer's output."""
         found, head = [], self.layers.head
         hidden = self.buckets.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(head.head):

@@ -1,4 +1,4 @@
-"""The base of runners of compiled buckets: caches, first tokens, contexts, getting ready."""
+"""Defines the base of runners of compiled buckets: preparation, caches, first tokens, contexts."""
 
 import abc
 import itertools
@@ -40,9 +40,9 @@ class LevelRunner(abc.ABC):
 
     Attributes:
       model: the level.
-      buckets: of all levels, compiled.
-      int8: computes prompts in integers; None where nothing does.
-      streams_weights: whether weights come from storage while it runs.
+      buckets: the compiled buckets of all levels.
+      int8: prefills in integers; None if prefill is in floats alone.
+      streams_weights: whether weights are read from storage while it runs.
     """
 
     int8: "Int8Prefill | None" = None
@@ -53,7 +53,7 @@ class LevelRunner(abc.ABC):
 
     @property
     def lock(self) -> threading.RLock:
-        """Taken by whoever calls; all levels of a model share it."""
+        """Taken by the caller of each method; all levels of a model share it."""
         return self.buckets.lock
 
     @property
@@ -63,7 +63,7 @@ class LevelRunner(abc.ABC):
 
     @property
     def options(self) -> EngineOptions:
-        """Resolved options."""
+        """Resolved options of the engine."""
         return self.model.options
 
     @property
@@ -73,7 +73,7 @@ class LevelRunner(abc.ABC):
 
     @property
     def weights_version(self) -> tuple[int, int]:
-        """Names the weights that caches belong to."""
+        """Identifies the weights that computed a cache."""
         return self.model.weights_version
 
     @property
@@ -89,34 +89,35 @@ class LevelRunner(abc.ABC):
 
     @abc.abstractmethod
     def all_buckets(self) -> list[Bucket]:
-        """Every bucket that answering any request at this level can need."""
+        """All buckets that a request at this level can need."""
 
     @abc.abstractmethod
     def request_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
-        """The fewest buckets that answer one request: one cache length, the chunks of its prompt.
+        """The buckets of one request: of one cache length and the chunk lengths of its prompt.
 
-        They come in the order in which the request needs them, the slowest to build of a step first.
+        In the order in which the request needs them; of one step the slowest to build first.
         """
 
     @abc.abstractmethod
     def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
-        """The buckets that read a token tree of `nodes` nodes behind caches of these lengths, or of all."""
+        """The buckets that verify token trees of `nodes` nodes in caches of the lengths `caches`, or of all
+        lengths."""
 
     @abc.abstractmethod
     def embed_bucket(self, tokens: int) -> Bucket:
-        """The bucket that embeds tokens for the first layer."""
+        """The bucket that embeds `tokens` tokens."""
 
     @abc.abstractmethod
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
-        """The bucket that brings one layer of a context back, and computes so many tokens of it."""
+        """The bucket that restores one layer of a context and recomputes `tokens` tokens of it."""
 
     def grow_buckets(self) -> list[Bucket]:
-        """The buckets that make caches longer."""
+        """The buckets that move caches into longer ones."""
         pairs, level = itertools.pairwise(self.options.cache_tokens), self.model.bucket_level
         return [GrowBucket(short_tokens=short, long_tokens=long, level=level) for short, long in pairs]
 
     def context_buckets(self) -> list[Bucket]:
-        """The buckets that bring contexts back and store them; none where no contexts are kept."""
+        """The buckets that restore and encode contexts; empty if no contexts are kept."""
         options = self.options
         if not options.kv_codec:
             return []
@@ -130,43 +131,47 @@ class LevelRunner(abc.ABC):
         return buckets
 
     def cache_for(self, tokens: int) -> int:
-        """The cache length of a request of so many tokens, the answer's among them."""
+        """The cache length of a request of `tokens` tokens, prompt and answer together."""
         return next(c for c in self.options.cache_tokens if c >= min(tokens, self.options.context_tokens))
 
-    # -- getting ready ----------------------------------------------------------------------------
+    # -- preparing --------------------------------------------------------------------------------
 
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
     ) -> None:
-        """Gets buckets (see `BucketTable.fill`)."""
+        """Compiles or reads buckets (see `BucketTable.fill`)."""
         self.buckets.fill(buckets, progress, later=later)
 
     def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
-        """Gets ready what one request needs. Only what its first token needs is waited for."""
+        """Prepares one request: waits for the buckets of its first token, and builds the others meanwhile."""
         needed = self.request_buckets(prompt_tokens, max_tokens)
         self.fill([each for each in needed if not isinstance(each, DecodeBucket)], progress, later=needed)
         self.time_prompt(prompt_tokens, max_tokens)
 
     def time_prompt(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Times what the order of one prompt's work depends on, if it depends on anything; its buckets are
-        there."""
+        """Times the stages of one prompt if integer prefill schedules by them; its buckets are compiled."""
         if self.int8 is not None:
             self.int8.time_request(prompt_tokens, max_tokens)
 
     def prepare_trees(
         self, sizes: Iterable[int], progress: Progress | None = None, *, tokens: int | None = None
     ) -> None:
-        """Gets ready what token trees of these sizes take, besides what plain requests do; with `tokens` for
-        a request of so many, its answer and a tree among them."""
+        """Prepares the verification of token trees, in addition to `prepare`.
+
+        Args:
+          sizes: numbers of nodes.
+          progress: see `BucketTable.fill`.
+          tokens: of a request with its answer and a tree; None for caches of all lengths.
+        """
         caches = None if tokens is None else [self.cache_for(tokens)]
         self.fill([bucket for nodes in sizes for bucket in self.tree_buckets(nodes, caches)], progress)
 
     @abc.abstractmethod
     def rehearse(self) -> None:
-        """Runs what answers take once, all of it filled.
+        """Runs each bucket once; all are compiled.
 
-        XLA:CPU sets up the kernels of a bucket when it first runs, which takes as long as many tokens; a
-        service pays that before its first request.
+        XLA:CPU sets up the kernels of a bucket at its first run, which takes as long as many tokens: a
+        service does so before its first request.
         """
 
     # -- answering --------------------------------------------------------------------------------
@@ -189,7 +194,7 @@ class LevelRunner(abc.ABC):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int] = (),
+        cached: Sequence[int] = (),
     ) -> tuple[Any, Any, KVCache, SamplerState]:
         """See `Runner`."""
 
@@ -209,7 +214,7 @@ class LevelRunner(abc.ABC):
         return self.empty_cache(self.capacity_for(tokens))
 
     def empty_cache(self, capacity: int) -> KVCache:
-        """An empty cache of one of `EngineOptions.cache_tokens`."""
+        """An empty cache of length `capacity`, one of `EngineOptions.cache_tokens`."""
         return self.buckets.get(StartBucket(cache_tokens=capacity, level=self.model.bucket_level))()
 
     def make_room(self, cache: KVCache, tokens: int) -> KVCache:
@@ -223,10 +228,10 @@ class LevelRunner(abc.ABC):
         return cache
 
     def capacity_for(self, tokens: int) -> int:
-        """The shortest cache length that is ready and has room for `tokens`.
+        """The shortest compiled cache length with room for `tokens` positions.
 
         Raises:
-          ContextOverflow: there is none.
+          ContextOverflow: no length has room.
         """
         level = self.model.bucket_level
         ready = [
@@ -289,6 +294,6 @@ class LevelRunner(abc.ABC):
         """A scorer of text with this level (see `serving.runners.scorer`).
 
         Raises:
-          ConfigError: its weights are not in memory.
+          ConfigError: its weights are not resident.
         """
         raise ConfigError("scoring text takes all weights in memory; give more --memory")

@@ -1,4 +1,4 @@
-"""Makes a runner for each level of a model: by where its weights are, and how its prompts are computed."""
+"""Makes a runner for each level of a model, by the location of its weights and the mode of its prefill."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -36,14 +36,14 @@ Streamed = StreamedWeights | ExpertWeights
 
 @dataclasses.dataclass(frozen=True)
 class Runners:
-    """The runners of a model's levels, and what they share.
+    """The runners of a model's levels, and their shared parts.
 
     Attributes:
-      by_level: a runner for each level, in percent, 100 among them.
-      resident: those whose weights are all in memory.
-      buckets: their buckets.
-      modes: which prompts are computed in integers; None for none.
-      processors: that run stages of integer prefill; None where this process's device runs all.
+      by_level: level in percent -> runner, 100 included.
+      resident: level -> runner whose weights are all resident.
+      buckets: the compiled buckets of all levels.
+      modes: the prefill mode of each prompt; None if all prefill is in floats.
+      processors: that run stages of integer prefill; None if this process's device runs them.
     """
 
     by_level: Mapping[int, LevelRunner]
@@ -54,14 +54,14 @@ class Runners:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """That there are runners of, ascending."""
+        """The levels in percent, ascending."""
         return tuple(sorted(self.by_level))
 
     def at(self, level: int) -> LevelRunner:
         """The runner of a level.
 
         Raises:
-          ConfigError: there is none.
+          ConfigError: the level is not served.
         """
         if level not in self.by_level:
             raise ConfigError(
@@ -71,10 +71,10 @@ class Runners:
         return self.by_level[level]
 
     def resident_at(self, level: int) -> ResidentRunner:
-        """The runner of a level, where all weights are in memory.
+        """The runner of a level whose weights are all resident.
 
         Raises:
-          ConfigError: they are not, or there is none.
+          ConfigError: its weights are not resident, or the level is not served.
         """
         self.at(level)
         if level not in self.resident:
@@ -82,23 +82,23 @@ class Runners:
         return self.resident[level]
 
     def prepare_all(self, levels: Iterable[int], progress: Progress | None = None) -> None:
-        """Gets ready all that answers of some levels take, and runs it once."""
+        """Compiles all buckets of some levels and runs each once."""
         runners = [self.at(level) for level in levels]
         runners[0].fill([bucket for each in runners for bucket in each.all_buckets()], progress)
-        # Of levels that share buckets one, if possible one whose prompts are computed in integers, too.
+        # One of the levels that share buckets, if possible one that prefills in integers, too.
         runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
         for runner in {each.model.bucket_level: each for each in runners}.values():
             runner.rehearse()
 
     def swap(self, params: LevelParams, *, adapted: bool) -> None:
-        """Takes other parameters for all levels.
+        """Replaces the parameters of all levels.
 
         Args:
           params: by level.
-          adapted: whether there is an adapter in them.
+          adapted: whether they have an adapter.
 
         Raises:
-          ConfigError: they are of another form, or prompts were to be computed in integers, which knows no
+          ConfigError: they have another form, or integer prefill was asked for, which does not support
             adapters.
         """
         if self.modes is not None and adapted:
@@ -109,7 +109,7 @@ class Runners:
             self.modes.adapt(adapted)
 
     def close(self) -> None:
-        """Ends the processors of prefill, if there are such, and lets go of all buckets."""
+        """Stops the processors of integer prefill and releases all buckets."""
         if self.processors is not None:
             self.processors.close()
         self.buckets.close()
@@ -122,14 +122,14 @@ def make_runners(
 
     Args:
       bundle: an open one.
-      options: resolved for it.
-      levels: what its levels are made of.
+      options: resolved for the bundle.
+      levels: the configs of its levels.
       params: of all levels.
-      streamed: what reads the weights while the model runs; None where all are in memory.
+      streamed: reads weights while the model runs; None if all are resident.
 
     Raises:
-      ConfigError: integer prefill was asked for and cannot be.
-      BundleError: its calibration is malformed.
+      ConfigError: integer prefill was asked for and is not possible.
+      BundleError: the calibration is malformed.
     """
     whole = ModelLevel(bundle.cfg, params[WHOLE], options)
     models = {WHOLE: whole}
@@ -171,7 +171,7 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
 
 
 def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> Int8Shared:
-    """The shared parts of integer prefill; the calibration is read by now."""
+    """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
     prefill, shared = whole.options.prefill, Int8Shared(modes)
     if prefill.processors > 1:
         shared.placed = placed_stages(whole, modes)

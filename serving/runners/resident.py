@@ -1,4 +1,4 @@
-"""Runs a model whose weights are in memory."""
+"""Runs a model whose weights are all resident."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ from serving.weights.model_level import ModelLevel
 
 
 class ResidentRunner(LevelRunner):
-    """Runs one level of a model whose weights are in memory (see `Runner`); it may draft for others, too."""
+    """Runs one level of a model whose weights are resident (see `Runner`), also as the drafter of another."""
 
     def __init__(
         self,
@@ -39,10 +39,10 @@ class ResidentRunner(LevelRunner):
         buckets: BucketTable,
         int8: Int8Prefill | None = None,
     ) -> None:
-        """See `LevelRunner`."""
+        """See the class and `LevelRunner`; `int8` prefills in integers."""
         super().__init__(model, buckets)
         self.int8 = int8
-        # Of which parameters `_layers` and `_embedding` are.
+        # The version of the weights in `_layers` and `_embedding`.
         self._sorted_version: tuple[int, int] | None = None
 
     # -- which buckets it needs -------------------------------------------------------------------
@@ -53,7 +53,7 @@ class ResidentRunner(LevelRunner):
         return [*answering, *self.grow_buckets(), *self.context_buckets()]
 
     def _answer_buckets(self, caches: Sequence[int]) -> list[Bucket]:
-        """The buckets that answer any request in caches of these lengths."""
+        """The buckets of any request in caches of these lengths."""
         buckets: dict[Bucket, None] = {SampleBucket(): None}
         for cache in caches:
             buckets[StartBucket(cache_tokens=cache, level=self.model.bucket_level)] = None
@@ -113,7 +113,7 @@ class ResidentRunner(LevelRunner):
         return self.chunks_in("float" if self.int8 is None else self.int8.mode(tokens), tokens)
 
     def chunks_in(self, mode: PrefillMode, tokens: int) -> list[PrefillChunk]:
-        """`prefill_chunks` in a mode, whichever fits the prompt."""
+        """`prefill_chunks` in a given mode."""
         if self.int8 is not None and mode == "int8":
             return self.int8.prefill_chunks(tokens)
         lengths = plan_chunks(tokens, self.options.chunk_tokens)
@@ -138,10 +138,10 @@ class ResidentRunner(LevelRunner):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int] = (),
+        cached: Sequence[int] = (),
     ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
-        del held
+        del cached
         compiled = self.buckets.get(self._decode_bucket(cache.capacity_tokens))
         return compiled(self.model.params, token, cache, sampler, stop_ids, np.int32(limit))
 
@@ -153,7 +153,7 @@ class ResidentRunner(LevelRunner):
         limit: int,
         meanwhile: Callable[[float], bool] | None = None,
     ) -> tuple[Verdict, KVCache, SamplerState]:
-        """See `Runner`: it never waits for weights."""
+        """See `Runner`; `meanwhile` is never called: no weights are loaded."""
         del meanwhile
         compiled = self.buckets.get(self._verify_bucket(tree.room, cache.capacity_tokens))
         tokens, count, path, cache, sampler = compiled(
@@ -162,7 +162,7 @@ class ResidentRunner(LevelRunner):
         return Verdict.of(tokens, count, path), cache, sampler
 
     def rehearse(self) -> None:
-        """See `LevelRunner`; where two processors share prompts, their stages are timed, too."""
+        """See `LevelRunner`; on two processors the stages of integer prefill are timed, too."""
         for cache_tokens in self.options.cache_tokens:
             for chunk in self.options.chunk_tokens:
                 if self._prefill_bucket(chunk, cache_tokens) in self.buckets:
@@ -198,17 +198,17 @@ class ResidentRunner(LevelRunner):
         return embed(self._embedding, tokens[None], np.asarray(at.positions))
 
     def _sort_parameters(self) -> None:
-        """Sorts the parameters by layers, once for each adapter that comes."""
+        """Sorts the parameters by layer, once per version of the weights."""
         if self._sorted_version != self.weights_version:
             params, alike = self.params, self.model.alike
             self._layers = [layer_params(params, layer, like) for layer, like in enumerate(alike)]
             self._embedding = embedding_params(params)
             self._sorted_version = self.weights_version
 
-    # -- drafting for another runner --------------------------------------------------------------
+    # -- drafting -------------------------------------------------------------------------------
 
     def draft_buckets(self, shape: TreeShape, caches: Sequence[int] | None = None) -> list[Bucket]:
-        """All that growing token trees behind caches of these lengths takes, or behind any."""
+        """The buckets that draft token trees in caches of the lengths `caches`, or of all lengths."""
         buckets = self.all_buckets() if caches is None else self._answer_buckets(caches)
         for cache in caches or self.options.cache_tokens:
             buckets += [self._draft_bucket(shape, cache), self._follow_bucket(shape, cache)]
@@ -225,19 +225,19 @@ class ResidentRunner(LevelRunner):
         most: int,
         limit: int,
     ) -> tuple[TokenTree, jax.Array, KVCache, int]:
-        """Grows a token tree behind the sequence in the cache (see `steps.trees.draft`).
+        """Grows a token tree after the sequence in the cache (see `steps.trees.draft`).
 
         Args:
           tree: donated.
-          fed: which of its nodes were read; donated.
+          fed: `[M]` bool, nodes whose keys and values the cache has; donated.
           cache: donated.
           shape: of the tree.
-          alpha: the confidence below which drafting ends.
-          most: nodes.
+          alpha: confidence below which drafting ends.
+          most: most nodes.
           limit: most steps.
 
         Returns:
-          The tree, which nodes were read, the cache, and how many steps there were.
+          The tree, `fed`, the cache, and the number of steps.
         """
         compiled = self.buckets.get(self._draft_bucket(shape, cache.capacity_tokens))
         *grown, steps = compiled(
@@ -255,17 +255,17 @@ class ResidentRunner(LevelRunner):
         path: Sequence[int],
         token: int,
     ) -> tuple[TokenTree, jax.Array, KVCache, int]:
-        """Brings cache and tree behind what was accepted (see `steps.trees.follow`).
+        """Moves cache and tree to the end of the accepted path (see `steps.trees.follow`).
 
         Args:
           tree, fed: see `draft`.
           cache: donated.
           shape: of the tree.
-          path: nodes that were accepted.
-          token: what the target said behind them.
+          path: the accepted nodes.
+          token: the target's token after them.
 
         Returns:
-          The tree, which nodes were read, the cache, and how many of the path's last nodes it lacks.
+          The tree, `fed`, the cache, and the number of the path's last nodes that are missing in it.
         """
         nodes = np.full(shape.room, path[-1], np.int32)
         nodes[: len(path)] = path
@@ -290,5 +290,5 @@ class ResidentRunner(LevelRunner):
     # -- scoring ----------------------------------------------------------------------------------
 
     def scorer(self) -> Scorer:
-        """Scores text with this level."""
+        """See `LevelRunner`."""
         return Scorer(self)

@@ -1,4 +1,4 @@
-"""The protocol of runners: the calls that answers are made with."""
+"""Defines the protocol of runners: start a cache, prefill, decode, verify."""
 
 import dataclasses
 import threading
@@ -14,7 +14,7 @@ from serving.runners.verdict import Verdict
 
 
 class Window(Protocol):
-    """The part of an engine's options that an answer needs (see `EngineOptions`)."""
+    """The part of `EngineOptions` that every runner has."""
 
     @property
     def context_tokens(self) -> int:
@@ -24,12 +24,12 @@ class Window(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillChunk:
-    """One chunk of a prompt, as a step of prefill feeds it.
+    """One chunk of a prompt, the unit of a prefill step.
 
     Attributes:
-      tokens: length of the chunk, padding among it.
-      last: whether logits are wanted behind it.
-      mode: how its products are computed.
+      tokens: length of the chunk, padding included.
+      last: whether logits after it are wanted.
+      mode: arithmetic of its products.
     """
 
     tokens: int
@@ -38,18 +38,19 @@ class PrefillChunk:
 
 
 class Runner(Protocol):
-    """Runs one level of a model, whose weights lie somewhere. One call at a time: whoever calls holds `lock`.
+    """Runs one level of a model. One call at a time: the caller takes `lock`.
 
-    A cache is the runner's own business: what `start`, `make_room`, `prefill`, `decode` and `verify` return
-    is only ever given back to them, once. It has a `length` and room for `capacity_tokens` positions.
+    A cache is opaque to the caller: a cache that `start`, `make_room`, `prefill`, `decode` or `verify`
+    returned is passed to one of them once. It has a `length` and room for `capacity_tokens` positions.
 
     Attributes:
-      lock: of the model: all of its levels and their drafts share it.
+      lock: of the model; all of its levels and their drafters share it.
       cfg: the model, or the level's sub-model.
-      options: resolved options.
+      options: resolved options of the engine.
       level: in percent; 100 is the whole model.
-      weights_version: names the weights that caches belong to.
-      streams_weights: whether weights come from storage while it runs, so that drafting meanwhile is free.
+      weights_version: identifies the weights that computed a cache.
+      streams_weights: whether weights are read from storage while it runs, so that drafting meanwhile is
+        free.
     """
 
     @property
@@ -71,8 +72,8 @@ class Runner(Protocol):
     def streams_weights(self) -> bool: ...  # noqa: D102
 
     def require_usable(self) -> None:
-        """Raises a JaxllmError where tokens would not be the model's, or never come: its weights were changed
-        in place, or this process was forked from the one that opened it."""
+        """Raises a JaxllmError if the model's file was changed in place, or if this process was forked from
+        the one that opened it."""
         ...
 
     def start(self, tokens: int) -> Any:
@@ -84,31 +85,31 @@ class Runner(Protocol):
         ...
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """The chunks in which a prompt of so many tokens is fed: they cover it, and the last may be padded; a
-        single one where chunks of their own would read weights more than once."""
+        """The chunks of a prompt of `tokens` tokens: they cover it, and the last may be padded. A single one
+        if several would read the weights more than once."""
         ...
 
     def prefill(self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk) -> tuple[Any, Any]:
-        """Feeds the next chunk of a prompt at position `at`.
+        """Prefills the next chunk of a prompt at position `at`.
 
         Args:
           cache: donated.
           tokens: at most `chunk.tokens`.
-          at: position of the first.
+          at: position of the first token.
           chunk: one of `prefill_chunks`, in their order.
 
         Returns:
-          Logits `[1, V]` after the last token of the prompt's last chunk, of no use before it; the cache.
+          Logits `[1, V]` after the last token if the chunk is the last, else undefined; and the cache.
         """
         ...
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[Any, SamplerState]:
-        """The first token `[1]` of an answer, and the sampler."""
+        """Draws the first token `[1]` of an answer; and the sampler's next state."""
         ...
 
     def decode_limit(self, pace: int, remaining: int) -> int:
-        """The number of tokens that `decode` should be asked for, of `remaining` that are wanted: `pace`
-        of them take as long as a user should wait for the next words."""
+        """The `limit` of the next `decode`, of `remaining` wanted tokens: `pace` tokens take as long as a
+        user should wait for the next words."""
         ...
 
     def decode(
@@ -118,15 +119,25 @@ class Runner(Protocol):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int] = (),
+        cached: Sequence[int] = (),
     ) -> tuple[Any, Any, Any, SamplerState]:
-        """Up to `limit` further tokens `[1, n]` behind the tokens `held` that the cache has, how many of them
-        are real, cache, sampler."""
+        """Decodes up to `limit` tokens.
+
+        Args:
+          token: `[1]`, the last token of the sequence, which the cache does not have yet.
+          cache: donated.
+          sampler: donated.
+          stop_ids: `[MAX_STOP_IDS]` int32, padded with -1; decoding ends after one of them.
+          limit: most tokens.
+          cached: the tokens in the cache.
+
+        Returns:
+          Tokens `[1, n]` int32, the number of them that are real, the cache, and the sampler.
+        """
         ...
 
     def expect(self, tokens: np.ndarray) -> None:
-        """Says what will be read next, `[M]` ids, before it is known where: what must come from storage for
-        them may be on its way then."""
+        """Announces the tokens `[M]` of the next pass, so that the runner can prefetch weights for them."""
         ...
 
     def verify(
@@ -137,26 +148,28 @@ class Runner(Protocol):
         limit: int,
         meanwhile: Callable[[float], bool] | None = None,
     ) -> tuple[Verdict, Any, SamplerState]:
-        """Reads a token tree behind the sequence in the cache.
+        """Verifies a token tree after the sequence in the cache.
 
         Args:
-          tree: with room for as many nodes as one of `TreeShape.nodes`.
+          tree: whose capacity is one of `TreeShape.nodes`.
           cache: donated.
           sampler: donated.
-          limit: most tokens that the verdict may say.
-          meanwhile: called with the seconds until weights come, for other work; tells whether it did any.
+          limit: most tokens of the verdict.
+          meanwhile: called with the seconds until weights are loaded; does other work and returns whether it
+            did any.
 
         Returns:
-          The verdict, the cache with the accepted path behind its sequence, and the sampler behind that.
+          The verdict, the cache with the accepted path at the end of its sequence, and the sampler after the
+          path.
         """
         ...
 
 
 class ContextRunner(Protocol):
-    """Takes chunks of contexts out of caches, and brings them back into others (see `serving.contexts`)."""
+    """Encodes chunks of caches for storage, and restores them into other caches (see `serving.contexts`)."""
 
     def load_chunks(self, cache: Any, sources: Any, bits: np.ndarray) -> Any:
-        """A cache with stored chunks in it, in one dispatch.
+        """Loads stored chunks into a cache, in one dispatch.
 
         Args:
           cache: donated.
@@ -165,31 +178,31 @@ class ContextRunner(Protocol):
         ...
 
     def encode_chunks(self, cache: Any, layer: int, bits: int, numbers: Sequence[int]) -> Any:
-        """Chunks of one layer of a cache as bytes, one after the other.
+        """Encodes chunks of one layer of a cache as bytes, one after the other.
 
         Args:
-          cache: stays as it is.
+          cache: not changed.
           layer: its index.
-          bits: width of the chunks.
-          numbers: of the chunks, at most `ENCODED_CHUNKS`; behind theirs come bytes of no use.
+          bits: bitwidth of the chunks.
+          numbers: of the chunks, at most `ENCODED_CHUNKS`; the bytes after theirs are undefined.
         """
         ...
 
     def begin_layers(self, tokens: np.ndarray, at: Any) -> Any:
-        """What the first layer takes, `[1, T, D]`, of the tokens `[T]` of whole chunks; these go through
-        `restore_layer` of all layers then, one after another."""
+        """The first layer's input `[1, T, D]` for the tokens `[T]` of recomputed chunks, which then run
+        through `restore_layer` of each layer in turn."""
         ...
 
     def restore_layer(
         self, layer: int, x: Any, at: Any, past: Any, source: np.ndarray, bits: np.ndarray
     ) -> tuple[Any, Any]:
-        """One layer of a context: stored chunks in its cache, other chunks computed (see
+        """Restores one layer of a context: loads its stored chunks and recomputes others (see
         `jaxllm.steps.layers.restore_layer`).
 
         Args:
           layer: its index.
-          x: its input; donated.
-          at: where the tokens of computed chunks stand.
+          x: its input for the recomputed chunks, `[1, T, D]`; donated.
+          at: positions of their tokens.
           past: its keys and values; donated.
           source, bits: of stored chunks.
 
@@ -200,14 +213,14 @@ class ContextRunner(Protocol):
 
 
 def prefill_prompt(runner: Runner, cache: Any, tokens: Sequence[int], at: int) -> tuple[Any, Any]:
-    """Feeds a whole prompt at position `at`: logits `[1, V]` after the last token, cache."""
+    """Prefills a whole prompt at position `at`: logits `[1, V]` after the last token, and the cache."""
     return prefill_in_chunks(runner, cache, tokens, at, runner.prefill_chunks(len(tokens)))
 
 
 def prefill_in_chunks(
     runner: Runner, cache: Any, tokens: Sequence[int], at: int, chunks: Sequence[PrefillChunk]
 ) -> tuple[Any, Any]:
-    """`prefill_prompt` in chunks that cover the prompt."""
+    """`prefill_prompt` in given chunks, which cover the prompt."""
     logits, fed = None, 0
     for chunk in chunks:
         logits, cache = runner.prefill(cache, tokens[fed : fed + chunk.tokens], at + fed, chunk)

@@ -1,4 +1,4 @@
-"""Scores text with a model whose weights are in memory: log-probabilities, likeliest tokens, experts."""
+"""Scores text with a resident model: log-probabilities, likeliest tokens, visited experts."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -19,35 +19,35 @@ class Scorer:
     """Scores text with one level of a model.
 
     Attributes:
-      runner: of the level.
+      runner: the runner of the level.
     """
 
     def __init__(self, runner: LevelRunner) -> None:
         self.runner = runner
 
-    # -- getting ready ----------------------------------------------------------------------------
+    # -- preparing --------------------------------------------------------------------------------
 
     def prepare(self, window_tokens: int, progress: Progress | None = None) -> None:
-        """Gets ready what scores text in windows of so many tokens."""
+        """Prepares the buckets that score text in windows of `window_tokens` tokens."""
         runner = self.runner
         cache = next(each for each in runner.options.cache_tokens if each >= window_tokens)
         start = StartBucket(cache_tokens=cache, level=runner.model.bucket_level)
         runner.fill([start, self._score_bucket(cache)], progress)
 
     def prepare_ends(self, cache: int, progress: Progress | None = None) -> None:
-        """Gets ready what scores ends of a prompt in a cache of a length, and all that reads the prompt."""
+        """Prepares the buckets that prefill a prompt and score its ends in a cache of length `cache`."""
         ends = [self._score_bucket(cache, chunk) for chunk in self.runner.options.chunk_tokens]
         self.runner.fill([*self.runner.all_buckets(), *ends], progress)
 
     def prepare_branches(self, lengths: Iterable[int], progress: Progress | None = None) -> dict[int, int]:
-        """Gets ready what scores packed documents in rows of these lengths; says how many rows of each a
-        dispatch takes."""
+        """Prepares the buckets that score packed documents: length of a row -> number of rows per
+        dispatch."""
         buckets = {length: self._branches_bucket(length) for length in lengths}
         self.runner.fill(buckets.values(), progress)
         return {length: bucket.rows for length, bucket in buckets.items()}
 
     def prepare_routing(self, tokens: int, progress: Progress | None = None) -> None:
-        """Gets ready what says which experts the tokens of a row visit."""
+        """Prepares the bucket that computes the experts visited by a row of `tokens` tokens."""
         self.runner.fill([self._routing_bucket(1, tokens)], progress)
 
     # -- scoring ----------------------------------------------------------------------------------
@@ -55,17 +55,21 @@ class Scorer:
     def score(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
     ) -> np.ndarray:
-        """Log-probability (natural) of each target after its token and all tokens before it: those that a
-        `cache` holds, which is donated, come first."""
+        """Natural log-probability `[T]` float32 of each target after its token and all tokens before it.
+
+        Args:
+          tokens, targets: of equal length T.
+          cache: of the tokens before; donated. None for an empty one.
+        """
         return self.predict(tokens, targets, cache)[0]
 
     def predict(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`score`, and the likeliest token `[tokens]` int32 behind each token."""
+        """`score`, and the likeliest token after each token, `[T]` int32."""
         options, buckets = self.runner.options, self.runner.buckets
         chunk = options.chunk_tokens[-1]
-        # Not the shortest cache that is ready: other requests may have made shorter ones, without scoring.
+        # Not the shortest compiled cache: other requests may have compiled shorter ones without scoring.
         capacity = min(
             (
                 length
@@ -82,16 +86,18 @@ class Scorer:
     def score_end(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache
     ) -> tuple[np.ndarray, KVCache]:
-        """`score` of one of several ends of what a `cache` holds, and the cache for the next one: of `cache`,
-        which is donated, it has all but the mass that it had."""
+        """`score` of one of several ends of the text in `cache`, and the cache for the next end.
+
+        `cache` is donated; the result differs from it in the attention mass alone.
+        """
         length = int(cache.length)
         chunks = plan_chunks(len(tokens), self.runner.options.chunk_tokens)
         scores, _, cache = self._scored(tokens, targets, cache, chunks)
-        # Rows behind the length of a cache are attended to by nobody.
+        # Rows after the length of a cache are never attended to.
         return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
 
     def score_branches(self, packed: Packed) -> np.ndarray:
-        """Log-probability (natural) of each of `packed`'s targets, `[count]` float32."""
+        """Natural log-probability of each of `packed`'s targets, `[count]` float32."""
         compiled = self.runner.buckets.get(
             self._branches_bucket(packed.tokens.shape[1], packed.tokens.shape[0])
         )
@@ -115,7 +121,7 @@ class Scorer:
     def _scored(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache, chunks: Sequence[int]
     ) -> tuple[np.ndarray, np.ndarray, KVCache]:
-        """`predict` in chunks of these lengths, and the cache behind the tokens."""
+        """`predict` in chunks of these lengths, and the cache after the tokens."""
         scores, best, at = [], [], 0
         for chunk in chunks:
             compiled = self.runner.buckets.get(self._score_bucket(cache.capacity_tokens, chunk))

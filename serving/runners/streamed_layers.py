@@ -1,4 +1,4 @@
-"""Takes tokens through layers that are read from storage each time."""
+"""Runs tokens through layers that are read from storage in each pass."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,20 +20,20 @@ from serving.weights.streamed import StreamedWeights
 
 
 class StreamedLayers:
-    """The layers of one level, read ahead (see `LayerSource`).
+    """The layers of one level, prefetched (see `LayerSource`).
 
     Attributes:
-      head: brings the pieces, those of the head among them.
+      head: provides the pieces of the head.
       streams_weights: True.
     """
 
     streams_weights = True
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: StreamedWeights) -> None:
-        """Takes a level whose layers and vocabulary are not read (see `StreamedWeights.frozen`)."""
+        """`model` has the shapes of its layers and embedding alone (see `StreamedWeights.frozen`)."""
         self.head = self._weights = weights
         self._model, self._buckets = model, buckets
-        # The same under every adapter.
+        # All adapters share it.
         self._embedding = embedding_params(model.params)
 
     def buckets(self, tokens: int, cache: int, *, tree: bool = False) -> list[Bucket]:
@@ -41,7 +41,7 @@ class StreamedLayers:
         return [self._bucket(tokens, cache, layer, tree=tree) for layer in self._model.layer_kinds]
 
     def embed_bucket(self, tokens: int) -> Bucket:
-        """See `LayerSource`: by rows of the vocabulary that are read. All levels share it."""
+        """See `LayerSource`: by rows of the embedding that are read. All levels share the bucket."""
         return EmbedRowsBucket(tokens=tokens)
 
     def restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
@@ -50,7 +50,7 @@ class StreamedLayers:
         return RestoreBucket(tokens=tokens, cache_tokens=cache, layer=like, level=level)
 
     def expect(self, tokens: np.ndarray) -> None:
-        """See `LayerSource`: layers are read whatever comes."""
+        """See `LayerSource`: all layers are read for any tokens."""
         del tokens
 
     def embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
@@ -73,7 +73,7 @@ class StreamedLayers:
                     bucket = self._bucket(len(tokens), cache.capacity_tokens, layer, tree=tree)
                     compiled = self._buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
-                # The next piece takes the place of this one.
+                # The next piece overwrites the memory of this one.
                 jax.block_until_ready(outputs)
             keys[layer], values[layer] = past
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
@@ -84,7 +84,7 @@ class StreamedLayers:
         """See `LayerSource`."""
         compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
         with self._weights.layer(self._model, layer) as weights:
-            # The next piece takes the place of this one.
+            # The next piece overwrites the memory of this one.
             return jax.block_until_ready(compiled(weights, x, at, past, source, bits))
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The verdict on a token tree: all that a target says of it."""
+"""Defines the verdict of a verification."""
 
 from typing import Any, NamedTuple, Self
 
@@ -6,12 +6,11 @@ import numpy as np
 
 
 class Verdict(NamedTuple):
-    """The tokens that a target accepts of a tree, and its own behind them.
+    """The accepted tokens of a token tree, and the target's own token after them.
 
     Attributes:
       tokens: `[n]` int32, the next tokens of the answer, at least one; the last is the target's own.
-      path: `[n]` int32, the accepted nodes from the root on, behind each of which the token of its place is
-        said.
+      path: `[n]` int32, the accepted nodes from the root on; `tokens[i]` follows `path[i]`.
     """
 
     tokens: np.ndarray
@@ -19,6 +18,6 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Any, count: Any, path: Any) -> Self:
-        """From what a bucket returns."""
+        """The first `count` tokens and nodes of a bucket's results."""
         n = int(count)
         return cls(np.asarray(tokens)[:n], np.asarray(path)[:n])

@@ -46,7 +46,7 @@ def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width):
     prompt, tokens = (draws.integers(0, CFG.vocab_size, NODES).tolist() for _ in range(2))
     runner.fill([*runner.request_buckets(len(prompt), 2 * NODES), *runner.tree_buckets(NODES)])
     _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
-    together, _ = runner.read_tree(line(tokens), cache)
+    together, _ = runner.tree_logits(line(tokens), cache)
     _, cache = prefill_prompt(runner, runner.start(128), prompt, 0)
     alone = []
     for at, token in enumerate(tokens):
