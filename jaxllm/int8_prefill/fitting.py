@@ -17,7 +17,6 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import (
-    MOST_LOSS,
     ByProduct,
     PrefillCalibration,
     ShadowRecipe,
@@ -32,6 +31,7 @@ from jaxllm.int8_prefill.calibration import (
     whole_steps,
 )
 from jaxllm.int8_prefill.products import PRODUCTS, contracted_axes
+from jaxllm.int8_prefill.recipe import MOST_LOSS
 from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
 from jaxllm.models.parameters import Params
