@@ -18,7 +18,7 @@ for app in ("mail", "keyboard"):
         answer = service.call(review, app=app, instruction=QUESTION).result()
         plan, cost = answer.plan, answer.cost
         print(f"{app:8}  {answer.text:8}  level {plan.level} %, {len(plan.kept)} tokens kept,", end=" ")
-        print(f"first token after {cost.ttft_ms:.1f} ms, {'in time' if answer.held else 'late'}")
+        print(f"first token after {cost.ttft_ms:.1f} ms, {'in time' if answer.met else 'late'}")
 
 for objective, lengths in service.unmet().items():
     print(f"{objective} cannot be met here by prompts of {', '.join(map(str, lengths))} tokens")

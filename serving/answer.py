@@ -1,4 +1,4 @@
-"""An answer as it comes: a request that runs, as a stream of its text."""
+"""Streams an answer: a run whose pieces of text are iterated."""
 
 from collections.abc import Iterator
 from typing import Self
@@ -9,7 +9,7 @@ from serving.step import step
 
 
 class Answer(Run, Iterator[str]):
-    """An answer as it comes: iterate for pieces of text, then read the rest (see `Run`).
+    """A streaming answer: iterate over its pieces of text, then read its attributes (see `Run`).
 
     Each step takes the model's lock (`Runner.lock`), which is free between steps: answers of several threads,
     or several of one, take turns.
@@ -41,6 +41,6 @@ class Answer(Run, Iterator[str]):
         return self
 
     def __del__(self) -> None:
-        # Dropped in the middle: others must be able to go on.
+        # Dropped before its end: its context must be released for others.
         if self.stage != "ended":
             self.lifecycle.dropped(self)

@@ -1,4 +1,4 @@
-"""Decoding as engines do it: token by token (`PlainDecoding`), or with drafts (`serving.speculation`)."""
+"""Decodes further tokens: plain blocks (`PlainDecoding`), or with drafts (`serving.speculation`)."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,16 +8,16 @@ import numpy as np
 from jaxllm.sampling import SamplerState
 from serving.runners.runner import Runner
 
-# A dispatch decodes as many tokens as fit this time, so that text flows, a cancel is obeyed soon, and
-# little is thrown away behind a stop string; a small model still gets whole blocks.
+# A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
+# few tokens are discarded after a stop string; a small model still gets whole blocks.
 _DISPATCH_MS = 50.0
 
 
 class Decoding(Protocol):
-    """One way to further tokens behind a prefilled prompt. The tokens are the runner's, whatever the way.
+    """A way to decode further tokens after a prefill. Every way gives the same tokens as the runner alone.
 
     Attributes:
-      runner: whose tokens they are.
+      runner: of the model whose tokens they are.
     """
 
     @property
@@ -28,7 +28,7 @@ class Decoding(Protocol):
         ...
 
     def limit(self, pace: int, remaining: int) -> int:
-        """How many tokens `decode` should be asked for (see `Runner.decode_limit`)."""
+        """The number of tokens to ask `decode` for (see `Runner.decode_limit`)."""
         ...
 
     def decode(
@@ -38,9 +38,9 @@ class Decoding(Protocol):
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int],
+        cached: Sequence[int],
     ) -> tuple[Any, Any, Any, SamplerState]:
-        """One dispatch (see `Runner.decode`)."""
+        """Runs one dispatch (see `Runner.decode`); `cached` are the tokens in the cache."""
         ...
 
 
@@ -65,12 +65,12 @@ class PlainDecoding:
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int],
+        cached: Sequence[int],
     ) -> tuple[Any, Any, Any, SamplerState]:
         """See `Decoding`."""
-        return self.runner.decode(token, cache, sampler, stop_ids, limit, held)
+        return self.runner.decode(token, cache, sampler, stop_ids, limit, cached)
 
 
 def pace(tpot_ms: float) -> int:
-    """How many tokens take as long as a user should wait for the next words."""
+    """The number of tokens of a dispatch, given the time per token."""
     return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))

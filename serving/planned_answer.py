@@ -1,4 +1,4 @@
-"""Answers of calls with an objective: what was planned, what it took, and whether the objective was met."""
+"""Answers of calls with an objective: their plan, their cost, and whether the objective was met."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from serving.run import Lifecycle, Run
 
 
 class PlannedCall(Lifecycle):
-    """Compares what an answer takes with its plan, and teaches the safety margin.
+    """Compares an answer's cost with its plan, and updates the safety margin.
 
     Attributes:
-      plan: the sub-model, the prompt's kept tokens and what they should take.
-      objective: what was asked of the answer's time.
+      plan: the sub-model, the prompt's kept tokens and the expected cost.
+      objective: of the answer's time or energy.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class PlannedCall(Lifecycle):
         objective: Objective,
         profile: DeviceProfile,
         *,
-        reading_ms: float = 0.0,
+        tokenize_ms: float = 0.0,
         margin: SafetyMargin | None = None,
     ) -> None:
         """See the class.
@@ -32,39 +32,39 @@ class PlannedCall(Lifecycle):
         Args:
           plan, objective: see the class.
           profile: of this device.
-          reading_ms: what rendering and encoding the prompt took.
-          margin: learns from what the answer takes; None for nothing that learns.
+          tokenize_ms: time to render and encode the prompt.
+          margin: learns from the answer's cost; None for no learning.
         """
         self.plan, self.objective = plan, objective
-        self._profile, self._reading_ms, self._margin = profile, reading_ms, margin
-        self._begun = False
+        self._profile, self._tokenize_ms, self._margin = profile, tokenize_ms, margin
+        self._saw_first = False
 
     def cost(self, run: Run) -> Cost:
-        """What an answer took so far, from the request on; its energy is by the profile."""
+        """The cost of an answer so far, from the request on; its energy comes from the profile."""
         timings, tokens, plan = run.timings, len(run.tokens), self.plan
         known = self._profile.energy is not None
         return Cost(
-            ttft_ms=self._reading_ms + plan.planning_ms + timings.ttft_ms,
+            ttft_ms=self._tokenize_ms + plan.planning_ms + timings.ttft_ms,
             tpot_ms=timings.tpot_ms(tokens),
             tokens=tokens,
             joules=self._profile.joules(plan.level, len(plan.kept), tokens) if known else None,
         )
 
     def stepped(self, run: Run) -> None:
-        """Learns from the first token."""
-        if not self._begun and self._margin is not None:
+        """Learns from the time to the first token."""
+        if not self._saw_first and self._margin is not None:
             self._margin.saw_first(self.plan.expected, self.cost(run))
-        self._begun = True
+        self._saw_first = True
 
     def finish(self, run: Run) -> None:
-        """Learns from the others."""
-        # Who takes the pieces one by one may keep the next ones waiting: then time per token says nothing.
+        """Learns from the time per further token."""
+        # A caller that iterates may pause between pieces: then the time per token is not the model's.
         if run.taken_whole and run.finish_reason is not None and self._margin is not None:
             self._margin.saw_further(self.plan.expected, self.cost(run))
 
 
 class PlannedAnswer(Answer):
-    """An answer to a call with an objective: iterate for pieces of text, then read what it took."""
+    """An answer to a call with an objective: iterate over its pieces of text, then read its attributes."""
 
     def __init__(self, *args: Any, call: PlannedCall, **more: Any) -> None:
         """See `Answer`; `call` is its lifecycle."""
@@ -73,20 +73,20 @@ class PlannedAnswer(Answer):
 
     @property
     def plan(self) -> Plan:
-        """The sub-model, the prompt's kept tokens and what they should take."""
+        """The sub-model, the prompt's kept tokens and the expected cost."""
         return self._call.plan
 
     @property
     def objective(self) -> Objective:
-        """What was asked of the answer's time."""
+        """Of the answer's time or energy."""
         return self._call.objective
 
     @property
     def cost(self) -> Cost:
-        """What the answer took so far (see `PlannedCall.cost`)."""
+        """The cost of the answer so far (see `PlannedCall.cost`)."""
         return self._call.cost(self)
 
     @property
-    def held(self) -> bool:
-        """Whether the answer, as far as it is there, met its objective."""
+    def met(self) -> bool:
+        """Whether the answer so far met its objective."""
         return meets(self.objective, self.cost, self.plan.whole)

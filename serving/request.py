@@ -1,4 +1,4 @@
-"""One request: its prompt's tokens, length, stops and sampling, and the conversation that it goes on from."""
+"""Requests: a prompt's tokens with length, stops and sampling, and the session that a request continues."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,11 +51,15 @@ class GenerationConfig:
 
 @dataclasses.dataclass
 class Session:
-    """A conversation's cache. `tokens` are those whose keys and values `cache` holds, as the weights of
-    `Runner.weights_version` made them.
+    """A conversation's cache, in memory between answers.
 
-    A bucket that is running owns the cache (it is donated), so the session is empty meanwhile, and stays so
-    if the bucket fails.
+    A running bucket owns the cache (it is donated), so the session is empty meanwhile, and stays empty if the
+    bucket fails.
+
+    Attributes:
+      tokens: whose keys and values are in `cache`.
+      cache: None for an empty session.
+      weights_version: `Runner.weights_version` of the weights that computed the cache.
     """
 
     tokens: list[int] = dataclasses.field(default_factory=list)
@@ -63,7 +67,7 @@ class Session:
     weights_version: tuple[int, int] | None = None
 
     def take(self) -> tuple[list[int], KVCache | None]:
-        """Gives tokens and cache away."""
+        """Empties the session, and returns its tokens and cache."""
         taken = self.tokens, self.cache
         self.tokens, self.cache = [], None
         return taken
@@ -71,17 +75,17 @@ class Session:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """All that an engine is told of one answer.
+    """A request to an engine.
 
     Attributes:
       prompt: token ids.
       config: length, stops and sampling.
       seed: of the draw.
       level: the sub-model that answers, in percent.
-      drafted: whether drafts may speed it up.
-      sliding: how an answer goes on that outgrows the context; None to end it there.
-      tpot_ms: what a further token should take, if that is known: the second token then need not come alone
-        to measure it.
+      drafted: whether the answer may be drafted.
+      sliding: how an answer that outgrows the context continues; None to end it there.
+      tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
+        measure it.
     """
 
     prompt: tuple[int, ...]
@@ -93,11 +97,11 @@ class Request:
     tpot_ms: float | None = None
 
     def require_served_by(self, runner: Runner) -> None:
-        """Refuses what a runner cannot answer.
+        """Checks that a runner can answer it.
 
         Raises:
-          ConfigError: the prompt is empty, a token is outside the vocabulary, or too many tokens are to stay
-            when the context slides.
+          ConfigError: the prompt is empty, a token is outside the vocabulary, or `sliding` keeps too many
+            tokens.
           ContextOverflow: the prompt is longer than the context.
         """
         window, vocab = runner.options.context_tokens, runner.cfg.vocab_size
@@ -112,7 +116,7 @@ class Request:
         worst = max(self.prompt) if min(self.prompt) >= 0 else min(self.prompt)
         if not 0 <= worst < vocab:
             raise ConfigError(f"token {worst} is outside the model's vocabulary of {vocab}")
-        # Besides those that stay one token must be fed again, and one is decoded from.
+        # Besides the sinks one token must be fed again, and one is decoded from.
         most = kept_tokens(window) - 2
         if self.sliding is not None and not 0 <= self.sliding.sink_tokens <= most:
             raise ConfigError(
@@ -122,7 +126,7 @@ class Request:
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many first tokens two sequences share."""
+    """The length of the common prefix of two sequences."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

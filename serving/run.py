@@ -21,7 +21,7 @@ Stage = Literal["begin", "prefill", "decode", "finish", "ended"]
 
 @dataclasses.dataclass
 class Timings:
-    """Of one answer, in milliseconds from its first step on, what brings a context back left aside."""
+    """Times of one answer in milliseconds from its first step on, without the restore of a context."""
 
     ttft_ms: float = 0.0
     total_ms: float = 0.0
@@ -32,48 +32,49 @@ class Timings:
 
 
 class Lifecycle:
-    """What whoever asked does around an answer; this one does nothing. Called under the runner's lock."""
+    """Hooks around an answer; these do nothing. Called under the runner's lock."""
 
     def begin(self, run: "Run") -> None:
-        """Before anything is fed: brings back what the session should hold."""
+        """Called before anything is fed: restores the session."""
 
     def stepped(self, run: "Run") -> None:
-        """Behind each dispatch that gave tokens."""
+        """Called after each dispatch that gave tokens."""
 
     def sliding(self, run: "Run") -> None:
-        """When the middle of the sequence is about to be forgotten, and the session has it still."""
+        """Called before the middle of the sequence is dropped, while the session still has it."""
 
     def finish(self, run: "Run") -> None:
-        """When the answer has ended or was closed; may come again, and then does nothing."""
+        """Called when the answer has ended or was closed; a second call does nothing."""
 
     def failed(self, run: "Run") -> None:
-        """`finish` where an error or an interrupt ended the answer, which must come out and no other."""
+        """Called instead of `finish` where an error or an interrupt ended the answer; raises no other
+        error."""
 
     def dropped(self, run: "Run") -> None:
-        """`finish` of an answer that nobody holds any more."""
+        """Called instead of `finish` where the answer's last reference is gone."""
 
 
 class Run:
     """The state of a request that runs (see `serving.step`).
 
     Attributes:
-      request: what was asked.
+      request: that runs.
       prompt_tokens: number of tokens of the prompt.
-      reused_tokens: how many of them were in the session's cache already.
+      reused_tokens: number of them that were in the session's cache already.
       prefill_mode: how the others were computed, "int8" or "float".
       tokens: ids of the answer so far, a stop token included.
-      sequence: prompt and answer, without what slid out of the window: what the next turn goes on from.
-      text: the answer so far, as far as it was taken.
+      sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
+      text: the pieces of the answer that were taken so far.
       finish_reason: "stop" (end token or stop string), "length" (max_tokens or the window), or None
         while running or when closed early.
       stop_string: the stop string that ended it, if one did.
       seed: of the draw; give it in `Sampling` to get the same answer again.
       timings: see `Timings`.
       stage: what its next step does.
-      taken_whole: whether `result` ran it from its first step to its last, so that nobody kept it waiting.
+      taken_whole: whether `result` ran it from its first step to its last, without pauses of the caller.
     """
 
-    # What `__del__` looks at, however far `__init__` came.
+    # Class attributes, because `__del__` needs them even where `__init__` failed.
     lifecycle: Lifecycle = Lifecycle()
     stage: Stage = "ended"
 
@@ -86,7 +87,7 @@ class Run:
         session: Session | None = None,
         lifecycle: Lifecycle | None = None,
     ) -> None:
-        """A request that waits for its first step.
+        """Makes a run that waits for its first step.
 
         Raises:
           ConfigError, ContextOverflow: see `Request.require_served_by`.
@@ -107,14 +108,14 @@ class Run:
         self.stops = TextStream(tokenizer, config.stop)
         self.stop_ids = config.stop_ids(tokenizer.eos_ids)
         self.sampler = sampler_state(config.sampling, request.prompt, runner.cfg.vocab_size, request.seed)
-        # How many tokens a dispatch should decode.
+        # Tokens that a dispatch should decode.
         self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
         self.began_s = self.stepped_s = 0.0
         self.chunks: collections.deque[PrefillChunk] = collections.deque()
         # The last token, as buckets take it.
         self.last_token: Any = None
         self.closed_because: JaxllmError | None = None
-        # Text that nobody took yet.
+        # Pieces of text that were not taken yet.
         self.pieces: collections.deque[str] = collections.deque()
         if lifecycle is not None:
             self.lifecycle = lifecycle
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def runner(self) -> Runner:
-        """What computes it."""
+        """The runner that computes it."""
         return self.decoding.runner
 
     @property
@@ -137,7 +138,7 @@ class Run:
 
     @property
     def elapsed_ms(self) -> float:
-        """Since the first step."""
+        """Time since the first step."""
         return 1000 * (time.perf_counter() - self.began_s)
 
     def take(self, block: list[int]) -> None:
@@ -153,24 +154,24 @@ class Run:
             block = block[: visible + 1]
         self.tokens += block
         self.sequence += block
-        # What was decoded behind the stop is not part of the conversation.
+        # Tokens decoded after the stop are not part of the conversation.
         del self.session.tokens[len(self.sequence) :]
         self.last_token = np.array(block[-1:], np.int32)
         self.timings.total_ms = self.elapsed_ms
         self._push(piece)
 
     def flush(self) -> None:
-        """Gives out the text that was held back, where the answer has ended."""
+        """Releases the withheld text, when the answer has ended."""
         piece = self.stops.flush()
         self.stop_string = self.stops.matched
         self.timings.total_ms = self.elapsed_ms
         self._push(piece)
 
     def close(self, because: JaxllmError | None = None) -> None:
-        """Ends it between two steps; what was decoded so far stays in the session.
+        """Ends the run between two steps; tokens decoded so far stay in the session.
 
         Args:
-          because: what whoever goes on iterating is told; None for an end like any other.
+          because: raised to a caller that goes on iterating; None for a normal end.
         """
         require_not_forked()
         with self.runner.lock:
@@ -181,7 +182,7 @@ class Run:
                 self.lifecycle.finish(self)
 
     def fail(self) -> None:
-        """Ends the answer where an error or an interrupt came between."""
+        """Ends the run after an error or an interrupt."""
         if self.stage != "ended":
             self.stage = "ended"
             self.lifecycle.failed(self)

@@ -1,10 +1,10 @@
-"""One model for all apps of a device: every call with its own objective, every answer with its plan.
+"""Serves one model to all apps of a device: every call with its own objective, every answer with its plan.
 
     service = LLMService.open("model.jaxllm")
     service.bind("mail", Slo.parse("<40,70>"))
     answer = service.call("Is this a complaint? ...", app="mail")
     for piece in answer: ...
-    answer.plan, answer.cost, answer.held
+    answer.plan, answer.cost, answer.met
 
 The service plans, the engine answers. One call runs at a time.
 """
@@ -58,11 +58,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """What an app asks of all its calls.
+    """The objective of an app's calls.
 
     Attributes:
-      objective: of its answers' times.
-      strict: calls that no sub-model can answer in time are refused.
+      objective: of calls that name none.
+      strict: refuse calls that no sub-model can answer in time.
     """
 
     objective: Objective
@@ -75,8 +75,8 @@ class LLMService:
     Attributes:
       engine: serves all levels.
       profile: of this device.
-      planner: decides.
-      contexts: what apps said before; None where none are kept.
+      planner: plans every call.
+      contexts: of all apps; None where the service keeps none.
     """
 
     def __init__(
@@ -102,21 +102,21 @@ class LLMService:
         confidence: float = CONFIDENCE,
         progress: Progress | None = None,
     ) -> "LLMService":
-        """Opens an elastic bundle with all that serving it takes.
+        """Opens an elastic bundle, and measures this device's profile where there is none yet.
 
-        Its graphs are compiled, or read where an earlier process left them; times are measured where this
-        device has none yet, which takes some seconds once.
+        Buckets are compiled, or read from disk where an earlier process left them. Measuring takes some
+        seconds, once.
 
         Args:
           model: a bundle; None for the model inside the package.
           levels: to serve, in percent; None for all of the bundle.
           options: of the engine.
-          proposer: decides instead of the bundle's tiny LM.
-          contexts: where contexts that outlive calls are kept, and how much they may take; None for none.
-            Their chunks are stored by the options' codec, by channels if it names none.
-          speculation: how drafts speed the whole model's answers up; None for no drafts.
-          confidence: the share of answers that should be in time, of those that any choice answers in time so
-            surely; more of it takes smaller levels.
+          proposer: proposes levels and prompt ratios instead of the bundle's tiny LM.
+          contexts: options of contexts that outlive calls; None for no contexts. Their chunks are stored by
+            the options' codec, "channel" if that is empty.
+          speculation: drafts for the whole model's answers; None for no drafts.
+          confidence: the share of answers that should be in time, where a choice can be in time so surely; a
+            higher one takes smaller levels.
           progress: called with (stage, done, total).
 
         Raises:
@@ -143,7 +143,7 @@ class LLMService:
             choose_prefill(engine, profile)
             kept = None if contexts is None else Contexts(engine, contexts)
             if kept is not None:
-                # Else nobody could open the store again before this process ends.
+                # Else the store stays locked until this process ends.
                 opened.callback(kept.close)
             service = cls(engine, profile, planner_of(engine, profile, proposer, margin=margin), kept)
             service._rehearse()
@@ -153,67 +153,68 @@ class LLMService:
         return service
 
     def _rehearse(self) -> None:
-        """Goes once through what a call does, so that the first one does not wait for what the template, the
-        tokenizer and the graphs set up when they are first used; nothing is learned from it."""
+        """Runs one call, so that the first real one does not wait for the first use of the template, the
+        tokenizer and the buckets; the safety margin does not learn from it."""
         try:
-            prompt = self.read("Is it so?", "Say yes or no.")
+            prompt = self.tokenize("Is it so?", "Say yes or no.")
         except JaxllmError as error:
             # A template that is broken, or too long for the window: plain prompts can be answered without it.
             _log.warning("conversations cannot be answered: %s", error)
             return
         self.planner.plan(prompt, ANYTHING, answer_tokens=1)
         config = GenerationConfig(max_tokens=2)
-        # The smallest level, whose graphs native kernels share with all others.
+        # The smallest level, because native kernels share buckets between all levels.
         ids = prompt.ids[: self.engine.options.context_tokens - config.max_tokens].tolist()
         self.engine.stream(ids, config, level=self.engine.levels[0]).result()
 
     def unmet(self, *objectives: Objective | str) -> dict[Objective, tuple[int, ...]]:
-        """The objectives that this device cannot meet at some prompt lengths, whatever the service chose,
-        with those of the profile's lengths at which it cannot.
+        """The objectives that this device cannot meet with any choice, with the profiled prompt lengths at
+        which it cannot.
 
         Args:
-          objectives: those to look at, or ratios as text; by default ELMS's six and those of bound apps.
+          objectives: to check, or ratios as text; by default ELMS's six and those of bound apps.
 
         Raises:
-          ConfigError: an objective is about energy and the profile has none.
+          ConfigError: an objective limits energy and the profile has none.
         """
         asked = [Slo.parse(each) if isinstance(each, str) else each for each in objectives]
         bound = [each.objective for each in self._apps.values()]
         return unmet(self.planner, asked or dict.fromkeys([*SLOS, *bound]))
 
     def close(self) -> None:
-        """Lets another process have the contexts, and ends the reading of weights."""
+        """Closes the contexts, which releases their store, and the engine."""
         if self.contexts is not None:
             self.contexts.close()
         self.engine.close()
 
     def new_context(self, app: str, *, level: int | None = None, pinned: bool = False) -> Context:
-        """A new context of an app: what is said in it stays, across calls and restarts (newLLMCtx).
+        """Creates a context of an app, which outlives calls and restarts (newLLMCtx).
 
         Args:
-          app: whose it is; no other app can open it.
+          app: that owns it; no other app can open it.
           level: the sub-model that answers in it, in percent; None for the whole model.
-          pinned: its chunks never leave memory for those of another context.
+          pinned: whether its chunks are never evicted for another context.
 
         Raises:
-          ConfigError: the service keeps no contexts, the level is not served, or the app's name is no name.
-          BudgetExceeded: the app may own no more, or there is no room.
+          ConfigError: the service keeps no contexts, the level is not served, or the app's name is not valid.
+          BudgetExceeded: the app may own no more contexts, or there is no room.
         """
         contexts = self._kept()
         return Context(contexts, contexts.create(app, level=level, pinned=pinned))
 
     def context(self, app: str, name: str) -> Context:
-        """A context that an app made before, perhaps in another process.
+        """Opens a context that an app created before, perhaps in another process.
 
         Raises:
           ConfigError: the service keeps no contexts.
-          ContextGone: the app has none of this name, or it is of another model, level, codec or adapter.
+          ContextGone: the app has no context of this name, or it is of another model, level, codec or
+            adapter.
         """
         contexts = self._kept()
         return Context(contexts, contexts.record(app, name))
 
     def contexts_of(self, app: str) -> list[Context]:
-        """All contexts of an app, those too that another model or level made.
+        """All contexts of an app, also those of other models and levels.
 
         Raises:
           ConfigError: the service keeps no contexts.
@@ -227,12 +228,12 @@ class LLMService:
         return self.contexts
 
     def bind(self, app: str, objective: Objective, *, strict: bool = False) -> None:
-        """Says what an app asks of the calls that it makes without an objective of their own.
+        """Sets the objective of an app's calls that name none.
 
-        Where this device cannot meet that at some prompt lengths (see `unmet`), a warning is logged.
+        Where this device cannot meet it at some prompt lengths (see `unmet`), a warning is logged.
 
         Raises:
-          ConfigError: the app has no name, or the objective is about energy and the profile has none.
+          ConfigError: the app has no name, or the objective limits energy and the profile has none.
         """
         if not isinstance(app, str) or not app:
             raise ConfigError(f"an app needs a name, got {app!r:.80}")
@@ -256,12 +257,12 @@ class LLMService:
         """Answers a prompt in time.
 
         Args:
-          prompt: what the user says; or a `Prompt`, which brings its instruction along.
-          app: whose call it is, one that was bound; empty for none.
-          slo: the objective, or ratios as text such as "<40,70>"; None for the app's, or for all the time
-            that the whole model takes.
+          prompt: the user's text; or a `Prompt`, which has its own instruction.
+          app: that calls, bound before; empty for none.
+          slo: the objective, or ratios as text such as "<40,70>"; None for the app's, or for the whole
+            model's time.
           strict: refuse the call if no sub-model is fast enough; None for the app's choice.
-          instruction: what to do with the prompt; it is never shortened.
+          instruction: stands before the prompt and is never shortened.
           max_tokens: most tokens of the answer.
           stop: strings that end it.
           sampling: how tokens are chosen; greedy by default.
@@ -275,36 +276,37 @@ class LLMService:
             raise ConfigError(f"the app {app!r:.80} has no objective; bind it first")
         bound = self._apps.get(app, Binding(ANYTHING))
         objective = Slo.parse(slo) if isinstance(slo, str) else slo or bound.objective
-        # A plan takes graphs, too.
+        # Planning runs buckets, too.
         self.engine.runner.require_usable()
         began = time.perf_counter()
-        read = self.read(prompt, instruction)
-        reading_ms = 1000 * (time.perf_counter() - began)
+        tokens = self.tokenize(prompt, instruction)
+        tokenize_ms = 1000 * (time.perf_counter() - began)
         plan = self.planner.plan(
-            read,
+            tokens,
             objective,
             answer_tokens=max_tokens,
             strict=bound.strict if strict is None else strict,
-            reading_ms=reading_ms,
+            tokenize_ms=tokenize_ms,
         )
         return self.run(
-            read, plan, objective, reading_ms=reading_ms, max_tokens=max_tokens, stop=stop, sampling=sampling
-        )
+            tokens, plan, objective, tokenize_ms=tokenize_ms,
+            max_tokens=max_tokens, stop=stop, sampling=sampling,
+        )  # fmt: skip
 
-    def read(self, prompt: str | Prompt, instruction: str = "") -> PromptTokens:
-        """A prompt as the model reads it, and what of it may go.
+    def tokenize(self, prompt: str | Prompt, instruction: str = "") -> PromptTokens:
+        """Renders and encodes a prompt, and marks the words that a plan may drop.
 
         Raises:
-          ConfigError: it is empty.
-          ContextOverflow: it is so long that no plan would make it fit.
+          ConfigError: the prompt is empty.
+          ContextOverflow: it is too long for the window at every prompt ratio.
         """
-        # Of a longer prompt a plan may leave out as much as this.
+        # The longest prompt that fits the window at the smallest ratio.
         most = int(self.engine.options.context_tokens / self.planner.least_ratio)
         tokenizer = self.engine.tokenizer.limited(most)
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise ConfigError("the prompt is empty; give it at least one word")
-            # Without a template an instruction and a prompt are plain lines; a prompt alone is gone on from.
+            # Without a template an instruction and a prompt are plain lines; a prompt alone is continued.
             chat = bool(instruction) or tokenizer.has_chat_template
             prompt = Prompt(user=prompt, system=instruction, form="chat" if chat else "text")
         return prompt_tokens(tokenizer, prompt, now=datetime.now())
@@ -315,12 +317,12 @@ class LLMService:
         plan: Plan,
         objective: Objective,
         *,
-        reading_ms: float = 0.0,
+        tokenize_ms: float = 0.0,
         max_tokens: int = DEFAULT_MAX_TOKENS,
         stop: Sequence[str] = (),
         sampling: Sampling | None = None,
     ) -> PlannedAnswer:
-        """Answers a prompt as a plan says; `reading_ms` is what `read` took."""
+        """Answers a prompt by a plan; `tokenize_ms` is the time of `tokenize`."""
         engine, config = (
             self.engine,
             GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling()),
@@ -328,7 +330,7 @@ class LLMService:
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
         request = engine.request(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
         margin = self.planner.safety_margin
-        call = PlannedCall(plan, objective, self.profile, reading_ms=reading_ms, margin=margin)
+        call = PlannedCall(plan, objective, self.profile, tokenize_ms=tokenize_ms, margin=margin)
         return PlannedAnswer(engine.decoding(request), engine.tokenizer, request, call=call)
 
 
@@ -339,7 +341,8 @@ def planner_of(
     *,
     margin: SafetyMargin | None = None,
 ) -> Planner:
-    """Plans for the levels that an engine serves, with its bundle's tiny LM if there is no other proposer."""
+    """A planner of the levels that an engine serves, with its bundle's tiny LM unless another proposer is
+    given."""
     if proposer is None and (tiny := read_tiny_lm(engine.model.bundle)) is not None:
         proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
     return Planner(profile, engine.levels, proposer, safety_margin=margin)

@@ -1,9 +1,9 @@
-"""Going on where a sequence outgrows the window: its middle is forgotten (attention sinks, arXiv 2309.17453).
+"""Drops the middle of a sequence that outgrows the window (attention sinks, arXiv 2309.17453).
 
-The first tokens stay, for that is where attention goes that has nowhere else to go, and the newest, which are
-fed again where they come to stand. So a cache always holds what a prefill of its tokens gives, and nothing
-remembers what was forgotten: a sequence that is stored, lost and computed again goes on as it would have.
-Half of the window is kept, so that feeding again takes less than one token for each that is decoded.
+The first tokens stay, because models put unused attention there, and the newest stay, which are fed again at
+their new positions. So a cache always equals a prefill of its tokens, and a sequence that is stored, lost and
+computed again continues the same. Half of the window is kept, so that less than one token is fed again for
+each that is decoded.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sliding:
-    """How an answer goes on past the window.
+    """How an answer continues past the window.
 
     Attributes:
-      sink_tokens: the first tokens of the sequence, which stay; fewer than half of the window.
+      sink_tokens: number of first tokens that stay; fewer than half of the window.
     """
 
     sink_tokens: int
@@ -28,5 +28,5 @@ def slid(tokens: Sequence[int], *, sink_tokens: int, most: int) -> list[int]:
 
 
 def kept_tokens(window: int) -> int:
-    """How many tokens stay of a sequence that outgrows a window."""
+    """The number of tokens that stay of a sequence that outgrows a window."""
     return window // 2

@@ -1,13 +1,12 @@
-"""Takes requests from stage to stage, one dispatch a step: the order of a request's life stands here alone.
+"""Moves requests from stage to stage, one dispatch a step; this module alone has the order of the stages.
 
-  plan      which level reads how much of the prompt: before, by whoever knows an objective
-            (`serving.planning.planner`)
-  begin     what the request's context had said comes back into its session (`serving.contexts`)
-  prefill   the prompt's tokens that the session lacks, chunk by chunk
+  plan      chooses level and kept tokens, before the first step (`serving.planning.planner`)
+  begin     restores the request's context into its session (`serving.contexts`)
+  prefill   computes the prompt's tokens that the session lacks, chunk by chunk
   decode    further tokens: plain, or a tree of drafts and its verification (`serving.speculation`)
-  finish    what was said is stored (`serving.contexts`)
+  finish    stores the context (`serving.contexts`)
 
-Others' steps may come between any two of a request.
+Steps of other requests may come between any two steps of one.
 """
 
 import collections
@@ -26,13 +25,13 @@ from serving.sliding import Sliding, kept_tokens, slid
 
 
 def step(*running: Run) -> Run:
-    """One dispatch for one of the answers that run, the one that has waited longest.
+    """Runs one dispatch of the run that has waited longest.
 
     Args:
-      running: whose stage is not "ended".
+      running: runs whose stage is not "ended".
 
     Returns:
-      Whose step it was.
+      The run that was stepped.
     """
     run = min(running, key=lambda each: each.stepped_s)
     with run.runner.lock:
@@ -55,16 +54,16 @@ def step(*running: Run) -> Run:
 
 
 def _begin(run: Run) -> None:
-    """Brings back what the context had said, and cuts what is missing of the prompt into chunks."""
+    """Restores the context, and cuts the missing tokens of the prompt into chunks."""
     run.lifecycle.begin(run)
     run.began_s = time.perf_counter()
     session, runner, prompt = run.session, run.runner, run.sequence
-    held, cache = session.take()
+    cached, cache = session.take()
     if session.weights_version != runner.weights_version:
-        # Keys and values of other weights are of no use, and another level's have other shapes.
-        held, cache, session.weights_version = [], None, runner.weights_version
-    # The last token is always fed: its logits are what we are after.
-    run.reused_tokens = min(common_prefix(held, prompt), len(prompt) - 1)
+        # Keys and values of other weights are invalid, and another level's have other shapes.
+        cached, cache, session.weights_version = [], None, runner.weights_version
+    # The last token is always fed, for its logits.
+    run.reused_tokens = min(common_prefix(cached, prompt), len(prompt) - 1)
     room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
     session.cache = runner.make_room(cache, room)
@@ -76,13 +75,13 @@ def _begin(run: Run) -> None:
 
 
 def _prefill(run: Run) -> None:
-    """Feeds the next chunk; behind the last one, the first token."""
+    """Feeds the next chunk; after the last one, samples the first token."""
     chunk = run.chunks.popleft()
     logits = _feed(run, chunk, len(run.sequence))
     if run.chunks:
         return
     token, run.sampler = run.runner.sample(logits, run.sampler)
-    # Reading the token waits for the device: this is the first moment that a user could see it.
+    # The transfer waits for the device: only now could a user see the token.
     first = _finite(run, [int(np.asarray(token)[0])])
     run.timings.ttft_ms = run.elapsed_ms
     run.stage = "decode"
@@ -90,7 +89,7 @@ def _prefill(run: Run) -> None:
 
 
 def _decode(run: Run) -> None:
-    """One dispatch of further tokens: plain, or a draft and its verification."""
+    """Runs one dispatch of further tokens: plain, or a draft and its verification."""
     _require_same_weights(run)
     if run.room_tokens <= 0 and run.request.sliding is not None:
         _slide(run, run.request.sliding)
@@ -98,21 +97,21 @@ def _decode(run: Run) -> None:
     session, decoding = run.session, run.decoding
     limit = decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
     pending = run.tokens[-1]
-    held, cache = session.take()
-    cache = run.runner.make_room(cache, decoding.cache_tokens(len(held) + limit))
+    cached, cache = session.take()
+    cache = run.runner.make_room(cache, decoding.cache_tokens(len(cached) + limit))
     rows, count, cache, run.sampler = decoding.decode(
-        run.last_token, cache, run.sampler, run.stop_ids, limit, held
+        run.last_token, cache, run.sampler, run.stop_ids, limit, cached
     )
     block = np.asarray(rows)[0, : int(count)].tolist()
-    session.cache, session.tokens = cache, [*held, pending, *block[:-1]]
+    session.cache, session.tokens = cache, [*cached, pending, *block[:-1]]
     _finite(run, block)
     run.pace = pace(1000 * (time.perf_counter() - began) / len(block))
     _take(run, block)
 
 
 def _take(run: Run, block: list[int]) -> None:
-    """Adds tokens to the run, and sees whether it has ended."""
-    # What weights were while the block was computed, nobody knows before.
+    """Adds tokens to the run, and checks whether it has ended."""
+    # Streamed weights may have failed while the block was computed.
     run.runner.require_usable()
     run.take(block)
     run.lifecycle.stepped(run)
@@ -125,24 +124,24 @@ def _take(run: Run, block: list[int]) -> None:
 
 
 def _finish(run: Run) -> None:
-    """Has what was said stored."""
+    """Ends the run: its lifecycle stores the context."""
     run.stage = "ended"
     run.lifecycle.finish(run)
 
 
 def _feed(run: Run, chunk: PrefillChunk, end: int) -> Any:
-    """Feeds the next chunk of the sequence's first `end` tokens: logits behind it."""
+    """Feeds the next chunk of the sequence's first `end` tokens; returns the logits after it."""
     _require_same_weights(run)
     session, at = run.session, len(run.session.tokens)
-    held, cache = session.take()
+    cached, cache = session.take()
     tokens = run.sequence[at : min(at + chunk.tokens, end)]
     logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
-    session.tokens = held + tokens
+    session.tokens = cached + tokens
     return logits
 
 
 def _slide(run: Run, sliding: Sliding) -> None:
-    """Forgets the middle of the sequence, and feeds its newest tokens where they come to stand."""
+    """Drops the middle of the sequence, and feeds its newest tokens at their new positions."""
     session, runner, sinks = run.session, run.runner, sliding.sink_tokens
     run.lifecycle.sliding(run)
     kept = slid(run.sequence, sink_tokens=sinks, most=kept_tokens(runner.options.context_tokens))
@@ -158,13 +157,13 @@ def _require_same_weights(run: Run) -> None:
 
 
 def _finite(run: Run, block: list[int]) -> list[int]:
-    """A block without `NO_TOKEN`.
+    """Checks that a block has no `NO_TOKEN`, and returns it.
 
     Raises:
-      NotFinite: there is one.
+      NotFinite: it has one.
     """
     if NO_TOKEN in block:
-        # Keys and values may be no numbers, either.
+        # Keys and values may not be finite, either: drop them.
         run.session.take()
         raise NotFinite(
             "the model's logits are not finite numbers, or every token is forbidden: check logit_bias; "

@@ -1,11 +1,11 @@
-"""Text that arrives token by token: detokenizing, and stopping at strings.
+"""Detokenizes token streams, and stops them at strings.
 
-`Detokenizer` turns ids into text without ever showing half a character, `StopMatcher` withholds text
-that may turn out to be a stop string, and `TextStream` is the two in a row. All three are host-side
-state of one answer and cost the same for its last token as for its first.
+`Detokenizer` turns ids into text of whole characters, `StopMatcher` withholds text that may begin a stop
+string, and `TextStream` is both in a row. All three are host-side state of one answer, and cost the same for
+its last token as for its first.
 
-The detokenizer follows the prefix and read offsets of Hugging Face's text-generation-inference: it
-decodes a few already shown tokens together with the new ones and shows what the new ones added.
+The detokenizer follows the prefix and read offsets of Hugging Face's text-generation-inference: it decodes a
+few already shown tokens together with the new ones, and shows the text that the new ones added.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ from typing import Protocol
 from jaxllm.errors import ConfigError
 
 MAX_STOPS = 16
-# Tokens that may end an answer, which graphs take as one row.
+# Most tokens that may end an answer, which buckets take as one row.
 MAX_STOP_IDS = 16
 MAX_STOP_CHARACTERS = 256
 
 # What decoders put in place of bytes that are not UTF-8, hence also of a character's first bytes.
 _REPLACEMENT = "\ufffd"
 
-# The first bytes of a character that is still to come are at most 3, hence in at most so many tokens.
+# An incomplete character has at most 3 bytes, hence at most so many tokens.
 _MAX_OPEN = 3
 
-# A window is cut to the second size when it reaches the first: it does so only in long runs without
-# a character boundary between any two tokens. What is kept must cover the tokens that are held back.
+# A window is cut to the second size when it reaches the first, which happens only in long runs without a
+# character boundary between any two tokens. The second size must cover the withheld tokens.
 _WINDOW_TOKENS = 16
 _KEPT_TOKENS = 8
 
@@ -43,7 +43,7 @@ class Detokenizer:
 
     The pieces and the final `flush` together equal `tokenizer.decode` of all the ids, however these
     were grouped, whenever that text is valid. A piece ends between two characters. Ids whose bytes
-    are no valid text come out as U+FFFD; at most three of them are held back.
+    are not valid text come out as U+FFFD; at most three of them are withheld.
     """
 
     def __init__(self, tokenizer: Decoder) -> None:
@@ -51,11 +51,11 @@ class Detokenizer:
         self._reset()
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` add, less a character that is not yet whole."""
+        """The text that `ids` add, without an incomplete character."""
         return "".join([self._push_one(token) for token in ids])
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer; the next push begins another one."""
+        """The withheld text, at the end of the answer; the next push begins another answer."""
         text = self._tokenizer.decode(self._window)[self._shown :]
         self._reset()
         return text
@@ -89,25 +89,25 @@ class Detokenizer:
         return piece
 
     def _show_all(self, text: str) -> str:
-        """Show a text that ends between two characters, and start a window after it."""
+        """Shows a text that ends between two characters, and starts a window after it."""
         piece = text[self._shown :]
         self._window = self._window[self._context :]
         self._context = len(self._window)
         self._shown = self._length = len(self._tokenizer.decode(self._window))
         return piece
 
-    def _cut_window(self, held: str) -> str:
-        """Drop the window's oldest ids, keeping `held` back; returns it where that is impossible."""
+    def _cut_window(self, withheld: str) -> str:
+        """Drops the window's oldest ids; returns `withheld` where that changes it, else an empty text."""
         self._window = self._window[-_KEPT_TOKENS:]
         self._context = 0
         text = self._tokenizer.decode(self._window)
         self._length = len(text)
-        if text.endswith(held):
-            self._shown = len(text) - len(held)
+        if text.endswith(withheld):
+            self._shown = len(text) - len(withheld)
             return ""
-        # The dropped bytes were what made the others invalid. These now count as shown.
+        # The dropped bytes made the others invalid. These now count as shown.
         self._shown = len(text)
-        return held
+        return withheld
 
 
 class StopMatcher:
@@ -115,7 +115,7 @@ class StopMatcher:
 
     The first string to be complete stops the text; of several that become complete with the same
     character, the one that began first. So the result does not depend on how the text was cut into
-    pieces. Text that may be the beginning of a stop string is held back.
+    pieces. Text that may begin a stop string is withheld.
 
     Raises:
       ConfigError: there are more than 16 strings, or one is empty or longer than 256 characters.
@@ -132,7 +132,7 @@ class StopMatcher:
                     f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters, got {stop!r:.80}"
                 )
         self._stops = tuple(dict.fromkeys(stops))
-        self._held = ""
+        self._withheld = ""
         self._matched: str | None = None
 
     @property
@@ -141,28 +141,28 @@ class StopMatcher:
         return self._matched
 
     def push(self, text: str) -> tuple[str, bool]:
-        """What can be shown now, and whether a stop string was found (then nothing more comes)."""
+        """The text that can be shown now, and whether a stop string was found (then no more text follows)."""
         if self._matched is not None:
             return "", True
-        text = self._held + text
-        # The held text has no whole stop string, so the first found of each is its first at all.
+        text = self._withheld + text
+        # The withheld text has no whole stop string, so the first match of each is its first in the answer.
         found = [(text.find(stop), stop) for stop in self._stops]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if ends:
             _, start, self._matched = min(ends)
-            self._held = ""
+            self._withheld = ""
             return text[:start], True
         shown = len(text) - self._open_length(text)
-        self._held = text[shown:]
+        self._withheld = text[shown:]
         return text[:shown], False
 
     def flush(self) -> str:
-        """What is held back, at the end of the answer: no stop string will complete it."""
-        held, self._held = self._held, ""
-        return held
+        """The withheld text, at the end of the answer."""
+        withheld, self._withheld = self._withheld, ""
+        return withheld
 
     def _open_length(self, text: str) -> int:
-        """Characters at the end of `text` that may begin a stop string."""
+        """Number of characters at the end of `text` that may begin a stop string."""
         longest = 0
         for stop in self._stops:
             for length in range(min(len(stop) - 1, len(text)), longest, -1):
@@ -173,7 +173,7 @@ class StopMatcher:
 
 
 class TextStream:
-    """The text of one answer, from token ids to what may be shown, ended by stop strings.
+    """Turns the token ids of one answer into text, up to the first stop string.
 
     Raises:
       ConfigError: as `StopMatcher`.
@@ -196,14 +196,14 @@ class TextStream:
 
     @property
     def consumed_tokens(self) -> int:
-        """Ids taken since the beginning, up to and with the one that completed a stop string.
+        """Number of ids taken, up to and with the one that completed a stop string.
 
         Ids pushed after that one are not part of the answer.
         """
         return self._consumed_tokens
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that `ids` add, less what is held back; "" once stopped."""
+        """The text that `ids` add, without withheld text; "" once stopped."""
         pieces = []
         for token in ids:
             if self.stopped:
@@ -214,7 +214,7 @@ class TextStream:
         return "".join(pieces)
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer."""
+        """The withheld text, at the end of the answer."""
         if self.stopped:
             return ""
         piece, stopped = self._matcher.push(self._detokenizer.flush())

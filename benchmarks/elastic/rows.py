@@ -83,7 +83,7 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
             f"{each.requests} requests replayed, {each.failed} of them failed; {possible.mean():.1%} had "
             f"a choice in time, of which {_share(held[possible])} were; {sure.mean():.1%} had one that is so "
             f"in {CONFIDENCE:.0%} of cases, by how late answers came before, of which {_share(held[sure])} "
-            f"were; against the profile alone {each.held:.1%} were in time; level {each.level:.0f} and "
+            f"were; against the profile alone {each.met:.1%} were in time; level {each.level:.0f} and "
             f"{each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
         )
         values = {"slo_met": held.mean()}

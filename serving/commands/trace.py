@@ -284,8 +284,8 @@ def _cells(each: "Totals") -> list[str]:
     return [
         str(each.requests),
         f"{each.accuracy:.1%}",
-        f"{each.held:.1%}",
-        f"{each.right_and_held:.1%}",
+        f"{each.met:.1%}",
+        f"{each.right_and_met:.1%}",
         f"{each.level:.0f} %",
         f"{each.kept_share:.0%}",
         f"{each.ttft_ms:.2f}",

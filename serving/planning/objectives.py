@@ -1,7 +1,7 @@
-"""What an app may ask of an answer's time, and whether a cost meets it.
+"""Objectives of an answer's time or energy, expected costs, and whether a cost meets an objective.
 
-Ratios are of what the whole model takes with the whole prompt on this device (ELMS, arXiv 2409.09071, section
-2), and a ratio of 100 % asks for nothing; milliseconds, end-to-end times and joules are absolute.
+Ratios are relative to the whole model with the whole prompt on this device (ELMS, arXiv 2409.09071, section
+2); 100 % asks for nothing. Milliseconds, end-to-end times and joules are absolute.
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from serving.planning.profile import DeviceProfile
 
-# What times may be off by and still meet an objective: that of floats.
-_SLACK = 1 + 1e-9
+# Largest overrun that still meets an objective: 1, and the rounding error of floats.
+_MOST_OVERRUN = 1 + 1e-9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency:
-    """Times in milliseconds.
+    """Limits of both times in milliseconds.
 
     Attributes:
       ttft_ms: most until the first token.
@@ -41,7 +41,7 @@ class Latency:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndToEnd:
-    """The time until an answer is there.
+    """A limit of the time until an answer has ended.
 
     Attributes:
       total_ms: most milliseconds from the request to the last token.
@@ -58,7 +58,7 @@ class EndToEnd:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EnergyBudget:
-    """What an answer may cost, for devices whose profile knows.
+    """A limit of an answer's energy, for devices whose profile has energy.
 
     Attributes:
       joules: most for prompt and answer.
@@ -78,13 +78,13 @@ Objective = Slo | Latency | EndToEnd | EnergyBudget
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What an answer takes, expected or measured; or what many would, in arrays of one shape.
+    """Time and energy of an answer, expected or measured; or of many answers, in arrays of one shape.
 
     Attributes:
-      ttft_ms: until its first token, planning included.
-      tpot_ms: per further token.
+      ttft_ms: time to the first token, planning included.
+      tpot_ms: time per further token.
       tokens: of the answer.
-      joules: None where they are not known.
+      joules: None where the energy is not known.
     """
 
     ttft_ms: Any
@@ -101,7 +101,7 @@ class Cost:
 def expected_cost(
     profile: DeviceProfile, level: int, prompt_tokens: int, answer_tokens: int, *, planning_ms: float = 0.0
 ) -> Cost:
-    """What an answer of `answer_tokens` should take at a level, behind a prompt of so many tokens."""
+    """The expected cost of an answer of `answer_tokens` at a level, after a prompt of so many tokens."""
     costs = expected_costs(profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms)
     return Cost(
         ttft_ms=float(costs.ttft_ms[0, 0]),
@@ -132,25 +132,25 @@ def expected_costs(
 
 
 def whole_cost(
-    profile: DeviceProfile, prompt_tokens: int, answer_tokens: int, *, reading_ms: float = 0.0
+    profile: DeviceProfile, prompt_tokens: int, answer_tokens: int, *, tokenize_ms: float = 0.0
 ) -> Cost:
-    """What ratios are of: the whole model, the whole prompt, no planning; `reading_ms` is what making tokens
-    of the request took, which it takes at any level."""
-    return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens, planning_ms=reading_ms)
+    """The cost that ratios are relative to: the whole model with the whole prompt, without planning.
+    `tokenize_ms` is the time to tokenize the request, which is the same at any level."""
+    return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens, planning_ms=tokenize_ms)
 
 
 def meets(objective: Objective, cost: Cost, whole: Cost) -> bool:
     """Whether a cost is within an objective.
 
     Raises:
-      ConfigError: the objective is about energy, which the cost does not know.
+      ConfigError: the objective limits energy, and the cost has none.
     """
-    return bool(overrun(objective, cost, whole) <= _SLACK)
+    return bool(overrun(objective, cost, whole) <= _MOST_OVERRUN)
 
 
 def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
-    """What share of its objective a cost takes, of all that it asks the worst: above 1 it is missed. Of a
-    cost of arrays it is one.
+    """The share of its objective that a cost takes, the largest of the objective's limits; above 1 the
+    objective is missed. An array for a cost of arrays.
 
     Raises:
       ConfigError: see `meets`.
@@ -169,12 +169,12 @@ def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
     else:
         most_ttft, most_tpot = objective.ttft_ms, objective.tpot_ms
     first = cost.ttft_ms / most_ttft
-    # An answer of one token has no further ones.
+    # An answer of one token has no time per further token.
     return np.maximum(first, cost.tpot_ms / most_tpot) if cost.tokens > 1 else first
 
 
 def as_ratios(objective: Objective, whole: Cost) -> Slo:
-    """An objective as shares of the whole model's times, which is what the tiny LM knows."""
+    """An objective as shares of the whole model's times, as the tiny LM takes it."""
 
     def ratio(value: float) -> float:
         return min(1.0, max(1e-3, value))

@@ -1,9 +1,9 @@
-"""Which sub-model answers a request, and how much of the prompt it reads (ELMS, arXiv 2409.09071, section
-3.4).
+"""Plans requests: chooses the level that answers, and the tokens of the prompt that are kept.
 
-The tiny LM proposes, the device's profile disposes: a proposal that would miss the objective, the planning
-itself included, is replaced by the largest choice that meets it. It is asked only where the time that it
-takes can be won back: where a shorter prompt leaves room for a larger level than the whole one does without.
+ELMS (arXiv 2409.09071, section 3.4). The tiny LM proposes; a proposal that would miss the objective by the
+device's profile, planning included, is replaced by the largest choice that meets it. The tiny LM is asked
+only where its own time can pay: where a shorter prompt allows a larger level than the whole prompt without
+it.
 """
 
 import dataclasses
@@ -31,19 +31,19 @@ from serving.planning.objectives import (
 from serving.planning.profile import DeviceProfile
 from serving.planning.safety_margin import START, SafetyMargin
 
-# Of an objective, so much is left for what a profile cannot foresee.
+# Share of an objective that is planned for.
 MARGIN = 1 / START
 Source = Literal["whole", "proposed", "fallback", "nearest"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Proposal:
-    """What a proposer would do with a request.
+    """A proposer's choice for a request.
 
     Attributes:
       level: one of the levels it was asked about.
       prompt_ratio: one of the ratios it was asked about.
-      scores: `[T]` float, how much each token of the prompt should be kept.
+      scores: `[T]` float of each token of the prompt; the highest ones are kept.
     """
 
     level: int
@@ -52,7 +52,7 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """What decides, such as a tiny LM. It may be asked for scores alone."""
+    """Proposes a level and a prompt ratio, such as a tiny LM; may be asked for scores only."""
 
     @property
     def prompt_ratios(self) -> Sequence[float]:
@@ -60,34 +60,36 @@ class Proposer(Protocol):
         ...
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
-        """A choice of level and prompt; `allowed` `[levels, prompt_ratios]` says which would meet the SLO."""
+        """A choice of level and prompt ratio; `allowed` is `[levels, prompt_ratios]`, True where the SLO is
+        met."""
         ...
 
     def scores(self, prompt: PromptTokens) -> np.ndarray:
-        """How much each token should be kept, `[T]`."""
+        """Scores of the tokens, `[T]`; the highest ones are kept."""
         ...
 
     def planning_ms(self, tokens: int) -> float:
-        """What proposing takes for a prompt of so many tokens."""
+        """Time to propose for a prompt of so many tokens."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What the engine is told of a request.
+    """The plan of a request.
 
     Attributes:
       level: the sub-model, in percent.
-      prompt_ratio: the share of the prompt that was chosen; more is kept where more must stay.
-      kept: `[n]` int64, ascending places of the prompt's tokens that are read.
+      prompt_ratio: the chosen share of the prompt; more is kept where more tokens are forced.
+      kept: `[n]` int64, ascending indices of the prompt's tokens that are kept.
       prompt_tokens: of the whole prompt.
-      source: "whole" where the objective leaves room for everything, "proposed", "fallback" where nobody was
-        asked or the proposal would have missed the objective, "nearest" where nothing meets it.
-      expected: what the answer should take, reading the request and planning included.
-      whole: what the whole model would take with the whole prompt, reading the request included.
-      planning_ms: what making this plan took.
-      confident: whether the objective should be met as surely as was asked, by what earlier answers took; a
-        plan that is not meets it by what the profile expects, or is the nearest.
+      source: "whole" where the objective allows the whole model and prompt; "proposed"; "fallback" where the
+        proposer was not asked or its proposal would have missed the objective; "nearest" where no choice
+        meets it.
+      expected: cost of the answer, tokenizing and planning included.
+      whole: cost of the whole model with the whole prompt, tokenizing included.
+      planning_ms: time to make this plan.
+      confident: whether the objective should be met with the service's confidence, by the safety margin.
+        Otherwise the plan meets it by the profile alone, or is the nearest.
     """
 
     level: int
@@ -103,7 +105,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Margins:
-    """How many times the expected times are planned for."""
+    """Factors of the expected times and energy that are planned for."""
 
     ttft: float
     tpot: float
@@ -112,10 +114,10 @@ class _Margins:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What is asked of an answer's time: see `Planner.plan`.
+    """An objective with its context: see `Planner.plan`.
 
     Attributes:
-      whole: what the whole model would take.
+      whole: cost of the whole model.
     """
 
     objective: Objective
@@ -128,16 +130,16 @@ class _Request(_Asked):
     """One request: see `Planner.plan`.
 
     Attributes:
-      began: when planning did.
+      began: when planning began, by `time.perf_counter`.
     """
 
     prompt: PromptTokens
-    reading_ms: float
+    tokenize_ms: float
     began: float
 
     def spent_ms(self) -> float:
-        """Since the request came."""
-        return self.reading_ms + 1000 * (time.perf_counter() - self.began)
+        """Time since the request came."""
+        return self.tokenize_ms + 1000 * (time.perf_counter() - self.began)
 
 
 class Planner:
@@ -147,11 +149,11 @@ class Planner:
       profile: of the device.
       levels: served, ascending.
       proposer: None plans by the profile alone, and keeps prompts whole.
-      margin: share of an objective to plan for, where the safety margin says no more.
-      safety_margin: learns what answers take beyond what was expected; None plans by `margin` alone.
+      margin: share of an objective to plan for, at most.
+      safety_margin: learns how much longer answers take than expected; None plans by `margin` alone.
 
     Attributes:
-      safety_margin: the same.
+      safety_margin: see the argument.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class Planner:
         self._profile, self._levels, self._proposer = profile, tuple(levels), proposer
         self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
         self._margin, self.safety_margin = margin, safety_margin
-        # Now, so that no request waits for what the profile makes when it is asked first.
+        # Fills the profile's caches now, so that the first request does not wait for them.
         expected_costs(profile, self._levels, (1,), 1)
 
     @property
@@ -181,28 +183,28 @@ class Planner:
         *,
         answer_tokens: int,
         strict: bool = False,
-        reading_ms: float = 0.0,
+        tokenize_ms: float = 0.0,
     ) -> Plan:
         """Plans one request.
 
         Args:
           prompt: rendered and encoded.
-          objective: what the answer's time must be.
-          answer_tokens: how long the answer may get.
-          strict: refuse what cannot be met instead of coming near it.
-          reading_ms: what rendering and encoding the prompt took.
+          objective: of the answer's time or energy.
+          answer_tokens: most tokens of the answer.
+          strict: refuse an objective that cannot be met, instead of taking the nearest choice.
+          tokenize_ms: time to render and encode the prompt.
 
         Raises:
           ObjectiveMissed: `strict`, and no choice meets the objective; the message has the nearest.
-          ConfigError: the objective is about energy and the profile has none.
+          ConfigError: the objective limits energy and the profile has none.
         """
         began = time.perf_counter()
         answers = max(1, answer_tokens)
-        whole = whole_cost(self._profile, len(prompt.ids), answers, reading_ms=reading_ms)
-        asked = _Request(objective, answers, whole, prompt, reading_ms, began)
+        whole = whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms)
+        asked = _Request(objective, answers, whole, prompt, tokenize_ms, began)
         margin_sets = self._margin_sets()
-        # A device that stalls now and then leaves no choice that is sure: better one that mostly is in time
-        # than the nearest to that.
+        # On a device that stalls at times no choice may be in time with confidence: then one that is in time
+        # by the profile is better than the nearest with confidence.
         for margins in margin_sets[:-1]:
             if (plan := self._plan(asked, margins, last=False)) is not None:
                 return plan
@@ -211,15 +213,15 @@ class Planner:
         return plan
 
     def lengths_missed(self, objective: Objective, *, answer_tokens: int) -> tuple[int, ...]:
-        """The prompt lengths that were profiled at which no choice is in time, even of a prompt all of whose
-        words may go, and without what a request takes besides: rendering, encoding and planning.
+        """The profiled prompt lengths at which no choice is in time, even where all words may be dropped and
+        rendering, encoding and planning take no time.
 
         Args:
-          objective: what the answer's time must be.
-          answer_tokens: how long the answer may get.
+          objective: of the answer's time or energy.
+          answer_tokens: most tokens of the answer.
 
         Raises:
-          ConfigError: the objective is about energy and the profile has none.
+          ConfigError: the objective limits energy and the profile has none.
         """
         return tuple(
             tokens
@@ -228,18 +230,18 @@ class Planner:
         )
 
     def _least_overrun(self, objective: Objective, tokens: int, answer_tokens: int) -> float:
-        """What share of its time the choice that comes nearest takes, of a prompt of so many tokens."""
+        """The overrun of the nearest choice for a prompt of so many tokens."""
         answers = max(1, answer_tokens)
         asked = _Asked(objective, answers, whole_cost(self._profile, tokens, answers))
         margins = self._margin_sets()[-1]
-        tables = [self._table(asked, margins, [tokens], 0.0)]
+        choices = [self._choices_excess(asked, margins, [tokens], 0.0)]
         if self._proposer is not None:
             planning_ms = self._proposer.planning_ms(tokens)
-            tables.append(self._table(asked, margins, self._counts(tokens), planning_ms))
-        return float(min(table.min() for table in tables))
+            choices.append(self._choices_excess(asked, margins, self._counts(tokens), planning_ms))
+        return float(min(each.min() for each in choices))
 
     def _margin_sets(self) -> list[_Margins]:
-        """What to plan for, the most careful first."""
+        """The margins to plan with, the largest first."""
         base = 1 / self._margin
         least = _Margins(base, base, base)
         if self.safety_margin is None:
@@ -256,32 +258,32 @@ class Planner:
         strict: bool = False,
         confident: bool = True,
     ) -> Plan | None:
-        """A plan; None where no choice is in time and this is not the last try."""
+        """A plan; None where no choice is in time and `last` is False."""
         prompt, whole, tokens = asked.prompt, asked.whole, len(asked.prompt.ids)
-        table_of = functools.partial(self._table, asked, margins)
+        excess_of = functools.partial(self._choices_excess, asked, margins)
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
             spent_ms = asked.spent_ms()
             cost = expected_cost(self._profile, level, len(kept), asked.answer_tokens, planning_ms=spent_ms)
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
-                expected=cost, whole=whole, planning_ms=spent_ms - asked.reading_ms,
+                expected=cost, whole=whole, planning_ms=spent_ms - asked.tokenize_ms,
                 confident=confident and source != "nearest",
             )  # fmt: skip
 
         if self._excess(asked, margins, whole) <= 1:
             return made(WHOLE, 1.0, np.arange(tokens), "whole")
-        # The whole prompt, which needs nobody's advice; then all choices of one who takes time to give it.
-        unasked = table_of([tokens], asked.spent_ms())
+        # The whole prompt, without the proposer's time; then all choices, with its time.
+        unasked = excess_of([tokens], asked.spent_ms())
         largest, _ = self._largest(unasked <= 1)
         proposer, counts, excess = self._proposer, [tokens], np.full((len(self._levels), 1), np.inf)
         if proposer is not None:
-            # What may go of a prompt is looked up only where it would help if all of it might.
-            asked_ms, counts = asked.reading_ms + proposer.planning_ms(tokens), self._counts(tokens)
-            excess = table_of(counts, asked_ms)
+            # Which tokens may be dropped is found only where dropping all of them would help.
+            asked_ms, counts = asked.tokenize_ms + proposer.planning_ms(tokens), self._counts(tokens)
+            excess = excess_of(counts, asked_ms)
             if self._largest(excess <= 1)[0] > largest or (largest < 0 and excess.min() < unasked.min()):
                 counts = self._counts(tokens, stays_anyway(prompt.words, prompt.forced))
-                excess = table_of(counts, asked_ms)
+                excess = excess_of(counts, asked_ms)
         allowed = excess <= 1
         if not allowed.any() and largest < 0:
             if not last:
@@ -297,8 +299,8 @@ class Planner:
             return made(*self._shortened(prompt, *self._smallest(excess)), "nearest")
         found = proposer.propose(prompt, as_ratios(asked.objective, whole), allowed)
         place = self._levels.index(found.level), self._ratios.index(found.prompt_ratio)
-        # Against the time that is really spent by now, which may be more than a proposal takes as a rule.
-        allowed = table_of(counts, asked.spent_ms()) <= 1
+        # With the time really spent by now, which may be more than the expected time of a proposal.
+        allowed = excess_of(counts, asked.spent_ms()) <= 1
         if not allowed.any():
             if not last:
                 return None
@@ -308,7 +310,7 @@ class Planner:
         return made(*self._shortened(prompt, *self._largest(allowed), found.scores), "fallback")
 
     def _excess(self, asked: _Asked, margins: _Margins, cost: Cost) -> Any:
-        """What share of the time that it may take a cost takes."""
+        """`overrun` of a cost with margins."""
         planned = dataclasses.replace(
             cost,
             ttft_ms=margins.ttft * cost.ttft_ms,
@@ -318,14 +320,13 @@ class Planner:
         return overrun(asked.objective, planned, asked.whole)
 
     def _counts(self, tokens: int, must: int = 1) -> list[int]:
-        """How many of so many tokens, of which some must stay, are kept at each ratio at most, whatever their
-        scores."""
+        """The most tokens kept at each ratio, of so many tokens, `must` of which are forced."""
         return [max(must, int(ratio * tokens + 1e-6)) for ratio in self._ratios]
 
-    def _table(
+    def _choices_excess(
         self, asked: _Asked, margins: _Margins, counts: Sequence[int], planning_ms: float
     ) -> np.ndarray:
-        """`_excess` of each choice `[levels, prompt_ratios]`, by how many tokens are read at each ratio."""
+        """`_excess` of each choice `[levels, prompt_ratios]`, by the number of kept tokens at each ratio."""
         costs = expected_costs(
             self._profile, self._levels, counts, asked.answer_tokens, planning_ms=planning_ms
         )
@@ -334,7 +335,7 @@ class Planner:
     def _shortened(
         self, prompt: PromptTokens, level: int, ratio: int, scores: np.ndarray | None = None
     ) -> tuple[int, float, np.ndarray]:
-        """The level, the ratio and the tokens kept of a choice, by places."""
+        """The level, the ratio and the kept tokens of a choice, which is given by indices."""
         share = self._ratios[ratio]
         if share == 1:
             return self._levels[level], share, np.arange(len(prompt.ids))
@@ -346,7 +347,7 @@ class Planner:
 
     @staticmethod
     def _largest(allowed: np.ndarray) -> tuple[int, int]:
-        """The largest level that is allowed, then the largest ratio, by places; (-1, -1) where none is."""
+        """Indices of the largest allowed level, then of its largest allowed ratio; (-1, -1) for none."""
         if not allowed.any():
             return -1, -1
         level = int(np.flatnonzero(allowed.any(1))[-1])
@@ -354,7 +355,7 @@ class Planner:
 
     @staticmethod
     def _smallest(excess: np.ndarray) -> tuple[int, int]:
-        """The choice that comes nearest; of equals the largest."""
+        """Indices of the choice with the smallest excess; the largest choice of equal ones."""
         nearest = np.argwhere(excess <= excess.min() * (1 + 1e-9))[-1]
         return int(nearest[0]), int(nearest[1])
 

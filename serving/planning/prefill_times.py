@@ -1,4 +1,4 @@
-"""Measures what prompts take in integers and in floats, of an engine that may do either."""
+"""Measures integer and float prefill, of an engine that has both."""
 
 import dataclasses
 import random
@@ -22,8 +22,8 @@ class PrefillTimes:
     """Milliseconds of each level and prompt length of a device's profile.
 
     Attributes:
-      integer_ms: by integer prefill; of levels that lose too much by it, as in floats.
-      float_ms: by prefill as it is otherwise.
+      integer_ms: of integer prefill; of levels that lose too much by it, that of float prefill.
+      float_ms: of float prefill.
     """
 
     integer_ms: tuple[tuple[float, ...], ...]
@@ -31,12 +31,12 @@ class PrefillTimes:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "PrefillTimes":
-        """Reads what `dataclasses.asdict` gave; raises TypeError if it is anything else."""
+        """Reads the dict of its fields; raises TypeError if `data` is anything else."""
         return cls(**{name: tuple(tuple(row) for row in rows) for name, rows in data.items()})
 
 
 def has_both_modes(engine: Engine) -> bool:
-    """Whether an engine computes prompts in integers or in floats, as is faster, at some level."""
+    """Whether an engine has both integer and float prefill at some level."""
     runners, modes = engine.model.runners, engine.model.runners.modes
     return modes is not None and any(map(modes.both, runners.levels))
 
@@ -49,7 +49,7 @@ def measure_prefill(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> PrefillTimes:
-    """Times both modes at every level, which take turns in a random order; medians count.
+    """Measures both modes at every level, interleaved in a random order, and takes medians.
 
     Args:
       engine: warmed up, one that `has_both_modes`.

@@ -1,8 +1,8 @@
-"""How long the levels of a bundle take on this device: measured once (`profiling.py`), kept, and asked by the
+"""Profiles of a device: the times of a bundle's levels, measured once (`profiling.py`) and used by the
 planner.
 
-A profile belongs to a bundle, a device and an engine's options; another of any of them needs its own. It is
-kept in the user's cache directory, because a bundle is one file for all devices and never changes.
+A profile belongs to one bundle, one device and one set of engine options. It is kept in the user's cache
+directory, because a bundle is one file for all devices and never changes.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from serving.runners.chunks import chunk_cost, plan_chunks
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 5
 _LARGEST = 1e12
-# Of a profile from a file: what a plan costs grows with them.
+# Limits of a profile from a file: the time to plan grows with these numbers.
 _MOST_TOKENS, _MOST_LENGTHS, _MOST_SPREAD = 1 << 20, 1 << 10, 64
-# Prompt lengths whose times are kept at hand.
+# Prompt lengths whose times are cached.
 _LISTED_TOKENS = 1 << 13
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Energy:
-    """What tokens cost on a device, from a meter or a data sheet: joules of each level, by its order.
+    """Energy of tokens on a device, from a meter or a data sheet, of each level in order.
 
     Attributes:
       prefill_joules: per token of the prompt.
@@ -60,8 +60,8 @@ class DeviceProfile:
       chunk_tokens: prefill chunk lengths of the engine; a prompt takes the time of whole chunks.
       ttft_ms: of each level and length, time to the first token.
       tpot_ms: of each level and length, time per further token.
-      energy: what tokens cost, if it is known.
-      prefill: what reading prompts takes in integers and in floats, of an engine that may do either.
+      energy: of tokens, if it is known.
+      prefill: times of integer and float prefill, of an engine that has both.
     """
 
     levels: tuple[int, ...]
@@ -102,15 +102,15 @@ class DeviceProfile:
         return float(self.tpots((level,), (tokens,))[0, 0])
 
     def joules(self, level: int, tokens: int, answer_tokens: int) -> float:
-        """What an answer costs.
+        """The energy of an answer.
 
         Raises:
-          ConfigError: the profile does not know.
+          ConfigError: the profile has no energy.
         """
         return float(self.all_joules((level,), (tokens,), answer_tokens)[0, 0])
 
     def integers_are_faster(self, level: int, tokens: int) -> bool:
-        """Whether a prompt of `tokens` is read faster in integers; False where that is not known."""
+        """Whether integer prefill of `tokens` is faster than float prefill; False where that is not known."""
         if self.prefill is None or level not in self.levels:
             return False
         integers, floats = (
@@ -137,16 +137,16 @@ class DeviceProfile:
         return np.array(tokens) * prefill + answer_tokens * decode
 
     def beside(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
-        """This profile with what an earlier one of the same engine knows besides: levels that were not
-        measured again, and energy where that is known of all levels."""
+        """This profile, completed by an earlier one of the same engine: levels that were not measured again,
+        and energy where the earlier one has it for all levels."""
         if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
             return self
         levels = tuple(sorted({*self.levels, *earlier.levels}))
 
         def rows(name: str) -> tuple[tuple[float, ...], ...]:
-            tables = dict(zip(earlier.levels, getattr(earlier, name), strict=True))
-            tables |= dict(zip(self.levels, getattr(self, name), strict=True))
-            return tuple(tables[level] for level in levels)
+            by_level = dict(zip(earlier.levels, getattr(earlier, name), strict=True))
+            by_level |= dict(zip(self.levels, getattr(self, name), strict=True))
+            return tuple(by_level[level] for level in levels)
 
         energy = self.energy
         if energy is None and earlier.energy is not None and earlier.levels == levels:
@@ -163,7 +163,7 @@ class DeviceProfile:
         )
 
     @functools.cached_property
-    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
         return np.array(self.ttft_ms), np.array(self.tpot_ms)
 
     def _times(self, which: int, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
@@ -176,17 +176,18 @@ class DeviceProfile:
     @functools.cached_property
     def _listed(self) -> tuple[np.ndarray, np.ndarray]:
         """Both times of all levels at every prompt length from 0 to the longest that was measured, or to
-        `_LISTED_TOKENS`: a plan asks for many, and is made while a user waits."""
+        `_LISTED_TOKENS`. Cached, because a plan looks up many while a user waits."""
         return self._interpolated(self.levels, range(min(self.tokens[-1], _LISTED_TOKENS) + 1))
 
     def _interpolated(self, levels: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Both times of levels and prompt lengths, from those that were measured."""
-        ttft_ms, tpot_ms = self._tables
+        """Both times of levels and prompt lengths, interpolated between measured ones."""
+        ttft_ms, tpot_ms = self._measured
         further = _between(np.array(tokens), np.array(self.tokens), tpot_ms[self._places(levels)])
         return self._of_chunks(ttft_ms, levels, tokens), further
 
     def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        """Times `[levels, tokens]` of reading prompts, from `[levels of the profile, its lengths]`."""
+        """Prefill times `[levels, tokens]`, interpolated by the cost of chunks from those `[levels, lengths]`
+        of the profile."""
         known = np.array(_costs(self.tokens, self.chunk_tokens))
         wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
         return _between(wanted, known, times[self._places(levels)])
@@ -199,12 +200,12 @@ class DeviceProfile:
         return [self.levels.index(level) for level in levels]
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """A plain dict for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "DeviceProfile":
-        """Reads what `to_json` wrote.
+        """Reads a dict that `to_json` made.
 
         Raises:
           ConfigError: a key is unknown or missing, or a value is out of its domain.
@@ -225,25 +226,25 @@ class DeviceProfile:
 
 
 def check_energy(energy: Energy, levels: int) -> None:
-    """Raises ConfigError unless energy is known of so many levels."""
+    """Raises ConfigError unless the energy has as many levels."""
     for name in ("prefill_joules", "decode_joules"):
         _require_times(name, (getattr(energy, name),), (1, levels))
 
 
 def choose_prefill(engine: Engine, profile: DeviceProfile) -> None:
-    """Lets an engine that reads prompts in integers or in floats take what the profile says is faster."""
+    """Lets an engine with integer and float prefill take the one that the profile says is faster."""
     if engine.model.runners.modes is not None:
         engine.model.runners.modes.choose_by(profile.integers_are_faster)
 
 
 def profile_path(bundle: Bundle, options: EngineOptions) -> Path:
-    """Where the profile of a bundle on this device, with these resolved options, is kept."""
+    """The path of the profile of a bundle on this device, with these resolved options."""
     facts = {
         "version": _VERSION,
         "kernels": [native.kernels().name, native.threads()],
         "environment": environment_facts(),
         "options": compiled_options(options),
-        # How much may be lost changes no time.
+        # The allowed loss changes no time.
         "prefill": dataclasses.asdict(options.prefill) | {"most_loss": None},
     }
     key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
@@ -268,7 +269,7 @@ def save_profile(profile: DeviceProfile, path: Path) -> None:
 
 
 def load_profile(path: Path) -> DeviceProfile | None:
-    """The profile in a file; None where there is none.
+    """Reads a profile; None where the file is missing.
 
     Raises:
       ConfigError: it cannot be read, is damaged or malformed, or others could have written it.
@@ -295,13 +296,13 @@ def load_profile(path: Path) -> DeviceProfile | None:
 
 @functools.lru_cache(maxsize=8192)
 def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """What prompts of these lengths cost in chunks; cached, because every prompt asks."""
+    """Costs of prompts of these lengths in chunks; cached, because every request needs them."""
     return tuple(chunk_cost(plan_chunks(each, chunk_tokens)) for each in lengths)
 
 
 def _between(wanted: np.ndarray, known: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Times `[levels, W]` at places `[W]` among those `[K]` that are known, from `[levels, K]`; beyond the
-    last, straight on from the last two."""
+    """Interpolates times `[levels, n]` known at `known` `[n]` to `wanted` `[m]`; extrapolates from the last
+    two."""
     if len(known) == 1:
         return np.repeat(times, len(wanted), axis=1)
     place = np.clip(np.searchsorted(known, wanted), 1, len(known) - 1)

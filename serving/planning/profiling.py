@@ -14,7 +14,7 @@ from serving.planning.prefill_times import PrefillTimes, has_both_modes, measure
 from serving.planning.profile import DeviceProfile, choose_prefill
 from serving.request import GenerationConfig
 
-# Prompt lengths that are measured, as far as the context holds them; between them time is interpolated.
+# Prompt lengths that are measured, as far as they fit the context; between them times are interpolated.
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 REPEATS = 5
 _ANSWER_TOKENS = 17
@@ -23,14 +23,14 @@ _ANSWER_TOKENS = 17
 def measure(
     engine: Engine, *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> DeviceProfile:
-    """Times every level that the engine serves (see `measure_together`); of an engine that reads prompts in
-    integers or in floats first both, and then all else as the faster way has it."""
+    """Measures every level that the engine serves (see `measure_together`). An engine with integer and float
+    prefill is measured with both first, and then with the faster one of each level and length."""
     if not has_both_modes(engine):
         return measure_together([engine], repeats=repeats, seed=seed, progress=progress)[0]
     lengths = _lengths(engine.options)
     raw = measure_prefill(engine, lengths, repeats=repeats, seed=seed, progress=progress)
-    prefill = PrefillTimes(integer_ms=_evened(raw.integer_ms), float_ms=_evened(raw.float_ms))
-    # Enough to choose by.
+    prefill = PrefillTimes(integer_ms=_monotonic(raw.integer_ms), float_ms=_monotonic(raw.float_ms))
+    # Only for the choice: its times per token are not measured yet.
     known = DeviceProfile(
         levels=engine.levels,
         tokens=lengths,
@@ -47,11 +47,11 @@ def measure(
 def measure_together(
     engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> list[DeviceProfile]:
-    """Times every level of several engines, which are then compared.
+    """Measures every level of several engines, so that they can be compared.
 
-    Engines, levels and lengths take turns in a random order, so that what else the device does falls on all
-    alike; medians count, and of those what no noise explains: a larger level or a longer prompt takes no less
-    time (see `evened`).
+    Engines, levels and lengths are interleaved in a random order, so that other load of the device affects
+    all alike. Medians are made monotonic: a larger level or a longer prompt takes no less time (see
+    `monotonic`).
 
     Args:
       engines: warmed up, each a whole model's.
@@ -90,7 +90,7 @@ def measure_together(
             [statistics.median(times[place, level, length]) for length in lengths[place]]
             for level in engines[place].levels
         ]
-        return _evened(found)
+        return _monotonic(found)
 
     return [
         DeviceProfile(
@@ -104,9 +104,9 @@ def measure_together(
     ]
 
 
-def evened(times: np.ndarray) -> np.ndarray:
-    """Times `[levels, lengths]` that fall along neither axis, near those given: midway between what they are
-    if all that is out of order was measured too small, and if all of it was measured too large."""
+def monotonic(times: np.ndarray) -> np.ndarray:
+    """Times `[levels, lengths]` near those given that fall along neither axis: midway between the running
+    maximum and the running minimum from the end, first by length, then by level."""
     for axis in (1, 0):
         most = np.maximum.accumulate(times, axis)
         least = np.flip(np.minimum.accumulate(np.flip(times, axis), axis), axis)
@@ -114,8 +114,8 @@ def evened(times: np.ndarray) -> np.ndarray:
     return times
 
 
-def _evened(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
-    return tuple(map(tuple, evened(np.array(times)).tolist()))
+def _monotonic(times: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, monotonic(np.array(times)).tolist()))
 
 
 def _lengths(options: EngineOptions) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Which objectives a device cannot meet, whatever is chosen, and at which prompt lengths.
+"""Finds the objectives that a device cannot meet with any choice, and the prompt lengths at which it cannot.
 
-A prompt of few tokens is read in one chunk, whose time hardly depends on the level: an objective may be out
-of its reach that longer prompts meet. Who opens a service should know before its calls miss.
+A short prompt is prefilled in one chunk, whose time hardly depends on the level: it may miss an objective
+that longer prompts meet. A service tells this when it is opened, before calls miss.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,27 +15,27 @@ from serving.request import DEFAULT_MAX_TOKENS
 def unmet(
     planner: Planner, objectives: Iterable[Objective] = SLOS, *, answer_tokens: int = DEFAULT_MAX_TOKENS
 ) -> dict[Objective, tuple[int, ...]]:
-    """The objectives that no choice meets at some of the prompt lengths that were profiled, with these (see
+    """The objectives that no choice meets at some profiled prompt lengths, with those lengths (see
     `Planner.lengths_missed`).
 
     Args:
       planner: of the device.
       objectives: the paper's six by default.
-      answer_tokens: how long answers may get.
+      answer_tokens: most tokens of an answer.
 
     Raises:
-      ConfigError: an objective is about energy and the profile has none.
+      ConfigError: an objective limits energy and the profile has none.
     """
     missed = {each: planner.lengths_missed(each, answer_tokens=answer_tokens) for each in objectives}
     return {each: lengths for each, lengths in missed.items() if lengths}
 
 
 def described(missed: Mapping[Objective, Sequence[int]], profiled: Sequence[int]) -> str:
-    """What `unmet` found, for people; empty where every objective can be met.
+    """The result of `unmet` as text; empty where every objective can be met.
 
     Args:
-      missed: the lengths of each.
-      profiled: all lengths.
+      missed: prompt lengths at which each objective is missed.
+      profiled: all profiled prompt lengths.
     """
     parts = [f"{each} for prompts of {_lengths(tuple(at), profiled)}" for each, at in missed.items()]
     return "; ".join(parts)

@@ -1,8 +1,8 @@
-"""How much longer answers take than a profile says, learned from those that were given.
+"""Learns from answers how much longer they take than the device's profile says.
 
-A profile holds medians of a quiet minute. Devices do other things, too, and an objective that is met by the
-median is missed half of the time: so answers are planned for the time that a share of them, the confidence,
-stays within.
+A profile has medians of an idle device. Devices have other load, and an objective that the median just meets
+is missed half of the time: so answers are planned for the time that a share of them, the confidence, stays
+within.
 """
 
 import math
@@ -12,20 +12,20 @@ from jaxllm.errors import ConfigError
 from serving.planning.objectives import Cost
 
 CONFIDENCE = 0.99
-# Before anything is known: what a profile cannot foresee.
+# The margin before any answer was measured.
 START = 1 / 0.9
-# Answers that are remembered; the first ones are taken to be as `START` says.
+# Answers that are remembered; before the first ones, `_STARTING` answers of the share `START` are assumed.
 WINDOW = 256
 _STARTING = 16
-# More than this no plan waits for: a device that stalls has no bound.
+# The largest margin: a device that stalls has no bound.
 MOST = 2.0
 
 
 class SafetyMargin:
-    """What shares of expected times answers took lately.
+    """Keeps the measured times of recent answers as shares of the expected times.
 
     Args:
-      confidence: share of answers that should stay within what is expected times the margin, in (0, 1).
+      confidence: share of answers that should take at most the expected time times the margin, in (0, 1).
       window: answers that are remembered.
 
     Raises:
@@ -53,12 +53,12 @@ class SafetyMargin:
 
     @property
     def ttft(self) -> float:
-        """How many times the expected time to the first token to plan for, in [1, `MOST`]."""
+        """The factor of the expected time to the first token to plan for, in [1, `MOST`]."""
         return self._quantile(self._first)
 
     @property
     def tpot(self) -> float:
-        """The same of the time per further token."""
+        """The factor of the expected time per further token to plan for, in [1, `MOST`]."""
         return self._quantile(self._further)
 
     def _quantile(self, shares: deque[float]) -> float:

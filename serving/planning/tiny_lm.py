@@ -1,7 +1,7 @@
-"""The tiny LM at work: one pass over a prompt scores its tokens and proposes how to answer it.
+"""Runs the tiny LM: one pass over a prompt scores its tokens and proposes a level and a prompt ratio.
 
 Its buckets, like the large model's, are compiled or read from disk when it is opened, for a few lengths up to
-that of the rows that it was trained on; a longer prompt takes several passes, which decide together.
+that of the rows it was trained on; a longer prompt takes several passes, whose logits are pooled.
 """
 
 import statistics
@@ -30,32 +30,33 @@ Decision = Literal["safest", "lightest"]
 # Lengths of buckets below a whole row's, for shorter prompts.
 _BUCKET_TOKENS = (32, 64, 128, 256, 512)
 _TIMED_RUNS = 7
-# Tables that rows are taken of, not products.
+# Matrices that are looked up by row, not multiplied.
 _LOOKED_UP = ("embed.tokens", "embed.positions", "embed.types")
-# Entries of a matrix from which on a native product is faster: below, XLA's own costs less than rounding the
-# activations does.
+# Fewest entries of a matrix whose native product is faster: below, rounding the activations costs more than
+# XLA's float product.
 _LARGE = 1 << 16
 
 
 class TinyPlanner:
     """Proposes with a tiny LM (see `planner.Proposer`).
 
-    Its heads were taught which choice is the lightest that answers right. Taken at its word ("lightest", as
-    in ELMS) it saves time that an objective leaves, at the price of answers. But where a light choice is
-    right, heavier ones mostly are: what it says of all choices up to one, together, is how likely that one is
-    right. "safest" takes of the choices in time the one that most likely is.
+    Its heads are trained to give the probability that a choice is the lightest that answers right.
+    "lightest", as in ELMS, takes the likeliest class: it saves time that the objective allows, at the price
+    of right answers. Where a light choice is right, heavier ones mostly are, so that the cumulative
+    probability up to a choice is that of the choice being right: "safest" takes the allowed choice with the
+    largest.
 
     Args:
-      tiny: the tiny LM, and what its classes stand for.
+      tiny: the tiny LM, with the levels and ratios of its classes.
       levels: that the planner chooses from, ascending.
       store: where its buckets are kept; None compiles them.
-      decision: what is proposed.
+      decision: how a choice is made of the probabilities.
 
     Attributes:
-      prompt_ratios: what a planner may choose from with it, ascending.
+      prompt_ratios: ratios that it may propose, ascending.
 
     Raises:
-      ConfigError: it knows none of these levels.
+      ConfigError: it was trained for none of these levels.
     """
 
     def __init__(
@@ -73,22 +74,22 @@ class TinyPlanner:
             )
         self.prompt_ratios = tiny.prompt_ratios
         self._tiny, self._levels, self._decision = tiny, tuple(levels), decision
-        # Of each of its classes the level's place, and of levels that it does not know none.
+        # Indices in `levels` and in the tiny LM's classes of the levels that both have.
         self._places = np.array([self._levels.index(level) for level in known])
         self._classes = np.array([tiny.levels.index(level) for level in known])
         self._reader = TinyReader.of(tiny)
         self._params = _served(tiny)
         self._lengths = [each for each in _BUCKET_TOKENS if each < tiny.row_tokens] + [tiny.row_tokens]
         mine = None if store is None else store.of(tiny.cfg, self._params)
-        self._table = BucketTable(TlmShapes(tiny.cfg, shapes_of(self._params)), mine)
-        self._table.fill(TinyLmBucket(tokens=length) for length in self._lengths)
+        self._buckets = BucketTable(TlmShapes(tiny.cfg, shapes_of(self._params)), mine)
+        self._buckets.fill(TinyLmBucket(tokens=length) for length in self._lengths)
         self._pass_ms = {length: self._time(length) for length in self._lengths}
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
-        """The best choice of those that are allowed, with a score for each token of the prompt.
+        """The best of the allowed choices, and a score of each token of the prompt.
 
         Args:
-          prompt: what is asked.
+          prompt: of the request.
           slo: its objective.
           allowed: `[levels, prompt_ratios]` bool, one of them True.
         """
@@ -98,29 +99,28 @@ class TinyPlanner:
         choices = np.where(allowed, likely, -np.inf)
         if not np.isfinite(choices).any():
             choices = likely
-        # Of equally likely ones the largest.
+        # The largest of equally likely ones.
         level, ratio = np.argwhere(choices == choices.max())[-1]
         return Proposal(level=self._levels[level], prompt_ratio=self.prompt_ratios[ratio], scores=scores)
 
     def scores(self, prompt: PromptTokens) -> np.ndarray:
-        """How likely each token of a prompt should be kept, `[T]` float64."""
+        """The probability that each token of a prompt should be kept, `[T]` float64."""
         return self._read(prompt, SLOS[0])[0]
 
     def planning_ms(self, tokens: int) -> float:
-        """What a pass over a prompt of so many of the large model's tokens takes, measured when it was
-        opened."""
+        """Time of the passes over a prompt of so many of the large model's tokens, measured at opening."""
         passes, length = self._rows(tokens)
         return passes * self._pass_ms[length]
 
     def _likely(self, logits: np.ndarray) -> np.ndarray:
-        """Logarithms of how likely each class is the one to take."""
+        """Logarithms of the probability of each class, by `decision`."""
         likely = np.exp(logits - logits.max())
         if self._decision == "safest":
             likely = np.cumsum(likely)
         return np.log(np.maximum(likely / likely.max(), np.finfo(np.float64).tiny))
 
     def _rows(self, tokens: int) -> tuple[int, int]:
-        """Passes, and the length of the bucket that runs them (see `input_rows`)."""
+        """Number of passes, and the length of the bucket that runs them (see `input_rows`)."""
         passes = max(1, -(-tokens // (self._lengths[-1] - MARKS)))
         longest = -(-tokens // passes) + MARKS
         return passes, next(each for each in self._lengths if each >= longest)
@@ -130,7 +130,7 @@ class TinyPlanner:
         rows, mask = self._reader.rows(prompt)
         _, length = self._rows(int(mask[:, MARKS:].sum()))
         rows, mask = marked(rows, slo, self._tiny.mark_ids)[:, :length], mask[:, :length]
-        read = self._table.get(TinyLmBucket(tokens=length))
+        read = self._buckets.get(TinyLmBucket(tokens=length))
         outs = [read(self._params, rows[i : i + 1], mask[i : i + 1]) for i in range(len(rows))]
         keep, (model, share) = jax.tree.map(lambda *parts: np.concatenate(parts), *outs)
         likely = self._reader.keep_likely(prompt, keep, mask)
@@ -138,7 +138,7 @@ class TinyPlanner:
 
     def _time(self, length: int) -> float:
         row, mask = np.zeros((1, length), np.int32), np.ones((1, length), bool)
-        read, times = self._table.get(TinyLmBucket(tokens=length)), []
+        read, times = self._buckets.get(TinyLmBucket(tokens=length)), []
         # The first run sets up the bucket's kernels.
         for _ in range(_TIMED_RUNS + 1):
             began = time.perf_counter()
@@ -148,8 +148,7 @@ class TinyPlanner:
 
 
 def _served(tiny: TinyLm) -> dict[str, Weight]:
-    """The tiny LM's weights as they are read fastest: large matrices at 8 bits where native kernels serve
-    them."""
+    """The tiny LM's weights in the formats that are fastest: large matrices at 8 bits for native kernels."""
     native_here = jax.default_backend() == "cpu" and native.kernels().native
     served: dict[str, Weight] = {}
     for name, value in tiny.params.items():

@@ -1,4 +1,4 @@
-"""What each drafter must do."""
+"""The protocol of drafters."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,29 +8,29 @@ from serving.host.progress import Progress
 
 
 class Drafter(Protocol):
-    """Proposes what a sequence goes on with, as a token tree on the host.
+    """Proposes continuations of a sequence, as a token tree on the host.
 
     Attributes:
-      step_s: what a `step` takes.
-      steps: how often the drafter was run, in all.
+      step_s: time of a `step`.
+      steps: number of steps so far.
     """
 
     step_s: float
     steps: int
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
-        """Compiles all that drafting takes, or what it takes in a request of so many tokens."""
+        """Compiles all buckets for drafting, or those for a request of so many tokens."""
         ...
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """A tree behind `sequence` whose root is the token `root` that follows it, grown until no branch is
-        more confident than `alpha` or there are `most` nodes. A root alone where it has nothing to say."""
+        """Grows a tree after `sequence`, whose root is the next token `root`, until no branch is more
+        confident than `alpha` or there are `most` nodes. Only the root where it proposes nothing."""
         ...
 
     def step(self) -> bool:
-        """Grows the last tree a little more, as if all of it were right; tells whether it could."""
+        """Grows the last tree by one step, as if all of it were accepted; returns whether it could."""
         ...
 
     def follow(self, path: Sequence[int], token: int) -> None:
-        """The target has accepted the nodes `path` of the last tree, and said `token` behind them."""
+        """Takes the nodes `path` of the last tree that the target accepted, and the target's next `token`."""
         ...

@@ -1,6 +1,6 @@
-"""What proposes token trees: the registry of drafters.
+"""Registers drafters by name.
 
-A new one is a class with the methods of `serving.speculation.drafter.Drafter` and a line in `DRAFTERS`.
+A new drafter is a class with the methods of `serving.speculation.drafter.Drafter` and a line in `DRAFTERS`.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def make_drafter(
     """The drafter that options name, for a level of a target.
 
     Raises:
-      ConfigError: there is none of the name, or it does not fit the target.
+      ConfigError: no drafter has this name, or it does not fit the target.
     """
     if options.drafter not in DRAFTERS:
         raise ConfigError(f"there is no drafter {options.drafter!r}; there are {', '.join(DRAFTERS)}")

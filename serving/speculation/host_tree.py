@@ -1,4 +1,4 @@
-"""Token trees as the host has them: the same structure, of NumPy's arrays."""
+"""Functions of token trees on the host: the same structure, of NumPy arrays."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxllm.speculative.tree import TokenTree
 
 
 def root_alone(root: int, room: int) -> TokenTree:
-    """A tree of a root (see `jaxllm.speculative.tree.new_tree`)."""
+    """A tree of one root (see `jaxllm.speculative.tree.new_tree`)."""
     first = np.arange(room) == 0
     return _tree(
         tokens=np.where(first, np.int32(root), np.int32(0)),
@@ -22,19 +22,19 @@ def root_alone(root: int, room: int) -> TokenTree:
 
 
 def on_host(tree: TokenTree) -> TokenTree:
-    """The tree in arrays of its own, whatever becomes of the other's."""
+    """A copy of a tree in NumPy arrays."""
     return jax.tree.map(np.array, tree)
 
 
 def by_confidence(tree: TokenTree) -> np.ndarray:
-    """The nodes, the most confident first: behind each one's parent, which is no less confident and came
-    before it."""
+    """The nodes, the most confident first; a parent, which is at least as confident, comes before its
+    children."""
     confidences = np.asarray(tree.confidences)[: int(tree.count)]
     return np.argsort(-confidences, kind="stable")
 
 
 def some_nodes(tree: TokenTree, nodes: np.ndarray, room: int) -> TokenTree:
-    """Some nodes of a tree, ascending and each with its parent, in one with room for `room`."""
+    """A tree of room `room` of some nodes of a tree, which are ascending and each with its parent."""
     count = len(nodes)
     ancestors = np.zeros((room, room), bool)
     ancestors[:count, :count] = np.asarray(tree.ancestors)[np.ix_(nodes, nodes)]
@@ -57,8 +57,7 @@ def some_nodes(tree: TokenTree, nodes: np.ndarray, room: int) -> TokenTree:
 
 
 def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: list[float]) -> TokenTree:
-    """The tree with nodes behind its own, as many as fit: their tokens, the nodes that they follow, and their
-    cumulative confidences."""
+    """The tree with further nodes, as many as fit, of these tokens, parents and cumulative confidences."""
     first, room = int(tree.count), tree.room
     parts = [np.array(each) for each in (tree.tokens, tree.parents, tree.depths, tree.confidences)]
     ancestors = np.array(tree.ancestors)
@@ -76,11 +75,11 @@ def grown(tree: TokenTree, tokens: list[int], parents: list[int], confidences: l
 
 
 def united(tree: TokenTree, other: TokenTree) -> tuple[TokenTree, np.ndarray]:
-    """The union of two trees of the same root: the first one's nodes as they are, behind them those that only
-    the other has. What both have is as confident as the surer of them says.
+    """The union of two trees of the same root: the first one's nodes, then those that only the other has. A
+    node of both has the larger confidence.
 
     Returns:
-      The tree, with room for all nodes, and which node of the other each of its nodes is, -1 for none.
+      The tree, with room for all nodes, and the index of each of its nodes in `other`, or -1.
     """
     count, others = int(tree.count), int(other.count)
     if others == 1:
@@ -110,8 +109,8 @@ def united(tree: TokenTree, other: TokenTree) -> tuple[TokenTree, np.ndarray]:
 
 
 def accepted_path(tree: TokenTree, chosen: np.ndarray) -> np.ndarray:
-    """The nodes `[n]` int32, from the root on, that are what a target says itself (see
-    `jaxllm.speculative.tree.accepted_nodes`); `chosen` `[N]` is the token that it says behind each."""
+    """The accepted nodes `[n]` int32, from the root on (see `jaxllm.speculative.tree.accepted_nodes`);
+    `chosen` `[M]` is the target's next token after each node."""
     parents, tokens, path = np.asarray(tree.parents), np.asarray(tree.tokens), [0]
     for node in range(1, int(tree.count)):
         if parents[node] == path[-1] and tokens[node] == chosen[path[-1]]:
@@ -120,8 +119,8 @@ def accepted_path(tree: TokenTree, chosen: np.ndarray) -> np.ndarray:
 
 
 def matching_tokens(tree: TokenTree, last: int) -> int:
-    """Tokens, the root left aside, of the branch that matches a target best whose last accepted node is
-    `last`: of the branches through it the most confident one."""
+    """Number of tokens, without the root, of the most confident branch through the last accepted node
+    `last`."""
     through = np.flatnonzero(np.asarray(tree.ancestors)[: int(tree.count), last])
     tips = through[~np.isin(through, np.asarray(tree.parents)[through])]
     return int(tree.depths[tips[np.argmax(np.asarray(tree.confidences)[tips])]])

@@ -1,4 +1,4 @@
-"""Drafting with a low level of the target itself: no other model, and less of each layer to be read."""
+"""Drafts with a low level of the target itself: no other model, and less of each layer is read."""
 
 import dataclasses
 
@@ -21,8 +21,8 @@ def level_drafter(
     """A drafter that is one of the target's levels.
 
     Raises:
-      ConfigError: the target does not serve the level, or its weights are read in a way that no level can
-        stay in memory.
+      ConfigError: the target does not serve the level, or its weights are streamed in a form of
+        which no level can stay in memory.
     """
     del level, progress
     if target.streamed is None:
@@ -42,5 +42,5 @@ def level_drafter(
     shared = ModelLevel(target.bundle.cfg, dataclasses.replace(whole, whole=weights), wide)
     part = dataclasses.replace(part, whole=weights)
     own = ModelLevel(runner.cfg, part, wide, level=options.level, whole=shared)
-    table = BucketTable(shared.shapes, runner.buckets.store())
-    return ModelDrafter(ResidentRunner(own, table), options.trees)
+    buckets = BucketTable(shared.shapes, runner.buckets.store())
+    return ModelDrafter(ResidentRunner(own, buckets), options.trees)

@@ -1,8 +1,7 @@
-"""A model's drafts with what the text has said before among them.
+"""Adds prompt lookup to the trees of another drafter.
 
-A small model mostly has no room for copying, and what is copied (names, quotes, code, a text to shorten)
-needs no model. Both propose trees behind the same root; the union is one tree, in which what both say is one
-node.
+A small model copies badly, and copies (names, quotes, code, a text to shorten) need no model. Both propose
+trees of the same root; their union is one tree, in which a token that both propose is one node.
 """
 
 from collections.abc import Sequence
@@ -18,24 +17,24 @@ from serving.speculation.options import TreeShape
 
 
 class LookupDrafter:
-    """Another drafter's trees, with those of prompt lookup; of lines the one that promises more tokens (see
-    `Drafter`)."""
+    """Unites another drafter's trees with those of prompt lookup (see `Drafter`); where trees are lines,
+    takes the line that promises more tokens."""
 
     def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
         self._drafter, self._ngrams, self._lines = drafter, NgramDrafter(shape), shape.branches == 1
-        # The last tree, how many of its nodes the drafter knows, and which of the looked up ones each is.
+        # The last tree, the number of its nodes that the drafter has, and the lookup's index of each, or -1.
         self._tree: TokenTree | None = None
         self._known = 1
         self._places = np.zeros(1, np.int64)
 
     @property
     def step_s(self) -> float:
-        """What a step of the other drafter takes."""
+        """Time of a step of the other drafter."""
         return self._drafter.step_s
 
     @property
     def steps(self) -> int:
-        """Of the other drafter."""
+        """Number of steps of the other drafter."""
         return self._drafter.steps
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
@@ -43,7 +42,7 @@ class LookupDrafter:
         self._drafter.warm_up(progress, tokens=tokens)
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
-        """See `Drafter`; there may be twice as many nodes as `most`, of which the most confident count."""
+        """See `Drafter`; the union may have twice as many nodes as `most`."""
         tree = self._drafter.grow(sequence, root, alpha, most)
         other = self._ngrams.grow(sequence, root, alpha, most)
         self._known = int(tree.count)
@@ -66,7 +65,7 @@ class LookupDrafter:
         found = self._places[nodes]
         if (found >= 0).any():
             self._ngrams.follow(found[found >= 0].tolist(), token)
-        # Behind a node that only the text knew, the other knows none: to it, that node is what was said.
+        # To the other drafter, the first accepted node that only the lookup had is the target's token.
         known = nodes[nodes < self._known]
         if len(known) < len(nodes):
             token = int(np.asarray(self._tree.tokens)[nodes[len(known)]])
@@ -74,5 +73,5 @@ class LookupDrafter:
 
 
 def _promised(tree: TokenTree) -> float:
-    """How many tokens a line should bring."""
+    """The expected number of accepted tokens of a line."""
     return float(np.asarray(tree.confidences)[: int(tree.count)].sum())

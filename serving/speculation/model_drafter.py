@@ -1,4 +1,4 @@
-"""Drafting with a model that fits into memory."""
+"""Drafts with a model that fits into memory."""
 
 import dataclasses
 import time
@@ -22,7 +22,7 @@ from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.payoff import running_mean
 from serving.weights.footprint import draft_options
 
-# While the target waits, drafting never ends for lack of confidence: what would be done instead is nothing.
+# While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
 
 
@@ -32,7 +32,7 @@ def model_drafter(
     """A drafter with a model of the target's tokenizer.
 
     Raises:
-      ConfigError: its tokenizer is another.
+      ConfigError: its tokenizer differs from the target's.
       CheckpointError: it cannot be opened.
     """
     del level
@@ -42,7 +42,7 @@ def model_drafter(
     draft = LoadedModel(bundle, wanted, progress)
     if not draft.tokenizer.same_tokens(target.tokenizer):
         raise ConfigError(
-            f"{bundle.path} has another tokenizer than {target.bundle.path}: a draft must speak the "
+            f"{bundle.path} has another tokenizer than {target.bundle.path}: a drafter must have the "
             "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
         )
     return ModelDrafter(draft.resident_runner(WHOLE), options.trees)
@@ -53,21 +53,21 @@ class ModelDrafter:
 
     Attributes:
       step_s: a running mean.
-      steps: how often the model was run.
+      steps: number of the model's runs.
     """
 
     def __init__(self, runner: ResidentRunner, shape: TreeShape) -> None:
         self.step_s, self.steps = 0.0, 0
         self._runner, self._shape = runner, shape
-        # The tokens whose rows are in the cache, and the tree behind them.
-        self._held: list[int] = []
+        # The tokens in the cache, and the tree after them.
+        self._cached: list[int] = []
         self._cache: KVCache | None = None
         self._version = runner.weights_version
         self._tree: TokenTree | None = None
         self._fed: jax.Array | np.ndarray | None = None
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
-        """See `Drafter`. All is run once."""
+        """See `Drafter`. Runs every bucket once."""
         caches = None if tokens is None else (self._runner.cache_for(tokens + 1 + self._shape.room),)
         self._runner.fill(self._runner.draft_buckets(self._shape, caches), progress)
         for capacity in caches or self._runner.options.cache_tokens:
@@ -108,10 +108,10 @@ class ModelDrafter:
         self._tree, self._fed, self._cache, missing = self._runner.follow(
             self._tree, self._fed, cache, self._shape, path=path, token=token
         )
-        self._held += [int(tokens[node]) for node in path[: len(path) - missing]]
+        self._cached += [int(tokens[node]) for node in path[: len(path) - missing]]
 
     def _run(self, alpha: float, most: int, limit: int) -> int:
-        """Grows the tree by up to `limit` steps; returns how many there were."""
+        """Grows the tree by up to `limit` steps; returns their number."""
         began = time.perf_counter()
         cache, self._cache = self._cache, None
         assert cache is not None
@@ -126,12 +126,12 @@ class ModelDrafter:
         return count
 
     def _catch_up(self, sequence: Sequence[int]) -> None:
-        """Brings the cache to just this sequence."""
+        """Makes the cache that of this sequence."""
         if self._version != self._runner.weights_version:
             self._forget()
             self._version = self._runner.weights_version
-        common = common_prefix(self._held, sequence)
-        if common == len(sequence) == len(self._held) and self._cache is not None:
+        common = common_prefix(self._cached, sequence)
+        if common == len(sequence) == len(self._cached) and self._cache is not None:
             self._cache = self._runner.make_room(self._cache, len(sequence) + 1 + self._shape.room)
             return
         self._tree = None
@@ -139,10 +139,10 @@ class ModelDrafter:
         if cache is None:
             cache, common = self._runner.start(len(sequence) + 1 + self._shape.room), 0
         cache = self._runner.make_room(cache, len(sequence) + 1 + self._shape.room)
-        # Of a sequence that only became shorter the last token is fed again: its length is what changes.
+        # Where the sequence only became shorter, its last token is fed again, to set the cache's length.
         common = min(common, len(sequence) - 1)
         _, self._cache = prefill_prompt(self._runner, cache, sequence[common:], common)
-        self._held = list(sequence)
+        self._cached = list(sequence)
 
     def _forget(self) -> None:
-        self._held, self._cache, self._tree = [], None, None
+        self._cached, self._cache, self._tree = [], None, None

@@ -1,7 +1,6 @@
-"""Drafting without a model: what followed the last few tokens when they stood in the text before.
+"""Drafts without a model: proposes the tokens that followed earlier occurrences of the last few tokens.
 
-Prompt lookup, as llama.cpp and transformers have it, but as a tree: where the same tokens were followed by
-different ones, each continuation is a branch.
+Prompt lookup as in llama.cpp and transformers, but as a tree: each different continuation is a branch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,9 @@ from serving.speculation.options import SpeculationOptions, TreeShape
 if TYPE_CHECKING:
     from serving.loading import LoadedModel
 
-# Lengths of what is looked up, the longest first.
+# Lengths of the n-grams that are looked up, the longest first.
 _LENGTHS = (5, 4, 3, 2)
-# The share of right tokens that is assumed of each length before any was checked.
+# The assumed share of right tokens of each length before the first verification.
 _FIRST_RATE = 0.6
 _NEW_SHARE = 0.2
 
@@ -27,13 +26,13 @@ _NEW_SHARE = 0.2
 def ngram_drafter(
     target: "LoadedModel", level: int, options: SpeculationOptions, progress: Progress | None = None
 ) -> "NgramDrafter":
-    """A drafter that needs nothing of its own."""
+    """A drafter without a model."""
     del target, level, progress
     return NgramDrafter(options.trees)
 
 
 class NgramDrafter:
-    """Grows trees of what the text has said before (see `Drafter`)."""
+    """Grows trees of earlier continuations in the text (see `Drafter`)."""
 
     def __init__(self, shape: TreeShape) -> None:
         self.step_s, self.steps = 0.0, 0
@@ -42,7 +41,7 @@ class NgramDrafter:
         self._length, self._tree = 0, root_alone(0, shape.room)
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
-        """There is nothing to compile."""
+        """Compiles nothing."""
         del progress, tokens
 
     def grow(self, sequence: Sequence[int], root: int, alpha: float, most: int) -> TokenTree:
@@ -75,7 +74,7 @@ class NgramDrafter:
         return self._tree
 
     def step(self) -> bool:
-        """The text says no more until it grows."""
+        """Never grows the tree: the text has no more continuations until it grows."""
         return False
 
     def follow(self, path: Sequence[int], token: int) -> None:
@@ -84,20 +83,20 @@ class NgramDrafter:
         depth = int(np.max(self._tree.depths))
         if self._length and depth:
             right, rate = len(path) - 1, self._rates[self._length]
-            # Behind the first token that was wrong, nothing was tried.
+            # Tokens after the first wrong one were not verified.
             for each in [1.0] * right + [0.0] * (right < depth):
                 rate += _NEW_SHARE * (each - rate)
-            # What was never right is tried again: texts change.
+            # Clipped, so that every length is tried again: texts change.
             self._rates[self._length] = float(np.clip(rate, 0.05, 0.95))
 
     def _continuations(self, text: np.ndarray) -> Iterator[list[int]]:
-        """What followed the last tokens, the latest first, as many as a node may have children."""
+        """Continuations of the last n-gram, the latest first, as many as a node may have children."""
         for end in _ends(text, self._length)[: self._shape.branches]:
             yield text[end : end + self._shape.room].tolist()
 
 
 def _ends(text: np.ndarray, length: int) -> list[int]:
-    """Behind which places the last `length` tokens stood before, the latest first."""
+    """The ends of earlier occurrences of the last `length` tokens, the latest first."""
     if len(text) <= length:
         return []
     windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)

@@ -1,4 +1,4 @@
-"""What speculation may be told."""
+"""Options of speculation."""
 
 import dataclasses
 from pathlib import Path
@@ -14,13 +14,13 @@ _MOST_NODES = 256
 class TreeShape:
     """Sizes of token trees, for which buckets are compiled.
 
-    LLMCad opens a branch for tokens likelier than 0.3. Where a target's reading waits for storage, more nodes
-    cost it next to nothing, so here trees are wider; how much of one is read is decided by what it takes.
+    LLMCad opens a branch for tokens likelier than 0.3. Where a verification waits for storage, more nodes
+    cost next to nothing, so trees are wider here; the measured cost decides how many nodes are verified.
 
     Attributes:
-      nodes: of trees as the target reads them, ascending: of each it reads as many as pay.
-      room: of trees as the draft grows them, which may be larger: it goes on while the target reads.
-      tips: branches that the draft reads at a time.
+      nodes: sizes of verified trees, ascending; each verification takes the one that pays most.
+      room: most nodes of the drafter's trees, which may be larger: it drafts on during a verification.
+      tips: branches that the drafter extends at a time.
       branches: most children of a node; 1 makes a tree a line.
       threshold: a token at least this likely opens a branch.
       paced: whether the most confident branches grow first; else the oldest do.
@@ -49,20 +49,20 @@ class TreeShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationOptions:
-    """How answers are drafted.
+    """How answers are drafted (LLMCad).
 
     Attributes:
       drafter: a name of `serving.speculation.drafters.DRAFTERS`.
-      model: what drafts, where that is a model: a bundle, a folder, or a packaged model's name.
-      level: what drafts, where that is a level of the target, in percent.
+      model: of the drafter "model": a bundle, a folder, or a packaged model's name.
+      level: of the drafter "level": a level of the target, in percent.
       trees: sizes of token trees.
-      alpha: the confidence below which drafting ends, to begin with (section 3.3).
-      fallback: what alpha becomes: "measured" is where a reading of the draft takes as long as the tokens
-        that it may bring; "learned" follows what was right (section 3.3); "fixed" stays.
+      alpha: the first confidence below which drafting ends (section 3.3).
+      fallback: how alpha changes: "measured" ends where a step of the drafter takes as long as the tokens
+        that it may bring; "learned" follows accepted drafts (section 3.3); "fixed" stays.
       pipelined: whether drafting goes on while the target's weights are read (section 3.4).
-      pausing: whether drafting pauses where it does not pay, to be tried again now and then.
-      lookup: whether what the text has said before is proposed beside what a model drafts, or
-        instead where that promises more tokens and trees are lines.
+      pausing: whether drafting pauses where it does not pay, and is tried again later.
+      lookup: whether prompt lookup is added to the drafter's trees, or replaces them where trees are lines
+        and it promises more tokens.
     """
 
     drafter: str = "model"

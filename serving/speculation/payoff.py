@@ -1,20 +1,20 @@
-"""Whether drafting pays: what a token takes with it and without, measured while answering.
+"""Measures whether drafting pays: the time per token with drafts and without, while answering.
 
-Reading a whole tree never takes less than reading one token. So as long as drafting and verifying take less
-per token than verifying alone per pass, drafting may pay; where they do not, it cannot.
+A verification of a tree never takes less than a pass over one token. So drafting may pay while drafting and
+verifying take less per token than a verification per pass; otherwise it cannot.
 """
 
 from serving.decoding import pace
 
-# Of a new measurement in a running mean.
+# Weight of a new measurement in a running mean.
 _NEW_SHARE = 0.25
-# Passes before the first judgement, and tokens without drafts after a bad one: twice as many each time.
+# Passes before the first decision, and tokens without drafts after a negative one: doubled each time.
 _PATIENT_PASSES = 3
 _FIRST_PAUSE_TOKENS, _LONGEST_PAUSE_TOKENS = 8, 256
 
 
 class Payoff:
-    """Measures passes with and without a draft, and says which comes next."""
+    """Measures passes with and without a draft, and decides whether the next one has a draft."""
 
     def __init__(self) -> None:
         self._drafted_ms = self._tokens = self._pass_ms = self._plain_ms = 0.0
@@ -29,43 +29,43 @@ class Payoff:
 
     @property
     def paused_tokens(self) -> int:
-        """Tokens that come without drafts before the next draft."""
+        """Number of tokens without drafts before the next draft."""
         return max(0, self._left)
 
     @property
     def pace(self) -> int:
-        """How many plain tokens take as long as a user should wait for the next words; 1 before it is
-        known what they take."""
+        """The number of plain tokens of a dispatch (see `serving.decoding.pace`); 1 before any was
+        measured."""
         return pace(self._plain_ms) if self._plain_ms else 1
 
     @property
     def token_ms(self) -> float:
-        """What a token takes with drafts."""
+        """Time per token with drafts."""
         return self._drafted_ms / self._tokens
 
     def drafted(self, *, draft_ms: float, verify_ms: float, tokens: int) -> None:
-        """A pass over a draft gave so many tokens."""
+        """Learns from a verification that gave so many tokens."""
         again = self._passes > 0
         self._passes += 1
         self._drafted_ms = running_mean(self._drafted_ms if again else None, draft_ms + verify_ms)
         self._pass_ms = running_mean(self._pass_ms if again else None, verify_ms)
         self._tokens = running_mean(self._tokens if again else None, tokens)
-        # What a plain pass takes is known where there was one, and else not more than one over a tree.
+        # Without a measured plain pass, a verification bounds its time from above.
         plain_ms = min(self._plain_ms or self._pass_ms, self._pass_ms)
         if self.token_ms <= plain_ms:
             self._pause = _FIRST_PAUSE_TOKENS
         elif self._passes >= _PATIENT_PASSES:
             self._left = self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_TOKENS)
-            # When it is tried again, what is measured then counts alone.
+            # The next try starts new means.
             self._passes = 0
 
     def plain(self, *, took_ms: float, tokens: int) -> None:
-        """So many tokens came without a draft."""
+        """Learns from tokens that were decoded without a draft."""
         self._plain_ms = running_mean(self._plain_ms or None, took_ms / tokens)
         self._left -= tokens
 
 
 def running_mean(old: float | None, new: float) -> float:
-    """A mean in which what was measured last counts most; None where nothing was measured before."""
+    """An exponential moving average; `old` is None before the first measurement."""
     return new if old is None else old + _NEW_SHARE * (new - old)

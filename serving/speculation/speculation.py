@@ -1,8 +1,8 @@
-"""Speculative decoding with token trees (LLMCad): the target's own tokens, in fewer passes over its weights.
+"""Decodes speculatively with token trees (LLMCad): the target's own tokens, in fewer passes over its weights.
 
-The drafter grows a tree, the target verifies it in one pass, and what is accepted goes into both caches. A
-sequence is what it would be without drafts: `jaxllm.speculative.acceptance.choices` draws each token as plain
-decoding would. Any runner can be the target, compiled buckets or exported programs.
+The drafter grows a tree, the target verifies it in one pass, and accepted tokens go into both caches. The
+tokens are those of plain decoding, because `jaxllm.speculative.acceptance.choices` draws each of them in the
+same way. Any runner can be the target, compiled buckets or exported programs.
 """
 
 import dataclasses
@@ -27,17 +27,17 @@ from serving.speculation.verify_cost import VerifyCost
 
 @dataclasses.dataclass
 class SpeculationCounts:
-    """What speculation has done.
+    """Counts and times of speculation so far.
 
     Attributes:
-      verifications: trees that the target has read.
-      nodes: drafted tokens that it has read.
-      accepted: of those the ones that were right.
-      tokens: that they gave, the target's own among them.
-      plain_tokens: that came without drafts.
+      verifications: trees that the target has verified.
+      nodes: drafted tokens that were verified.
+      accepted: drafted tokens that were accepted.
+      tokens: that verifications gave, the target's own among them.
+      plain_tokens: that were decoded without drafts.
       draft_s: time spent drafting before verifications.
       verify_s: time spent verifying.
-      hidden_steps: readings of the drafter while the target waited for weights.
+      hidden_steps: steps of the drafter while the target waited for weights.
     """
 
     verifications: int = 0
@@ -56,7 +56,7 @@ class SpeculationCounts:
 
     @property
     def useful_share(self) -> float:
-        """Of drafted tokens that were read, the share that was right."""
+        """The share of verified drafted tokens that was accepted."""
         return self.accepted / self.nodes if self.nodes else 0.0
 
 
@@ -64,8 +64,8 @@ class Speculation:
     """Decodes with drafts (see `serving.decoding.Decoding`).
 
     Attributes:
-      runner: the target, whose tokens come out; the drafter is run under its lock, too.
-      drafter: grows trees.
+      runner: of the target; the drafter runs under its lock, too.
+      drafter: that grows trees.
       options: of speculation.
       counts: see `SpeculationCounts`.
     """
@@ -78,12 +78,12 @@ class Speculation:
         self._verify_cost = VerifyCost(options.trees.nodes[-1])
 
     def cache_tokens(self, tokens: int) -> int:
-        """Positions for `tokens` and a tree behind them, as far as the context reaches."""
+        """Positions for `tokens` and a tree after them, at most those of the context."""
         return max(tokens, min(tokens + self.options.trees.nodes[-1], self.runner.options.context_tokens))
 
     def limit(self, pace: int, remaining: int) -> int:
-        """How many tokens `decode` should be asked for, where `remaining` are wanted: a verification is not
-        to be cut short."""
+        """The number of tokens to ask `decode` for, where `remaining` are wanted: as many as a verification
+        may give, whatever the pace."""
         del pace
         return min(remaining, self.options.trees.nodes[-1])
 
@@ -94,29 +94,40 @@ class Speculation:
         sampler: SamplerState,
         stop_ids: np.ndarray,
         limit: int,
-        held: Sequence[int],
+        cached: Sequence[int],
     ) -> tuple[np.ndarray, int, Any, SamplerState]:
-        """A draft and its verification, or plain tokens where no draft pays: up to `limit` further tokens
-        `[1, count]` behind those `held` that the cache has and `token`, their count, cache, sampler."""
+        """Runs a draft and its verification, or plain decoding where drafting does not pay.
+
+        Args:
+          token: the last token `[1]`, which is not in the cache.
+          cache: donated.
+          sampler: state of the draw.
+          stop_ids: tokens that end the answer.
+          limit: most tokens to decode.
+          cached: tokens in the cache.
+
+        Returns:
+          The next tokens `[1, count]`, their count, the cache and the sampler.
+        """
         root = int(np.asarray(token)[0])
-        cache = dataclasses.replace(cache, length=np.int32(len(held)))
-        room = min(cache.capacity_tokens - len(held), self.options.trees.nodes[-1])
+        cache = dataclasses.replace(cache, length=np.int32(len(cached)))
+        room = min(cache.capacity_tokens - len(cached), self.options.trees.nodes[-1])
         if not self._worthwhile:
-            # As many as a dispatch may have while drafting pauses.
+            # A block of plain tokens, while drafting pauses.
             most = min(limit, self._payoff.paused_tokens)
             most = self.runner.decode_limit(self._payoff.pace, most)
-            return self._plain(root, cache, sampler, stop_ids, held, most)
+            return self._plain(root, cache, sampler, stop_ids, cached, most)
         if limit < 2 or room < self.options.trees.nodes[0]:
-            return self._plain(root, cache, sampler, stop_ids, held)
+            return self._plain(root, cache, sampler, stop_ids, cached)
         began = time.perf_counter()
-        # Whatever is drafted, the root is read.
+        # The root is verified in any case.
         self.runner.expect(np.array([root]))
         most = max(each for each in self.options.trees.nodes if each <= room)
-        tree = self.drafter.grow(held, root, self._fallback.alpha, most)
+        tree = self.drafter.grow(cached, root, self._fallback.alpha, most)
         draft_s = time.perf_counter() - began
         if int(tree.count) < 2:
-            # Nothing to check: a plain token is cheaper.
-            return self._plain(root, cache, sampler, stop_ids, held)
+            # Nothing to verify: a plain token is cheaper.
+            return self._plain(root, cache, sampler, stop_ids, cached)
         return self._verify(tree, min(most, int(tree.count)), draft_s, cache, sampler, limit)
 
     # -- parts of it ------------------------------------------------------------------------------
@@ -142,7 +153,7 @@ class Speculation:
         verdict, cache, sampler = self.runner.verify(part, cache, sampler, limit, self._meanwhile)
         verify_s = time.perf_counter() - began
         if verdict.tokens[-1] == NO_TOKEN:
-            # The answer ends here, and nobody learns of it.
+            # The answer ends here with an error: nothing is learned from it.
             return verdict.tokens[None], len(verdict.tokens), cache, sampler
         self._verify_cost.measured(nodes, verify_s)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
@@ -150,10 +161,10 @@ class Speculation:
         return verdict.tokens[None], len(verdict.tokens), cache, sampler
 
     def _size(self, confidences: np.ndarray, draft_s: float) -> int:
-        """With how much of a tree tokens come fastest, of the sizes that there are buckets for.
+        """The size, of those that there are buckets for, with the most expected tokens per second.
 
-        The nodes that are read, in their order, promise as many tokens as their `confidences` add up to, the
-        root's standing for the target's own.
+        The expected number of tokens of a tree is the sum of its nodes' `confidences`; the root's stands for
+        the target's own token.
         """
         promised, count = np.cumsum(confidences), len(confidences)
         best, chosen = 0.0, self.options.trees.nodes[0]
@@ -172,12 +183,12 @@ class Speculation:
         cache: Any,
         sampler: SamplerState,
         stop_ids: np.ndarray,
-        held: Sequence[int],
+        cached: Sequence[int],
         limit: int = 1,
     ) -> tuple[np.ndarray, int, Any, SamplerState]:
         began = time.perf_counter()
         token = np.array([root], np.int32)
-        rows, count, cache, sampler = self.runner.decode(token, cache, sampler, stop_ids, limit, held)
+        rows, count, cache, sampler = self.runner.decode(token, cache, sampler, stop_ids, limit, cached)
         tokens = int(count)
         rows = np.asarray(rows)[:, :tokens]
         self._payoff.plain(took_ms=1000 * (time.perf_counter() - began), tokens=tokens)
@@ -185,7 +196,7 @@ class Speculation:
         return rows, tokens, cache, sampler
 
     def _meanwhile(self, wait_s: float) -> bool:
-        """One step of the drafter, if it ends before the target goes on."""
+        """Runs one step of the drafter, if it ends before the target goes on."""
         if not self.options.pipelined or wait_s < self.drafter.step_s or not self.drafter.step():
             return False
         self.counts.hidden_steps += 1
@@ -202,13 +213,13 @@ class Speculation:
         self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
         if self.options.fallback == "learned":
             drafted = matching_tokens(tree, int(verdict.path[-1]))
-            # Where the answer was full, nobody knows what else was right.
+            # Where the limit cut the answer, the number of right tokens is not known.
             if drafted and tokens < limit:
                 self._fallback = self._fallback.after(
                     drafted=drafted, correct=tokens - 1, confidence=open_confidence(tree)
                 )
         elif self.options.fallback == "measured":
-            # What a reading brings is at most the confidences of the paths that it goes on, in tokens.
+            # A step brings at most the sum of the confidences of the branches that it extends, in tokens.
             alpha = 1000 * self.drafter.step_s / self._payoff.token_ms / self.options.trees.tips
             # While weights are read ahead, drafting costs less than its own time.
             most = START if self.runner.streams_weights else MOST

@@ -1,18 +1,18 @@
-"""What reading a tree takes by its size, learned while answering.
+"""Learns the time of a verification by the size of its tree.
 
-A pass takes some time whatever is read, mostly that of getting the weights, and some for each node. Both are
-tracked together (a Kalman filter of two states), not size by size: where the machine becomes busy, or storage
-slow, that holds for all sizes, also for those that were not tried lately.
+A pass takes a fixed time, mostly that of getting the weights, and a time per node. Both are tracked together
+(a Kalman filter of two states), not size by size: a busy machine or slow storage changes the times of all
+sizes, also of those that were not tried lately.
 """
 
 import numpy as np
 
-# In squares of the first measurement: how little is known then, what a measurement says of one pass, and how
-# fast the pass and the nodes' share change. The nodes' share is a matter of the device: slowly.
+# Variances in squares of the first measurement: of the first state, of a measurement, and of the change of
+# both states per pass. The time per node is a property of the device, so it changes slowly.
 _FIRST_DOUBT = 0.25
 _NOISE = 0.01
 _DRIFT = (0.01, 0.0004)
-# A measurement that is further off than so many deviations was something else: it counts as this far.
+# A measurement further off than so many deviations is an outlier: it is clipped to this.
 _MOST_DEVIATIONS = 3.0
 
 
@@ -30,15 +30,15 @@ class VerifyCost:
         self._unit = 0.0
 
     def seconds(self, nodes: int) -> float:
-        """What a tree of so many nodes should take; 0 before anything was measured."""
+        """The expected time of a tree of so many nodes; 0 before the first measurement."""
         base, share = self._state
         return float(base + max(0.0, share) * nodes / self._most)
 
     def measured(self, nodes: int, took_s: float) -> None:
-        """A tree of so many nodes took so long."""
+        """Learns from the time that a tree of so many nodes took."""
         seen = np.array([1.0, nodes / self._most])
         if not self._unit:
-            # Until other sizes were tried, the largest trees may take half of it more than the least.
+            # The first guess: nodes take half of the time of the largest trees.
             self._unit = max(took_s, 1e-9)
             self._state = np.array([took_s - 0.5 * took_s * seen[1], 0.5 * took_s])
             self._doubt = _FIRST_DOUBT * np.eye(2) * self._unit**2

@@ -1,4 +1,4 @@
-"""Traces as files: one JSON object a line, read with bounds and written whole or not at all."""
+"""Reads and writes traces: one JSON object a line, read with limits and written whole or not at all."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[Any], Entry]) -> list[Entry]:
-    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for what it does not know.
+    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line.
 
     Raises:
       ConfigError: it cannot be read, is malformed, empty or too long.

@@ -1,7 +1,7 @@
-"""Request traces: apps with their own objectives that ask the tasks' questions, to be replayed on a service.
+"""Makes request traces of apps that ask the tasks' questions, and replays them on a service.
 
-ELMS (arXiv 2409.09071, section 5.1): six apps, one per objective, Poisson arrivals, and a skew of how many
-requests each app makes. A trace holds its questions, so that it can be replayed without the data sets.
+ELMS (arXiv 2409.09071, section 5.1): six apps, one per objective, Poisson arrivals, and a skew of the number
+of requests per app. A trace contains its questions, so that it can be replayed without the data sets.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from serving.planning.objectives import Cost
 from serving.service import LLMService
 from serving.traces.files import MAX_ENTRIES, read_lines, write_lines
 
-# The tasks with options that a trace is made of by default.
+# The multiple-choice tasks of a trace by default.
 TRACE_TASKS = ("sentiment", "news", "emotion", "ui-step", "api-choice")
 ANSWER_TOKENS = 32
 
@@ -30,10 +30,10 @@ class TraceRequest:
     """One call of a trace.
 
     Attributes:
-      time_s: when it comes, from the trace's beginning.
-      app: who calls.
+      time_s: seconds from the trace's beginning.
+      app: that calls.
       slo: its objective.
-      task: what the question is of.
+      task: of the question.
       example: the question.
     """
 
@@ -44,12 +44,12 @@ class TraceRequest:
     example: TaskExample
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict that `from_json` reads back."""
+        """A plain dict for `from_json`."""
         return {**dataclasses.asdict(self), "slo": str(self.slo)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "TraceRequest":
-        """Reads what `to_json` wrote.
+        """Reads a dict that `to_json` made.
 
         Raises:
           ConfigError: it is malformed.
@@ -77,10 +77,11 @@ def _text(value: Any) -> str:
     """A text of a trace.
 
     Raises:
-      TypeError: it is none that a model could be given.
+      TypeError: it is not a text.
+      UnicodeEncodeError: it has no UTF-8 form.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is no text")
+        raise TypeError(f"{value!r:.80} is not text")
     value.encode()
     return value
 
@@ -98,10 +99,10 @@ def make_trace(
 
     Args:
       questions: by task; all tasks are equally likely, as are the questions of one.
-      requests: how many.
-      slos: one app each.
-      alpha: skew; app i makes requests in proportion to (i + 1)^-alpha: 0 is even, more gives the first apps
-        more, less than 0 the last.
+      requests: number of requests.
+      slos: of the apps, one app each.
+      alpha: skew; app i makes requests in proportion to (i + 1)^-alpha: 0 is even, a positive one gives the
+        first apps more, a negative one the last.
       rate_per_s: mean arrivals per second of the Poisson process.
       seed: of the draw.
 
@@ -143,7 +144,7 @@ def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Reads what `write_trace` wrote.
+    """Reads a trace that `write_trace` wrote.
 
     Raises:
       ConfigError: it cannot be read, is malformed, or too long.
@@ -153,24 +154,24 @@ def read_trace(path: Path) -> list[TraceRequest]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one request.
+    """The outcome of one request.
 
     Attributes:
-      request: what was asked.
+      request: of the trace.
       right: whether the answer was the right one.
-      held: whether it met its objective.
-      cost: what it took.
+      met: whether the answer met its objective.
+      cost: of the answer.
       level: that answered.
-      kept_share: of the prompt's tokens, those that were read.
-      source: who decided (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
-      planning_ms: what deciding took.
-      confident: whether it should have held its objective as surely as the service was asked to (see `Plan`).
+      kept_share: share of the prompt's tokens that were kept.
+      source: of the plan (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
+      planning_ms: time to plan.
+      confident: whether the plan should have met the objective with the service's confidence (see `Plan`).
       failure: why there is no answer; None where there is one.
     """
 
     request: TraceRequest
     right: bool
-    held: bool
+    met: bool
     cost: Cost
     level: int
     kept_share: float
@@ -187,13 +188,13 @@ def replay(
     answer_tokens: int = ANSWER_TOKENS,
     progress: Progress | None = None,
 ) -> list[Outcome]:
-    """Makes a trace's calls one after another, each as soon as the one before is done: what is measured is
-    the service, not a queue.
+    """Makes a trace's calls one after another, each as soon as the one before has ended: this measures the
+    service, not a queue.
 
-    A request that does not fit the context has failed, was neither right nor in time, and the next one comes.
+    A request that does not fit the context fails: it is neither right nor in time.
 
     Args:
-      service: it answers.
+      service: that answers.
       trace: the requests.
       answer_tokens: most tokens of an answer.
       progress: called with ("replay", requests done, requests in all).
@@ -211,12 +212,12 @@ def replay(
 
 
 def outcome_of(request: TraceRequest, answer: PlannedAnswer) -> Outcome:
-    """What a finished answer says of its request."""
+    """The outcome of a finished answer."""
     plan = answer.plan
     return Outcome(
         request=request,
         right=is_right(request.example, answer.text),
-        held=answer.held,
+        met=answer.met,
         cost=answer.cost,
         level=plan.level,
         kept_share=len(plan.kept) / plan.prompt_tokens,
@@ -227,9 +228,9 @@ def outcome_of(request: TraceRequest, answer: PlannedAnswer) -> Outcome:
 
 
 def failed(request: TraceRequest, failure: str) -> Outcome:
-    """What became of a request that has no answer."""
+    """The outcome of a request without an answer."""
     return Outcome(
-        request=request, right=False, held=False, cost=Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0), level=0,
+        request=request, right=False, met=False, cost=Cost(ttft_ms=0.0, tpot_ms=0.0, tokens=0), level=0,
         kept_share=0.0, source="failed", planning_ms=0.0, failure=failure,
     )  # fmt: skip
 
@@ -239,19 +240,19 @@ class Totals:
     """Means over the requests of one objective, or of all.
 
     Attributes:
-      requests: how many.
-      failed: how many of them have no answer.
+      requests: number of requests.
+      failed: number of requests without an answer.
       accuracy: share of right answers, in time or not.
-      held: share that met the objective, right or not.
-      right_and_held: share that did both.
-      level, kept_share, ttft_ms, tpot_ms, planning_ms: means over those that were answered; 0 if none was.
+      met: share that met the objective, right or not.
+      right_and_met: share of right answers that met the objective.
+      level, kept_share, ttft_ms, tpot_ms, planning_ms: means over answered requests; 0 if there are none.
     """
 
     requests: int
     failed: int
     accuracy: float
-    held: float
-    right_and_held: float
+    met: float
+    right_and_met: float
     level: float
     kept_share: float
     ttft_ms: float
@@ -260,7 +261,7 @@ class Totals:
 
 
 def totals(outcomes: Sequence[Outcome]) -> Totals:
-    """Means over outcomes, of which there is at least one."""
+    """Means over at least one outcome."""
     answered = [each for each in outcomes if each.failure is None]
 
     def share(value: Callable[[Outcome], bool]) -> float:
@@ -273,8 +274,8 @@ def totals(outcomes: Sequence[Outcome]) -> Totals:
         requests=len(outcomes),
         failed=len(outcomes) - len(answered),
         accuracy=share(lambda each: each.right),
-        held=share(lambda each: each.held),
-        right_and_held=share(lambda each: each.right and each.held),
+        met=share(lambda each: each.met),
+        right_and_met=share(lambda each: each.right and each.met),
         level=mean(lambda each: each.level),
         kept_share=mean(lambda each: each.kept_share),
         ttft_ms=mean(lambda each: each.cost.ttft_ms),

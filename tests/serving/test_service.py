@@ -98,14 +98,14 @@ def test_a_call_is_answered_by_the_plan(service):
     assert answer.text == direct.text
     assert answer.cost.tokens == len(direct.tokens)
     assert answer.cost.ttft_ms > answer.timings.ttft_ms
-    assert answer.held
+    assert answer.met
 
 
 def test_an_answer_that_took_too_long_says_so(service):
     # A profile of a much faster device.
     mine = with_times(service, scale=1e-6)
     answer = mine.call(TEXT, slo=Slo(ttft=0.5, tpot=0.6), max_tokens=6).result()
-    assert not answer.held
+    assert not answer.met
 
 
 def test_answers_teach_how_late_they_come(service):
@@ -153,7 +153,7 @@ def test_apps_have_their_own_objectives(service):
 
 def test_a_question_brings_its_instruction(service):
     question = TaskExample(user=TEXT, answer="yes", system="is it true?", options=("yes", "no"))
-    np.testing.assert_array_equal(service.read(question).ids, service.read(TEXT, "is it true?").ids)
+    np.testing.assert_array_equal(service.tokenize(question).ids, service.tokenize(TEXT, "is it true?").ids)
 
 
 def test_ratios_may_be_text(service):
@@ -164,10 +164,10 @@ def test_ratios_may_be_text(service):
 def test_an_instruction_is_read_without_a_template(tmp_path):
     path = write_tiny_bundle(tmp_path / "plain.jaxllm", tokenizer=tiny_tokenizer(chat=False))
     service = LLMService.open(path, options=OPTIONS)
-    read = service.read(TEXT, "is it true?")
-    assert "is it true?" in read.text
-    assert read.forced[: len("is it")].any()
-    assert service.read(TEXT).text == TEXT
+    tokens = service.tokenize(TEXT, "is it true?")
+    assert "is it true?" in tokens.text
+    assert tokens.forced[: len("is it")].any()
+    assert service.tokenize(TEXT).text == TEXT
 
 
 def test_bad_prompts(service):

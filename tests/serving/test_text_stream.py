@@ -308,9 +308,9 @@ def test_stops_match_the_plain_search(text: str, stops: list[str], cuts: list[in
         # Never more than what every continuation would show.
         assert expected.startswith(shown)
         if not stopped:
-            # Nor less: what is held back may still begin a stop string.
-            held = text[len(shown) : end]
-            assert held == "" or any(stop.startswith(held) and stop != held for stop in stops)
+            # Nor less: what is withheld may still begin a stop string.
+            withheld = text[len(shown) : end]
+            assert withheld == "" or any(stop.startswith(withheld) and stop != withheld for stop in stops)
     shown += matcher.flush()
     assert (shown, matcher.matched) == (expected, matched)
     assert stopped == (matched is not None)

@@ -233,7 +233,7 @@ def test_planning_is_the_pass_and_what_else_there_is_to_do():
 def test_planning_is_measured_in_the_service():
     def outcome(planning_ms, source="proposed", failure=None):
         return Outcome(
-            request=request_of(Slo(ttft=0.5, tpot=0.5)), right=True, held=True, level=50, kept_share=1.0,
+            request=request_of(Slo(ttft=0.5, tpot=0.5)), right=True, met=True, level=50, kept_share=1.0,
             cost=Cost(ttft_ms=1.0, tpot_ms=1.0, tokens=2), source=source, planning_ms=planning_ms,
             failure=failure,
         )  # fmt: skip
@@ -316,7 +316,7 @@ class Answering:
             confident=True,
             whole=cost,
         )
-        answer = types.SimpleNamespace(plan=plan, cost=cost, held=slow == 1, text="a")
+        answer = types.SimpleNamespace(plan=plan, cost=cost, met=slow == 1, text="a")
         return types.SimpleNamespace(result=lambda: answer)
 
 

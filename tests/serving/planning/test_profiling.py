@@ -7,7 +7,7 @@ from jaxllm.elastic.ladder import Ladder
 from serving.engine import Engine
 from serving.options import EngineOptions
 from serving.planning.profile import profile_path
-from serving.planning.profiling import evened, measure, measure_together
+from serving.planning.profiling import measure, measure_together, monotonic
 from tests.tiny import TINY, write_tiny_bundle
 
 
@@ -65,13 +65,13 @@ def test_engines_that_are_compared_take_turns(tmp_path):
     assert all("second" in asked[start : start + 7] for start in (0, 7, 14))
 
 
-def test_noise_that_makes_more_work_quicker_is_evened_out():
+def test_times_are_made_monotonic():
     times = np.array([[1.0, 2.0, 4.0], [3.0, 2.5, 8.0], [2.0, 6.0, 7.0]])
-    found = evened(times)
+    found = monotonic(times)
     assert (np.diff(found, axis=0) >= 0).all()
     assert (np.diff(found, axis=1) >= 0).all()
     # What is in order stays, and what is not stays in its neighbours' range.
     assert found[0].tolist() == [1.0, 2.0, 4.0]
     assert found.min() == 1.0
     assert found.max() <= 8.0
-    np.testing.assert_array_equal(evened(found), found)
+    np.testing.assert_array_equal(monotonic(found), found)

@@ -137,22 +137,22 @@ def test_a_request_that_does_not_fit_has_failed_and_the_replay_goes_on(tmp_path,
     assert [each.failure is None for each in outcomes] == [True, False, True]
     assert "the context holds 64" in outcomes[1].failure
     assert not outcomes[1].right
-    assert not outcomes[1].held
+    assert not outcomes[1].met
     whole = totals(outcomes)
     assert (whole.requests, whole.failed, whole.level, whole.kept_share) == (3, 1, 100, 1.0)
-    assert whole.held <= 2 / 3
+    assert whole.met <= 2 / 3
     assert whole.ttft_ms == pytest.approx((outcomes[0].cost.ttft_ms + outcomes[2].cost.ttft_ms) / 2)
     nothing = totals(outcomes[1:2])
     assert (nothing.failed, nothing.accuracy, nothing.level) == (1, 0.0, 0.0)
 
 
-def outcome(slo, right, held, level=50):
+def outcome(slo, right, met, level=50):
     request = TraceRequest(
         time_s=0.0, app=f"app-{slo}", slo=SLOS[slo], task="news", example=QUESTIONS["news"][0]
     )
     cost = Cost(ttft_ms=2.0 * (slo + 1), tpot_ms=1.0, tokens=4)
     return Outcome(
-        request=request, right=right, held=held, cost=cost, level=level, kept_share=0.5, source="proposed",
+        request=request, right=right, met=met, cost=cost, level=level, kept_share=0.5, source="proposed",
         planning_ms=0.1,
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def test_totals():
     assert (by_slo["<100,100>"].requests, by_slo["<100,100>"].accuracy) == (2, 0.5)
     assert by_slo["<100,100>"].level == 75
     whole = totals(outcomes)
-    assert (whole.accuracy, whole.held) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    assert (whole.accuracy, whole.met) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
     # One was right and late, one wrong in time.
-    assert whole.right_and_held == pytest.approx(1 / 3)
+    assert whole.right_and_met == pytest.approx(1 / 3)
     assert whole.ttft_ms == pytest.approx(8 / 3)
