@@ -86,9 +86,9 @@ def test_a_call_is_answered_by_the_plan(service):
     mine = with_times(service, scale=1e4)
     answer = mine.call(TEXT, slo=Slo(ttft=0.45, tpot=0.6), instruction="say it again", max_tokens=6).result()
     assert (answer.plan.level, answer.plan.source) == (50, "proposed")
-    read = mine.read(TEXT, "say it again")
-    kept = read.ids[answer.plan.kept].tolist()
-    assert len(kept) < len(read.ids)
+    tokens = mine.tokenize(TEXT, "say it again")
+    kept = tokens.ids[answer.plan.kept].tolist()
+    assert len(kept) < len(tokens.ids)
     told = mine.engine.tokenizer.decode(kept)
     assert "say it again" in told
     assert "the quick" in told
