@@ -12,12 +12,13 @@ import pytest
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import TokenPositions, new_cache
-from jaxllm.kv.chunks import take_chunks
+from jaxllm.kv.chunks import LayerChunks, take_chunks
+from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculative.tree import add_nodes, new_tree
 from jaxllm.steps.layers import restore_layer
-from jaxllm.steps.model import decode_tokens, prefill_chunk, score_chunk
+from jaxllm.steps.model import BlockEnd, decode_tokens, prefill_chunk, score_chunk
 from jaxllm.steps.trees import keep_path, verify
 from tests.tiny import TINY, tiny_params
 
@@ -82,6 +83,7 @@ SAMPLER = sampler_state(Sampling(), [], V, 0)
 ONE, YES = np.int32(1), np.True_
 PAST = (CACHE.keys[0], CACHE.values[0])
 AT = TokenPositions.after(ONE, 4, ONE)
+CHUNKS = LayerChunks(ints(2, 3), ints(2), ChunkFormat.named("channel", 16))
 
 WRONG = {
     "prefill_chunk takes tokens as": (functools.partial(prefill_chunk, **FIXED), ints(4), ONE, YES, CACHE),
@@ -93,11 +95,12 @@ WRONG = {
         functools.partial(score_chunk, **FIXED), ints(1, 4), ints(1, 5), ONE, CACHE,
     ),
     "decode_tokens takes token as [B] int32": (
-        functools.partial(decode_tokens, **FIXED, block=4), ints(1, 1), CACHE, SAMPLER, ints(2), ONE,
+        functools.partial(decode_tokens, **FIXED, block=4), ints(1, 1), CACHE, SAMPLER,
+        BlockEnd(ints(2), ONE),
     ),
     f"decode_step takes counts as [B, V] int32 with B = 2, V = {V}": (
         functools.partial(decode_tokens, **FIXED, block=4), ints(2),
-        new_cache(TINY, batch=2, tokens=32, dtype=jnp.float32), SAMPLER, ints(2), ONE,
+        new_cache(TINY, batch=2, tokens=32, dtype=jnp.float32), SAMPLER, BlockEnd(ints(2), ONE),
     ),
     "forward takes valid as": (
         functools.partial(decoder.forward, cfg=TINY, valid=np.float32(1)), ints(1, 4), CACHE,
@@ -109,12 +112,10 @@ WRONG = {
         functools.partial(decoder.logits, cfg=TINY), floats(1, 32),
     ),
     "restore_layer takes x as": (
-        functools.partial(restore_layer, cfg=TINY, layer=0, form=None), floats(4, 64), AT, PAST, ints(2, 3),
-        ints(2),
+        functools.partial(restore_layer, cfg=TINY, layer=0), floats(4, 64), AT, PAST, CHUNKS,
     ),
     "restore_layer takes positions as [T] int32 with T = 5": (
-        functools.partial(restore_layer, cfg=TINY, layer=0, form=None), floats(1, 5, 64), AT, PAST,
-        ints(2, 3), ints(2),
+        functools.partial(restore_layer, cfg=TINY, layer=0), floats(1, 5, 64), AT, PAST, CHUNKS,
     ),
     "verify takes limit as": (
         functools.partial(verify, **FIXED), new_tree(ONE, 4), CACHE, SAMPLER, np.float32(1),

@@ -3,10 +3,12 @@
 A chunk is C consecutive tokens of all layers: chunk number n has positions `[n·C, (n+1)·C)`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
@@ -19,6 +21,22 @@ CHUNK_TOKENS = 16
 
 # One layer's keys and values.
 Past = tuple[jax.Array, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerChunks:
+    """Stored chunks of one layer, to be loaded into its cache.
+
+    Attributes:
+      source: their blobs, uint8 `[n, bytes]`; or addresses and sizes of these, uint32 `[n, 3]`.
+      bits: `[n]` int32, width of each chunk; negative: the chunk is not loaded.
+      form: codec and size of the chunks.
+    """
+
+    source: jax.Array | np.ndarray
+    bits: jax.Array | np.ndarray
+    form: ChunkFormat = dataclasses.field(metadata={"static": True})
 
 
 def chunk_shapes(cfg: ModelConfig, *, tokens: int = CHUNK_TOKENS, dtype: str) -> tuple[ChunkShape, ...]:

@@ -6,6 +6,8 @@ confidence grows first: growing can only lower it. If the draft gives several to
 branch divides.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,23 @@ from jaxllm.speculative.tree import TokenTree, add_nodes
 
 # A token at least this likely opens a branch of its own (section 3.2).
 BRANCH_CONFIDENCE = 0.3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How a draft grows trees.
+
+    Attributes:
+      tips: branches that the draft runs on at a time.
+      branches: most children of a node.
+      threshold: see `grow`.
+      paced: see `next_tips`.
+    """
+
+    tips: int
+    branches: int
+    threshold: float = BRANCH_CONFIDENCE
+    paced: bool = True
 
 
 def next_tips(

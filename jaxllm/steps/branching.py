@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxllm.steps.model import SCORE_BLOCK
+from jaxllm.steps.model import SCORE_BLOCK, ScoredTokens
 
 # In a short row attention looks at little that it must then mask; in a long one less is left empty.
 _ROW_TOKENS = (128, 256, 512, 1024, 2048, 4096)
@@ -99,6 +99,11 @@ class Packed:
             owners=np.zeros(room, np.int32),
             used=[0] * rows,
         )
+
+    @property
+    def scored(self) -> ScoredTokens:
+        """The tokens that the step scores."""
+        return ScoredTokens(self.places, self.targets, np.int32(self.count))
 
     def take(self, piece: Piece) -> bool:
         """Puts a piece into the first row with room for it; says whether there was one."""

@@ -16,7 +16,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
 from jaxllm.kernels.used_units import used_in_layer
 from jaxllm.kv.cache import KVCache, TokenPositions
-from jaxllm.kv.chunks import Past, load_chunks
+from jaxllm.kv.chunks import LayerChunks, Past, load_chunks
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer import chosen_experts
@@ -125,15 +125,13 @@ def attend_restored(
     x: jax.Array,
     at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
-    source: jax.Array,
-    bits: jax.Array,
+    chunks: LayerChunks,
     *,
     cfg: ModelConfig,
     layer: int,
-    form: ChunkFormat,
 ) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array]]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
-    past = _loaded_layer(params, past, source, bits, layer, form=form)
+    past = _loaded_layer(params, past, chunks, layer)
     tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
     return tokens, out, past
 
@@ -205,12 +203,10 @@ def restore_layer(
     x: jax.Array,
     at: TokenPositions,
     past: tuple[jax.Array, jax.Array],
-    source: jax.Array,
-    bits: jax.Array,
+    chunks: LayerChunks,
     *,
     cfg: ModelConfig,
     layer: int,
-    form: ChunkFormat,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One layer of a context that comes back: stored chunks are put into its cache, then tokens of the other
     chunks pass the layer and write their own keys and values (LLMS, section 3.3).
@@ -222,17 +218,15 @@ def restore_layer(
       x: `[1, T, D]`, the layer's input; donated.
       at: where the T tokens stand.
       past: keys and values `[1, K, S, H]`; donated.
-      source: where the layer's blobs are: addresses and sizes `[n, 3]`, or the blobs themselves.
-      bits: how wide they are (see `load_chunks`).
+      chunks: those that are stored.
       cfg: the model.
       layer: its index.
-      form: how chunks were stored.
 
     Returns:
       The next layer's input, keys and values.
     """
     _check_layer("restore_layer", x, at, past, cfg)
-    past = _loaded_layer(params, past, source, bits, layer, form=form)
+    past = _loaded_layer(params, past, chunks, layer)
     x, past, _ = forward_layer(params, x, at, past, cfg=cfg, layer=layer)
     return x, past
 
@@ -245,12 +239,11 @@ def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: M
     axes.check(jnp.floating, "B K S H", keys=past[0], values=past[1])
 
 
-def _loaded_layer(
-    params: Params, past: Past, source: jax.Array, bits: jax.Array, layer: int, *, form: ChunkFormat
-) -> Past:
+def _loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -> Past:
     """`load_chunks` into one layer."""
+    source, bits = jnp.asarray(chunks.source), jnp.asarray(chunks.bits)
     sources = source[None] if source.dtype == jnp.uint32 else (source,)
-    (past,) = _loaded(params, [past], sources, bits, [layer], form=form)
+    (past,) = _loaded(params, [past], sources, bits, [layer], form=chunks.form)
     return past
 
 

@@ -4,8 +4,11 @@ Pure functions of static shapes. `serving/runners/resident.py` compiles them, wi
 bound and the caches donated; nobody else does.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
@@ -84,19 +87,37 @@ def decode_step(
     return token, cache, sampler
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockEnd:
+    """Where a block of decoding ends.
+
+    Attributes:
+      stop_ids: `[n]` int32, token ids that end a row; pad with -1.
+      limit: int32 scalar, most tokens, at least 1.
+    """
+
+    stop_ids: jax.Array | np.ndarray
+    limit: jax.Array | np.integer
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes them is traced."""
+        axes.check(jnp.int32, "n", stop_ids=self.stop_ids)
+        axes.check(jnp.int32, "", limit=self.limit)
+
+
 def decode_tokens(
     params: Params,
     token: jax.Array,
     cache: KVCache,
     sampler: SamplerState,
-    stop_ids: jax.Array,
-    limit: jax.Array,
+    end: BlockEnd,
     *,
     cfg: ModelConfig,
     block: int,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
-    """Decodes up to `limit` tokens in one dispatch, stopping on device at a stop token.
+    """Decodes up to `end.limit` tokens in one dispatch, stopping on device at a stop token.
 
     Stop strings are the host's: it reads every token of the block in order, so none can be missed;
     what was decoded behind one is dropped.
@@ -104,10 +125,9 @@ def decode_tokens(
     Args:
       params: the model's parameters.
       token: `[B]` int32, the last token chosen, not yet in the cache.
-      cache: donated; must have room for `limit` more tokens.
+      cache: donated; must have room for `end.limit` more tokens.
       sampler: donated.
-      stop_ids: `[n]` int32 token ids that end a row; pad with -1.
-      limit: int32 scalar in [1, block].
+      end: where it ends, after at most `block` tokens.
       cfg: the model.
       block: most tokens per dispatch.
       dtype: of the activations.
@@ -118,21 +138,20 @@ def decode_tokens(
     """
     axes = Axes("decode_tokens")
     axes.check(jnp.int32, "B", token=token)
-    axes.check(jnp.int32, "n", stop_ids=stop_ids)
-    axes.check(jnp.int32, "", limit=limit)
+    end.check(axes)
     batch = token.shape[0]
     rows = jnp.full((batch, block), -1, jnp.int32)
     running = jnp.ones(batch, jnp.bool_)
 
     def more(carry):
         done, running = carry[0], carry[2]
-        return (done < limit) & jnp.any(running)
+        return (done < end.limit) & jnp.any(running)
 
     def step(carry):
         done, token, running, rows, cache, sampler = carry
         token, cache, sampler = decode_step(params, token, cache, sampler, cfg=cfg, dtype=dtype)
         rows = jax.lax.dynamic_update_slice_in_dim(rows, token[:, None], done, axis=1)
-        stopped = (token == NO_TOKEN) | jnp.any(token[:, None] == stop_ids[None, :], axis=1)
+        stopped = (token == NO_TOKEN) | jnp.any(token[:, None] == end.stop_ids[None, :], axis=1)
         running = running & ~stopped
         return done + 1, token, running, rows, cache, sampler
 
@@ -176,14 +195,34 @@ def route_documents(
     return routing.ids
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoredTokens:
+    """Tokens that `score_branches` scores.
+
+    Attributes:
+      places: `[P]` int32, of the tokens before them in the flattened `[B·T]`; P is a multiple of
+        `SCORE_BLOCK`.
+      targets: `[P]` int32, the token that may follow each of those.
+      count: int32 scalar, how many of the P are real.
+    """
+
+    places: jax.Array | np.ndarray
+    targets: jax.Array | np.ndarray
+    count: jax.Array | np.integer
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes them is traced."""
+        axes.check(jnp.int32, "P", places=self.places, targets=self.targets)
+        axes.check(jnp.int32, "", count=self.count)
+
+
 def score_branches(
     params: Params,
     tokens: jax.Array,
     starts: jax.Array,
     branches: Branches,
-    places: jax.Array,
-    targets: jax.Array,
-    count: jax.Array,
+    scored: ScoredTokens,
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
@@ -195,9 +234,7 @@ def score_branches(
       tokens: `[B, T]` int32; documents packed one behind the other.
       starts: `[B, T]` int32 (see `forward_documents`); padding is a document of its own.
       branches: where the documents branch.
-      places: `[P]` int32, of tokens in the flattened `[B·T]`; P is a multiple of `SCORE_BLOCK`.
-      targets: `[P]` int32, the token that may follow each of them.
-      count: int32 scalar, how many of the P are real.
+      scored: which tokens.
       cfg: the model.
       dtype: of the activations.
 
@@ -207,15 +244,14 @@ def score_branches(
     axes = Axes("score_branches")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
     branches.check(axes)
-    axes.check(jnp.int32, "P", places=places, targets=targets)
-    axes.check(jnp.int32, "", count=count)
+    scored.check(axes)
     hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype, differentiable=False)
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
     def block(index: jax.Array, scores: jax.Array) -> jax.Array:
         at = index * SCORE_BLOCK
-        rows = hidden[jax.lax.dynamic_slice_in_dim(places, at, SCORE_BLOCK)]
-        goals = jax.lax.dynamic_slice_in_dim(targets, at, SCORE_BLOCK)
+        rows = hidden[jax.lax.dynamic_slice_in_dim(jnp.asarray(scored.places), at, SCORE_BLOCK)]
+        goals = jax.lax.dynamic_slice_in_dim(jnp.asarray(scored.targets), at, SCORE_BLOCK)
         out = logits(params, rows, cfg=cfg)
         chosen = jnp.take_along_axis(out, goals[:, None], axis=-1)[:, 0]
         scores_here = chosen - jax.nn.logsumexp(out, axis=-1)
@@ -223,5 +259,5 @@ def score_branches(
 
     # By blocks, so that the logits of a large vocabulary never are in memory together, and none are
     # computed that nobody asked for.
-    blocks = (count + SCORE_BLOCK - 1) // SCORE_BLOCK
-    return jax.lax.fori_loop(0, blocks, block, jnp.zeros(places.shape, jnp.float32))
+    blocks = (scored.count + SCORE_BLOCK - 1) // SCORE_BLOCK
+    return jax.lax.fori_loop(0, blocks, block, jnp.zeros(scored.places.shape, jnp.float32))

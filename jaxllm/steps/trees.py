@@ -18,7 +18,7 @@ from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.acceptance import choices
-from jaxllm.speculative.pacer import BRANCH_CONFIDENCE, best_confidence, grow, next_tips
+from jaxllm.speculative.pacer import Growth, best_confidence, grow, next_tips
 from jaxllm.speculative.tree import TokenTree, accepted_nodes, deepest, new_tree, path_to
 
 
@@ -100,21 +100,39 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     return dataclasses.replace(cache, keys=keys, values=values, mass=mass)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftEnd:
+    """Where drafting ends.
+
+    Attributes:
+      alpha: float32 scalar, confidence that every branch has fallen below (see `fallback`).
+      most: int32 scalar, nodes that are wanted: growing ends where no branch could bring one that is among
+        the so many most confident; there may be more of less confidence. Not `paced`, as soon as there are
+        so many.
+      limit: int32 scalar, most runs of the draft.
+    """
+
+    alpha: jax.Array | np.floating
+    most: jax.Array | np.integer
+    limit: jax.Array | np.integer
+
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes them is traced."""
+        axes.check(jnp.float32, "", alpha=self.alpha)
+        axes.check(jnp.int32, "", most=self.most, limit=self.limit)
+
+
 def draft(
     params: Params,
     tree: TokenTree,
     fed: jax.Array,
     cache: KVCache,
-    alpha: jax.Array,
-    most: jax.Array,
-    limit: jax.Array,
+    end: DraftEnd,
     *,
     cfg: ModelConfig,
-    tips: int,
-    branches: int,
+    growth: Growth,
     dtype: jnp.dtype,
-    threshold: float = BRANCH_CONFIDENCE,
-    paced: bool = True,
 ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
     """Grows a tree in one dispatch: the most confident branches first, until none is more confident than
     alpha, the most confident nodes are found, or `limit` readings are done.
@@ -124,17 +142,10 @@ def draft(
       tree: the tree; donated, as are `fed` and the cache.
       fed: `[M]` bool, which nodes the draft has read.
       cache: the draft's.
-      alpha: float32 scalar, see `fallback`.
-      most: int32 scalar, nodes that are wanted: growing ends where no branch could bring one that is among
-        the so many most confident; there may be more of less confidence. Not `paced`, as soon as there are
-        so many.
-      limit: int32 scalar.
+      end: where it ends.
       cfg: the draft.
-      tips: how many branches are read at a time.
-      branches: most children of a node.
+      growth: how the tree grows.
       dtype: of the activations.
-      threshold: see `pacer.grow`.
-      paced: see `pacer.next_tips`.
 
     Returns:
       The tree, the nodes read, the cache, and how often the draft was run (int32 scalar).
@@ -143,27 +154,28 @@ def draft(
     axes = Axes("draft", B=1, H=cfg.head_dim)
     tree.check(axes)
     axes.check(jnp.bool_, "M", fed=fed)
-    axes.check(jnp.float32, "", alpha=alpha)
-    axes.check(jnp.int32, "", most=most, limit=limit)
+    end.check(axes)
     cache.check(axes)
 
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
         tip = best_confidence(tree, fed)
         # What grows from a branch is less confident than its tip.
-        found = jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32) if paced else tree.count
-        enough = (found >= most) | (tree.count >= tree.room)
-        return (tip >= alpha) & ~enough & (done < limit)
+        found = (
+            jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32) if growth.paced else tree.count
+        )
+        enough = (found >= end.most) | (tree.count >= tree.room)
+        return (tip >= end.alpha) & ~enough & (done < end.limit)
 
     def step(
         carry: tuple[TokenTree, jax.Array, KVCache, jax.Array],
     ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
         tree, fed, cache, done = carry
-        nodes, valid = next_tips(tree, fed, tips, paced=paced)
+        nodes, valid = next_tips(tree, fed, growth.tips, paced=growth.paced)
         out, cache = read_nodes(params, tree, nodes, valid, cache, cfg=cfg, dtype=dtype)
         probabilities = jax.nn.softmax(out, axis=-1)
-        grown = grow(tree, nodes, valid, probabilities, branches=branches, threshold=threshold)
-        real = jnp.arange(tips, dtype=jnp.int32) < valid
+        grown = grow(tree, nodes, valid, probabilities, branches=growth.branches, threshold=growth.threshold)
+        real = jnp.arange(growth.tips, dtype=jnp.int32) < valid
         fed = fed.at[jnp.where(real, nodes, tree.room)].set(True, mode="drop")
         return grown, fed, cache, done + 1
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.kv.chunks import chunk_shapes, encode_chunks, reads_addresses
+from jaxllm.kv.chunks import LayerChunks, chunk_shapes, encode_chunks, reads_addresses
 from jaxllm.steps.layers import load_cache, restore_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
 from serving.buckets.parts import counts_alone, layer_shapes
@@ -57,17 +57,15 @@ class RestoreBucket(Bucket):
     layer: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, x, positions, keys and values, source, bits) -> x, keys and values."""
-        layer, options = self.layer, model.options
-        step = functools.partial(restore_layer, cfg=model.cfg, layer=layer, form=options.chunk_format)
-        source = jax.ShapeDtypeStruct(*source_shape(model.cfg, options, layer, self.cache_tokens))
+        """(layer's params, x, positions, keys and values, chunks) -> x, keys and values."""
+        layer = self.layer
+        step = functools.partial(restore_layer, cfg=model.cfg, layer=layer)
         return model.jitted_part(step, 1, 3).lower(
             layer_shapes(model.params, layer),
             model.hidden(self.tokens),
             position_shapes(self.tokens, consecutive=False),
             model.layer_cache(layer, self.cache_tokens),
-            source,
-            bits_shape(model, self.cache_tokens),
+            layer_chunk_shapes(model, layer, self.cache_tokens),
         )
 
 
@@ -98,6 +96,13 @@ def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tok
         return (chunks, 3), np.uint32
     shape = chunk_shapes(cfg, tokens=options.kv_chunk_tokens, dtype=options.cache_dtype)[layer]
     return (chunks, max(options.chunk_format.sizes(shape).values())), np.uint8
+
+
+def layer_chunk_shapes(model: ModelShapes, layer: int, cache_tokens: int) -> LayerChunks:
+    """Shapes of what a layer's part of a cache is restored from."""
+    source: Any = jax.ShapeDtypeStruct(*source_shape(model.cfg, model.options, layer, cache_tokens))
+    bits: Any = bits_shape(model, cache_tokens)
+    return LayerChunks(source, bits, model.options.chunk_format)
 
 
 def bits_shape(model: ModelShapes, cache_tokens: int) -> jax.ShapeDtypeStruct:

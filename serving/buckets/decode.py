@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.sampling import sample
-from jaxllm.steps.model import decode_tokens
+from jaxllm.steps.model import BlockEnd, decode_tokens
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from serving.text_stream import MAX_STOP_IDS
 
@@ -35,7 +36,9 @@ class DecodeBucket(Bucket):
     cache_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, token, cache, sampler, stop_ids, limit) -> tokens, count, cache, sampler."""
+        """(params, token, cache, sampler, end) -> tokens, count, cache, sampler."""
         step = model.jitted(functools.partial(decode_tokens, block=self.block_tokens), 2, 3)
         cache = model.cache(self.cache_tokens)
-        return step.lower(model.params, ids(1), cache, model.sampler, ids(MAX_STOP_IDS), SCALAR)
+        stop_ids: Any = ids(MAX_STOP_IDS)
+        limit: Any = SCALAR
+        return step.lower(model.params, ids(1), cache, model.sampler, BlockEnd(stop_ids, limit))

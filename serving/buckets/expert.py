@@ -11,7 +11,7 @@ from jaxllm.elastic.submodel import whole_params
 from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
-from serving.buckets.context import bits_shape, source_shape
+from serving.buckets.context import layer_chunk_shapes
 from serving.buckets.parts import EXPERT_PARTS, any_expert, expert_norm, layer_params, router_params
 
 
@@ -71,25 +71,21 @@ class AttendRestoredBucket(Bucket):
     layer: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next router, x, positions, keys and values, source, bits) -> tokens at experts,
+        """(layer's params, next router, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
         whole, layer = whole_params(model.params), self.layer
-        attend = functools.partial(
-            attend_restored, cfg=model.cfg, layer=layer, form=model.options.chunk_format
-        )
+        attend = functools.partial(attend_restored, cfg=model.cfg, layer=layer)
         at, past = (
             position_shapes(self.tokens, consecutive=False),
             model.layer_cache(layer, self.cache_tokens),
         )
-        source = jax.ShapeDtypeStruct(*source_shape(model.cfg, model.options, layer, self.cache_tokens))
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
             layer_params(whole, layer, layer),
             router_params(whole, layer),
             model.hidden(self.tokens),
             at,
             past,
-            source,
-            bits_shape(model, self.cache_tokens),
+            layer_chunk_shapes(model, layer, self.cache_tokens),
         )
 
 

@@ -1,12 +1,13 @@
 """Buckets that score given text: log-probabilities of tokens, and the experts that tokens visit."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import target_room
-from jaxllm.steps.model import route_documents, score_branches, score_chunk
+from jaxllm.steps.model import ScoredTokens, route_documents, score_branches, score_chunk
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 
 
@@ -42,11 +43,13 @@ class BranchesBucket(Bucket):
     tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, tokens, starts, branches, places, targets, count) -> log-probabilities."""
-        rows, flat = ids(self.rows, self.tokens), ids(target_room(self.rows, self.tokens))
+        """(params, tokens, starts, branches, scored) -> log-probabilities."""
+        rows = ids(self.rows, self.tokens)
+        flat: Any = ids(target_room(self.rows, self.tokens))
+        count: Any = SCALAR
         branches = Branches(rows, rows)  # pyright: ignore[reportArgumentType]: shapes
         step = model.jitted(score_branches)
-        return step.lower(model.params, rows, rows, branches, flat, flat, SCALAR)
+        return step.lower(model.params, rows, rows, branches, ScoredTokens(flat, flat, count))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

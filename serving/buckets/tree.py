@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.steps.trees import draft, follow, keep_path, settle, verify
+from jaxllm.speculative.pacer import Growth
+from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, settle, verify
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, tree_shapes
 
 
@@ -37,25 +38,20 @@ class DraftBucket(Bucket):
     Attributes:
       nodes: capacity of the tree (M).
       cache_tokens: length of the drafter's cache.
-      tips, branches, threshold, paced: see `TreeShape`.
+      growth: how the tree grows.
     """
 
     nodes: int
     cache_tokens: int
-    tips: int
-    branches: int
-    threshold: float
-    paced: bool
+    growth: Growth
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, tree, fed, cache, alpha, most, limit) -> tree, fed, cache, steps."""
-        grown = functools.partial(
-            draft, tips=self.tips, branches=self.branches, threshold=self.threshold, paced=self.paced
-        )
-        alpha, cache = jax.ShapeDtypeStruct((), jnp.float32), model.cache(self.cache_tokens)
-        step = model.jitted(grown, 1, 2, 3)
-        tree, fed = tree_shapes(self.nodes), _fed(self.nodes)
-        return step.lower(model.params, tree, fed, cache, alpha, SCALAR, SCALAR)
+        """(params, tree, fed, cache, end) -> tree, fed, cache, steps."""
+        step = model.jitted(functools.partial(draft, growth=self.growth), 1, 2, 3)
+        tree, fed, cache = tree_shapes(self.nodes), _fed(self.nodes), model.cache(self.cache_tokens)
+        alpha: Any = jax.ShapeDtypeStruct((), jnp.float32)
+        count: Any = SCALAR
+        return step.lower(model.params, tree, fed, cache, DraftEnd(alpha, count, count))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxllm.errors import CheckpointError
 from jaxllm.kv.cache import KVCache, TokenPositions
-from jaxllm.kv.chunks import chunk_shapes, reads_addresses
+from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
 from jaxllm.kv.recompute import LOST
 from serving.buckets.context import ENCODED_CHUNKS, source_shape
 from serving.contexts.blobs import Blobs, Stored
@@ -124,7 +124,7 @@ class ChunkIO:
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         source = self._source(cache, layer, chunks)
         past = cache.keys[layer], cache.values[layer]
-        return self.runner.restore_layer(layer, x, at, past, source, bits)
+        return self.runner.restore_layer(layer, x, at, past, LayerChunks(source, bits, self._form))
 
     def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
         """Encodes chunks of a cache.

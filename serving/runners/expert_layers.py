@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.chunks import LayerChunks
 from jaxllm.steps.layers import AtExperts
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
@@ -142,15 +143,15 @@ class ExpertLayers:
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
 
     def restore(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
         compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
         weights = self._parts.layers[layer]
         if not self._model.cfg.is_sparse(layer):
-            return compiled(weights, x, at, past, source, bits)
+            return compiled(weights, x, at, past, chunks)
         index = self.experts.store.sparse.index(layer)
-        before, out, past = compiled(weights, self._next_router(index), x, at, past, source, bits)
+        before, out, past = compiled(weights, self._next_router(index), x, at, past, chunks)
         if index == 0:
             self._restoring = []
         outs = [out]

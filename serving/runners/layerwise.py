@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
+from jaxllm.kv.chunks import LayerChunks
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
@@ -104,7 +105,7 @@ class LayerSource(Protocol):
         ...
 
     def restore(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner.restore_layer`."""
         ...
@@ -292,7 +293,7 @@ class LayerwiseRunner(LevelRunner):
         return self.layers.embed(tokens, at)
 
     def restore_layer(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
-        return self.layers.restore(layer, x, at, past, source, bits)
+        return self.layers.restore(layer, x, at, past, chunks)

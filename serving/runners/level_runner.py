@@ -13,6 +13,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.speculative.tree import TokenTree
@@ -277,7 +278,7 @@ class LevelRunner(abc.ABC):
 
     @abc.abstractmethod
     def restore_layer(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
 

@@ -7,8 +7,11 @@ import jax
 import numpy as np
 
 from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.chunks import LayerChunks
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
+from jaxllm.steps.model import BlockEnd
+from jaxllm.steps.trees import DraftEnd
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
@@ -143,7 +146,8 @@ class ResidentRunner(LevelRunner):
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
         del cached
         compiled = self.buckets.get(self._decode_bucket(cache.capacity_tokens))
-        return compiled(self.model.params, token, cache, sampler, stop_ids, np.int32(limit))
+        end = BlockEnd(stop_ids, np.int32(limit))
+        return compiled(self.model.params, token, cache, sampler, end)
 
     def verify(
         self,
@@ -185,12 +189,12 @@ class ResidentRunner(LevelRunner):
         return self._embed(tokens, at)
 
     def restore_layer(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
         self._sort_parameters()
         bucket = self.restore_bucket(len(at.positions), past[0].shape[2], layer)
-        return self.buckets.get(bucket)(self._layers[layer], x, at, past, source, bits)
+        return self.buckets.get(bucket)(self._layers[layer], x, at, past, chunks)
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         self._sort_parameters()
@@ -240,9 +244,8 @@ class ResidentRunner(LevelRunner):
           The tree, `fed`, the cache, and the number of steps.
         """
         compiled = self.buckets.get(self._draft_bucket(shape, cache.capacity_tokens))
-        *grown, steps = compiled(
-            self.model.params, tree, fed, cache, np.float32(alpha), np.int32(most), np.int32(limit)
-        )
+        end = DraftEnd(np.float32(alpha), np.int32(most), np.int32(limit))
+        *grown, steps = compiled(self.model.params, tree, fed, cache, end)
         return *grown, int(steps)  # pyright: ignore[reportReturnType]: three of them
 
     def follow(
@@ -277,10 +280,7 @@ class ResidentRunner(LevelRunner):
         return DraftBucket(
             nodes=shape.room,
             cache_tokens=cache,
-            tips=shape.tips,
-            branches=shape.branches,
-            threshold=shape.threshold,
-            paced=shape.paced,
+            growth=shape.growth,
             level=self.model.bucket_level,
         )
 

@@ -193,9 +193,7 @@ class ContextRunner(Protocol):
         through `restore_layer` of each layer in turn."""
         ...
 
-    def restore_layer(
-        self, layer: int, x: Any, at: Any, past: Any, source: np.ndarray, bits: np.ndarray
-    ) -> tuple[Any, Any]:
+    def restore_layer(self, layer: int, x: Any, at: Any, past: Any, chunks: Any) -> tuple[Any, Any]:
         """Restores one layer of a context: loads its stored chunks and recomputes others (see
         `jaxllm.steps.layers.restore_layer`).
 
@@ -204,7 +202,7 @@ class ContextRunner(Protocol):
           x: its input for the recomputed chunks, `[1, T, D]`; donated.
           at: positions of their tokens.
           past: its keys and values; donated.
-          source, bits: of stored chunks.
+          chunks: the stored ones, `jaxllm.kv.chunks.LayerChunks`.
 
         Returns:
           The next layer's input, and this layer's keys and values.

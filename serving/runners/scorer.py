@@ -107,9 +107,7 @@ class Scorer:
             packed.tokens,
             packed.starts,
             branches,
-            packed.places,
-            packed.targets,
-            np.int32(packed.count),
+            packed.scored,
         )
         return np.asarray(out)[: packed.count]
 

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.chunks import LayerChunks
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.context import RestoreBucket
@@ -79,13 +80,13 @@ class StreamedLayers:
         return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
 
     def restore(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, source: np.ndarray, bits: np.ndarray
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
         compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
         with self._weights.layer(self._model, layer) as weights:
             # The next piece overwrites the memory of this one.
-            return jax.block_until_ready(compiled(weights, x, at, past, source, bits))
+            return jax.block_until_ready(compiled(weights, x, at, past, chunks))
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:
         some, rows = self._weights.rows(tokens.tolist())

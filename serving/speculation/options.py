@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxllm.errors import ConfigError
 from jaxllm.speculative.fallback import LEAST, MOST, START
+from jaxllm.speculative.pacer import Growth
 
 _MOST_NODES = 256
 
@@ -45,6 +46,11 @@ class TreeShape:
             raise ConfigError(f"tips and branches must be in [1, {self.room}]")
         if not 0 < self.threshold <= 1:
             raise ConfigError(f"threshold must be in (0, 1], got {self.threshold}")
+
+    @property
+    def growth(self) -> Growth:
+        """How the draft grows trees."""
+        return Growth(tips=self.tips, branches=self.branches, threshold=self.threshold, paced=self.paced)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from jaxllm.bundle import Bundle, Part, rewrite_bundle
 from jaxllm.bundle.elastic import read_ladder
 from jaxllm.bundle.prefill import prefill_facts, prefill_parts, read_prefill
 from jaxllm.errors import BundleError
-from jaxllm.int8_prefill.calibration import MOST_LOSS
+from jaxllm.int8_prefill.recipe import MOST_LOSS
 from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.tiny import write_tiny_bundle
 

@@ -13,7 +13,7 @@ from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.steps.model import decode_step, decode_tokens, prefill_chunk, score_chunk
+from jaxllm.steps.model import BlockEnd, decode_step, decode_tokens, prefill_chunk, score_chunk
 
 V, CAPACITY, BLOCK = 23, 20, 6
 CFG = ModelConfig(
@@ -156,7 +156,9 @@ def test_blocks_do_not_change_the_answer(name, blocks):
     token, cache, sampler = begun(name)
     tokens = []
     for limit in blocks:
-        rows, count, cache, sampler = decode(PARAMS, token, cache, sampler, NO_STOPS, np.int32(limit))
+        rows, count, cache, sampler = decode(
+            PARAMS, token, cache, sampler, BlockEnd(NO_STOPS, np.int32(limit))
+        )
         assert rows.shape == (1, BLOCK)
         assert int(count) == limit
         assert rows[0, limit:].tolist() == [-1] * (BLOCK - limit)
@@ -174,7 +176,7 @@ def test_block_size_is_not_the_answer_s_business():
     other = jit(functools.partial(decode_tokens, **FIXED, block=4))
     expected, *_ = answer_by_steps("sampled", 4)
     token, cache, sampler = begun("sampled")
-    rows, count, *_ = other(PARAMS, token, cache, sampler, NO_STOPS, np.int32(4))
+    rows, count, *_ = other(PARAMS, token, cache, sampler, BlockEnd(NO_STOPS, np.int32(4)))
     assert rows.tolist() == [expected]
     assert int(count) == 4
 
@@ -195,7 +197,7 @@ def test_decoding_ends_at_a_stop_token(name):
         unused = next(token for token in range(V) if token not in expected)
         stops = np.array([-1, unused, stop, -1], np.int32)
         token, cache, sampler = begun(name)
-        rows, count, cache, sampler = decode(PARAMS, token, cache, sampler, stops, np.int32(BLOCK))
+        rows, count, cache, sampler = decode(PARAMS, token, cache, sampler, BlockEnd(stops, np.int32(BLOCK)))
         assert int(count) == first + 1, at
         assert rows[0].tolist() == expected[: first + 1] + [-1] * (BLOCK - first - 1)
         assert_untouched_after(cache, 5 + first + 1)
@@ -210,7 +212,7 @@ def test_a_first_token_that_is_a_stop_token_is_the_caller_s_to_see():
     expected, *_ = answer_by_steps("greedy", 3)
     assert token.tolist()[0] not in expected
     stops = np.array([*token.tolist(), -1, -1, -1], np.int32)
-    rows, count, *_ = decode(PARAMS, token, cache, sampler, stops, np.int32(3))
+    rows, count, *_ = decode(PARAMS, token, cache, sampler, BlockEnd(stops, np.int32(3)))
     assert int(count) == 3
     assert rows[0, :3].tolist() == expected
 
@@ -224,7 +226,7 @@ def test_a_batch_goes_on_until_every_row_has_stopped():
         state = sampler_state(Sampling(), (), V, 0)
         state = dataclasses.replace(state, counts=np.zeros((2, V), np.int32))
         return decode_tokens(
-            PARAMS, first, cache, state, stops, np.int32(BLOCK), cfg=CFG, block=BLOCK,
+            PARAMS, first, cache, state, BlockEnd(stops, np.int32(BLOCK)), cfg=CFG, block=BLOCK,
             dtype=jnp.float32,
         )  # fmt: skip
 

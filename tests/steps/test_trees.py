@@ -11,8 +11,9 @@ import pytest
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
+from jaxllm.speculative.pacer import Growth
 from jaxllm.speculative.tree import new_tree
-from jaxllm.steps.trees import draft, follow, keep_path, read_nodes, verify
+from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, read_nodes, verify
 from serving.speculation.host_tree import by_confidence, some_nodes
 from tests.speculative.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
@@ -142,7 +143,9 @@ def plain(sampling, count):
 @pytest.mark.parametrize("drafter", ["itself", "another"])
 def test_the_answer_is_the_targets_own(sampling, drafter):
     cfg, params = (CFG, PARAMS) if drafter == "itself" else (SMALL, SMALL_PARAMS)
-    growing = jax.jit(functools.partial(draft, cfg=cfg, tips=2, branches=3, dtype=DTYPE, threshold=0.05))
+    growing = jax.jit(
+        functools.partial(draft, cfg=cfg, growth=Growth(tips=2, branches=3, threshold=0.05), dtype=DTYPE)
+    )
     verifying = jax.jit(functools.partial(verify, cfg=CFG, dtype=DTYPE))
     following = jax.jit(follow)
     state = sampler_state(sampling, PROMPT[0].tolist(), CFG.vocab_size, seed=3)
@@ -153,9 +156,8 @@ def test_the_answer_is_the_targets_own(sampling, drafter):
     said, lengths = [int(token[0])], []
     tree, fed, foreseen = new_tree(token[0], ROOM), jnp.zeros(ROOM, bool), 0
     while len(said) < 24:
-        tree, fed, theirs, runs = growing(
-            params, tree, fed, theirs, jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM)
-        )
+        end = DraftEnd(jnp.float32(1e-30), jnp.int32(ROOM), jnp.int32(ROOM))
+        tree, fed, theirs, runs = growing(params, tree, fed, theirs, end)
         assert int(runs) <= ROOM
         chosen = np.sort(by_confidence(tree)[:VERIFIED])
         part = some_nodes(tree, chosen, VERIFIED)

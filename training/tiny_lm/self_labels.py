@@ -214,9 +214,7 @@ def _dispatcher(model: ElasticModel, level: int) -> Callable[[Packed], np.ndarra
             packed.tokens,
             packed.starts,
             Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts),  # pyright: ignore
-            packed.places,
-            packed.targets,
-            np.int32(packed.count),
+            packed.scored,
             cfg=cfg,
             scaling=recovery.scaling,
         )

@@ -81,7 +81,7 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     """Command modules write them out, since they import none of these."""
     from export.commands import export as export_options
     from export.stablehlo import DTYPES, PLATFORMS
-    from jaxllm.int8_prefill.calibration import MOST_LOSS
+    from jaxllm.int8_prefill.recipe import MOST_LOSS
     from serving.commands import profile, trace
     from serving.commands import shared_options as options
     from serving.int8_prefill.options import INTEGER_DEVICES, MODES, PrefillOptions
