@@ -160,7 +160,7 @@ def _on_two_processors(paths: Paths, plan: SpeedPlan) -> dict[str, Any]:
         int8 = prefills[name]
         prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
         subgraphs = int8.subgraphs(prompt)
-        took = {subgraphs[run.place]: run.end_ms - run.start_ms for run in processors.trace.runs}
+        took = {subgraphs[run.index]: run.end_ms - run.start_ms for run in processors.trace.runs}
         latest["real_to_own_bound"] = latest["real_ms"] / lower_bound_ms(subgraphs, took.__getitem__)
         latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
 

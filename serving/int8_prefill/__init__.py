@@ -1,1 +1,1 @@
-"""Integer prefill on one processor or two (mllm-NPU): options, modes, prompts on real processors."""
+"""Runs integer prefill on one processor or two (mllm-NPU, arXiv 2407.05858): options, modes, scheduling."""

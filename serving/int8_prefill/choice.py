@@ -1,4 +1,4 @@
-"""Chooses a bundle's prefill modes: by what was asked for, what was calibrated, and what it costs."""
+"""Chooses a bundle's prefill modes by options, calibration, and measured loss."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,20 @@ _log = logging.getLogger("jaxllm")
 def chosen_prefill(
     bundle: Bundle, options: EngineOptions, levels: Sequence[int], *, streamed: bool
 ) -> PrefillModes | None:
-    """The prefill modes of a bundle's levels; None where all prompts are computed in floats.
+    """The prefill modes of a bundle's levels; None if all prefill is in floats.
 
-    What was asked for by name and cannot be is refused; what was left to the bundle ("auto" on one processor)
-    and cannot be is said in the log. So are levels that lose too much where others do not.
+    If integer prefill is impossible, "int8" or two processors raise; "auto" on one processor logs a warning.
+    If some levels lose too much, the log names them.
 
     Args:
       bundle: an open one.
       options: of the engine.
-      levels: that it serves, the whole model's among them.
+      levels: that it serves, the whole model included.
       streamed: whether weights are read while it runs.
 
     Raises:
-      ConfigError: int8 or two processors were asked for, and the bundle was not calibrated for it or loses
-        too much at every level.
+      ConfigError: int8 or two processors were asked for, and the bundle has no calibration or loses too much
+        at every level.
       BundleError: the calibration is malformed.
     """
     asked = options.prefill
@@ -50,19 +50,19 @@ def chosen_prefill(
         if asked.resolved_mode == "int8" or asked.processors > 1:
             instead = "leave --processors 2 out" if asked.processors > 1 else "choose --prefill float"
             raise ConfigError(f"{problem}; or {instead}")
-        _log.warning("all prompts are read in floats: %s", problem)
+        _log.warning("all prompts are prefilled in floats: %s", problem)
         return None
     if lossy:
         _log.warning(
-            "prompts of level %s are read in floats: integer prefill was measured to lose more than %s there",
-            ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
+            "prompts of level %s are prefilled in floats: integer prefill was measured to lose more than %s
+            there", ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
             f"{asked.most_loss:.2%}",
         )
     return PrefillModes(asked, calibration, frozenset(levels) - lossy.keys())
 
 
 def _problem(bundle: Bundle, *, streamed: bool) -> str:
-    """Why a bundle's prompts cannot be read in integers, and what to do; empty where they can."""
+    """Why a bundle cannot prefill in integers, and what to do; empty if it can."""
     try:
         require_integer_prefill(bundle.cfg)
     except ConfigError as error:
@@ -83,7 +83,7 @@ def _problem(bundle: Bundle, *, streamed: bool) -> str:
 
 
 def _lossy(calibration: PrefillCalibration, levels: Sequence[int], most_loss: float) -> Mapping[int, float]:
-    """The levels that lose more than is allowed, with what they lose; infinity where nobody measured it."""
+    """Level -> loss, of the levels that lose more than allowed; infinity if it was not measured."""
     losses = {level: calibration.loss(level) for level in levels}
     unknown = set(levels) - set(calibration.levels)
     return {level: loss for level, loss in losses.items() if level in unknown or not loss <= most_loss}

@@ -1,4 +1,4 @@
-"""The prefill modes of a model's levels: integers, floats, or whichever is faster for a prompt."""
+"""Decides the prefill mode of each prompt: integers, floats, or the faster one."""
 
 import logging
 import math
@@ -10,47 +10,47 @@ from jaxllm.int8_prefill.calibration import PrefillCalibration
 from serving.int8_prefill.options import PrefillOptions
 
 PrefillMode = Literal["int8", "float"]
-# Of a level and a number of tokens, whether integers are faster.
+# (level, number of tokens) -> whether integer prefill is faster.
 Chooser = Callable[[int, int], bool]
 _log = logging.getLogger("jaxllm")
 
 
 class PrefillModes:
-    """The modes of an engine's levels; what the bundle states of losses knows no adapter.
+    """The prefill modes of an engine's levels. The losses in the bundle were measured without adapters.
 
     Attributes:
       calibration: of the bundle.
-      integer_levels: whose prompts may be computed in integers.
+      integer_levels: that may prefill in integers.
     """
 
     def __init__(
         self, options: PrefillOptions, calibration: PrefillCalibration, integer_levels: frozenset[int]
     ) -> None:
-        """Of a model without an adapter; where both modes are possible, it is floats until `choose_by`."""
+        """Modes of a model without an adapter; "auto" means floats until `choose_by`."""
         self.calibration, self.integer_levels = calibration, integer_levels
         self._options = options
         self._chooser: Chooser = lambda level, tokens: False
         self._adapted = False
 
     def both(self, level: int) -> bool:
-        """Whether prompts of a level are computed in the mode that is faster (see `choose_by`)."""
+        """Whether prompts of a level are prefilled in the faster mode (see `choose_by`)."""
         return level in self.integer_levels and self._options.resolved_mode == "auto"
 
     def choose_by(self, chooser: Chooser) -> None:
-        """Says which of both modes computes prompts."""
+        """Sets the function that chooses between both modes."""
         self._chooser = chooser
 
     def of(self, level: int, tokens: int) -> PrefillMode:
-        """The mode of a prompt of so many tokens at a level."""
+        """The prefill mode of a prompt of `tokens` tokens at a level."""
         if level not in self.integer_levels or (self._adapted and not self._any_loss):
             return "float"
         return "int8" if not self.both(level) or self._chooser(level, tokens) else "float"
 
     def require(self, level: int) -> None:
-        """Refuses to be a level that cannot be read as was asked for by name.
+        """Checks that a level supports the mode that was asked for.
 
         Raises:
-          ConfigError: integers were asked for, and it loses too much.
+          ConfigError: int8 was asked for, and the level loses too much.
         """
         if self._options.resolved_mode == "int8" and level not in self.integer_levels:
             raise ConfigError(
@@ -60,24 +60,24 @@ class PrefillModes:
             )
 
     def require_adaptable(self) -> None:
-        """Refuses adapters where integers were asked for by name.
+        """Checks that an adapter can be used with the mode that was asked for.
 
         Raises:
-          ConfigError: they were, and not any loss is allowed.
+          ConfigError: int8 was asked for, and `most_loss` is not infinity.
         """
         if self._options.resolved_mode == "int8" and not self._any_loss:
             raise ConfigError(
-                "what integer prefill loses was measured without an adapter; read prompts of an adapted "
+                "the loss of integer prefill was measured without an adapter; prefill prompts of an adapted "
                 "model in floats (--prefill float, or auto), or allow any loss "
                 "(--max-prefill-loss inf, PrefillOptions.most_loss)"
             )
 
     def adapt(self, adapted: bool) -> None:
-        """Says whether there is an adapter on the model."""
+        """Sets whether the model has an adapter."""
         if adapted and not self._adapted and not self._any_loss:
             _log.warning(
-                "all prompts are read in floats while the model has an adapter: what integer prefill loses "
-                "with it was not measured"
+                "all prompts are prefilled in floats while the model has an adapter: the loss of integer "
+                "prefill with it was not measured"
             )
         self._adapted = adapted
 

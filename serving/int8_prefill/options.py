@@ -1,4 +1,4 @@
-"""Options of prefill: its mode, and the processors of integer prefill."""
+"""Options of prefill: the mode, and the processors of integer prefill."""
 
 import dataclasses
 from typing import Literal
@@ -16,21 +16,21 @@ _MOST_PROCESSORS = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillOptions:
-    """How prompts are computed.
+    """Options of prefill.
 
     Attributes:
-      mode: "int8" in static steps with shadow outliers, which takes a calibrated bundle; "float" with
-        activations as they are (which native kernels quantize by what they see); "auto" as fits each prompt:
-        int8 where the bundle was calibrated, lost little enough, and the device's profile says that it is
-        faster for so many tokens, else float; "" for int8 on two processors and float on one.
-      most_loss: the growth of perplexity, as a share, that int8 may cost by the bundle's own account, which
-        knows nothing of adapters: infinity allows those, too.
+      mode: "int8" for static steps with shadow outliers, which requires a calibrated bundle; "float" for
+        activations that are not quantized (native kernels quantize them per row); "auto" for int8 if the
+        bundle is calibrated, lost at most `most_loss`, and the device's profile expects it to be faster for
+        the prompt, else float; "" for int8 on two processors and float on one.
+      most_loss: largest growth of perplexity, as a share, that int8 may cost by the bundle's measurement.
+        That was made without adapters: infinity allows them.
       processors: 1, or 2 for an integer and a float processor (see `serving.int8_prefill.processors`), which
-        takes a calibrated bundle.
-      integer_device: what the integer one of two processors is: a core of the CPU, or a GPU.
+        requires a calibrated bundle.
+      integer_device: of the integer processor of two: a core of the CPU, or a GPU.
       order: of subgraphs on two processors.
-      integer_bytes: most memory for weights on the integer processor; the subgraphs with most to compute go
-        there. 0 for no limit.
+      integer_bytes: most memory for weights on the integer processor, which gets the subgraphs with most
+        operations; 0 for no limit.
     """
 
     mode: Mode = ""
@@ -45,7 +45,7 @@ class PrefillOptions:
             raise ConfigError(f"prefill is one of {', '.join(MODES)}, got {self.mode!r:.80}")
         if self.mode == "float" and self.processors > 1:
             raise ConfigError(
-                "two processors read prompts in integers: leave --processors 2 out, or --prefill float"
+                "two processors prefill in integers: leave --processors 2 out, or --prefill float"
             )
         if not 1 <= self.processors <= _MOST_PROCESSORS:
             raise ConfigError(f"prefill runs on 1 or {_MOST_PROCESSORS} processors, got {self.processors}")
@@ -67,5 +67,5 @@ class PrefillOptions:
 
     @property
     def resolved_mode(self) -> Literal["float", "int8", "auto"]:
-        """The mode, what "" stands for in its place."""
+        """The mode, with "" replaced by its meaning."""
         return self.mode or ("int8" if self.processors > 1 else "float")

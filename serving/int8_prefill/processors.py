@@ -1,12 +1,12 @@
-"""Two processors that run the subgraphs of prompts: an integer one and a float one.
+"""Runs the subgraphs of prompts on two processors: an integer one and a float one.
 
-Each is a thread that runs one subgraph at a time on a JAX device of its own. The float one is the CPU, which
-does everything but the integer subgraphs, decoding too. The integer one is a GPU if that is asked for; else
-both are CPU devices, each bound to cores of its own, as a neural processor and a CPU would be: what they gain
-is parallel work, not faster work. (Not tried on a GPU yet: tests place integer subgraphs on a second CPU
-device in its stead, with the weights that a GPU gets.)
+Each is a thread that runs one subgraph at a time on a JAX device of its own. The float processor is the CPU,
+which runs everything but the integer subgraphs, decoding included. The integer processor is a GPU if that is
+asked for; else both are CPU devices on cores of their own, in place of a neural processor and a CPU: they
+work in parallel, but neither is faster. (Not tested on a GPU yet: tests run integer subgraphs on a second CPU
+device with the weights that a GPU gets.)
 
-JAX decides about devices and threads once: `prepare_processors` comes before anything of JAX runs.
+JAX creates devices and threads once: `prepare_processors` must come before JAX is used.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ _END = None
 
 
 def prepare_processors(integer: IntegerDevice = "cpu") -> None:
-    """Makes two CPU devices, whose work runs in the thread that asks for it, and the CPU what JAX uses first;
-    before JAX is used.
+    """Makes JAX create two CPU devices that compute in the calling thread, with the CPU as its default; must
+    be called before JAX is used.
 
     Args:
-      integer: what the integer processor will be.
+      integer: kind of the integer processor.
 
     Raises:
-      ConfigError: JAX is in use already, without them; or it has no GPU.
+      ConfigError: JAX is in use already, without two such devices; or it has no GPU.
     """
     try:
         jax.config.update("jax_num_cpu_devices", 2)
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        # The first platform is where everything runs that names none.
+        # The first platform is the default.
         jax.config.update("jax_platforms", "cpu" if integer == "cpu" else "cpu,cuda")
     except RuntimeError as error:
         if len(jax.devices("cpu")) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
@@ -56,10 +56,10 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
 
 
 def require_gpu() -> Device:
-    """The GPU that JAX has.
+    """The first GPU of JAX.
 
     Raises:
-      ConfigError: it has none.
+      ConfigError: JAX has no GPU.
     """
     try:
         return jax.devices("gpu")[0]
@@ -72,20 +72,20 @@ def require_gpu() -> Device:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """When a subgraph ran, in milliseconds since its prompt began."""
+    """The time span of a subgraph, in milliseconds since its prompt began."""
 
-    place: int
+    index: int
     start_ms: float
     end_ms: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What the processors did with one prompt.
+    """The schedule of one prompt as it ran.
 
     Attributes:
-      runs: of all subgraphs, in the order in which they ended.
-      decision_us: median time that a decision took, in microseconds.
+      runs: of all subgraphs, in the order of their ends.
+      decision_us: median time of a scheduling decision, in microseconds.
     """
 
     runs: tuple[Run, ...]
@@ -93,7 +93,7 @@ class Trace:
 
     @property
     def makespan_ms(self) -> float:
-        """From the start of the first to the end of the last."""
+        """Milliseconds from the start of the first subgraph to the end of the last."""
         return max(run.end_ms for run in self.runs) - min(run.start_ms for run in self.runs)
 
 
@@ -102,14 +102,14 @@ class TwoProcessors:
 
     Attributes:
       trace: of the last prompt; None before the first.
-      both_are_cpus: whether each has some of the CPU's cores, and there is no accelerator.
+      both_are_cpus: whether both run on cores of the CPU, without an accelerator.
     """
 
     def __init__(self, integer: IntegerDevice = "cpu") -> None:
-        """Starts both; `close` ends them.
+        """Starts both threads; `close` stops them.
 
         Args:
-          integer: what the integer processor is.
+          integer: kind of the integer processor.
 
         Raises:
           ConfigError: there are no two devices (see `prepare_processors`), no two cores, or no GPU.
@@ -140,18 +140,18 @@ class TwoProcessors:
         self._workers = {name: _Worker(name, groups[name], self._answers) for name in PROCESSORS}
 
     def device(self, processor: Processor) -> Device:
-        """The device that a processor's buckets and weights are on."""
+        """The device of a processor's buckets and weights."""
         return self._devices[processor]
 
     def close(self) -> None:
-        """Ends both."""
+        """Stops both threads."""
         for worker in self._workers.values():
             worker.close()
 
     @contextlib.contextmanager
     def _own_threads(self) -> Iterator[None]:
-        """Kernels share one pool of threads per process; while this lasts, each processor's thread does its
-        own work where both are CPUs."""
+        """Within this context kernels use the calling thread alone if both processors are CPUs: all kernels
+        of a process share one thread pool, and the processors would wait for each other."""
         if not self.both_are_cpus:
             yield
             return
@@ -165,9 +165,11 @@ class TwoProcessors:
     def timed(
         self, processor: Processor, work: Callable[[], Any], beside: Callable[[], Any] | None = None
     ) -> tuple[float, float]:
-        """Runs something on a processor that has nothing to do, while the other one does nothing, or `beside`
-        again and again: milliseconds that it took, and that handing it over and hearing of its end took
-        besides."""
+        """Times `work` on an idle processor, while the other one is idle or repeats `beside`.
+
+        Returns:
+          Milliseconds of the work, and of the handover to the thread and back.
+        """
         begun, enough = threading.Event(), threading.Event()
 
         def keep_busy() -> None:
@@ -196,14 +198,14 @@ class TwoProcessors:
             return spent_ms, handover_ms
 
     def run(self, dispatcher: Dispatcher, run: Callable[[Any], Any]) -> Trace:
-        """Runs the subgraphs of a prompt, in the order that the dispatcher decides.
+        """Runs the subgraphs of a prompt in the order of the dispatcher.
 
         Args:
           dispatcher: at the prompt's beginning.
-          run: runs one subgraph to its end, in the thread that it is called in.
+          run: runs one subgraph to its end in the calling thread.
 
         Returns:
-          When what ran; it is kept as `trace`, too.
+          The schedule as it ran; also stored as `trace`.
         """
         with self._own_threads():
             self.trace = self._run(dispatcher, run)
@@ -217,34 +219,35 @@ class TwoProcessors:
                 if processor not in free:
                     continue
                 asked = time.perf_counter()
-                place = dispatcher.take(processor)
-                if place is None:
+                index = dispatcher.take(processor)
+                if index is None:
                     continue
                 decisions.append(time.perf_counter() - asked)
                 free.remove(processor)
-                subgraph = dispatcher.subgraphs[place]
-                self._workers[processor].submit(place, lambda subgraph=subgraph: run(subgraph))
+                subgraph = dispatcher.subgraphs[index]
+                self._workers[processor].submit(index, lambda subgraph=subgraph: run(subgraph))
             if len(free) == len(PROCESSORS):
                 raise ConfigError("no subgraph can run, and some are left: they wait for each other")
-            place, start, spent_ms = self._answer(len(PROCESSORS) - len(free))
-            free.add(dispatcher.subgraphs[place].processor)
+            index, start, spent_ms = self._answer(len(PROCESSORS) - len(free))
+            free.add(dispatcher.subgraphs[index].processor)
             start_ms = 1000 * (start - began)
-            runs.append(Run(place, start_ms, start_ms + spent_ms))
-            dispatcher.finish(place)
+            runs.append(Run(index, start_ms, start_ms + spent_ms))
+            dispatcher.finish(index)
         return Trace(tuple(runs), 1e6 * statistics.median(decisions))
 
     def _answer(self, running: int = 1) -> tuple[int, float, float]:
-        """What the next one to end did; an error that it met is raised once nobody runs any more."""
-        place, start, spent_ms, error = self._answers.get()
+        """Waits for the next work to end: (index, start, milliseconds). If it failed, raises its error after
+        all running work has ended."""
+        index, start, spent_ms, error = self._answers.get()
         if error is not None:
             for _ in range(running - 1):
                 self._answers.get()
             raise error
-        return place, start, spent_ms
+        return index, start, spent_ms
 
 
 class _Worker:
-    """A thread on cores of its own that runs one thing after another."""
+    """A thread on cores of its own that runs submitted work in order."""
 
     def __init__(self, name: str, cores: Sequence[int], answers: queue.Queue[Any]) -> None:
         self._tasks: queue.Queue[Any] = queue.Queue()
@@ -252,8 +255,8 @@ class _Worker:
         self._thread = threading.Thread(target=self._serve, name=f"{name} processor", daemon=True)
         self._thread.start()
 
-    def submit(self, place: int, work: Callable[[], Any]) -> None:
-        self._tasks.put((place, work))
+    def submit(self, index: int, work: Callable[[], Any]) -> None:
+        self._tasks.put((index, work))
 
     def close(self) -> None:
         self._tasks.put(_END)
@@ -261,13 +264,13 @@ class _Worker:
 
     def _serve(self) -> None:
         if self._cores:
-            # Of the calling thread alone.
+            # Applies to the calling thread alone.
             os.sched_setaffinity(0, self._cores)
         while (task := self._tasks.get()) is not _END:
-            place, work = task
+            index, work = task
             start, error = time.perf_counter(), None
             try:
                 work()
             except BaseException as problem:
                 error = problem
-            self._answers.put((place, start, 1000 * (time.perf_counter() - start), error))
+            self._answers.put((index, start, 1000 * (time.perf_counter() - start), error))

@@ -1,4 +1,4 @@
-"""Takes one prompt through the layers, whichever subgraph of it runs next."""
+"""Runs one prompt through the layers, subgraph by subgraph, in any valid order."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from jaxllm.kv.cache import KVCache, TokenPositions
 
 
 class PromptPass:
-    """A prompt between its subgraphs: layers' inputs, cache, and what stages give to each other.
+    """The state of a prompt between its subgraphs: layers' inputs, the cache, and intermediates of stages.
 
-    Subgraphs that need nothing of each other may run at the same time.
+    Independent subgraphs may run at the same time.
 
     Attributes:
-      chunks: where the tokens of each chunk stand.
-      x: of each chunk the input `[1, T, D]` of the layer that it has come to.
-      counts: of subgraphs with shadows, how many channels had an outlier, in the order of their products.
+      chunks: the positions of the tokens of each chunk.
+      x: per chunk, the input `[1, T, D]` of its current layer.
+      counts: per subgraph with shadows, the number of channels with outliers of each product.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class PromptPass:
         inputs: Sequence[jax.Array],
         cache: KVCache,
     ) -> None:
-        """Begins before the first layer.
+        """The state before the first layer.
 
         Args:
-          call: runs a subgraph, with the tokens of its chunk and of the cache, on operands.
+          call: `(subgraph, tokens of its chunk, capacity of the cache, *operands)` -> its results.
           chunks: see the class.
-          inputs: what the first layer takes of each.
-          cache: holds the tokens before; its arrays are donated.
+          inputs: per chunk, the first layer's input.
+          cache: of the tokens before; its arrays are donated.
         """
         self.chunks, self.x = list(chunks), list(inputs)
         self.counts: list[tuple[Subgraph, Any]] = []
@@ -43,17 +43,17 @@ class PromptPass:
         self._call = call
         self._pasts = list(zip(cache.keys, cache.values, strict=True))
         self._mass, self._length = cache.mass, cache.length
-        # Of each chunk what its layer has come to.
+        # Per chunk, the results of the stages of its current layer.
         self._values: list[dict[str, Any]] = [{} for _ in chunks]
-        # Two processors may count at the same time.
+        # Both processors append counts.
         self._counting = threading.Lock()
 
     def run(self, each: Subgraph) -> None:
-        """Runs one subgraph, all that it needs having run."""
+        """Runs one subgraph; those that it depends on have run."""
         getattr(self, f"_{each.stage}")(each, self._values[each.chunk])
 
     def repeated(self, each: Subgraph) -> Callable[[], None]:
-        """A function that runs a subgraph, all that it needs having run, as often as it is called."""
+        """A function that runs a subgraph at each call; those that it depends on have run."""
         at = self._values[each.chunk]
         before = dict(at)
 
@@ -65,7 +65,7 @@ class PromptPass:
         return once
 
     def cache(self) -> KVCache:
-        """The cache as it is now; its length is the caller's business."""
+        """The cache as it is now; the caller sets its length."""
         keys, values = zip(*self._pasts, strict=True)
         return KVCache(keys=keys, values=values, length=self._length, mass=self._mass)
 

@@ -1,7 +1,7 @@
-"""Times subgraphs on this machine's two processors, once, and keeps the times for later processes.
+"""Times subgraphs on this machine's two processors once, and keeps the times for later processes.
 
-A file of times belongs to a bundle, a machine and an engine's options. It says in which order subgraphs
-should run and nothing else: where it is missing or malformed, times are measured anew.
+A file of times belongs to a bundle, a machine and an engine's options. It affects only the order of
+subgraphs: if it is missing or malformed, times are measured again.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class SubgraphTime:
-    """Milliseconds that a subgraph takes, in a cache that is empty and in one that is full.
+    """Milliseconds of a subgraph, in an empty cache and in a full one.
 
     Attributes:
-      alone: while the other processor does nothing.
-      shared: while it is busy.
+      alone: while the other processor is idle.
+      shared: while the other processor is busy.
     """
 
     alone: tuple[float, float]
@@ -50,11 +50,11 @@ class SubgraphTimes:
     """Times of subgraphs, by their buckets.
 
     Attributes:
-      handover_ms: that a subgraph takes besides its work.
+      handover_ms: of a subgraph, besides its work.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        """Reads a file if there is one; None for times that are not kept."""
+        """Reads the file if it exists; None for times that are not kept."""
         self._path = path
         self._times: dict[IntegerStageBucket, SubgraphTime] = {}
         self.handover_ms = 0.0
@@ -68,12 +68,13 @@ class SubgraphTimes:
         return bucket in self._times
 
     def put(self, times: Mapping[IntegerStageBucket, SubgraphTime], handover_ms: float) -> None:
-        """Takes what was measured, in place of what was known of these buckets."""
+        """Replaces the times of some buckets."""
         self._times |= times
         self.handover_ms = handover_ms
 
     def keep(self) -> None:
-        """Writes the file, which may hold more by another process; that it cannot is not worth an answer."""
+        """Merges the times into the file, which another process may have extended; a failure is logged, since
+        it must not fail a request."""
         if self._path is None:
             return
         kept = SubgraphTimes(self._path)
@@ -106,13 +107,13 @@ class SubgraphTimes:
         except FileNotFoundError:
             return
         except (OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
-            _log.warning("%s: times of subgraphs cannot be read (%s); they are measured anew", path, error)
+            _log.warning("%s: times of subgraphs cannot be read (%s); they are measured again", path, error)
             return
         self._times, self.handover_ms = times, handover_ms
 
 
 def times_path(bundle: Bundle, options: EngineOptions) -> Path:
-    """Where the times of a bundle's subgraphs on this machine, with these resolved options, are kept."""
+    """Path of the times of a bundle's subgraphs on this machine with these resolved options."""
     how = options.prefill
     facts = [
         bundle.fingerprint,
@@ -134,14 +135,14 @@ def measured_times(
     """Times each kind of subgraph of one chunk.
 
     Args:
-      processors: that have nothing else to do.
-      begin: a chunk before its first layer, in an empty cache or at the end of a full one.
-      subgraphs_of: those of it.
-      bucket_of: of a subgraph.
-      runs: of all layers in each case; medians count.
+      processors: idle ones.
+      begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one.
+      subgraphs_of: the subgraphs of a chunk.
+      bucket_of: the bucket of a subgraph.
+      runs: of all layers in each case, for medians.
 
     Returns:
-      Times by bucket, and what a subgraph takes besides its work.
+      Times by bucket, and milliseconds of a handover.
     """
     taken: dict[tuple[IntegerStageBucket, bool, bool], list[float]] = {}
     handovers: list[float] = []
@@ -168,7 +169,7 @@ def measured_times(
 def _work_of_each(
     processors: TwoProcessors, prompt: PromptPass, subgraphs_of: Callable[[PromptPass], Sequence[Subgraph]]
 ) -> dict[Processor, Callable[[], None]]:
-    """What keeps each processor busy: its first subgraph of most work, again and again."""
+    """Work that keeps each processor busy: its first long subgraph, repeated."""
     found: dict[Processor, Callable[[], None]] = {}
     for each in subgraphs_of(prompt):
         if each.processor not in found and (each.processor == "integer" or each.stage == "attend"):
@@ -183,7 +184,7 @@ def _row(row: Mapping[str, Any]) -> tuple[IntegerStageBucket, SubgraphTime]:
     named = dict(row)
     alone, shared = _milliseconds(named.pop("alone")), _milliseconds(named.pop("shared"))
     if len(alone) != 2 or len(shared) != 2:
-        raise ValueError("a time is no pair")
+        raise ValueError("a time is not a pair")
     return IntegerStageBucket(**named), SubgraphTime(
         alone=(alone[0], alone[1]), shared=(shared[0], shared[1])
     )
@@ -192,5 +193,5 @@ def _row(row: Mapping[str, Any]) -> tuple[IntegerStageBucket, SubgraphTime]:
 def _milliseconds(values: Iterable[Any]) -> list[float]:
     found = list(values)
     if not all(type(each) in (int, float) and math.isfinite(each) and each >= 0 for each in found):
-        raise ValueError("a time is no number of milliseconds")
+        raise ValueError("a time is not a number of milliseconds")
     return [float(each) for each in found]

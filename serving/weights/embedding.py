@@ -1,4 +1,4 @@
-"""Reads rows of the embedding table from the file as tokens need them: the table is never in memory."""
+"""Reads rows of the embedding from storage as tokens need them; the whole embedding is never resident."""
 
 import concurrent.futures
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from jaxllm.quant import Weight
 from serving.host.direct_io import PieceReader
 from serving.weights.first_read import Checksums
 
-_TABLE = "embed.tokens"
+_PARAMETER = "embed.tokens"
 _THREADS = 4
 
 
 class EmbeddingRows:
-    """The rows of a bundle's embedding table.
+    """The rows of a bundle's embedding.
 
-    A prompt's tokens are mostly the same few: what was read last is kept.
+    Prompts mostly repeat a few tokens, so the rows that were used last are kept.
 
     Attributes:
-      segment: of the file, that holds the table.
+      segment: of the file, with the embedding.
     """
 
     def __init__(self, bundle: Bundle, reader: PieceReader, checksums: Checksums, *, kept_bytes: int) -> None:
@@ -32,10 +32,10 @@ class EmbeddingRows:
           bundle: an open one.
           reader: of its file.
           checksums: of the pages of `segment` (see `FirstReading.watch_pages`).
-          kept_bytes: most of rows that are kept.
+          kept_bytes: most bytes of kept rows.
         """
         self._bundle, self._reader, self._checksums = bundle, reader, checksums
-        self._tensor = bundle.layout.tensors[_TABLE]
+        self._tensor = bundle.layout.tensors[_PARAMETER]
         self.segment = self._tensor.segment
         self._whole = bundle.layout.segments[self.segment]
         self._step = row_step(self._tensor)
@@ -44,14 +44,14 @@ class EmbeddingRows:
         self._kept: dict[int, list[np.ndarray]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
 
-    def table(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
-        """A table of the rows that some tokens need, and where in it each one's is.
+    def rows_of(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
+        """A weight of the rows that some tokens need, and the index of each token's row in it.
 
         Args:
           tokens: ids, in range.
 
         Returns:
-          `[T·step, D]` for T tokens, and `[1, T]` int32.
+          Rows `[T·step, D]` for T tokens, as rows are stored in groups of `step`; and indices `[1, T]` int32.
 
         Raises:
           CheckpointError: the file cannot be read.
@@ -60,26 +60,26 @@ class EmbeddingRows:
         firsts = [int(each) for each in ids // self._step * self._step]
         found = self._panels(set(firsts))
         extents = rows_at(self._tensor, 0, self._step * len(firsts))
-        # Of each extent the rows of all tokens, one behind the other, as a table's would be.
+        # Per extent the rows of all tokens one after another, as in the whole embedding.
         arrays = {
             each: np.concatenate([found[first][part] for first in firsts]).reshape(each.shape)
             for part, each in enumerate(extents)
         }
         shape = (self._step * len(firsts), self._bundle.cfg.hidden_size)
-        table = self._bundle.place(rows_alone(self._tensor, extents), shape, arrays.__getitem__)
-        places = np.arange(len(ids)) * self._step + ids % self._step
-        return table, places.astype(np.int32)[None]
+        rows = self._bundle.place(rows_alone(self._tensor, extents), shape, arrays.__getitem__)
+        indices = np.arange(len(ids)) * self._step + ids % self._step
+        return rows, indices.astype(np.int32)[None]
 
     def close(self) -> None:
-        """Ends reading."""
+        """Stops the threads that read."""
         self._pool.shutdown()
 
     def _panels(self, firsts: set[int]) -> dict[int, list[np.ndarray]]:
-        """Of each panel of rows, by its first, the parts."""
+        """First row of a panel -> its parts."""
         missing = sorted(firsts - self._kept.keys())
         self._kept.update(zip(missing, self._pool.map(self._read, missing), strict=True))
         found = {first: self._kept.pop(first) for first in firsts}
-        # What was needed last lies last.
+        # In the order of last use.
         self._kept.update(found)
         while len(self._kept) > max(self._room, len(firsts)):
             del self._kept[next(iter(self._kept))]
@@ -89,7 +89,7 @@ class EmbeddingRows:
         return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
 
     def _checked(self, extent: Extent) -> np.ndarray:
-        """An array of the table, read with the whole pages that it touches, which are what they were."""
+        """Reads an array of the embedding with the whole pages that it touches, and checks these."""
         start = self._whole.offset
         begin = (extent.offset - start) // PAGE * PAGE
         end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE
@@ -101,5 +101,5 @@ class EmbeddingRows:
 
 
 def read_array(reader: PieceReader, extent: Extent) -> np.ndarray:
-    """An array of a bundle's file, in memory of its own: what is read comes with the rest of its pages."""
+    """Reads an array of a bundle's file and copies it, so that the rest of its pages is freed."""
     return extent.array(reader.read(extent.offset, extent.size_bytes).copy())

@@ -1,8 +1,8 @@
 """Reads the weights of a bundle once, from end to end, before any of them is used.
 
-In one pass every segment is checked against the bundle's manifest, what stays in memory is put there, and
-checksums are taken of what will be read again: of a file that is changed in place meanwhile no reader then
-takes a byte for a weight.
+One pass checks each segment against the bundle's manifest, copies the resident parts to memory, and takes
+checksums of the parts that will be read again. Later reads are compared with these, so that bytes of a file
+that was changed in place are never used as weights.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ _READ_BYTES = 4 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Kept:
-    """A range that goes to its place in memory."""
+    """A range of the file and its destination in memory."""
 
     offset: int
     size_bytes: int
@@ -30,34 +30,35 @@ class _Kept:
 
 
 class Checksums:
-    """What parts of a file were when it was opened."""
+    """Checksums of the parts of a file when it was opened."""
 
     def __init__(self, bundle: Bundle) -> None:
         self._path = bundle.path
         self._blocks: dict[tuple[int, int], int] = {}
-        # Of the one segment that is read by pages: eight bytes each, for a table has hundreds of thousands.
+        # Of the one segment that is read by pages, one uint64 per page: an embedding has hundreds of
+        # thousands.
         self._start, self._pages = 0, np.empty(0, np.uint64)
 
     def took(self, offset: int, digest: int, size: int) -> None:
-        """Remembers a part."""
+        """Stores the checksum of a part."""
         self._blocks[offset, size] = digest
 
     def has_pages(self, start: int, size: int) -> None:
-        """Makes room for those of a segment."""
+        """Makes room for the checksums of a segment's pages."""
         self._start, self._pages = start, np.empty(-(-size // PAGE), np.uint64)
 
     def took_pages(self, offset: int, data: np.ndarray) -> None:
-        """Remembers whole pages of that segment, or its last ones."""
+        """Stores the checksums of whole pages of that segment, or of its last ones."""
         for at in range(0, len(data), PAGE):
             digest = xxhash.xxh3_64_intdigest(data[at : at + PAGE].data)
             self._pages[(offset + at - self._start) // PAGE] = digest
 
     def require_same(self, offset: int, data: np.ndarray) -> None:
-        """Raises BundleError if what was read at `offset`, uint8, is not what was there at first."""
+        """Raises BundleError if `data`, uint8, read at `offset`, differs from the first read."""
         self._require(offset, data, self._blocks[offset, len(data)])
 
     def require_same_pages(self, offset: int, data: np.ndarray) -> None:
-        """The same of pages, as they were taken."""
+        """Raises BundleError if pages differ from the first read."""
         for at in range(0, len(data), PAGE):
             digest = int(self._pages[(offset + at - self._start) // PAGE])
             self._require(offset + at, data[at : at + PAGE], digest)
@@ -70,11 +71,11 @@ class Checksums:
             )
 
 
-class FirstReading:
-    """What is to be done in that pass; then the pass.
+class FirstRead:
+    """Plans the first pass over a file, and runs it.
 
     Attributes:
-      checksums: of what will be read again, once it was read.
+      checksums: of the parts that will be read again; filled by `run`.
     """
 
     def __init__(self, bundle: Bundle, reader: PieceReader) -> None:
@@ -85,23 +86,23 @@ class FirstReading:
         self._paged = ""
 
     def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
-        """Has ranges put to their places in `memory`."""
+        """Plans to copy ranges to their destinations in `memory`."""
         for each in ranges:
             part = memory[each.place : each.place + each.size_bytes]
             self._kept.append(_Kept(each.offset, each.size_bytes, part))
 
     def watch(self, ranges: Sequence[Range]) -> None:
-        """Takes checksums of ranges by the blocks in which they will be read."""
+        """Plans to take checksums of ranges, one per block of later reads."""
         self._again |= {(offset, size) for offset, _, size in read_blocks(ranges)}
 
     def watch_pages(self, segment: str) -> None:
-        """Takes checksums of one segment by blocks of a page from its beginning."""
+        """Plans to take checksums of one segment, one per page."""
         whole = self._bundle.layout.segments[segment]
         self._paged = segment
         self.checksums.has_pages(whole.offset, whole.size_bytes)
 
     def run(self, on_bytes: Callable[[int], None]) -> None:
-        """The pass; `on_bytes` is called with the bytes of each part.
+        """Runs the pass; calls `on_bytes` with the number of bytes of each part.
 
         Raises:
           CheckpointError: the file is damaged or cannot be read.
@@ -114,7 +115,7 @@ class FirstReading:
             segment, digest = layout.segments[name], xxhash.xxh3_128()
             end = segment.offset + segment.size_bytes
             kept = [each for each in self._kept if segment.offset <= each.offset < end]
-            # Those of which a part was read.
+            # Blocks of which a part was read.
             begun: list[tuple[int, int, xxhash.xxh3_64]] = []
             for at in range(segment.offset, end, _READ_BYTES):
                 data = self._reader.read(at, min(_READ_BYTES, end - at))
@@ -131,7 +132,8 @@ class FirstReading:
             self._bundle.require_checksum(name, digest)
 
     def _done(self, offset: int, size: int, digest: xxhash.xxh3_64, at: int, data: np.ndarray) -> bool:
-        """Takes from `data`, which was read at `at`, what a block has of it; whether that was the last."""
+        """Adds the block's part of `data`, read at `at`, to its digest; returns whether the block is
+        complete."""
         digest.update(data[max(0, offset - at) : max(0, offset + size - at)].data)
         if offset + size > at + len(data):
             return False

@@ -1,4 +1,4 @@
-"""Counts the memory that a model needs besides the pieces of its weights, and streams them where it must."""
+"""Computes the memory of a model besides its weights, and streams the weights if the budget requires it."""
 
 import logging
 
@@ -29,18 +29,18 @@ def streamed_weights(
     reserved_bytes: int = 0,
     level: ModelConfig | None = None,
 ) -> StreamedWeights | ExpertWeights | None:
-    """What brings the weights of a model by pieces, or its experts; None where all fits into the budget, or
-    there is none.
+    """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or if
+    there is no budget.
 
     Args:
       bundle: an open one.
       options: resolved options.
       progress: see `StreamedWeights`.
-      reserved_bytes: of the budget, for a draft.
-      level: a sub-model that stays in memory.
+      reserved_bytes: of the budget, for a drafter.
+      level: a sub-model that stays resident.
 
     Raises:
-      BudgetExceeded: the budget is too small even so.
+      BudgetExceeded: the budget is too small for streaming, too.
       CheckpointError: the file is damaged or cannot be read.
     """
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
@@ -83,21 +83,21 @@ def streamed_weights(
 
 
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:
-    """The budget of a mixture that has so much left for its experts; `options` are resolved."""
+    """The budget of a mixture that leaves `expert_bytes` for its experts; `options` are resolved."""
     fixed = fixed_bytes(bundle.cfg, options) + outputs_bytes(bundle.cfg, options)
     return whole_budget(fixed + hot_bytes(bundle) + expert_bytes)
 
 
 def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: ModelConfig) -> int:
-    """What a draft takes of the memory besides a level of the target.
+    """Memory of a drafter; weights of a level of the target are not counted.
 
     Args:
-      speculation: who drafts.
-      context_tokens: of every context; 0 for the longest.
-      target: whose answers are drafted.
+      speculation: names the drafter.
+      context_tokens: of each context; 0 for the longest.
+      target: the model whose answers are drafted.
 
     Raises:
-      CheckpointError: the draft's model cannot be opened.
+      CheckpointError: the drafter's model cannot be opened.
     """
     if speculation.drafter == "level":
         options = draft_options(target, speculation, context_tokens).resolve(target, quantized=True)
@@ -112,7 +112,7 @@ def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: 
 
 
 def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tokens: int) -> EngineOptions:
-    """The options of a draft for a target's contexts."""
+    """Options of a drafter for a target's contexts."""
     return EngineOptions(
         context_tokens=min(context_tokens, cfg.window_tokens) if context_tokens else 0,
         trees=speculation.trees,
@@ -120,40 +120,40 @@ def draft_options(cfg: ModelConfig, speculation: SpeculationOptions, context_tok
 
 
 def fixed_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
-    """Caches and activations of one request, at their most; of a model that `drafts` for another."""
+    """Most bytes of caches and activations of one request; `drafts` for a model that drafts for another."""
     return cache_bytes(cfg, options) + activation_bytes(cfg, options, drafts=drafts)
 
 
 def cache_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
-    """The longest cache, and the one before while it grows."""
-    # By hand and not from NumPy, which has no bfloat16 of its own.
+    """Bytes of the longest cache and the next shorter one, which coexist while a cache grows."""
+    # Not from NumPy, which has no bfloat16.
     width = {"float32": 4}.get(options.cache_dtype, 2)
     heads = sum(cfg.units(layer).kv_heads for layer in range(cfg.layers))
     return 2 * heads * cfg.head_dim * width * sum(options.cache_tokens[-2:])
 
 
 def outputs_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
-    """Of a mixture, what its experts make of a prompt as long as the context, before it is summed."""
+    """Bytes of the outputs of a mixture's experts, before their sum, for a prompt as long as the context."""
     return -(-options.context_tokens // options.chunk_tokens[-1]) * _visits_bytes(cfg, options)
 
 
 def _visits_bytes(cfg: ModelConfig, options: EngineOptions) -> int:
-    """What the experts of a layer make of the longest chunk; nothing where there are none."""
+    """Bytes of the outputs of a layer's experts for the longest chunk; 0 without experts."""
     pairs = options.chunk_tokens[-1] * cfg.experts_per_token
     return visit_rows(pairs, cfg.experts) * cfg.hidden_size * _FLOAT_BYTES if cfg.experts else 0
 
 
 def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool = False) -> int:
-    """Of a prompt as long as the context: what passes from layer to layer, what one layer computes of a
-    chunk, and logits, of a tree where there are trees."""
+    """Bytes of activations of a prompt as long as the context: the layers' inputs and outputs, one layer's
+    intermediates for a chunk, and logits, of a token tree if there are trees."""
     width = _FLOAT_BYTES if options.activation_dtype == "float32" else 2
-    passing = options.context_tokens * cfg.hidden_size * width
+    hidden = options.context_tokens * cfg.hidden_size * width
     neurons = max(cfg.units(layer).neurons for layer in range(cfg.layers))
     rows = 4 * cfg.hidden_size + 3 * neurons + 2 * (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
     computed = options.chunk_tokens[-1] * rows * _FLOAT_BYTES
     trees, rows_of_logits = options.trees, 2
     if trees is not None:
-        # Those of all nodes, their probabilities and the order of these.
+        # Logits of all nodes, their probabilities, and their order.
         rows_of_logits = 3 * (trees.tips if drafts else trees.nodes[-1])
     logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
-    return int(np.sum([2 * passing, computed, _visits_bytes(cfg, options), logits]))
+    return int(np.sum([2 * hidden, computed, _visits_bytes(cfg, options), logits]))

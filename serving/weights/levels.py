@@ -1,4 +1,4 @@
-"""Makes the parameters of all levels of the whole model's and of recovery adapters."""
+"""Makes the parameters of all levels from the whole model's parameters and recovery adapters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,8 +18,8 @@ class Levels:
 
     Attributes:
       cfgs: the sub-models, by level.
-      counted: whether one set of buckets serves all levels (see `jaxllm.kernels.used_units`). A level is then
-        the whole model's parameters with a few numbers; else it is views of them, with buckets of its own.
+      counted: whether all levels share buckets (see `jaxllm.kernels.used_units`). A level is then the whole
+        model's parameters with counts of used units; else it is views of them, with buckets of its own.
     """
 
     def __init__(self, bundle: Bundle, levels: Sequence[int], params: Params) -> None:
@@ -27,11 +27,11 @@ class Levels:
 
         Args:
           bundle: an elastic one, unless there are no levels.
-          levels: in percent, the whole model left aside.
-          params: the bundle's.
+          levels: in percent, without the whole model.
+          params: of the bundle.
 
         Raises:
-          ConfigError: the bundle has not all of these levels.
+          ConfigError: the bundle lacks one of the levels.
           BundleError: a level or its adapter is malformed.
         """
         self._bundle, self._whole = bundle, bundle.cfg
@@ -41,9 +41,9 @@ class Levels:
         for level in levels:
             if found := read_recovery(bundle, level):
                 self._recoveries[level] = found
-            # It was read to be checked, and is not needed before `params`: never all of them at once.
+            # It was read to check it and is not needed before `params`: at most one is in memory at a time.
             release_recovery(bundle, level)
-        # Of each parameter that some level adapts, the highest rank.
+        # Parameter -> the highest rank of its adapters in all levels.
         self._ranks: dict[str, int] = {}
         for each in self._recoveries.values():
             for name in parameters_of(each.adapter):
@@ -54,9 +54,9 @@ class Levels:
         """The parameters of all levels, 100 among them.
 
         Args:
-          whole: the whole model's.
-          adapter: of the whole model, to go beside each level's own; empty for none.
-          scaling: what its change is multiplied by.
+          whole: of the whole model.
+          adapter: of the whole model, added to each level's own; empty for none.
+          scaling: of the adapter's product.
         """
         cfgs = {WHOLE: self._whole, **self.cfgs}
         if self.counted:
@@ -86,6 +86,6 @@ class Levels:
             buffer = fill_buffer(self._whole, locations, adapters) if locations else None
             rank = max(ranks.values()) if adapters else 0
             found[level] = counted_sub_model(whole, cfg, locations=locations, adapters=buffer, rank=rank)
-            # What was read of the file is in the buffer now.
+            # The buffer has a copy.
             release_recovery(self._bundle, level)
         return found

@@ -1,4 +1,4 @@
-"""One level of a model as its runner has it: parameters, and whose buckets take them."""
+"""Describes one level of a model to its runner: config, parameters, and the level whose buckets it uses."""
 
 import functools
 from typing import Any
@@ -19,11 +19,11 @@ class ModelLevel:
     Attributes:
       level: in percent; 100 is the whole model.
       cfg: the model, or the level's sub-model.
-      params: its parameters; those of the whole model where slicing costs nothing in a bucket.
-      options: resolved options.
-      weights_version: names the parameters, which `swap` changes; a cache belongs to one of them.
-      bucket_level: the level whose buckets run: its own, or 100 where all levels share them.
-      bucket_cfg: the model that these were lowered for, whose shapes caches have.
+      params: its parameters; those of the whole model if its buckets slice them without a copy.
+      options: resolved options of the engine.
+      weights_version: (level, number of swaps); identifies the weights that computed a cache.
+      bucket_level: the level of its buckets: its own, or 100 if all levels share them.
+      bucket_cfg: the model that the buckets were lowered for, which gives the shapes of caches.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class ModelLevel:
         level: int = WHOLE,
         whole: "ModelLevel | None" = None,
     ) -> None:
-        """See the class; `whole` is the whole model where its buckets take this level's parameters, too.
+        """See the class; `whole` is the whole model if its buckets serve this level, too.
 
         Raises:
-          ConfigError: they do not.
+          ConfigError: the parameters have another form than those of `whole`.
         """
         self.cfg, self.params, self.options, self.level = cfg, params, options, level
         self.weights_version = (level, 0)
@@ -48,10 +48,10 @@ class ModelLevel:
             self.bucket_level, self.bucket_cfg = whole.level, whole.cfg
 
     def swap(self, params: Params | CountedSubModel) -> None:
-        """Takes other parameters for the same buckets.
+        """Replaces the parameters; the buckets stay.
 
         Raises:
-          ConfigError: their names, forms, shapes or dtypes differ.
+          ConfigError: names, structure, shapes or dtypes differ.
         """
         _require_same_form(params, self.params)
         self.params = params
@@ -59,13 +59,13 @@ class ModelLevel:
 
     @property
     def shapes(self) -> ModelShapes:
-        """The shapes that buckets of this level are lowered from."""
+        """The shapes from which buckets of this level are lowered."""
         return ModelShapes.of(self.cfg, self.params, self.options)
 
     @functools.cached_property
     def alike(self) -> tuple[int, ...]:
-        """Of each layer the first one that shares its buckets of one layer: whose parameters have the same
-        names and forms, and of which the config says the same."""
+        """Per layer, the first layer that shares its buckets: with the same names and shapes of parameters
+        and the same config."""
         firsts: dict[Any, int] = {}
         cfg = self.bucket_cfg
         kinds = [
@@ -82,7 +82,7 @@ class ModelLevel:
 
     @property
     def layer_kinds(self) -> list[int]:
-        """The layers that `alike` names, ascending."""
+        """The distinct layers of `alike`, ascending."""
         return sorted(set(self.alike))
 
 

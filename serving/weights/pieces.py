@@ -1,4 +1,4 @@
-"""Cuts a bundle into pieces that are read and computed together: a layer, or some rows of the head."""
+"""Cuts a bundle into the pieces that are read as a whole: a layer, or some rows of the head."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from jaxllm.config import ModelConfig
 from jaxllm.models.parameters import ParamSpec, param_specs
 from jaxllm.quant import blocked_shapes
 
-# Rows of the table in one piece are a multiple of this, for panels and alignment.
+# The rows of a head piece are a multiple of this, for panels and alignment.
 _ROW_STEP = 64
-# What lies between two parts of a layer that a level needs is read, too, where it is shorter than a seek.
+# Gaps between the parts of a layer that a level uses are read, too, if that is faster than a seek.
 _SHORT_GAP_BYTES = 64 << 10
 
-# Threads that read a piece together. Of one call: so large that a disk's time to find it counts for little,
-# and so small that they share a piece.
+# Threads that read a piece together. A block is so large that the latency of storage counts little, and so
+# small that the threads share a piece.
 READERS = 4
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Range:
-    """Bytes of the file `[offset, offset + size_bytes)`, which go to `place` in a piece's memory; both lie
-    equally far from a page's start."""
+    """Bytes `[offset, offset + size_bytes)` of the file, and their start `place` in a piece's memory; both
+    have the same offset in a page."""
 
     offset: int
     size_bytes: int
@@ -32,15 +32,15 @@ class Range:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerPiece:
-    """A layer, or what a level uses of it. In memory each byte lies where it does in the whole layer.
+    """A layer, or the part of it that a level uses. In memory it has the layout of the whole layer.
 
     Attributes:
       layer: its index.
-      segment: that holds it.
-      start: where its first byte is in memory.
-      ranges: what is read.
-      memory_bytes: that it takes, the whole layer's.
-      kept: what is not read, for it is in memory elsewhere: a level that stays.
+      segment: of the file.
+      start: index of the segment's first byte in memory.
+      ranges: that are read.
+      memory_bytes: of the whole layer.
+      kept: ranges that are not read, since a resident level has them.
     """
 
     layer: int
@@ -52,20 +52,20 @@ class LayerPiece:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that the kept part takes by itself, in whole pages."""
+        """Memory of the kept ranges, in whole pages."""
         return sum(_whole_pages(each.place % PAGE + each.size_bytes) for each in self.kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadPiece:
-    """Rows `[first, first + count)` of the table that gives logits.
+    """Rows `[first, first + count)` of the head.
 
     Attributes:
-      first: token id.
-      count: of tokens.
-      extents: the rows' data, and their scales if they are quantized, in the file.
-      ranges: what is read, extent by extent.
-      memory_bytes: that it takes.
+      first: token id of the first row.
+      count: of rows.
+      extents: of the rows' data, and of their scales if they are quantized, in the file.
+      ranges: that are read, one per extent.
+      memory_bytes: of the piece.
     """
 
     first: int
@@ -79,19 +79,19 @@ Piece = LayerPiece | HeadPiece
 
 
 def read_bytes(piece: Piece) -> int:
-    """What is read of the file for a piece."""
+    """Bytes that are read for a piece."""
     return sum(each.size_bytes for each in piece.ranges)
 
 
 def read_blocks(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """The parts of a piece that are read by a call each: offset in the file, place in memory, bytes."""
+    """The blocks of a piece, each read by one call: offset in the file, start in memory, number of bytes."""
     share = sum(each.size_bytes for each in ranges) // READERS
     step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, share))
     blocks = []
     for each in ranges:
         at = 0
         while at < each.size_bytes:
-            # To a page's end, so that no page is read twice.
+            # Blocks end at a page's end, so that no page is read twice.
             end = (each.offset + at + step) // PAGE * PAGE - each.offset
             size = min(end, each.size_bytes) - at
             blocks.append((each.offset + at, each.place + at, size))
@@ -106,9 +106,9 @@ def layer_pieces(
 
     Args:
       layout: the bundle's.
-      cfg: a sub-model, of which only what it uses is read; None for the whole model.
-      gap_bytes: what lies between two used parts counts as used where it is no longer; None for what is read
-        as soon as skipped.
+      cfg: a sub-model, whose units alone are read; None for the whole model.
+      gap_bytes: shorter gaps between used parts are read, too; None for gaps that are read faster than
+        skipped.
     """
     sub = None if cfg is None or cfg == layout.cfg else param_specs(cfg)
     whole = param_specs(layout.cfg)
@@ -145,7 +145,7 @@ def layer_pieces(
 
 
 def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> list[LayerPiece]:
-    """The pieces of a whole model of which a level stays in memory.
+    """The pieces of a whole model of which a level is resident.
 
     Args:
       pieces: the whole model's.
@@ -159,7 +159,7 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
             if kept.offset > at:
                 rest.append((at, kept.offset))
             at = max(at, kept.offset + kept.size_bytes)
-        # What stays is read again where skipping it would take longer.
+        # Kept ranges are read again if that is faster than skipping them.
         ranges = [
             Range(offset=begin, size_bytes=last - begin, place=whole.place + begin - whole.offset)
             for begin, last in (_joined(rest, _SHORT_GAP_BYTES) if rest else ())
@@ -169,20 +169,20 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
 
 
 def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:
-    """The table that gives logits, cut into equal pieces (but the last) of at most `most_bytes` where rows
-    are that short."""
-    table = layout.tensors["embed.tokens" if layout.cfg.tied_head else "head"]
+    """The head in equal pieces, except for the last, of at most `most_bytes` unless a single step of rows is
+    longer."""
+    head = layout.tensors["embed.tokens" if layout.cfg.tied_head else "head"]
     rows = layout.cfg.vocab_size
-    row_bytes = table.size_bytes / rows
+    row_bytes = head.size_bytes / rows
     steps = max(1, int(most_bytes / row_bytes) // _ROW_STEP)
     pieces = -(-rows // (steps * _ROW_STEP))
-    # Equal pieces share a bucket, and waste no memory.
+    # Equal pieces share a bucket and fit their slots exactly.
     count = -(-rows // pieces // _ROW_STEP) * _ROW_STEP if pieces > 1 else rows
-    return [_head_piece(table, first, min(count, rows - first)) for first in range(0, rows, count)]
+    return [_head_piece(head, first, min(count, rows - first)) for first in range(0, rows, count)]
 
 
-def _head_piece(table: Tensor, first: int, count: int) -> HeadPiece:
-    extents, ranges, place = rows_at(table, first, count), [], 0
+def _head_piece(head: Tensor, first: int, count: int) -> HeadPiece:
+    extents, ranges, place = rows_at(head, first, count), [], 0
     for each in extents:
         start = each.offset % PAGE
         ranges.append(Range(offset=each.offset, size_bytes=each.size_bytes, place=place + start))
@@ -191,10 +191,10 @@ def _head_piece(table: Tensor, first: int, count: int) -> HeadPiece:
 
 
 def _used_spans(tensor: Tensor, whole: ParamSpec, used: ParamSpec) -> list[tuple[int, int]]:
-    """Where in the file a sub-model's part of a parameter lies, as (first byte, behind the last)."""
+    """Spans (first byte, end) in the file of a sub-model's part of a parameter."""
     extents = [tensor.data] if tensor.scale is None else [tensor.data, tensor.scale]
     if used.shape[1:] != whole.shape[1:]:
-        # Rows of each expert are no beginning of the stack.
+        # The first rows of each expert are not contiguous in the stack.
         sizes = [each.size_bytes for each in extents]
     elif tensor.scale is None:
         sizes = [_resized(tensor.data, used.shape)]
@@ -209,7 +209,7 @@ def _resized(extent: Extent, shape: tuple[int, ...]) -> int:
 
 
 def _joined(spans: list[tuple[int, int]], gap_bytes: int) -> list[tuple[int, int]]:
-    """Ascending spans, those near one another made one."""
+    """Ascending spans, merged where gaps are at most `gap_bytes`."""
     joined = [spans[0]]
     for begin, end in spans[1:]:
         last = joined[-1]

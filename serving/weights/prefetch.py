@@ -1,8 +1,8 @@
-"""Prefetches weights piece by piece: a thread reads the next ones while one is computed.
+"""Prefetches weights piece by piece: a thread reads the next pieces while one is computed.
 
-A pass over the model takes all pieces in the same order, so what comes next is always known, across the end
-of a pass as well. Pieces that stay are read once. The others share a few slots: as soon as a piece is given
-back, the piece that is next to be read takes its slot.
+A pass over the model takes all pieces in the same order, so the next piece is always known, also across the
+end of a pass. Resident pieces are read once. The others share a few slots: when a piece is released, the next
+piece is read into its slot.
 """
 
 import collections
@@ -20,8 +20,8 @@ from serving.host.direct_io import PieceReader, aligned
 from serving.weights.first_read import Checksums
 from serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
 
-# Other work while weights are waited for: told how long that should take, in seconds, it does a little and
-# says whether it did.
+# Does a little other work while weights are loaded: takes the expected wait in seconds, returns whether it
+# did any work.
 Meanwhile = Callable[[float], bool]
 
 
@@ -30,13 +30,13 @@ class StreamCounts:
     """Counts of a stream.
 
     Attributes:
-      read_bytes: of pieces, those that stay left aside.
-      reading_s: time in which something was being read.
-      waited_s: time for which whoever computes had to wait.
+      read_bytes: of pieces, without resident ones.
+      read_s: time in which a piece was read.
+      waited_s: time for which computation waited.
     """
 
     read_bytes: int = 0
-    reading_s: float = 0.0
+    read_s: float = 0.0
     waited_s: float = 0.0
 
 
@@ -46,10 +46,10 @@ class Slot:
 
     Attributes:
       memory: uint8, begins at a page.
-      piece: the number of the one that is in it or is read into it, -1 for none.
-      ready: whether all of it is there, or failed to come.
-      error: why it did not come.
-      began: when reading it began, as `time.perf_counter` counts.
+      piece: number of the piece that is in it or is read into it; -1 for none.
+      ready: whether the read has ended, also by an error.
+      error: of the read.
+      began: start of the read, by `time.perf_counter`.
     """
 
     memory: np.ndarray
@@ -77,16 +77,16 @@ class WeightStream:
         read_ahead: bool = True,
         checksums: Checksums | None = None,
     ) -> None:
-        """Takes all memory that there will be; reads nothing yet.
+        """Allocates all memory; reads nothing yet.
 
         Args:
           reader: of the bundle's file.
           pieces: in the order of a pass.
-          resident: numbers of those that stay.
+          resident: numbers of resident pieces.
           slots: for all others, at least 2 if there are any.
           slot_bytes: of a slot.
-          read_ahead: whether the next piece is read while one is computed, or only when it is waited for.
-          checksums: of all blocks that will be read; None believes what it reads.
+          read_ahead: whether the next piece is read while one is computed, or only on demand.
+          checksums: of all blocks that will be read; None for no checks.
         """
         self.counts = StreamCounts()
         self._reader, self._pieces, self._kept = reader, list(pieces), {}
@@ -94,7 +94,7 @@ class WeightStream:
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._coming = [each for each in range(len(pieces)) if each not in self._staying]
         self._free = [Slot(aligned(slot_bytes)) for _ in range(slots)]
-        # Those that are read or being read, in the order of passes.
+        # Slots whose pieces are read or being read, in the order of passes.
         self._ahead: collections.deque[Slot] = collections.deque()
         self._next, self._read_ahead, self._wanted = 0, read_ahead, False
         self._changed = threading.Condition()
@@ -103,17 +103,17 @@ class WeightStream:
         self._pool = concurrent.futures.ThreadPoolExecutor(READERS)
 
     def staying(self) -> dict[int, np.ndarray]:
-        """Memory of what stays, by the pieces' numbers."""
+        """Number of a resident piece -> its memory."""
         return {number: slot.memory for number, slot in self._staying.items()}
 
     def keep(self, kept: Mapping[int, np.ndarray]) -> None:
-        """By the numbers of pieces that are read, memory where `LayerPiece.kept` already is in its place."""
+        """Sets the memory with the `LayerPiece.kept` ranges of pieces that are read, by their numbers."""
         self._kept = dict(kept)
 
     def use(self, pieces: Sequence[Piece]) -> None:
-        """Other ranges of the same pieces from now on: those of another level.
+        """Reads other ranges of the same pieces from now on: those of another level.
 
-        What stays in memory stays whole.
+        Resident pieces stay whole.
 
         Raises:
           ConfigError: the stream is closed.
@@ -122,18 +122,17 @@ class WeightStream:
             self._require_open()
             if [each.ranges for each in pieces] == [each.ranges for each in self._pieces]:
                 return
-            # In one step for the thread that reads: a slot filled by the old ranges would be taken for a new
-            # piece.
+            # Under one lock: else a slot filled by the old ranges could be taken for a new piece.
             self._drop_all()
             self._next, self._pieces = 0, list(pieces)
 
     @contextlib.contextmanager
     def piece(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Slot]:
-        """A piece in its slot, which stays what it is until the context ends.
+        """The slot of a piece, valid until the context ends.
 
         Args:
-          number: of the piece; in a pass they ascend.
-          meanwhile: called again and again while the piece is waited for, until it has nothing to do.
+          number: of the piece; ascending in a pass.
+          meanwhile: called repeatedly while the piece is read, until it returns False.
 
         Raises:
           CheckpointError: it cannot be read. The next pass tries again.
@@ -150,7 +149,7 @@ class WeightStream:
                 self._release(slot)
 
     def close(self) -> None:
-        """Ends reading."""
+        """Stops the thread and closes the file."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -166,7 +165,7 @@ class WeightStream:
                 self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
                 self._thread.start()
             if not (self._ahead and self._ahead[0].piece == number):
-                # The pass before ended early: what was read for it is of no use now.
+                # The pass before ended early: the pieces read for it are not needed now.
                 self._drop_all()
                 self._next, self._wanted = self._coming.index(number), True
                 self._changed.notify_all()
@@ -190,22 +189,22 @@ class WeightStream:
             raise ConfigError("the engine of these weights is closed; open another one")
 
     def _wait_s(self, slot: Slot) -> float:
-        """How long it should take until a piece is there that is being read."""
+        """Expected seconds until the read of a piece ends."""
         counts = self.counts
         if not counts.read_bytes:
             return 0.0
-        takes = read_bytes(self._pieces[slot.piece]) * counts.reading_s / counts.read_bytes
+        takes = read_bytes(self._pieces[slot.piece]) * counts.read_s / counts.read_bytes
         return max(0.0, slot.began + takes - time.perf_counter())
 
     def _drop_all(self) -> None:
-        """Gives all slots back, once nothing is read into them any more."""
+        """Frees all slots, after their reads have ended."""
         dropped = []
         while self._ahead:
             slot = self._ahead.popleft()
             self._changed.wait_for(lambda slot=slot: slot.ready)
             slot.piece, slot.ready, slot.error = -1, False, None
             dropped.append(slot)
-        # All at once: as long as none is free, nothing new is read.
+        # All at once: no read begins before.
         self._free += dropped
         self._changed.notify_all()
 
@@ -216,7 +215,7 @@ class WeightStream:
         self._changed.notify_all()
 
     def _run(self) -> None:
-        """The thread that reads ahead."""
+        """Reads pieces in the thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -234,10 +233,10 @@ class WeightStream:
             try:
                 self._read(piece.ranges, slot.memory)
                 self._copy_kept(number, slot.memory)
-            except Exception as error:  # Whatever it is, it is for the one who waits.
+            except Exception as error:  # Raised by the thread that waits.
                 slot.error = error
             with self._changed:
-                self.counts.reading_s += time.perf_counter() - began
+                self.counts.read_s += time.perf_counter() - began
                 self.counts.read_bytes += read_bytes(piece)
                 slot.ready = True
                 self._changed.notify_all()
@@ -256,8 +255,8 @@ class WeightStream:
             list(self._pool.map(read, blocks))
 
     def _copy_kept(self, number: int, memory: np.ndarray) -> None:
-        """Puts what stays of a piece beside what was read: a copy within memory takes far less than reading,
-        and the piece is one as the bucket takes it."""
+        """Copies the kept ranges of a piece beside those that were read, since a bucket takes the piece as a
+        whole; a copy in memory takes far less time than a read."""
         piece = self._pieces[number]
         if isinstance(piece, LayerPiece) and number in self._kept:
             for each in piece.kept:

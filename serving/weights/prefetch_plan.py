@@ -1,4 +1,4 @@
-"""Plans a memory budget: which pieces stay, and which are read each time."""
+"""Plans a memory budget: which pieces are resident, and which are read in each pass."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from jaxllm.errors import BudgetExceeded
 from serving.weights.runtime_share import least_budget
 
-# Pieces in memory beside those that stay: one is computed while the next one is read.
+# Slots for pieces that are not resident: one is computed while the next one is read.
 SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """A memory budget as it is spent.
+    """The division of a memory budget.
 
     Attributes:
       budget_bytes: all of it.
-      fixed_bytes: what there must be besides pieces: caches, activations, a draft.
-      slots: pieces that are read anew each time share these; 0 where all stay.
-      slot_bytes: of one of them.
-      resident: numbers of the pieces that stay, ascending.
-      resident_bytes: of those.
+      fixed_bytes: of everything but pieces: caches, activations, a drafter.
+      slots: shared by the pieces that are read in each pass; 0 if all are resident.
+      slot_bytes: of one slot.
+      resident: numbers of the resident pieces, ascending.
+      resident_bytes: of the resident pieces.
     """
 
     budget_bytes: int
@@ -32,7 +32,7 @@ class MemoryPlan:
 
     @property
     def planned_bytes(self) -> int:
-        """What is taken of the budget."""
+        """Bytes of the budget that are used."""
         return self.fixed_bytes + self.slots * self.slot_bytes + self.resident_bytes
 
 
@@ -44,17 +44,17 @@ def plan_memory(
     what: str,
     slot_bytes: int = 0,
 ) -> MemoryPlan:
-    """Keeps as many pieces in memory as fit, evenly among those that are read, so that reading never pauses.
+    """Keeps as many pieces resident as fit, spread evenly among the others, so that reads never pause.
 
     Args:
       sizes: of all pieces, in bytes, in the order of a pass.
       budget_bytes: for everything.
-      fixed_bytes: of it, for everything but pieces; what the runtime takes of such a budget among it.
-      what: says what the fixed part is, for the message.
-      slot_bytes: that a piece takes while it is computed, where that is more than what it takes to stay.
+      fixed_bytes: of the budget, for everything but pieces, the runtime's share included.
+      what: describes the fixed part in the message.
+      slot_bytes: of a piece while it is computed, if that is more than its resident size.
 
     Raises:
-      BudgetExceeded: not even two pieces fit.
+      BudgetExceeded: two pieces do not fit.
     """
     total, largest = sum(sizes), max(slot_bytes, *sizes)
     room = budget_bytes - fixed_bytes
@@ -91,7 +91,7 @@ def plan_memory(
 
 
 def _spread(count: int) -> list[int]:
-    """All of [0, count) in an order of which every beginning lies evenly in it: van der Corput's sequence."""
+    """The numbers [0, count) in an order whose every prefix is spread evenly: van der Corput's sequence."""
     bits = max(1, (count - 1).bit_length())
     reversed_bits = (int(f"{each:0{bits}b}"[::-1], 2) for each in range(1 << bits))
     return [each for each in reversed_bits if each < count]

@@ -1,16 +1,16 @@
-"""Leaves a part of a memory budget for buckets, their code and the allocator's gaps."""
+"""Reserves a share of a memory budget for the runtime: compiled buckets and the allocator's gaps."""
 
-# Of a model of a billion parameters buckets that are read from disk hold some 50 MB; compiled first, more.
+# Buckets of a model of a billion parameters take some 50 MB when they are read from disk; more when compiled.
 _MOST_BYTES, _SHARE = 64 << 20, 5
 
 
 def runtime_bytes(budget_bytes: int) -> int:
-    """What the runtime takes of a budget."""
+    """The runtime's share of a budget."""
     return min(_MOST_BYTES, budget_bytes // _SHARE)
 
 
 def whole_budget(needed_bytes: int) -> int:
-    """The smallest budget that has room for so much besides what the runtime takes."""
+    """The smallest budget that leaves `needed_bytes` besides the runtime's share."""
     budget = needed_bytes
     while budget - runtime_bytes(budget) < needed_bytes:
         budget += needed_bytes - (budget - runtime_bytes(budget))
@@ -18,5 +18,6 @@ def whole_budget(needed_bytes: int) -> int:
 
 
 def least_budget(budget_bytes: int, missing_bytes: int) -> int:
-    """The smallest budget that does where this one lacks so much: of a larger one the runtime takes more."""
+    """The smallest sufficient budget if `budget_bytes` lacks `missing_bytes`; the runtime's share grows with
+    it."""
     return whole_budget(budget_bytes - runtime_bytes(budget_bytes) + missing_bytes)

@@ -1,4 +1,4 @@
-"""Brings the weights of a model into memory piece by piece, as the buckets of its layers take them."""
+"""Streams the weights of a model from storage, piece by piece, in the forms that buckets take."""
 
 import contextlib
 import dataclasses
@@ -21,23 +21,23 @@ from serving.buckets.parts import layer_params
 from serving.host.direct_io import PieceReader, Storage
 from serving.host.progress import Progress, loading
 from serving.weights.embedding import EmbeddingRows, read_array
-from serving.weights.first_read import FirstReading
+from serving.weights.first_read import FirstRead
 from serving.weights.level_memory import LevelMemory
 from serving.weights.model_level import ModelLevel
 from serving.weights.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
 from serving.weights.prefetch_plan import MemoryPlan, plan_memory
 
-# Of the embedding table's rows that stay: at most so many bytes, and this share of the model.
+# Most bytes of kept rows of the embedding, and their largest share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
 
 
 class StreamedWeights:
-    """Brings a bundle's weights into memory, piece by piece, within a budget.
+    """Streams a bundle's weights, piece by piece, within a memory budget.
 
     Attributes:
-      plan: how the budget is spent.
-      head: the pieces of the table that gives logits.
+      plan: the division of the budget.
+      head: the pieces of the head.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class StreamedWeights:
         levels: Sequence[ModelConfig] = (),
         progress: Progress | None = None,
     ) -> None:
-        """Takes the memory, and reads the file once: checks it, and puts what stays into memory.
+        """Allocates the memory and reads the file once: checks it, and loads the resident pieces.
 
         Args:
           bundle: an open one.
           budget_bytes, fixed_bytes, what: see `plan_memory`.
-          storage: how it is read.
+          storage: options of reads.
           read_ahead: see `WeightStream`.
-          level: a sub-model that stays in memory (see `level_weights`).
-          levels: sub-models that passes may be of.
+          level: a sub-model that stays resident (see `level_weights`).
+          levels: sub-models that `begin` accepts.
           progress: called with ("load", bytes done, bytes in all).
 
         Raises:
@@ -72,11 +72,11 @@ class StreamedWeights:
         self._level = None if level is None else LevelMemory(bundle, level)
         layers = layer_pieces(bundle.layout) if self._level is None else self._level.pieces
         largest = max(each.memory_bytes for each in layers)
-        # With a level, the tables stay.
+        # With a resident level, embedding and head are resident, too.
         self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._level else largest)
         streamed = [*layers, *(() if self._level else self.head)]
         self._pieces: dict[ModelConfig, list[LayerPiece | HeadPiece]] = {bundle.cfg: streamed}
-        # Else whole layers are read, whatever of them is used.
+        # Else whole layers are read at every level.
         if bundle.read_in_place and self._level is None:
             self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
         sizes = [each.memory_bytes - getattr(each, "kept_bytes", 0) for each in streamed]
@@ -85,7 +85,7 @@ class StreamedWeights:
         self.plan: MemoryPlan = plan_memory(
             sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, what=what, slot_bytes=largest
         )
-        reading = FirstReading(bundle, self._reader)
+        first_read = FirstRead(bundle, self._reader)
         self._stream = WeightStream(
             self._reader,
             self._pieces[bundle.cfg],
@@ -93,49 +93,49 @@ class StreamedWeights:
             slots=self.plan.slots,
             slot_bytes=self.plan.slot_bytes,
             read_ahead=read_ahead,
-            checksums=reading.checksums,
+            checksums=first_read.checksums,
         )
         staying = self._stream.staying()
         for number, memory in staying.items():
             piece = streamed[number]
-            reading.keep((*piece.ranges, *getattr(piece, "kept", ())), memory)
+            first_read.keep((*piece.ranges, *getattr(piece, "kept", ())), memory)
         for pieces in self._pieces.values():
             for number, piece in enumerate(pieces):
                 if number not in staying:
-                    reading.watch(piece.ranges)
+                    first_read.watch(piece.ranges)
         if self._level is not None:
-            self._stream.keep(self._level.load(reading, staying))
-        self._rows = EmbeddingRows(bundle, self._reader, reading.checksums, kept_bytes=kept_bytes)
-        reading.watch_pages(self._rows.segment)
-        reading.run(loading(progress, bundle.weight_bytes))
+            self._stream.keep(self._level.load(first_read, staying))
+        self._rows = EmbeddingRows(bundle, self._reader, first_read.checksums, kept_bytes=kept_bytes)
+        first_read.watch_pages(self._rows.segment)
+        first_read.run(loading(progress, bundle.weight_bytes))
         self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
         self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}
 
     @property
     def counts(self) -> StreamCounts:
-        """What was read."""
+        """Counts of reads."""
         return self._stream.counts
 
     @property
     def caching(self) -> str:
-        """How the file is read: "direct" or "buffered"."""
+        """Mode of reads: "direct" or "buffered"."""
         return self._reader.caching
 
     def facts(self) -> dict[str, Any]:
-        """How the budget is spent and what was read, for people."""
+        """The division of the budget and the counts of reads, for reports."""
         counts, plan = self.counts, self.plan
         return {
             "budget_bytes": plan.budget_bytes,
             "planned_bytes": plan.planned_bytes,
             "resident_layers": len(plan.resident),
             "read_bytes": counts.read_bytes,
-            "read_bytes_per_s": round(counts.read_bytes / counts.reading_s) if counts.reading_s else None,
+            "read_bytes_per_s": round(counts.read_bytes / counts.read_s) if counts.read_s else None,
             "caching": self.caching,
         }
 
     def frozen(self) -> dict[str, Weight]:
-        """All parameters by name: norms and positions in memory, all others as their shapes alone, or as
-        views of the file that nobody reads."""
+        """All parameters by name: final norm and positions resident, all others as shapes, or as views of the
+        file that are never read."""
         small = {
             name: self._bundle.place(tensor, tensor.data.shape, functools.partial(read_array, self._reader))
             for name, tensor in self._bundle.layout.tensors.items()
@@ -151,31 +151,31 @@ class StreamedWeights:
         return {**found, **small}
 
     def level_weights(self) -> dict[str, Weight]:
-        """All parameters by name, of which the level that stays is in memory.
+        """All parameters by name; of layers only the units of the resident level are valid.
 
         Raises:
-          ConfigError: none does.
+          ConfigError: no level is resident.
         """
         if self._level is None:
             raise ConfigError("no level of this model stays in memory; name one when it is opened")
         return self._level.weights
 
     def begin(self, cfg: ModelConfig) -> None:
-        """A pass of the model, or of one of its levels, begins."""
+        """Begins a pass of the model, or of one of its levels."""
         whole = self._pieces[self._bundle.cfg]
         self._stream.use(self._pieces.get(cfg, whole))
 
     def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
-        """See `EmbeddingRows.table`."""
-        return self._rows.table(tokens)
+        """See `EmbeddingRows.rows_of`."""
+        return self._rows.rows_of(tokens)
 
     @contextlib.contextmanager
     def layer(
         self, model: ModelLevel, layer: int, meanwhile: Meanwhile | None = None
     ) -> Iterator[dict[str, Any] | CountedSubModel]:
-        """A layer's parameters, as the bucket takes them that it shares with others like it.
+        """A layer's parameters under the names of the layer whose buckets it shares.
 
-        They are there until the context ends, and what reads them must be done by then.
+        They are valid until the context ends; dispatches that take them must have ended by then.
         """
         with self._stream.piece(layer, meanwhile) as slot:
             key = id(slot), layer, model.weights_version
@@ -190,7 +190,7 @@ class StreamedWeights:
 
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
-        """One of the pieces of `head`."""
+        """The weight of one piece of `head`, valid until the context ends."""
         piece, name = self.head[number], "embed.tokens" if self._bundle.cfg.tied_head else "head"
         if self._level is not None:
             yield self._level.weights[name]
@@ -211,7 +211,7 @@ class StreamedWeights:
             yield placed[name]
 
     def close(self) -> None:
-        """Ends reading."""
+        """Stops all threads and closes the file."""
         self._stream.close()
         self._rows.close()
 
@@ -228,7 +228,7 @@ class StreamedWeights:
         return weights
 
     def _forget_versions(self, model: ModelLevel) -> None:
-        """Drops what was made of parameters that a level has no more."""
+        """Drops the parameters of former versions of a level."""
         level, version = model.weights_version
         for key in [key for key in self._made if key[2][0] == level and key[2][1] != version]:
             del self._made[key]
@@ -237,18 +237,18 @@ class StreamedWeights:
 def _with_weights(
     params: dict[str, Any] | CountedSubModel, weights: Mapping[str, Weight], layer: int, model: ModelLevel
 ) -> dict[str, Any] | CountedSubModel:
-    """A layer's parameters, adapters and all, over its weights in a slot."""
+    """A layer's parameters, adapters included, with its weights in a slot."""
     own, other = f"layers.{layer}.", f"layers.{model.alike[layer]}."
     if isinstance(params, CountedSubModel):
         named = {other + name.removeprefix(own): each for name, each in weights.items()}
         return dataclasses.replace(params, whole=named)
-    # Where a level has buckets of its own, it takes views of the whole model's weights.
+    # A level with buckets of its own takes views of the whole model's weights.
     views: Params = shared_part(weights, model.cfg)
     return {name: _rebased(each, views[own + name.removeprefix(other)]) for name, each in params.items()}
 
 
 def _rebased(weight: Weight, base: Weight) -> Weight:
-    """A weight with its adapter, if it has one, over another base."""
+    """A weight with another base; its adapter stays."""
     if isinstance(weight, Adapted | AdaptedFromBuffer):
         return dataclasses.replace(weight, base=_rebased(weight.base, base))
     return base

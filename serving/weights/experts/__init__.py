@@ -1,2 +1,2 @@
-"""Mixtures of experts larger than memory: what every token needs stays, experts are read when they are
-visited, or before (EdgeMoE, arXiv 2308.14352)."""
+"""Runs mixtures of experts larger than memory: experts are read when they are visited, or prefetched; all
+other weights are resident (EdgeMoE, arXiv 2308.14352)."""

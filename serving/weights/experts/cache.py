@@ -1,8 +1,8 @@
-"""Keeps experts in a memory budget; threads read those that are missing.
+"""Keeps experts in a memory budget, the expert buffer; threads read missing experts.
 
-What a layer needs is read first, expert by expert; what it may need soon is read when nothing else is, block
-by block, so that a wrong guess holds up a right demand by no more than the blocks that are being read
-(EdgeMoE, section 3.3). All decisions are made under one lock, which nobody holds while bytes move.
+The experts that a layer asked for are read first, one after another. Predicted experts are read when no
+requested one is missing, block by block, so that a wrong prediction delays a request by at most the blocks in
+flight (EdgeMoE, section 3.3). All decisions are made under one lock, which is free during reads.
 """
 
 import collections
@@ -23,22 +23,22 @@ from serving.weights.experts.store import ExpertStore, Key
 
 _THREADS = 4
 _LEAST_BLOCK_BYTES, _MOST_BLOCK_BYTES = 256 << 10, 4 << 20
-# A corrupt expert is read once more: not every wrong byte is on the disk.
+# Reads of an expert with a wrong checksum: the error may be one of the transfer.
 _ATTEMPTS = 2
 
 
 @dataclasses.dataclass
 class ExpertCounts:
-    """Counts of a cache.
+    """Counts of an expert buffer.
 
     Attributes:
       visits: experts that layers asked for.
-      hits: of them those that were there.
-      foreseen: of the hits those that came because they were foreseen, and were not asked for before.
-      late: those that were foreseen, and still being read.
-      guesses: experts that were begun because they were foreseen.
+      hits: visits of resident experts.
+      foreseen: hits of experts that were prefetched and not visited before.
+      late: visits of experts whose read had begun.
+      guesses: experts whose prefetch began.
       read_bytes: from storage.
-      waited_s: for which layers waited.
+      waited_s: time for which layers waited.
     """
 
     visits: int = 0
@@ -51,13 +51,13 @@ class ExpertCounts:
 
 
 class _Region:
-    """Address space for one expert, for good: it has memory as long as the expert is there.
+    """Address space of one expert, never reused for another; it has memory while the expert is resident.
 
-    So an expert is the same weights whenever it is there, and none need be handed to JAX again.
+    So the same JAX arrays are valid whenever the expert is resident, and are made once.
 
     Attributes:
       memory: uint8, begins at a page.
-      weights: what the memory is, where weights are read in place and it was asked for.
+      weights: the arrays over the memory, once they were asked for; None if weights are not read in place.
     """
 
     def __init__(self, size: int) -> None:
@@ -67,30 +67,33 @@ class _Region:
 
     @property
     def lasting(self) -> bool:
-        """Whether memory can be given back and the address space kept."""
+        """Whether the system can free the memory and keep the address space."""
         return hasattr(mmap, "MADV_DONTNEED")
 
-    def give_back(self) -> None:
-        """Gives the memory back."""
+    def free(self) -> None:
+        """Frees the memory."""
         if self.lasting:
             self._mapping.madvise(mmap.MADV_DONTNEED)
 
 
 @dataclasses.dataclass(eq=False)
 class _Slot:
-    """An expert that is in memory, or on its way.
+    """An expert that is resident or being read.
 
     Attributes:
-      unread: blocks that no thread has begun: where they begin, and their sizes.
-      reading: blocks that threads are reading.
-      attempts: how often all of it was read.
-      guessed: came because it was foreseen, and was not asked for yet.
-      pinned: is being computed.
+      region: its memory.
+      unread: (start, size) of blocks that no thread has begun.
+      in_flight: number of blocks that threads read now.
+      attempts: number of completed reads with a wrong checksum.
+      ready: whether it is complete and checked.
+      error: why it cannot be read.
+      guessed: whether it was prefetched and not visited yet.
+      pinned: whether it is being computed.
     """
 
     region: _Region
     unread: collections.deque[tuple[int, int]]
-    reading: int = 0
+    in_flight: int = 0
     attempts: int = 0
     ready: bool = False
     error: Exception | None = None
@@ -99,7 +102,7 @@ class _Slot:
 
 
 class ExpertCache:
-    """The experts of one model. One layer at a time asks for its own.
+    """The resident experts of one model. One layer at a time visits its experts.
 
     Attributes:
       counts: see `ExpertCounts`.
@@ -114,14 +117,14 @@ class ExpertCache:
         policy: Policy,
         frequency: np.ndarray,
     ) -> None:
-        """Takes no memory yet.
+        """Allocates no memory yet.
 
         Args:
-          store: says where they are.
+          store: locates experts in the file.
           reader: of the bundle's file.
           budget_bytes: for experts, at least `ExpertStore.least_bytes`.
-          policy: who leaves.
-          frequency: `[L_sparse, E]`, visits so far, of some other text.
+          policy: of eviction.
+          frequency: `[L_sparse, E]`, visits in a text of calibration.
         """
         self.counts = ExpertCounts()
         self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
@@ -133,7 +136,7 @@ class ExpertCache:
         self._wanted: list[Key] = []
         self._guesses: list[Key] = []
         self._lock = threading.RLock()
-        # There is something to read; something has been read, or room was made.
+        # Notified when there is something to read; when a read ended or memory was freed.
         self._work, self._came = threading.Condition(self._lock), threading.Condition(self._lock)
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -141,14 +144,14 @@ class ExpertCache:
     def visit(
         self, layer: int, experts: Sequence[int], guesses: Sequence[Key] = ()
     ) -> Iterator[tuple[int, dict[str, Weight]]]:
-        """The experts of a layer one after the other, those in memory first, then each as it comes.
+        """Yields the experts of a layer with their weights: resident ones first, then each when it is read.
 
-        An expert stays what it is until the next one is asked for: what computes it must be done by then.
+        The weights are valid until the next expert is asked for: dispatches that take them must have ended.
 
         Args:
-          layer: the sparse layer, from 0.
+          layer: index among the sparse layers.
           experts: each once.
-          guesses: who may be needed next, the most probable first, instead of all guesses before.
+          guesses: predicted experts, the most probable first; they replace former guesses.
 
         Raises:
           CheckpointError: an expert cannot be read, or is corrupt.
@@ -171,19 +174,19 @@ class ExpertCache:
                     if slot is None:
                         continue
                     slot.pinned = False
-                    if slot.error is not None and not slot.reading:
-                        # Of several that could not be read one was raised: the next visit tries all again.
+                    if slot.error is not None and not slot.in_flight:
+                        # One of several errors was raised: the next visit reads all again.
                         self._drop((layer, expert))
                 self._wake()
 
     def expect(self, guesses: Sequence[Key]) -> None:
-        """Who may be needed next, the most probable first, instead of all guesses before."""
+        """Replaces the guesses: predicted experts, the most probable first."""
         with self._lock:
             self._guesses = list(guesses)
             self._wake()
 
     def close(self) -> None:
-        """Ends reading."""
+        """Stops the threads and closes the file."""
         with self._lock:
             self._closed = True
             self._work.notify_all()
@@ -191,10 +194,10 @@ class ExpertCache:
             thread.join()
         self._reader.close()
 
-    # -- what a layer does -----------------------------------------------------------------------
+    # -- layers ----------------------------------------------------------------------------------
 
     def _ask(self, layer: int, experts: Sequence[int], guesses: Sequence[Key]) -> tuple[list[int], list[int]]:
-        """Says what is needed: who is waited for, and who is there."""
+        """Requests experts: the missing ones and the resident ones."""
         with self._lock:
             if not self._threads:
                 self._threads = [
@@ -220,7 +223,7 @@ class ExpertCache:
                     slot.guessed = False
             self.counts.visits += len(chosen)
             self.counts.hits += len(there)
-            # What is on its way already is there first.
+            # Those whose read has begun will be ready first.
             coming.sort(key=lambda expert: (layer, expert) not in self._slots)
             self._wanted = [(layer, expert) for expert in coming]
             self._guesses = list(guesses)
@@ -228,18 +231,18 @@ class ExpertCache:
         return coming, there
 
     def _wake(self) -> None:
-        """Wakes threads if there is something to read, and may be room for it."""
+        """Wakes threads if there may be something to read."""
         if any(key not in self._slots or self._slots[key].unread for key in (*self._wanted, *self._guesses)):
             self._work.notify(_THREADS)
 
     def _await(self, layer: int, experts: Sequence[int]) -> int:
-        """Waits for any of some experts, and pins it."""
+        """Waits for any of some experts and pins it."""
         began = time.perf_counter()
 
         def arrived() -> int | None:
             for expert in experts:
                 slot = self._slots.get((layer, expert))
-                if slot is not None and not slot.reading and (slot.ready or slot.error is not None):
+                if slot is not None and not slot.in_flight and (slot.ready or slot.error is not None):
                     return expert
             return None
 
@@ -251,7 +254,7 @@ class ExpertCache:
             slot = self._slots[layer, expert]
             if slot.error is not None:
                 error = slot.error
-                # The next visit tries again.
+                # The next visit reads it again.
                 self._drop((layer, expert))
                 raise error
             slot.pinned = True
@@ -271,7 +274,7 @@ class ExpertCache:
             region.weights = self._store.weights(key, region.memory)
         return region.weights
 
-    # -- what threads do -------------------------------------------------------------------------
+    # -- threads ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -286,44 +289,44 @@ class ExpertCache:
             try:
                 offset = self._store[key].segment.offset
                 self._reader.read_into(slot.region.memory, at, offset + at, size)
-            except Exception as caught:  # Whatever it is, it is for the one who waits.
+            except Exception as caught:  # Raised by the layer that waits.
                 error = caught
             self._finish_block(key, slot, size, error)
 
     def _next_block(self) -> tuple[Key, _Slot, int, int] | None:
-        """What is to be read next, if anything can be: under the lock."""
+        """The next block to read, or None; the caller has the lock."""
         if any(key not in self._slots or not self._slots[key].ready for key in self._wanted):
-            # Storage is for what is waited for.
+            # A layer waits: no prefetch.
             return self._block_of(self._wanted, demanded=True)
         return self._block_of(self._guesses, demanded=False)
 
     def _block_of(self, keys: Sequence[Key], *, demanded: bool) -> tuple[Key, _Slot, int, int] | None:
-        """The first block that nobody reads yet of some experts in their order."""
+        """The first block of some experts, in their order, that no thread has begun."""
         for key in keys:
             slot = self._slots.get(key) or self._make_slot(key, demanded=demanded)
             if slot is None:
-                # There is no room: what comes later must wait, too.
+                # There is no room, so later ones wait, too.
                 return None
             if slot.unread:
                 at, size = slot.unread.popleft()
-                slot.reading += 1
+                slot.in_flight += 1
                 return key, slot, at, size
         return None
 
     def _finish_block(self, key: Key, slot: _Slot, size: int, error: Exception | None) -> None:
         with self._lock:
-            slot.reading -= 1
+            slot.in_flight -= 1
             self.counts.read_bytes += size
             if error is not None:
                 slot.error = slot.error or error
                 slot.unread.clear()
-            if slot.unread or slot.reading:
+            if slot.unread or slot.in_flight:
                 return
-            # Until it is judged nobody else touches it.
-            slot.reading = 1
+            # Not idle until its checksum is compared.
+            slot.in_flight = 1
         wrong = None if slot.error is not None else self._wrong_checksum(key, slot)
         with self._lock:
-            slot.reading = 0
+            slot.in_flight = 0
             if wrong is not None:
                 slot.attempts += 1
                 if slot.attempts < _ATTEMPTS:
@@ -333,14 +336,14 @@ class ExpertCache:
             elif slot.error is None:
                 slot.ready, self._loaded[key] = True, self._tick
             if slot.error is not None and key not in self._wanted:
-                # Nobody asked for it: whoever does will see. To guess it again would be to fail again.
+                # No layer asked for it, so no error is raised; it is not prefetched again.
                 self._drop(key)
                 self._guesses = [other for other in self._guesses if other != key]
             self._came.notify_all()
             self._wake()
 
     def _wrong_checksum(self, key: Key, slot: _Slot) -> str | None:
-        """What is wrong with an expert that was read, if anything is."""
+        """A message if the checksum of an expert is wrong, else None."""
         stored = self._store[key].segment
         digest = xxhash.xxh3_128_hexdigest(slot.region.memory[: stored.size_bytes].data)
         if digest == stored.xxh3_128:
@@ -354,7 +357,7 @@ class ExpertCache:
     # -- memory ----------------------------------------------------------------------------------
 
     def _make_slot(self, key: Key, *, demanded: bool) -> _Slot | None:
-        """Memory for an expert, if there is any."""
+        """Allocates memory for an expert, evicting others; None if there is no room."""
         stored = self._store[key]
         while self._taken_bytes + stored.memory_bytes > self._budget:
             victim = self._victim(demanded=demanded)
@@ -370,32 +373,32 @@ class ExpertCache:
         return slot
 
     def _victim(self, *, demanded: bool) -> Key | None:
-        """Who makes room for an expert."""
+        """The expert to evict next; None if none may be evicted."""
         needed = {*self._wanted, *(() if demanded else self._guesses)}
-        idle = [other for other, slot in self._slots.items() if not slot.reading and not slot.pinned]
-        # Guesses that were wrong before they came, then who is worth least.
+        idle = [other for other, slot in self._slots.items() if not slot.in_flight and not slot.pinned]
+        # First incomplete experts that are no longer predicted, then those of the lowest score.
         for other in idle:
             if not self._slots[other].ready and other not in (*needed, *self._guesses):
                 return other
-        those = [other for other in idle if self._slots[other].ready and other not in needed]
-        if those:
-            at = tuple(np.array(those).T)
+        evictable = [other for other in idle if self._slots[other].ready and other not in needed]
+        if evictable:
+            at = tuple(np.array(evictable).T)
             residents = Residents(at[0], self._frequency[at], self._loaded[at], self._used[at])
             scores = self._policy(residents, self._layer, len(self._frequency), self._tick)
-            return those[int(np.argmin(scores))]
+            return evictable[int(np.argmin(scores))]
         begun = [other for other in idle if not self._slots[other].ready and other not in needed]
         return begun[-1] if demanded and begun else None
 
     def _drop(self, key: Key) -> None:
         region = self._slots.pop(key).region
         self._taken_bytes -= len(region.memory)
-        region.give_back()
+        region.free()
         if not region.lasting:
             del self._regions[key]
 
 
 def _blocks(size: int) -> list[tuple[int, int]]:
-    """The parts of an expert that are read by a call each: where they begin, and their sizes."""
+    """(start, size) of the blocks of an expert, each read by one call."""
     step = min(_MOST_BLOCK_BYTES, max(_LEAST_BLOCK_BYTES, -(-size // _THREADS)))
     step = -(-step // PAGE) * PAGE
     return [(at, min(step, size - at)) for at in range(0, size, step)]

@@ -1,4 +1,4 @@
-"""Options of experts that do not all fit into memory: eviction and prediction."""
+"""Options of the expert buffer: eviction and prediction."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ PREDICTORS = ("router", "paths", "tokens", "frequency", "none")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
-    """How experts are kept and foreseen where there is too little memory for all.
+    """Options of eviction and prediction of experts that do not all fit into memory.
 
     Attributes:
-      eviction: who leaves, a name of `jaxllm.experts.eviction.POLICIES`.
-      predictor: who comes before the router has spoken: "router" by the next router on this layer's hidden
-        states, "paths" by the experts of the layers before (EdgeMoE), "tokens" by what is read (a draft's
-        tokens among it), "frequency" the most frequent ones, "none" nobody. Of a pass's first layer, and
-        of those beyond the next, which no router sees, "router" says what "tokens" does.
-      layers_ahead: for how many layers experts are foreseen.
+      eviction: name of the policy in `jaxllm.experts.eviction.POLICIES`.
+      predictor: of experts before their router ran: "router" applies the next layer's router to this layer's
+        hidden states, "paths" uses the experts of the two layers before (EdgeMoE), "tokens" the tokens of the
+        pass (drafted ones included), "frequency" the most visited experts, "none" predicts none. For the
+        first layer of a pass, and beyond the next layer, "router" predicts as "tokens" does.
+      layers_ahead: number of layers for which experts are predicted.
     """
 
     eviction: str = "frequency-nearness"

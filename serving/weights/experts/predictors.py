@@ -1,4 +1,4 @@
-"""Predicts which experts will be visited next, so that they are read before the router has spoken."""
+"""Predicts the experts of the next layers, so that they are prefetched before their routers run."""
 
 import abc
 from collections.abc import Callable
@@ -10,43 +10,43 @@ from jaxllm.experts.token_experts import TokenExperts
 from serving.weights.experts.options import PREDICTORS
 
 _UNKNOWN = np.zeros(0, np.int32)
-# By statistics nobody is read who is foreseen little more than others: who leaves may be wanted as well.
+# Least probability, in multiples of the mean, that is worth a prefetch: the evicted expert may be needed,
+# too.
 _WORTH_READING = 1.5
 
 
 class Predictor(abc.ABC):
-    """Foresees experts. A pass says what it will read, and at each sparse layer what its router decided."""
+    """Predicts experts from the tokens of a pass and the experts of its layers so far."""
 
     def begin(self, tokens: np.ndarray = _UNKNOWN) -> None:
-        """What is foreseen from here on is of a pass of these tokens `[M]`, none where nobody knows them."""
+        """Begins a pass of the tokens `[M]`; empty if they are unknown."""
         del tokens
 
     @abc.abstractmethod
     def probabilities(self, visited: list[np.ndarray], ahead: np.ndarray, steps: int) -> np.ndarray | None:
-        """How probable visits are at a later layer.
+        """Probabilities of visits at a later layer.
 
         Args:
-          visited: `[M, k]` int of each sparse layer of this pass so far, and of foreseen ones behind.
-          ahead: `[E]`, see `AtExperts`; of the last layer that was computed.
-          steps: how many layers behind that, from 1.
+          visited: `[M, k]` int per sparse layer of this pass so far, then per predicted layer.
+          ahead: `[E]`, see `AtExperts`; of the last computed layer.
+          steps: number of layers after the last computed one, from 1.
 
         Returns:
-          `[E]`, which sums to one; None where it foresees nothing.
+          `[E]`, with sum 1; None without a prediction.
         """
 
     def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray, steps: int) -> np.ndarray:
-        """Whom of a layer it is worth to read before they are asked for, `[E]` bool, by what `probabilities`
-        said so many `steps` behind `visited`."""
+        """The experts that are worth a prefetch, `[E]` bool, by their probabilities `chances` `[E]`."""
         del visited, steps
         return chances > _WORTH_READING / len(chances)
 
     def learn(self, visited: list[np.ndarray]) -> None:
-        """Sees a whole pass, `[M, k]` of each sparse layer."""
+        """Learns from a whole pass, `[M, k]` per sparse layer."""
         del visited
 
 
 class PathPredictor(Predictor):
-    """By the experts of the two layers before (EdgeMoE, section 3.3); adapts to what is read."""
+    """Predicts by the experts of the two layers before (EdgeMoE, section 3.3), and learns from each pass."""
 
     def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
         del tokens
@@ -65,7 +65,7 @@ class PathPredictor(Predictor):
 
 
 class TokenPredictor(Predictor):
-    """By what is read: a token mostly visits whom it visited in another text."""
+    """Predicts by tokens: a token mostly visits the same experts in any text."""
 
     def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
         self._counts, self._experts, self._tokens = counts, tokens, _UNKNOWN
@@ -83,8 +83,8 @@ class TokenPredictor(Predictor):
 
 
 class RouterPredictor(TokenPredictor):
-    """By the next router, applied to this layer's hidden states; of the first layer, and of those that are
-    further off than a router sees, by the tokens."""
+    """Predicts by the next layer's router, applied to this layer's hidden states; for the first layer, and
+    beyond the next one, by tokens."""
 
     def probabilities(  # noqa: D102
         self, visited: list[np.ndarray], ahead: np.ndarray, steps: int
@@ -94,13 +94,13 @@ class RouterPredictor(TokenPredictor):
     def worthwhile(  # noqa: D102
         self, visited: list[np.ndarray], chances: np.ndarray, steps: int
     ) -> np.ndarray:
-        # A router chooses its best, however little better they are.
+        # A router chooses its best experts by any difference.
         by_router = visited and steps == 1
         return np.ones(len(chances), bool) if by_router else super().worthwhile(visited, chances, steps)
 
 
 class FrequencyPredictor(Predictor):
-    """Whoever is visited most, whatever was."""
+    """Predicts the most visited experts."""
 
     def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
         del tokens
@@ -112,7 +112,7 @@ class FrequencyPredictor(Predictor):
 
 
 class NoPredictor(Predictor):
-    """Foresees nothing: experts are read when they are visited."""
+    """Predicts none: experts are read when they are visited."""
 
     def __init__(self, counts: PathCounts, tokens: TokenExperts) -> None:
         del counts, tokens
@@ -131,5 +131,5 @@ _MAKERS: dict[str, Callable[[PathCounts, TokenExperts], Predictor]] = dict(
 
 
 def make_predictor(name: str, counts: PathCounts, tokens: TokenExperts) -> Predictor:
-    """A predictor by its name among `PREDICTORS`, from statistics of a text."""
+    """The predictor named `name` in `PREDICTORS`, from statistics of a text."""
     return _MAKERS[name](counts, tokens)

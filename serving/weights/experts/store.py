@@ -1,4 +1,4 @@
-"""Finds the experts of a bundle in its file, and makes weights of their bytes."""
+"""Locates the experts of a bundle in its file, and makes weights of their bytes."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.quant import Weight
 from serving.buckets.parts import EXPERT_PARTS
 
-# Sparse layer, counted from 0 among those, and expert.
+# Index among the sparse layers, expert.
 Key = tuple[int, int]
 _FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
@@ -22,9 +22,9 @@ class StoredExpert:
     """One expert in the file.
 
     Attributes:
-      segment: its bytes.
-      bits: its width; 16 and 32 for floats.
-      memory_bytes: that it takes, in whole pages.
+      segment: of the file.
+      bits: its bitwidth; 16 and 32 for floats.
+      memory_bytes: its size in whole pages.
     """
 
     segment: Segment
@@ -33,24 +33,24 @@ class StoredExpert:
 
 
 def hot_bytes(bundle: Bundle) -> int:
-    """Of the parameters that every token needs: all but the experts'."""
+    """Bytes of the parameters that every token needs: all but experts."""
     return sum(each.size_bytes for name, each in bundle.layout.tensors.items() if ".experts." not in name)
 
 
 class ExpertStore:
-    """The experts of a bundle that stores them apart.
+    """The experts of a bundle that stores each by itself.
 
     Attributes:
-      bundle: it.
+      bundle: an open one.
       sparse: the model's sparse layers, ascending.
-      experts: of each layer (E).
+      experts: number per layer (E).
     """
 
     def __init__(self, bundle: Bundle) -> None:
         """Reads nothing.
 
         Raises:
-          ConfigError: experts are not stored apart.
+          ConfigError: the experts of a layer are stored together.
         """
         if not bundle.layout.experts_apart:
             raise ConfigError(
@@ -71,21 +71,21 @@ class ExpertStore:
 
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
-        """All that there are, ascending."""
+        """The bitwidths of all experts, ascending."""
         return tuple(sorted({each.bits for each in self._stored.values()}))
 
     @functools.cached_property
     def total_bytes(self) -> int:
-        """Memory for all."""
+        """Memory of all experts."""
         return sum(each.memory_bytes for each in self._stored.values())
 
     @property
     def largest_bytes(self) -> int:
-        """Memory for the largest."""
+        """Memory of the largest expert."""
         return max(each.memory_bytes for each in self._stored.values())
 
     def least_bytes(self) -> int:
-        """Memory for the experts that a token visits at one layer, whichever they are."""
+        """Memory of the experts that a token visits at one layer, at most."""
         count = self.bundle.cfg.experts_per_token
         by_layer = [
             sorted(self[at, expert].memory_bytes for expert in range(self.experts))
@@ -100,7 +100,7 @@ class ExpertStore:
         return {name.rsplit(".", 1)[1]: each for name, each in found.items()}
 
     def any_expert(self, bits: int) -> dict[str, Weight]:
-        """The shapes of an expert of a width."""
+        """Shapes of an expert of a bitwidth."""
         key = next(key for key, each in self._stored.items() if each.bits == bits)
         weights = self.weights(key, np.zeros(self[key].memory_bytes, np.uint8))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)

@@ -1,4 +1,4 @@
-"""The weights of a mixture of which not all experts are in memory."""
+"""Provides the weights of a mixture that is larger than memory."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -22,22 +22,23 @@ from serving.weights.pieces import HeadPiece, head_pieces
 from serving.weights.prefetch import Meanwhile
 from serving.weights.runtime_share import least_budget
 
-# What the statistics of a text weigh beside what is visited online, in tokens.
+# Weight of the bundle's statistics beside visits at run time, in tokens.
 _PRIOR_TOKENS = 64.0
+# The last tokens of a chunk, from which experts are predicted.
 _TELLING_TOKENS = 16
 
 
 class ExpertWeights:
-    """A bundle's weights: experts in a cache, all others in memory.
+    """A bundle's weights: experts in an expert buffer, all others resident.
 
     Attributes:
-      store: where the experts are.
-      cache: those in memory.
-      predictor: foresees who will be visited.
-      options: how.
-      head: the table that gives logits, as one piece.
+      store: locates the experts.
+      cache: the expert buffer.
+      predictor: of the next experts.
+      options: of eviction and prediction.
+      head: the head as one piece.
       budget_bytes: for experts.
-      planned_bytes: what is taken of the whole budget.
+      planned_bytes: used bytes of the whole budget.
     """
 
     def __init__(
@@ -51,14 +52,14 @@ class ExpertWeights:
         options: ExpertOptions | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Reads what stays.
+        """Reads all weights but experts.
 
         Args:
-          bundle: an open one whose experts are stored apart.
+          bundle: an open one that stores each expert by itself.
           budget_bytes: for everything.
-          fixed_bytes: of it, for everything but weights; what the runtime takes of such a budget among it.
-          what: says what the fixed part is, for the message.
-          storage: how the file is read.
+          fixed_bytes: of the budget, for everything but weights, the runtime's share included.
+          what: describes the fixed part in the message.
+          storage: options of reads.
           options: see `ExpertOptions`.
           progress: called with ("load", bytes done, bytes in all).
 
@@ -97,16 +98,16 @@ class ExpertWeights:
 
     @property
     def counts(self) -> ExpertCounts:
-        """What the cache has done."""
+        """Counts of the expert buffer."""
         return self.cache.counts
 
     @property
     def caching(self) -> str:
-        """How the file is read: "direct" or "buffered"."""
+        """Mode of reads: "direct" or "buffered"."""
         return self._reader.caching
 
     def facts(self) -> dict[str, Any]:
-        """How the budget is spent and what was read, for people."""
+        """The division of the budget and the counts of reads, for reports."""
         counts = self.counts
         return {
             "budget_bytes": self._memory_bytes,
@@ -122,7 +123,7 @@ class ExpertWeights:
         }
 
     def frozen(self) -> dict[str, Weight]:
-        """All parameters by name but experts, and the shapes of an expert of each width."""
+        """All parameters but experts by name, and the shapes of an expert of each bitwidth."""
         shapes: dict[str, Any] = {
             f"{any_expert(bits)}.{part}": each
             for bits in self.store.widths
@@ -132,25 +133,27 @@ class ExpertWeights:
 
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
-        """The table that gives logits."""
+        """The weight of the head."""
         del number, meanwhile
         yield self._hot["embed.tokens" if self._bundle.cfg.tied_head else "head"]
 
     def expect(self, tokens: np.ndarray) -> None:
-        """A pass of some tokens `[M]` comes: reads whom it will visit first, as far as that is foreseen."""
+        """Announces a pass of the tokens `[M]`: prefetches the predicted experts of its first layers."""
         self.predictor.begin(tokens[-_TELLING_TOKENS:])
         choices, experts = self._bundle.cfg.experts_per_token, self._bundle.cfg.experts
         self.cache.expect(self.likely([], np.zeros(experts), min(experts, choices * len(tokens))))
 
     def likely(self, visited: Sequence[np.ndarray], ahead: np.ndarray, count: int) -> list[tuple[int, int]]:
-        """The experts that are foreseen behind some layers of a pass, nearest layers first.
+        """The predicted experts after some layers of a pass, nearest layers first.
 
         Args:
-          visited: `[M, k]` int of each sparse layer so far.
+          visited: `[M, k]` int per sparse layer so far.
           ahead: see `AtExperts`.
-          count: how many of a layer, at most.
+          count: most experts per layer.
+
+        Returns:
+          (index among the sparse layers, expert) pairs.
         """
-        # Of a long chunk some tokens tell enough.
         seen, found = [each[-_TELLING_TOKENS:] for each in visited], []
         tokens, choices = len(seen[-1]) if seen else 1, self._bundle.cfg.experts_per_token
         for step in range(1, self.options.layers_ahead + 1):
@@ -166,5 +169,5 @@ class ExpertWeights:
         return found
 
     def close(self) -> None:
-        """Ends reading."""
+        """Stops the threads and closes the file."""
         self.cache.close()

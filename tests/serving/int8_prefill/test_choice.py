@@ -52,7 +52,7 @@ def test_what_cannot_be_is_refused_by_name(calibrated_bundle, plain, tmp_path, h
 
 def test_what_was_left_to_the_bundle_is_said(calibrated_bundle, plain, caplog):
     assert chosen(plain, mode="auto") is None
-    assert "read in floats: " in caplog.text
+    assert "prefilled in floats: " in caplog.text
     assert "was not calibrated" in caplog.text
     caplog.clear()
     assert chosen(calibrated_bundle, mode="auto", most_loss=0.001) is None
@@ -63,7 +63,7 @@ def test_a_lossy_level_is_refused_by_itself(calibrated_bundle, caplog):
     """Level 50 was never measured."""
     found = chosen(calibrated_bundle, mode="int8", levels=(50, 100))
     assert found.integer_levels == {100}
-    assert "prompts of level 50 (inf%) are read in floats" in caplog.text
+    assert "prompts of level 50 (inf%) are prefilled in floats" in caplog.text
     assert (found.of(50, 9), found.of(100, 9)) == ("float", "int8")
     with pytest.raises(ConfigError, match="of level 50's perplexity"):
         found.require(50)
@@ -76,5 +76,5 @@ def test_a_lossy_level_is_refused_by_itself(calibrated_bundle, caplog):
 
 
 def test_options_that_contradict_each_other():
-    with pytest.raises(ConfigError, match="two processors read prompts in integers"):
+    with pytest.raises(ConfigError, match="two processors prefill in integers"):
         PrefillOptions(mode="float", processors=2)

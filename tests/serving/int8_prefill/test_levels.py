@@ -77,7 +77,7 @@ def test_a_lossy_level_is_read_in_floats_beside_the_others(known, tmp_path, capl
     )
     engine = Engine.open(path, options=options, warm_up=False)
     assert (engine.prefill_mode(32, 50), engine.prefill_mode(32, 100)) == ("float", "int8")
-    assert "prompts of level 50 (2.00%) are read in floats" in caplog.text
+    assert "prompts of level 50 (2.00%) are prefilled in floats" in caplog.text
     integers, floats = IntegerStageBucket, PrefillBucket
     for level, own, other in ((50, floats, integers), (100, integers, floats)):
         families = {type(each) for each in engine.runner_at(level).all_buckets()}

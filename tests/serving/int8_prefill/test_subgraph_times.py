@@ -47,7 +47,7 @@ def test_what_is_malformed_is_as_nothing(tmp_path, content, caplog):
     path.write_bytes(content)
     found = SubgraphTimes(path)
     assert ONE not in found
-    assert "measured anew" in caplog.text
+    assert "measured again" in caplog.text
     found.put({ONE: TIME}, 0.5)
     found.keep()
     assert SubgraphTimes(path)[ONE] == TIME

@@ -65,13 +65,13 @@ def main(path: str, order: str, integer_bytes: str) -> None:
         if system == 2 and int8.shared.processors is not None:
             trace = int8.shared.processors.trace
             assert trace is not None
-            places = [run.place for run in trace.runs]
+            places = [run.index for run in trace.runs]
             found["runs"] = len(places)
             found["once"] = len(set(places)) == len(places)
             started = int8.begin(runner.start(60), prompt, 0)
             subgraphs = int8.subgraphs(started)
-            ends = {run.place: run.end_ms for run in trace.runs}
-            starts = {run.place: run.start_ms for run in trace.runs}
+            ends = {run.index: run.end_ms for run in trace.runs}
+            starts = {run.index: run.start_ms for run in trace.runs}
             found["in_time"] = all(
                 ends[need] <= starts[place] for place, each in enumerate(subgraphs) for need in each.needs
             )

@@ -197,7 +197,7 @@ def test_a_second_error_does_not_outlast_its_visit(make, monkeypatch):
 
     def failed(expert):
         slot = cache._slots.get((0, expert))
-        return slot is not None and slot.error is not None and not slot.reading
+        return slot is not None and slot.error is not None and not slot.in_flight
 
     def late(*asked):
         wait_until(cache, lambda: failed(1) and failed(2))
