@@ -54,8 +54,9 @@ def chosen_prefill(
         return None
     if lossy:
         _log.warning(
-            "prompts of level %s are prefilled in floats: integer prefill was measured to lose more than %s
-            there", ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
+            "prompts of level %s are prefilled in floats: integer prefill was measured to lose more than %s "
+            "there",
+            ", ".join(f"{level} ({loss:.2%})" for level, loss in sorted(lossy.items())),
             f"{asked.most_loss:.2%}",
         )
     return PrefillModes(asked, calibration, frozenset(levels) - lossy.keys())
