@@ -1,7 +1,7 @@
-"""From what a user names to an open bundle: a packaged model, a bundle, or a Hugging Face folder.
+"""Opens models by name or path: a packaged model, a bundle, or a Hugging Face folder.
 
-A folder is prepared once and kept in the user's cache directory, keyed by what it holds; a changed
-folder is prepared again. Nothing is downloaded.
+A folder is prepared once and kept in the user's cache directory, keyed by its contents; a changed folder is
+prepared again. Nothing is downloaded.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from serving.host.user_cache import cache_folder, clear_entry, make_private_fold
 
 # Changes whenever preparing the same folder would write another bundle.
 _CACHE_KEY_VERSION = "2"
-# Of the files in a model folder that a bundle may be made from.
+# Suffixes of the files in a model folder that a bundle may be made from.
 _CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
-# Files of up to 32 MiB are read whole.
+# Of larger files than 32 MiB, blocks are sampled.
 _SAMPLES, _SAMPLE_BYTES = 512, 64 << 10
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def open_model(
     """Opens `model` (see `Engine.open`).
 
     Raises:
-      CheckpointError: there is no such model, or it cannot be read or prepared.
+      CheckpointError: the model is missing, or cannot be read or prepared.
     """
     path = find_model(model)
     if path.is_dir():
@@ -72,8 +72,7 @@ def levels_of(model: str | Path | None) -> tuple[int, ...]:
 
 
 def find_model(model: str | Path | None) -> Path:
-    """The path that a user means: a packaged model's by its name, unless there is such a file; None is the
-    default one."""
+    """The path of a model: a packaged model by its name, unless there is such a file; None is the default."""
     if model is None:
         return default_bundle()
     packaged = _assets() / f"{model}{SUFFIX}"
@@ -87,7 +86,7 @@ def packaged_models() -> list[str]:
 
 
 def default_bundle() -> Path:
-    """Path of the model that is used where none is named."""
+    """The path of the default model."""
     return _assets() / f"default{SUFFIX}"
 
 
@@ -96,7 +95,7 @@ def _assets() -> Path:
 
 
 def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
-    # Here, so that who opens a bundle does not wait for all that reads checkpoints.
+    # Imported here, because opening a bundle does not need it.
     from jaxllm.prepare import prepare, weight_format_of
 
     weights = weights or weight_format_of(folder)
@@ -115,7 +114,7 @@ def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress 
     prepare(folder, cached, weights=weights, progress=progress)
     cached.chmod(0o600)
     for older in place.glob(f"*{SUFFIX}"):
-        # What the folder held before; a process that still maps it keeps its pages.
+        # Bundles of earlier contents; a process that still maps one keeps its pages.
         if older != cached:
             older.unlink(missing_ok=True)
     remove_abandoned(place)
@@ -123,7 +122,7 @@ def _open_folder(folder: Path, weights: WeightFormat | None, progress: Progress 
 
 
 def _open_cached(path: Path) -> Bundle | None:
-    """A bundle that was prepared before; None where it is not there, or must be made again."""
+    """Opens a bundle that was prepared before; None where it is missing or must be made again."""
     try:
         with private_file(path):
             pass
@@ -134,7 +133,7 @@ def _open_cached(path: Path) -> Bundle | None:
         with contextlib.suppress(OSError):  # Said when it is written.
             clear_entry(path)
         return None
-    # A cache that went bad is not the user's problem: prepare it again.
+    # A damaged cache entry is prepared again.
     with contextlib.suppress(BundleError):
         bundle = Bundle.open(path)
         bundle.verify()
@@ -143,10 +142,10 @@ def _open_cached(path: Path) -> Bundle | None:
 
 
 def _content_key(folder: Path) -> str:
-    """Names what a folder holds: of each file that may matter its name, size, times and content.
+    """A digest of a folder's contents: name, size, times and content of each file that bundles are made of.
 
-    Large files are not read whole, but here and there. Where one was changed elsewhere and its size and time
-    were put back, the time tells at which its own facts changed, which nobody can set.
+    Of large files only samples are read. The change time, which no program can set, tells changes between the
+    samples even where size and modification time were restored.
     """
     parts = [_CACHE_KEY_VERSION]
     for path in sorted(folder.iterdir()):
@@ -158,7 +157,7 @@ def _content_key(folder: Path) -> str:
 
 
 def _sampled_digest(path: Path, size: int) -> str:
-    """Digest of a file, or of blocks of it that lie evenly from its first to its last."""
+    """Digest of a file, or of evenly spaced blocks of a large one."""
     step = max(_SAMPLE_BYTES, (size - _SAMPLE_BYTES) / (_SAMPLES - 1))
     starts = (int(n * step) for n in range(_SAMPLES))
     digest = xxhash.xxh3_128()

@@ -1,7 +1,7 @@
-"""The `jaxllm` command: names the commands of all packages, and turns errors into one line and an exit code.
+"""Runs the `jaxllm` command: lists all packages' commands, and turns errors into a line and an exit code.
 
-A command's module is imported when the command is used (`serving.commands.lazy`). The package that a command
-belongs to has its module.
+A command's module is imported when the command is used (`serving.commands.lazy`). Each package has the
+modules of its commands.
 """
 
 import sys
@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _one_line(error: JaxllmError | OSError) -> str:
     if isinstance(error, JaxllmError):
         return " ".join(str(error).split())
-    # What a user can cause is a JaxllmError; this is our own output, say to a full disk.
+    # Errors that users cause are JaxllmErrors; this is one of our own output, for example to a full disk.
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror or error}"
 

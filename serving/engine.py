@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Model(Protocol):
-    """A model that is open: a runner for each of its levels."""
+    """An open model, with a runner for each of its levels."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -61,16 +61,16 @@ AnyModel = TypeVar("AnyModel", bound=Model)
 
 
 class Engine(Generic[AnyModel]):
-    """Answers prompts and conversations with an open model, seen from one of its levels.
+    """Answers prompts and conversations with one level of an open model.
 
-    An engine has one lock, its levels' too: for each step of an answer, for getting ready, for a change of
-    weights and for closing. Threads may share an engine, then, and its answers come as they would one by one;
-    they take turns, because a device computes no faster for two. A session is one thread's at a time.
+    All engines of a model share one lock, for each step of an answer, for warm-up, for a change of weights
+    and for closing. Threads may share an engine: their answers are those of one thread, and take turns,
+    because a device computes no faster for two. A session is used by one thread at a time.
 
     Attributes:
-      model: what is open; its weights, runners and tokenizer are shared by all engines of it.
+      model: open; its weights, runners and tokenizer are shared by all engines of it.
       level: that answers where a request names none, in percent.
-      speculation: drafts the answers of this level; None where nothing does.
+      speculation: drafts the answers of this level; None for no drafts.
     """
 
     def __init__(self, model: AnyModel, level: int = WHOLE, speculation: Speculation | None = None) -> None:
@@ -102,10 +102,10 @@ class Engine(Generic[AnyModel]):
             model inside the package.
           weights: width for a folder's weights; None keeps the checkpoint's own.
           options: shapes of buckets and caches.
-          adapter: a low-rank adapter in PEFT's layout to begin with; unless the options name a rank and
-            targets, they are this one's.
-          level: the sub-model to be (see `at`), in percent; it is served even if the options do not name it.
-          speculation: how drafts speed its answers up; None for no drafts.
+          adapter: a low-rank adapter in PEFT's layout to start with; its rank and targets are used unless the
+            options name some.
+          level: the sub-model of this engine (see `at`), in percent; added to the options' levels.
+          speculation: how its answers are drafted; None for no drafts.
           warm_up: compile every bucket; else call `warm_up` before the first request.
           progress: called with (stage, done, total).
 
@@ -135,7 +135,7 @@ class Engine(Generic[AnyModel]):
                 engine.warm_up(progress=progress)
             return engine
         except BaseException:
-            # Readers and processors would stay until this process ends.
+            # Else its threads stay until this process ends.
             loaded.close()
             raise
 
@@ -148,18 +148,17 @@ class Engine(Generic[AnyModel]):
         threads: int = 0,
         speculation: SpeculationOptions | None = None,
     ) -> "Engine[ProgramModel]":
-        """Opens a folder that `jaxllm export` wrote; programs are made ready by `warm_up` or when needed.
+        """Opens a folder that `jaxllm export` wrote; `warm_up` or their first use compiles programs.
 
         Args:
           folder: the folder.
-          level: the sub-model to be, in percent.
-          threads: that LiteRT computes with; 0 for all cores of this process.
-          speculation: how drafts speed its answers up; `model` is a folder of programs then. None for no
-            drafts.
+          level: the sub-model of this engine, in percent.
+          threads: of LiteRT; 0 for all cores of this process.
+          speculation: how its answers are drafted, where `model` is a folder of programs; None for no drafts.
 
         Raises:
-          ProgramError: it is no program, corrupt, or of other weights.
-          ConfigError: what runs it is not installed, it has not this level, or verifies no drafts.
+          ProgramError: it is not a program folder, corrupt, or of other weights.
+          ConfigError: its runtime is not installed, it lacks this level, or cannot verify drafts.
         """
         from serving.programs.model import open_program
 
@@ -186,12 +185,12 @@ class Engine(Generic[AnyModel]):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self.model.tokenizer
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """That a request may name, in percent, ascending."""
+        """Levels that a request may name, in percent, ascending."""
         return self.model.levels
 
     def at(self, level: int) -> "Engine[AnyModel]":
@@ -203,7 +202,7 @@ class Engine(Generic[AnyModel]):
         return Engine(self.model, level)
 
     def runner_at(self, level: int | None = None) -> Any:
-        """The runner of a level; of this engine's own where none is named.
+        """The runner of a level; None for this engine's own.
 
         Raises:
           ConfigError: see `at`.
@@ -223,12 +222,12 @@ class Engine(Generic[AnyModel]):
     ) -> None:
         """Compiles and rehearses all buckets, or only compiles those that one request needs.
 
-        The whole model's engine does so for all of its levels, an engine at a level for that one. Buckets
-        that an earlier process compiled are read instead (see `EngineOptions.executables_bytes`).
+        The whole model's engine does this for all levels, an engine at a level for that one. Buckets that an
+        earlier process compiled are read from disk (see `EngineOptions.buckets_bytes`).
 
         Args:
-          prompt_tokens: of that one request; None stands for all requests. Only what its first token
-            needs is waited for, the rest gets ready in the background.
+          prompt_tokens: of that one request; None for all requests. Waits only for the buckets of its first
+            token; the others are compiled in the background.
           max_tokens: of that one request; 0 where it is not known.
           progress: called with ("compile", buckets done, buckets in all).
         """
@@ -242,12 +241,12 @@ class Engine(Generic[AnyModel]):
             )
 
     def set_adapter(self, folder: str | Path | None) -> None:
-        """Puts a low-rank adapter on all levels, in place of the one before; nothing is compiled.
+        """Puts a low-rank adapter on all levels, in place of the one before, without compiling.
 
-        Sessions that go on afterwards are fed anew: their cache is of other weights.
+        Sessions that continue afterwards are prefilled again: their cache is of other weights.
 
         Args:
-          folder: in PEFT's layout; None for the model as it is.
+          folder: in PEFT's layout; None for no adapter.
 
         Raises:
           ConfigError: the model was opened without `adapter_rank`, or for a lower one or other targets.
@@ -257,8 +256,8 @@ class Engine(Generic[AnyModel]):
             self.model.set_adapter(folder)
 
     def close(self) -> None:
-        """Ends the reading of weights and the processors of prefill, if there are such; it answers nothing
-        more."""
+        """Closes the model: ends the threads that stream weights and the processors of prefill. Later
+        requests fail."""
         with self.runner.lock:
             self.model.close()
 
@@ -281,9 +280,9 @@ class Engine(Generic[AnyModel]):
           config: length, stops and sampling of the answer.
           level: the sub-model that answers, in percent, one of `levels`; None for this engine's.
           session: a conversation whose cache is used and extended.
-          sliding: how an answer goes on that outgrows the context; None to end it there.
-          tpot_ms: what a further token should take, if that is known: the second token then need not come
-            alone to measure it.
+          sliding: how an answer that outgrows the context continues; None to end it there.
+          tpot_ms: expected time per further token, if known; otherwise the second token is decoded alone to
+            measure it.
 
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
@@ -317,7 +316,7 @@ class Engine(Generic[AnyModel]):
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
     ) -> Request:
-        """A request of this engine (see `stream`): text as token ids, and a seed where none is given.
+        """Makes a request of this engine (see `stream`): encodes text, and draws a seed where none is given.
 
         Raises:
           ConfigError: the prompt is empty, or the level is not served.
@@ -341,7 +340,7 @@ class Engine(Generic[AnyModel]):
         )
 
     def decoding(self, request: Request) -> Decoding:
-        """How a request's further tokens come."""
+        """The way to decode a request's further tokens."""
         if request.drafted and self.speculation is not None:
             return self.speculation
         return PlainDecoding(self.runner_at(request.level))
@@ -349,12 +348,12 @@ class Engine(Generic[AnyModel]):
     def submit(
         self, request: Request, *, session: Session | None = None, lifecycle: Lifecycle | None = None
     ) -> Answer:
-        """The answer of a request, which waits for its first step.
+        """Makes the answer of a request, which waits for its first step.
 
         Args:
-          request: what is asked.
+          request: to answer.
           session: a conversation whose cache is used and extended.
-          lifecycle: what is to be done around it; None for nothing.
+          lifecycle: hooks around the answer; None for no hooks.
 
         Raises:
           ConfigError, ContextOverflow: see `Request.require_served_by`.

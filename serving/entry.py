@@ -1,11 +1,10 @@
-"""The process of the `jaxllm` command: what Ctrl-C does, from its first moment to its last.
+"""Runs the process of the `jaxllm` command, and handles Ctrl-C from its first moment to its last.
 
-This module imports nothing but what Python has loaded anyway, so that the handler stands before the imports
-that take most of a start. Where the handler finds an import under way, the process ends at once: an exception
-inside of NumPy's or JAX's loading leaves them half there, which ends in crashes. Everywhere else it raises
-KeyboardInterrupt, so that what is being written vanishes, and commands may go on (`jaxllm chat`). Nothing is
-torn down behind an interrupt: compilers and readers still run in threads of their own, which do not outlive
-what they use.
+This module imports only what Python has loaded anyway, so that the handler is installed before the imports
+that take most of a start. During an import the handler ends the process at once: an exception while NumPy or
+JAX are imported leaves them incomplete, which ends in crashes. Everywhere else it raises KeyboardInterrupt,
+so that unfinished files are removed, and commands may continue (`jaxllm chat`). After an interrupt nothing is
+torn down: threads of compilers and readers still run, and must not outlive what they use.
 """
 
 import os
@@ -19,9 +18,8 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command line (`serving.cli.main`): exits 130 where it was interrupted, and prints nothing
-    then."""
-    # Whoever started this process may have had it ignore Ctrl-C (`nohup`, a shell's background).
+    """Runs the command line (`serving.cli.main`); exits 130 after an interrupt, and prints nothing then."""
+    # The parent process may have it ignore Ctrl-C (`nohup`, a shell's background).
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     try:
@@ -30,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         cli.main(argv)
     except SystemExit as end:
         if end.code != INTERRUPTED:
-            # The command has done its work: an interrupt from here on would only disturb the end.
+            # The command has ended: an interrupt from here on would only disturb the exit.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             raise
     except KeyboardInterrupt:
@@ -39,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Takes SIGINT."""
+    """Handles SIGINT."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:
             _end(INTERRUPTED)
@@ -48,7 +46,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _end(code: int) -> None:
-    """Ends the process here and now, what was printed flushed."""
+    """Flushes the output streams and ends the process at once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -1,4 +1,4 @@
-"""Opens a model for serving: places a bundle's weights and makes a runner for each level."""
+"""Loads a model for serving: places a bundle's weights and makes a runner for each level."""
 
 import dataclasses
 import functools
@@ -38,15 +38,14 @@ if TYPE_CHECKING:
 
 
 class LoadedModel:
-    """A bundle whose weights are in their place, with a runner for each level.
+    """A bundle whose weights are loaded or streamed, with a runner for each level.
 
     Attributes:
       bundle: the open model file.
       options: resolved options.
       tokenizer: the model's tokenizer.
-      streamed: what reads the weights while the model runs; None where all are in memory.
-      adapter_digest: tells the adapter that is on the model from all others, in hex; empty where there is
-        none.
+      streamed: reads the weights while the model runs; None where all are in memory.
+      adapter_digest: hex digest of the model's adapter; empty where there is none.
       load_ms: time to open the bundle and place its weights.
     """
 
@@ -62,11 +61,11 @@ class LoadedModel:
         """Places a bundle's weights, and makes a runner for each level.
 
         Args:
-          bundle: an open one.
+          bundle: open.
           options: shapes of buckets and caches.
           progress: called with (stage, done, total).
-          reserved_bytes: of `EngineOptions.memory_bytes`, for others.
-          drafting_level: a level that stays in memory whatever is read, to draft with; 0 for none.
+          reserved_bytes: bytes of `EngineOptions.memory_bytes` that others take.
+          drafting_level: a level whose weights stay in memory, to draft with; 0 for none.
         """
         require_not_forked()
         watch_for_forks()
@@ -97,7 +96,7 @@ class LoadedModel:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """That there are runners of, in percent, ascending."""
+        """Levels that have runners, in percent, ascending."""
         return self.runners.levels
 
     def runner(self, level: int) -> LevelRunner:
@@ -112,7 +111,7 @@ class LoadedModel:
         """The runner of a level, where all weights are in memory.
 
         Raises:
-          ConfigError: they are not, or the model was not opened for this level.
+          ConfigError: weights are streamed, or the model was not opened for this level.
         """
         return self.runners.resident_at(level)
 
@@ -127,7 +126,8 @@ class LoadedModel:
         max_tokens: int,
         progress: Progress | None,
     ) -> None:
-        """Gets buckets ready (see `serving.engine.Engine.warm_up`); the whole model's levels all."""
+        """Gets buckets ready (see `serving.engine.Engine.warm_up`); of all levels where `level` is the whole
+        model."""
         runner, tokens = self.runner(level), None
         if prompt_tokens is None:
             self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
@@ -143,22 +143,22 @@ class LoadedModel:
             speculation.drafter.warm_up(progress, tokens=tokens)
 
     def facts(self) -> dict[str, Any]:
-        """What getting ready and reading weights came to, as plain data: how many buckets were read from disk
-        and compiled, and what was read of storage."""
-        table = self.runners.buckets
+        """Counts as plain data: the buckets that were read from disk and compiled, and the weights that were
+        read from storage."""
+        buckets = self.runners.buckets
         built = {
-            "loaded_graphs": len(table.loaded),
-            "compiled_graphs": len(table.bucket_ms.keys() - table.loaded),
+            "loaded_buckets": len(buckets.loaded),
+            "compiled_buckets": len(buckets.bucket_ms.keys() - buckets.loaded),
         }
         return built if self.streamed is None else {**built, "memory": self.streamed.facts()}
 
     def close(self) -> None:
-        """Ends the reading of weights and the processors of prefill, if there are such, and lets go of
+        """Ends the threads that stream weights and the processors of prefill, if there are any, and releases
         buckets."""
         if self.streamed is not None:
             self.streamed.close()
         self.runners.close()
-        # Compiling leaves gaps between what it keeps, which grow with every model.
+        # Compiling leaves gaps in memory, which grow with every model.
         give_back_memory()
 
     # -- adapters ---------------------------------------------------------------------------------
@@ -171,14 +171,15 @@ class LoadedModel:
         self.put_adapter(adapter, 1.0 if lora is None else lora.scaling)
 
     def put_adapter(self, adapter: Adapter, scaling: float) -> None:
-        """`set_adapter` of one that was read."""
-        # All are made before the first is changed: an adapter that does not fit changes nothing.
+        """`set_adapter` with an adapter that was read."""
+        # All levels' parameters are made before the first changes: an adapter that does not fit changes
+        # nothing.
         self.runners.swap(self._adapted(adapter, scaling), adapted=bool(adapter))
         self.adapter_digest = adapter_digest(adapter, scaling) if adapter else ""
 
     def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
-        """The parameters of all levels, with room for an adapter if the options ask for it, and this one in
-        it."""
+        """The parameters of all levels with this adapter, padded to the rank of the options, if they have
+        one."""
         rank, targets = self.options.adapter_rank, self.options.adapter_targets
         filled = padded(self.bundle.cfg, adapter, targets, rank) if rank else {}
         return self._levels.params(self._frozen, filled, scaling)
@@ -194,7 +195,7 @@ def load_model(
     speculation: SpeculationOptions | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Opens what a user names, for a level and drafts among others (see `serving.engine.Engine.open`).
+    """Opens a model by name or path, with the options that a level and speculation need (see `Engine.open`).
 
     Raises:
       JaxllmError: the model cannot be opened, or the options do not fit it.
@@ -225,7 +226,7 @@ def load_model(
 
 
 def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:
-    """Options that serve these levels, too."""
+    """Options that also serve these levels."""
     missing = {each for each in levels if each != WHOLE} - {*options.levels}
     if not missing:
         return options
@@ -238,8 +239,8 @@ def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
 
 
 def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
-    """An adapter of the model that the bundle was made from, its units in the bundle's order."""
-    # Here, because most models never see an adapter, and its files' library takes time to import.
+    """Reads an adapter of the model that the bundle was made from, and orders its units as the bundle's."""
+    # Imported here, because it takes time and most models have no adapter.
     from jaxllm.checkpoints.peft_folder import read_adapter
 
     lora, adapter = read_adapter(folder, bundle.cfg)

@@ -1,4 +1,4 @@
-"""What an engine may be told: sizes of its graphs and caches, its dtype, and what it keeps on disk."""
+"""Options of an engine: shapes of its buckets and caches, dtypes, memory, and what it keeps on disk."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.models.lora import LoraConfig
 from serving.host.direct_io import Storage
-from serving.host.user_cache import executables_bytes
+from serving.host.user_cache import buckets_bytes
 from serving.int8_prefill.options import PrefillOptions
 from serving.speculation.options import TreeShape
 from serving.weights.experts.options import ExpertOptions
@@ -19,7 +19,7 @@ from serving.weights.experts.options import ExpertOptions
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
 # On a CPU a chunk of 16 costs little more than a token, and 256 tokens are enough rows to keep the
-# cores busy; accelerators want more rows and fewer graphs.
+# cores busy; accelerators need more rows and fewer buckets.
 CPU_CHUNK_TOKENS = (16, 64, 256)
 _ACCELERATOR_CHUNK_TOKENS = (32, 128, 512)
 _SHORTEST_CACHE_TOKENS = 512
@@ -32,36 +32,35 @@ _ACCELERATOR_SCORE_TOKENS = 16384
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Shapes of an engine's graphs. Zeros and empty values mean: choose for this device and model.
+    """Options of an engine. Zeros and empty values mean: choose for this device and model.
 
     Attributes:
       context_tokens: most tokens of prompt and answer together; at most the model's window.
       chunk_tokens: prefill chunk lengths, ascending powers of two from 16 to 512.
-      cache_tokens: cache lengths, ascending; a sequence moves into the next one as it grows.
+      cache_tokens: lengths of caches, ascending; a sequence moves into the next one as it grows.
       decode_block: most tokens decoded per dispatch.
-      score_tokens: tokens per dispatch, padding included, where many short texts are scored at once.
+      score_tokens: tokens per dispatch, padding included, when many short texts are scored together.
       activation_dtype: "float32" or "bfloat16".
-      cache_dtype: of keys and values: "float32", "bfloat16" or "float16". Left to choose, it is float16
-        where native kernels serve quantized weights, else the activations'.
+      cache_dtype: of keys and values: "float32", "bfloat16" or "float16". By default float16 where native
+        kernels serve quantized weights, else the activations'.
       adapter_rank: highest rank of the low-rank adapters that may be put on the model while it runs (see
         `Engine.set_adapter`); 0 for none, and faster products.
-      adapter_targets: of `jaxllm.models.lora.TARGETS`, what they may change; by default all
+      adapter_targets: matrices that adapters may change, of `jaxllm.models.lora.TARGETS`; by default all
         matrices of layers.
       kv_codec: how contexts that outlive calls are stored: a name of `jaxllm.kv.codecs.CODECS`, or "raw".
-        Empty where there are none: no graphs are made for them, and nobody counts what is attended to.
-      kv_chunk_tokens: of a stored chunk.
+        Empty for no contexts: no buckets are made for them, and attention is not counted.
+      kv_chunk_tokens: tokens of a stored chunk (C).
       memory_bytes: most memory for weights, caches and activations together; 0 for no limit. Where it is less
-        than the model needs, layers are read from storage each time they are used (see
-        `serving.weights`). What the runtime itself takes (Python, JAX, compiled graphs) comes on top.
+        than the model needs, layers are read from storage each time they are used (see `serving.weights`).
+        The runtime itself (Python, JAX, compiled buckets) comes on top.
       storage: how they are read.
-      read_ahead: whether the next layer is read while one is computed; only to measure what that brings.
-      experts: of a mixture whose experts are stored apart, how they are kept and foreseen where there is too
-        little memory for all.
-      prefill: how prompts are read by an int8 bundle with a calibration (see `serving.int8_prefill`).
+      read_ahead: whether the next layer is read while one is computed; False only for measurements.
+      experts: how experts that are stored apart are cached and predicted where memory is too small for all.
+      prefill: how an int8 bundle with a calibration prefills (see `serving.int8_prefill`).
       trees: sizes of token trees, where the model drafts or verifies (see `serving.speculation`).
-      levels: of an elastic bundle those to serve besides the whole model, in percent, ascending.
-      executables_bytes: most bytes of compiled graphs kept on disk for the next start; 0 keeps and reads
-        none. None: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no owners).
+      levels: of an elastic bundle to serve besides the whole model, in percent, ascending.
+      buckets_bytes: most bytes of compiled buckets kept on disk for the next start; 0 keeps none and reads
+        none. None: $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files have no owners).
     """
 
     context_tokens: int = 0
@@ -82,7 +81,7 @@ class EngineOptions:
     prefill: PrefillOptions = dataclasses.field(default_factory=PrefillOptions)
     trees: TreeShape | None = None
     levels: tuple[int, ...] = ()
-    executables_bytes: int | None = None
+    buckets_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.context_tokens < 0:
@@ -119,24 +118,22 @@ class EngineOptions:
             raise ConfigError("adapter_targets need an adapter_rank")
         # Checks both.
         LoraConfig(rank=self.adapter_rank, targets=self.adapter_targets or LoraConfig.targets)
-        if self.executables_bytes is not None and self.executables_bytes < 0:
-            raise ConfigError(
-                f"executables_bytes must not be negative, got {self.executables_bytes}; 0 keeps none"
-            )
+        if self.buckets_bytes is not None and self.buckets_bytes < 0:
+            raise ConfigError(f"buckets_bytes must not be negative, got {self.buckets_bytes}; 0 keeps none")
 
     @property
     def chunk_format(self) -> ChunkFormat:
         """How chunks of contexts are stored.
 
         Raises:
-          ConfigError: no codec was named, or one that there is not.
+          ConfigError: no codec was named, or an unknown one.
         """
         return ChunkFormat.named(self.kv_codec, self.kv_chunk_tokens)
 
     @property
     def recomputed_chunks(self) -> tuple[int, ...]:
-        """How many chunks of a context can be computed together, ascending: as many as prefill's graphs take
-        tokens."""
+        """Numbers of chunks of a context that can be computed together, ascending: those that fill a prefill
+        chunk."""
         size = self.kv_chunk_tokens
         return tuple(tokens // size for tokens in self.chunk_tokens if tokens % size == 0)
 
@@ -145,11 +142,14 @@ class EngineOptions:
     ) -> "EngineOptions":
         """These options with every choice made for `cfg` on `backend` (default: JAX's own).
 
-        `quantized` says that the weights are int8 or int4.
+        Args:
+          cfg: of the model.
+          backend: a JAX platform.
+          quantized: whether the weights are int8 or int4.
 
         Raises:
-          ConfigError: the context does not fit the model's window, the caches do not hold it, or
-            $JAXLLM_EXECUTABLES_BYTES is no size.
+          ConfigError: the context does not fit the model's window or the caches, or $JAXLLM_BUCKETS_BYTES is
+            not a number of bytes.
         """
         on_cpu = (backend or jax.default_backend()) == "cpu"
         context = self.context_tokens or min(cfg.window_tokens, DEFAULT_CONTEXT_TOKENS)
@@ -183,14 +183,12 @@ class EngineOptions:
             activation_dtype=activation_dtype,
             cache_dtype=self.cache_dtype or ("float16" if half_cache else activation_dtype),
             adapter_targets=targets,
-            executables_bytes=executables_bytes()
-            if self.executables_bytes is None
-            else self.executables_bytes,
+            buckets_bytes=buckets_bytes() if self.buckets_bytes is None else self.buckets_bytes,
         )
 
 
 def cache_lengths(context: int) -> tuple[int, ...]:
-    """Lengths of caches that a context is worth, ascending; the last is its own."""
+    """Lengths of caches for a context, ascending; the last is the context's."""
     lengths = []
     length = _SHORTEST_CACHE_TOKENS
     while length < context:

@@ -25,7 +25,7 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(tmp_path_factory.getbasetemp() / "jaxllm-cache"))
-        patch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
+        patch.setenv("JAXLLM_BUCKETS_BYTES", "0")
         yield
 
 

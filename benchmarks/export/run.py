@@ -181,7 +181,7 @@ def _opened(
             "f32",
             context_tokens=context,
             chunk_tokens=list(CPU_CHUNK_TOKENS),
-            executables_bytes=0,
+            buckets_bytes=0,
         ),
         STEPS: models.opening(
             "live-steps",

@@ -203,7 +203,7 @@ def _opened(path: str, how: PrefillOptions, plan: SpeedPlan) -> Engine:
         chunk_tokens=plan.chunk_tokens,
         cache_dtype="float16",
         # Nothing is read from disk: building is measured.
-        executables_bytes=0,
+        buckets_bytes=0,
         prefill=how,
     )
     return Engine.open(path, options=options)

@@ -168,7 +168,7 @@ class CompiledBucketFolder:
             reason = error.strerror if isinstance(error, OSError) else error
             _log.warning(
                 "%s: compiled buckets are not kept there, so every start compiles them again (%s); set "
-                "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_EXECUTABLES_BYTES=0",
+                "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_BUCKETS_BYTES=0",
                 self._folder,
                 reason,
             )

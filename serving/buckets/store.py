@@ -39,7 +39,7 @@ _HARMLESS_SETTINGS = (
 _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
 # Options that change no bucket: its folder on disk, the location of weights, the levels.
 _OUTSIDE_BUCKETS = (
-    "executables_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill",
+    "buckets_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill",
 )  # fmt: skip
 
 

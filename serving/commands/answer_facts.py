@@ -26,7 +26,7 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
 
 
 def draft_facts(speculation: "Speculation | None") -> dict[str, Any]:
-    """What drafts came to; nothing where there were none."""
+    """Counts of drafts; empty without speculation."""
     if speculation is None:
         return {}
     counts = speculation.counts

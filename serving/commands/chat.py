@@ -35,8 +35,8 @@ def chat_command(
 ) -> None:
     """Talk with a model in the terminal.
 
-    Reads one turn a line from standard input and writes answers to standard output. The model computes what
-    is new in each turn alone; a context that is full loses its oldest turn.
+    Reads one turn a line from standard input and writes answers to standard output. Each turn computes only
+    new tokens; a context that is full loses its oldest turn.
 
     \b
     Example:
@@ -72,7 +72,7 @@ def _answer(
     config: "GenerationConfig",
     session: "Session",
 ) -> list[dict[str, str]]:
-    """Answers the last message; returns the conversation that follows, old turns dropped if need be."""
+    """Answers the last message; returns the conversation with the answer, without dropped old turns."""
     while True:
         try:
             generation = engine.chat(messages, config, session=session)
@@ -93,7 +93,7 @@ def _answer(
 
 
 def _read_turn() -> str | None:
-    """One line from the user; None at the end of input."""
+    """Reads one line from the user; None at the end of input."""
     if sys.stdin.isatty():
         try:
             return input("> ").strip()

@@ -1,10 +1,10 @@
-"""Reads texts, prints JSON and draws progress bars: what all commands do with the terminal."""
+"""Reads texts, prints JSON and columns, and draws progress bars, for all commands."""
 
 import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
 MAX_INPUT_BYTES = 64 << 20
-# Bars are for waits that people notice; loading what draws them takes a good part of a start by itself.
+# Bars appear only after this time: importing the library that draws them takes a large part of a start.
 _PATIENCE_S = 0.5
+_LEAST_CHARACTERS = 100
 
 _STAGES = {
     "prepare": "Preparing weights",
     "load": "Loading weights",
-    "compile": "Compiling graphs",
+    "compile": "Compiling buckets",
     "export": "Exporting programs",
     "score": "Scoring tokens",
     "profile": "Timing levels",
@@ -57,15 +58,39 @@ def read_text(path: Path | None) -> str:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object on standard output."""
+    """Prints one JSON object on standard output."""
     click.echo(json.dumps(value, ensure_ascii=False))
+
+
+def print_columns(
+    names: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, texts: int = 1
+) -> None:
+    """Prints rows in aligned columns on standard output.
+
+    Args:
+      names: of the columns.
+      rows: a cell per column; shorter rows are filled with empty cells.
+      title: above the columns, in a frame where cells may wrap; None prints neither title nor frame.
+      texts: number of first columns that are left-aligned.
+    """
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    framing: dict[str, Any] = {"title": title} if title else {"box": None, "pad_edge": False}
+    grid = Grid(**framing)
+    for index, name in enumerate(names):
+        grid.add_column(name, justify="left" if index < texts else "right", no_wrap=title is None)
+    for row in rows:
+        grid.add_row(*row)
+    # Whole rows even into a pipe, which has no width.
+    Console(width=max(Console().width, _LEAST_CHARACTERS), highlight=False).print(grid)
 
 
 @contextlib.contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """A callback (stage, done, total) that draws a bar per stage on stderr, gone when done.
+    """Yields a callback (stage, done, total) that draws a bar per stage on stderr, which vanish at the end.
 
-    Nothing is drawn where stderr is no terminal, nor during the first moment.
+    Draws nothing where stderr is not a terminal, and nothing in the first half second.
     """
     began = time.monotonic()
     bars, tasks = None, {}

@@ -29,12 +29,12 @@ def contexts_command() -> None:
 
 @contexts_command.command("list", cls=EngineCommand)
 @_folder_argument
-@click.option("--app", metavar="NAME", help="List this app's contexts alone.")
+@click.option("--app", metavar="NAME", help="List only this app's contexts.")
 @json_option
 def list_command(folder: Path, app: str | None, as_json: bool) -> None:
     """List the contexts in FOLDER.
 
-    Names what is damaged or cannot be read, too, and exits with 1 then.
+    Also lists contexts that are damaged or cannot be read, and exits with 1 then.
 
     \b
     Example:
@@ -94,10 +94,10 @@ def verify_command(folder: Path, as_json: bool) -> None:
 @_folder_argument
 @json_option
 def repair_command(folder: Path, as_json: bool) -> None:
-    """Set aside what is damaged in FOLDER, and have damaged chunks computed again.
+    """Set damaged files in FOLDER aside, and have damaged chunks computed again.
 
-    Moves what is proved to be damaged into FOLDER/quarantine, where `jaxllm contexts purge` deletes it. What
-    storage refuses to give stays as it is.
+    Moves damaged files into FOLDER/quarantine, where `jaxllm contexts purge` deletes them. Files that storage
+    refuses stay as they are.
 
     \b
     Example:
@@ -110,7 +110,7 @@ def repair_command(folder: Path, as_json: bool) -> None:
 @_folder_argument
 @json_option
 def purge_command(folder: Path, as_json: bool) -> None:
-    """Delete what repairs have set aside in FOLDER.
+    """Delete the files that repairs have set aside in FOLDER.
 
     \b
     Example:
@@ -164,24 +164,24 @@ def _require_none(folder: Path, damaged: "Sequence[Damage]") -> None:
     if any(each.proved for each in damaged):
         raise CheckpointError(
             f"{len(damaged)} contexts in {folder} are damaged; `jaxllm contexts repair "
-            f"{folder}` sets aside what is"
+            f"{folder}` sets them aside"
         )
     if damaged:
         raise CheckpointError(
-            f"{len(damaged)} contexts in {folder} cannot be read now, and are left as they are; see to what "
-            "is named above, and try again"
+            f"{len(damaged)} contexts in {folder} cannot be read now, and stay as they are; remove the "
+            "causes that are listed above, and try again"
         )
 
 
 def _opened(folder: Path) -> "ContextStore":
-    """A store that is there.
+    """Opens an existing store.
 
     Raises:
-      ConfigError: it is not.
+      ConfigError: the folder is missing or not a store.
     """
     from serving.contexts.root import require_store
     from serving.contexts.store import ContextStore
 
     if not folder.is_dir() or not require_store(folder):
-        raise ConfigError(f"{folder} is no folder of contexts")
+        raise ConfigError(f"{folder} is not a folder of contexts")
     return ContextStore(folder)

@@ -1,4 +1,4 @@
-"""`jaxllm demo`: shows a model at work on the tasks, with its size and speed."""
+"""`jaxllm demo`: runs a model on a few questions of each task, and shows its size and speed."""
 
 import statistics
 from collections.abc import Sequence
@@ -69,13 +69,14 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
 def _ask(
     engine: "Engine", prompts: Sequence[DemoPrompt], max_tokens: int, *, aloud: bool
 ) -> list[dict[str, Any]]:
-    """The model's answers as programs read them, told as they come where `aloud`."""
+    """Asks all questions, printing answers as they come where `aloud`; returns their facts for JSON."""
     from jaxllm.sampling import Sampling
     from jaxllm.text.prompts import prompt_ids
     from serving.evaluation.tasks import is_right
     from serving.request import GenerationConfig
 
-    # Stories are not greedy, which makes a small model repeat itself; seeded, so that a run can be repeated.
+    # Stories are sampled, because greedy small models repeat themselves; seeded, so that a run can be
+    # repeated.
     story_sampling = Sampling(temperature=0.7, top_p=0.9, seed=7)
     answers, task = [], ""
     for prompt in prompts:

@@ -1,6 +1,6 @@
-"""What `jaxllm demo` asks: three questions a task, written for it; none is from a data set.
+"""The prompts of `jaxllm demo`: three questions per task, written for the demo and not from a data set.
 
-They are made by the tasks' own functions, so that a model finds them in the form that it was trained on.
+The tasks' own functions render them, so that they have the form that models were trained on.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ class DemoPrompt:
     """A question of the demo.
 
     Attributes:
-      task: its name; `story` is no task of `jaxllm.tasks`.
-      example: the question; its answer is empty where none is the right one.
+      task: its name; `story` is not a task of `jaxllm.tasks`.
+      example: the question; its answer is empty where no answer is the right one.
       judged: whether an answer other than the example's is wrong.
     """
 

@@ -1,22 +1,25 @@
 """`jaxllm eval`: measures how good a model is, on texts and on tasks."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxllm.tasks import TASKS
-from serving.commands.console import print_json, progress_bars, read_text
+from serving.commands.console import print_columns, print_json, progress_bars, read_text
 from serving.commands.lazy import EngineCommand
 from serving.commands.model_choice import ModelChoice
 from serving.commands.shared_options import json_option, model_options, prefill_option
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.evaluation.tasks import TaskResult
 
 Command = Callable[..., Any]
+
+_COLUMNS = ("task", "score", "%", "chance", "majority", "examples", "skipped", "tokens", "seconds")
 
 _text_argument = click.argument("text", type=click.Path(path_type=Path))
 _separator_option = click.option(
@@ -151,7 +154,7 @@ def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_j
     type=click.Path(path_type=Path),
     required=True,
     metavar="DIR",
-    help="The folder that holds tasks/, the tasks' files.",
+    help="The folder of tasks/, the tasks' files.",
 )
 @click.option(
     "--task",
@@ -193,7 +196,7 @@ def tasks_command(
     """
     from jaxllm.tasks import find_task
     from serving.evaluation.report import as_json as results_json
-    from serving.evaluation.report import check_predictions, print_table, write_predictions
+    from serving.evaluation.report import check_predictions, write_predictions
     from serving.evaluation.rouge import require_rouge
     from serving.evaluation.tasks import ALL, read_questions, run_task
 
@@ -214,7 +217,31 @@ def tasks_command(
     if as_json:
         print_json({**_names(engine), "tasks": results_json(results), "missing": list(questions.missing)})
         return
-    print_table(results, questions.missing)
+    _print_results(results, questions.missing)
+
+
+def _print_results(results: "Sequence[TaskResult]", missing: Sequence[str]) -> None:
+    """Prints a row per score, in percent, and the questions and tasks that were left out."""
+    rows: list[Sequence[str]] = []
+    for result in results:
+        scores = list(result.scores.items()) or [("nothing fits", None)]
+        for index, (measure, value) in enumerate(scores):
+            facts = (
+                _percent(result.chance),
+                _percent(result.majority),
+                f"{result.examples:,}",
+                f"{result.skipped:,}",
+                f"{result.tokens:,}",
+                f"{result.seconds:.1f}",
+            )
+            first = index == 0
+            rows.append((result.task if first else "", measure, _percent(value), *(facts if first else ())))
+    print_columns(_COLUMNS, rows, texts=2)
+    skipped = sum(result.skipped for result in results)
+    if skipped:
+        click.echo(f"{skipped} questions are longer than the context and were skipped.")
+    if missing:
+        click.echo(f"No files of: {', '.join(missing)}.")
 
 
 def _not_empty(text: str | None) -> str | None:
@@ -231,3 +258,7 @@ def _documents(path: Path, separator: str | None) -> list[str]:
 
 def _names(engine: "Engine") -> dict[str, Any]:
     return {"model": engine.model.bundle.layout.name, "weights": engine.model.bundle.layout.weights}
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

@@ -53,7 +53,7 @@ def generate_command(
     with progress_bars() as progress:
         engine = choice.open(progress, warm_up=False)
         generation = engine.stream(text, config)
-        # One request needs few graphs; compiling all of them would only delay its answer.
+        # One request needs few buckets; compiling all of them would only delay its answer.
         engine.warm_up(
             prompt_tokens=generation.prompt_tokens, max_tokens=config.max_tokens, progress=progress
         )

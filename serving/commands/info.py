@@ -66,13 +66,13 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
         return
     facts |= facts.pop("config")
     width = max(map(len, facts))
-    # Plain lines: a table would cut a fingerprint to the width of a terminal.
+    # Plain lines: columns would cut a fingerprint to the width of a terminal.
     for key, value in facts.items():
         click.echo(f"{key:<{width}}  {value}")
 
 
 def _experts(bundle: "Bundle") -> dict[str, Any]:
-    """The widths of experts that are stored apart, and how they were found."""
+    """The widths of experts that are stored apart, and their calibration."""
     from jaxllm.bundle.experts import expert_facts
     from serving.weights.experts.store import ExpertStore
 

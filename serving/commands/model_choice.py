@@ -63,7 +63,7 @@ class ModelChoice:
         if self.program is not None:
             return self._open_program(self.program, progress, warm_up=warm_up)
         if self.processors > 1:
-            # Here, because it must come before JAX is used.
+            # Imported here, because it must run before JAX is used.
             from serving.int8_prefill.processors import prepare_processors
 
             prepare_processors(self.integer_device)
@@ -86,7 +86,7 @@ class ModelChoice:
         return engine
 
     def open_other(self, model: Path, progress: Progress) -> "Engine":
-        """An engine for another model, with these options but for adapter, level, memory and draft."""
+        """Opens another model, with these options except adapter, level, memory and draft."""
         from serving.options import EngineOptions
 
         return self._open(model, EngineOptions(context_tokens=self.context_tokens), progress, warm_up=False)
@@ -125,10 +125,10 @@ class ModelChoice:
 
 
 def speculation(draft: str) -> "SpeculationOptions":
-    """What --draft means: "ngram", "level:PERCENT", or a model.
+    """The options of a --draft: "ngram", "level:PERCENT", or a model.
 
     Raises:
-      ConfigError: the level is no number.
+      ConfigError: the level is not a number.
     """
     from serving.speculation.options import SpeculationOptions
 
@@ -143,7 +143,7 @@ def speculation(draft: str) -> "SpeculationOptions":
 
 
 def _choose_prefill(engine: "Engine") -> None:
-    """Has prompts read in the faster of both modes, by the profile of this device."""
+    """Chooses the faster prefill mode for each prompt, by the profile of this device."""
     from serving.planning.prefill_times import has_both_modes
     from serving.planning.profile import choose_prefill, load_profile, profile_path
 
@@ -152,6 +152,6 @@ def _choose_prefill(engine: "Engine") -> None:
         choose_prefill(engine, profile)
     elif has_both_modes(engine):
         logging.getLogger("jaxllm").warning(
-            "prompts are read in floats: this device has no times of both ways yet; `jaxllm profile "
+            "prompts are prefilled in floats: this device has no times of both modes yet; `jaxllm profile "
             "BUNDLE --prefill auto` measures them"
         )

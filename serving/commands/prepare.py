@@ -49,7 +49,7 @@ def prepare_command(
 
     Reads the folder MODEL (config, safetensors, tokenizer) and writes FILE, whole or not at all. With
     --expert-bits MODEL may be a mixture's bundle, or the name of a packaged one: its weights stay as they
-    are, but for experts that get narrower.
+    are, except experts that get narrower.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""`jaxllm profile`: measures how long each level of a model takes on this device."""
+"""`jaxllm profile`: measures the speed of each level of a model on this device."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jaxllm.errors import ConfigError
-from serving.commands.console import print_json, progress_bars, read_text
+from serving.commands.console import print_columns, print_json, progress_bars, read_text
 from serving.commands.lazy import EngineCommand
 from serving.commands.shared_options import context_option, json_option, prefill_option, processors_option
 
@@ -29,13 +29,13 @@ REPEATS = 5
     type=click.IntRange(min=1),
     default=REPEATS,
     show_default=True,
-    help="Measure everything so often, and keep the medians.",
+    help="Number of measurements of everything, of which medians count.",
 )
 @click.option(
     "--energy",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Keep what tokens cost here, measured elsewhere, too: a JSON file "
+    help="Also keep the energy of tokens here, measured elsewhere: a JSON file "
     '{"prefill_joules": [...], "decode_joules": [...]} with a number per level.',
 )
 @json_option
@@ -51,7 +51,7 @@ def profile_command(
     """Measure the speed of every level of a model, for the service to plan with.
 
     Runs BUNDLE, a file or a packaged model's name (default: default), and writes the profile of this device
-    into the cache folder, where services find it. Says which objectives no level meets here.
+    into the cache folder, where services find it. Prints which objectives no level meets here.
 
     \b
     Example:
@@ -71,7 +71,7 @@ def profile_command(
     levels = levels_of(bundle)
     costs = None if energy is None else _read_energy(energy)
     if costs is not None:
-        # The whole model has a number, too.
+        # One more for the whole model.
         check_energy(costs, len(levels) + 1)
     if processors > 1:
         prepare_processors()
@@ -125,13 +125,8 @@ def _print_pairs(
     title: str, profile: "DeviceProfile", pairs: "list[tuple[tuple[float, ...], tuple[float, ...]]]"
 ) -> None:
     """Prints two times per level (row) and prompt length (column)."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column("level")
-    for tokens in profile.tokens:
-        table.add_column(f"{tokens} tokens", justify="right")
-    for level, (first, second) in zip(profile.levels, pairs, strict=True):
-        table.add_row(f"{level} %", *(f"{a:.2f} ({b:.2f})" for a, b in zip(first, second, strict=True)))
-    Console().print(table)
+    rows = [
+        [f"{level} %", *(f"{a:.2f} ({b:.2f})" for a, b in zip(first, second, strict=True))]
+        for level, (first, second) in zip(profile.levels, pairs, strict=True)
+    ]
+    print_columns(["level", *(f"{tokens} tokens" for tokens in profile.tokens)], rows, title=title)

@@ -96,8 +96,8 @@ _RUNNING_OPTIONS = (
         "--draft",
         metavar="DRAFT",
         help="Draft tokens for the model to verify, with a small model of the same tokenizer (MODEL; with "
-        "--program a folder of programs), a level of the model itself (level:PERCENT), or what the text has "
-        "said before (ngram). The answer stays the same.",
+        "--program a folder of programs), a level of the model itself (level:PERCENT), or earlier "
+        "continuations in the text (ngram). The answer stays the same.",
     ),
     prefill_option,
     processors_option,
@@ -161,7 +161,7 @@ _SAMPLING_OPTIONS = (
         type=float,
         default=1.0,
         show_default=True,
-        help="Divide logits of tokens that were there by this.",
+        help="Divide logits of tokens in prompt and answer by this.",
     ),
     click.option(
         "--presence-penalty",
@@ -188,9 +188,9 @@ _SAMPLING_OPTIONS = (
 
 
 def model_options(command: Command) -> Command:
-    """--model, --weights, --context, --adapter and --level, given to the command as one `choice`.
+    """Adds --model, --weights, --context, --adapter and --level, passed to the command as one `choice`.
 
-    Of `running_options` and `prefill_option` it takes what stands beneath it.
+    `choice` also has the values of `running_options` and `prefill_option`, where those are applied below it.
     """
 
     @functools.wraps(command)
@@ -203,12 +203,12 @@ def model_options(command: Command) -> Command:
 
 
 def running_options(command: Command) -> Command:
-    """--memory, --draft, --program and how prompts are computed; beneath `model_options`."""
+    """Adds --memory, --draft, --program and options of prefill; applied below `model_options`."""
     return _with_options(command, _RUNNING_OPTIONS)
 
 
 def sampling_options(command: Command) -> Command:
-    """Length, stops and sampling of an answer; `generation_config` reads them."""
+    """Adds length, stops and sampling of an answer; `generation_config` takes their values."""
     return _with_options(command, _SAMPLING_OPTIONS)
 
 

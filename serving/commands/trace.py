@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from serving.commands.console import print_json, progress_bars
+from serving.commands.console import print_columns, print_json, progress_bars
 from serving.commands.lazy import EngineCommand
 from serving.commands.shared_options import json_option, model_option
 from serving.contexts.switching import HOURS, MAX_CONTEXTS, PATTERNS
@@ -45,7 +45,7 @@ def trace_command() -> None:
     required=True,
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The folder that holds tasks/, the tasks' files.",
+    help="The folder of tasks/, the tasks' files.",
 )
 @_output_option
 @click.option(
@@ -195,7 +195,7 @@ def convert_mooncake_command(
 @trace_command.command("replay", cls=EngineCommand)
 @click.argument("trace", type=click.Path(path_type=Path))
 @model_option
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Make the first N requests alone.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Make only the first N requests.")
 @click.option(
     "-n",
     "--max-tokens",
@@ -208,7 +208,7 @@ def convert_mooncake_command(
 def replay_command(
     trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
 ) -> None:
-    """Replay a trace on a service, and say how many answers were right and how many in time.
+    """Replay a trace on a service, and print how many answers were right and how many in time.
 
     Reads TRACE, made by `jaxllm trace make-slo`, makes its calls one after another, and writes a row per
     objective. <100,100> asks for nothing and is always met: `limited` are the calls that ask for something.
@@ -269,15 +269,7 @@ def _task_lengths(data: Path, model: Path | None) -> "list[Lengths]":
 
 
 def _print_totals(rows: "dict[str, Totals]") -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, collapse_padding=True)
-    for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "objective" else "right", no_wrap=True)
-    for name, each in rows.items():
-        table.add_row(name, *_cells(each))
-    Console().print(table)
+    print_columns(_COLUMNS, [[name, *_cells(each)] for name, each in rows.items()])
 
 
 def _cells(each: "Totals") -> list[str]:

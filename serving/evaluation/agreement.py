@@ -1,4 +1,4 @@
-"""How often two models would say the same next token: what a drafter for the other is worth at least."""
+"""Measures how often two models choose the same next token, a lower bound of a drafter's accuracy."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ class Agreement:
     """Greedy choices of two models after the same tokens of a text.
 
     Attributes:
-      agreement: share of places where both choose the same token.
-      right: share of places where the first model's choice is the text's own token.
-      other_right: the same of the second model.
-      tokens: places compared.
+      agreement: share of positions where both choose the same token.
+      right: share of positions where the first model chooses the text's token.
+      other_right: share of positions where the second model does.
+      tokens: number of compared positions.
     """
 
     agreement: float
@@ -40,7 +40,7 @@ def greedy_agreement(
 
     Args:
       engine, other: models with the same tokenizer.
-      documents: texts, read apart.
+      documents: texts, scored apart.
       window_tokens: window length; 0 takes the shorter of the engines' contexts.
       progress: called with ("score", tokens done, tokens in all).
 

@@ -1,4 +1,4 @@
-"""Perplexity of a text under an engine's model."""
+"""Measures the perplexity of a text under an engine's model."""
 
 import dataclasses
 import math
@@ -11,15 +11,15 @@ from serving.host.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """The perplexity of a text.
 
     Attributes:
       perplexity: exp of the mean negative log-likelihood per predicted token.
-      bits_per_byte: the same loss per byte of all the text, comparable between tokenizers (but for a
-        document's first token, which costs nothing where the tokenizer adds no BOS).
+      bits_per_byte: the same loss per byte of the text, comparable between tokenizers (except for a
+        document's first token, which has no loss where the tokenizer adds no BOS).
       tokens: predicted tokens (the first of each document is given, not predicted).
       documents: number of documents.
-      window_tokens: context that a prediction had at most.
+      window_tokens: most tokens of context of a prediction.
     """
 
     perplexity: float
@@ -36,7 +36,7 @@ def perplexity(
     window_tokens: int = 0,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Perplexity over `documents`, each cut into windows that do not overlap.
+    """Measures the perplexity of `documents`, each cut into windows that do not overlap.
 
     Within a window a token is predicted from all tokens before it; every token but a document's first
     is predicted once. The tokenizer's own special tokens (a BOS) start each document.
@@ -86,5 +86,5 @@ def windows_of(engine: Engine, documents: Sequence[str], window: int) -> list[tu
             targets = ids[at + 1 : at + window + 1]
             windows.append((ids[at : at + len(targets)], targets))
     if not windows:
-        raise ConfigError("the text holds no token to predict; give a longer one")
+        raise ConfigError("the text has no token to predict; give a longer one")
     return windows

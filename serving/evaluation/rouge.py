@@ -1,4 +1,4 @@
-"""Rouge of a written answer (Lin 2004), by Google's `rouge-score`, which papers report."""
+"""Computes Rouge of a generated answer (Lin 2004), by Google's `rouge-score`, which papers report."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ MEASURES = ("rouge1", "rouge2", "rougeL")
 def rouge(references: Sequence[str], text: str) -> dict[str, float]:
     """F1 of unigrams, of bigrams and of the longest common subsequence, words stemmed.
 
-    Of several references each measure takes the one that it is best with.
+    Of several references each measure takes the one with the best score.
 
     Raises:
       ConfigError: `rouge-score` is not installed.
@@ -21,10 +21,10 @@ def rouge(references: Sequence[str], text: str) -> dict[str, float]:
 
 
 def require_rouge() -> None:
-    """Says that `rouge-score` is missing before anything is measured.
+    """Checks that `rouge-score` is installed, before anything is measured.
 
     Raises:
-      ConfigError: it is.
+      ConfigError: it is not.
     """
     _scorer()
 

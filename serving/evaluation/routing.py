@@ -1,7 +1,7 @@
-"""How a mixture of experts is used: by which experts, and along which paths through the layers.
+"""Measures how a text uses the experts of a mixture, and the activation paths through its layers.
 
-A token's activation path is the likeliest expert of each sparse layer, one after another. Few paths that
-carry much of a text are what makes experts predictable (EdgeMoE, arXiv 2308.14352, section 3.3).
+A token's activation path is the likeliest expert of each sparse layer, in order. Experts are predictable
+where few paths have most of a text's tokens (EdgeMoE, arXiv 2308.14352, section 3.3).
 """
 
 import dataclasses
@@ -15,23 +15,23 @@ from serving.engine import Engine
 from serving.evaluation.perplexity import windows_of
 from serving.host.progress import Progress
 
-# An expert with less than this share of an even one is as good as dead.
+# An expert with less than this share of an even one is counted as dead.
 DEAD_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertUse:
-    """What a text's tokens visit.
+    """The use of experts by a text.
 
     Attributes:
-      shares: of each sparse layer, the share of visits to each expert; evenly used they are 1 / E.
-      least, most: the least and greatest share over an even one, of all layers.
+      shares: share of visits to each expert, of each sparse layer; of even use 1 / E.
+      least, most: the least and greatest share of all layers, relative to an even one.
       dead: experts with less than `DEAD_SHARE` of an even share, of all layers.
       paths: distinct activation paths seen.
-      possible_paths: how many there could be.
+      possible_paths: number of possible paths.
       top_paths_share: share of the tokens on the most frequent tenth of the paths seen; 0.1 if all were
         equally frequent.
-      tokens: read.
+      tokens: of the text.
     """
 
     shares: tuple[tuple[float, ...], ...]
@@ -45,7 +45,7 @@ class ExpertUse:
 
 
 def expert_use(engine: Engine, documents: Sequence[str], *, progress: Progress | None = None) -> ExpertUse:
-    """Counts the experts that the tokens of texts visit, each text read whole or in windows of the context.
+    """Counts the experts that the tokens of texts visit, each text fed whole or in windows of the context.
 
     Raises:
       ConfigError: the model has no experts, or the text no tokens.

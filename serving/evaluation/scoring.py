@@ -1,4 +1,4 @@
-"""Log-probabilities of possible answers: many questions a dispatch, each read once for all of its answers."""
+"""Scores the options of questions: many questions a dispatch, each fed once for all of its options."""
 
 import functools
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ def score_options(
 ) -> list[np.ndarray]:
     """Log-probability (natural, summed over tokens) of every branch of every question.
 
-    Keys and values stay within a dispatch, in the activations' width; an engine's cache may be narrower. An
-    engine that reads prompts in integers reads each trunk so, and its branches behind that in its cache.
+    Keys and values stay within a dispatch, in the activations' dtype; an engine's cache may be narrower. An
+    engine with integer prefill prefills each trunk in integers, and feeds its branches after it in the cache.
 
     Args:
       engine: the model, with its weights at the width that it serves.
       questions: any number, in any order.
       progress: called with (`stage`, tokens scored, tokens in all).
-      stage: what progress is told.
+      stage: name of the progress.
 
     Returns:
       For each question `[branches]` float64.
@@ -40,7 +40,7 @@ def score_options(
     context = engine.options.context_tokens
     longest = max((question.longest_tokens for question in questions), default=0)
     if longest > context:
-        raise ContextOverflow(f"a question has {longest} tokens with its answer, the context holds {context}")
+        raise ContextOverflow(f"a question has {longest} tokens with its answer, the context has {context}")
     scorer: Scorer = engine.runner.scorer()
     if scorer.runner.int8 is not None:
         return _behind_prompts(scorer, questions, progress, stage)
@@ -53,7 +53,7 @@ def score_options(
 def _behind_prompts(
     scorer: Scorer, questions: Sequence[Branching], progress: Progress | None, stage: str
 ) -> list[np.ndarray]:
-    """`score_options` with trunks read as prompts are."""
+    """`score_options` with trunks prefilled as prompts are."""
     runner = scorer.runner
     context = runner.options.context_tokens
     scorer.prepare_ends(runner.cache_for(context), progress)

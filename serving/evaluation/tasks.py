@@ -29,20 +29,20 @@ ALL = "all"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """How a model did on one task.
+    """The result of a model on one task.
 
     Attributes:
       task: its name.
-      scores: means over the questions, in [0, 1], the one that counts first: `accuracy` (and, where options
-        differ much in length, `accuracy_per_byte`, by log-probability per byte of the option),
-        `exact_match`, or `rouge1`, `rouge2` and `rougeL` (F1, with the best of several references). Empty
-        where no question was asked.
+      scores: means over the questions, in [0, 1], the main one first: `accuracy` (and, where options differ
+        much in length, `accuracy_per_byte`, by log-probability per byte of the option), `exact_match`, or
+        `rouge1`, `rouge2` and `rougeL` (F1, with the best of several references). Empty where no question
+        was asked.
       examples: questions asked.
       skipped: questions left out because they do not fit the context with their answer.
       chance: accuracy of guessing; None for free answers.
       majority: share of the most frequent right answer; None for free answers.
-      tokens: tokens that the model was fed or wrote.
-      seconds: time that took, without reading files and building graphs.
+      tokens: tokens that the model was fed or decoded.
+      seconds: time, without the time to read files and compile buckets.
     """
 
     task: str
@@ -78,7 +78,7 @@ def read_questions(names: Sequence[str], data: Path, limit: int = 0) -> Question
         sample; 0 takes all, in the files' order.
 
     Raises:
-      ConfigError: a task is unknown, its file is missing or malformed, or it holds no question.
+      ConfigError: a task is unknown, its file is missing or malformed, or it has no question.
     """
     found = read_task_group(list(TASKS), data, limit) if ALL in names else Questions(examples={})
     asked = [name for name in dict.fromkeys(names) if name != ALL]
@@ -87,10 +87,10 @@ def read_questions(names: Sequence[str], data: Path, limit: int = 0) -> Question
 
 
 def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questions:
-    """As `read_questions`, of those of the tasks that `data` has files of.
+    """`read_questions` of those tasks whose files are in `data`.
 
     Raises:
-      ConfigError: it has files of none, or see `read_questions`.
+      ConfigError: `data` has files of none of them, or see `read_questions`.
     """
     examples, missing = {}, []
     for name in names:
@@ -99,16 +99,14 @@ def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questio
         except DataMissing:
             missing.append(name)
     if not examples:
-        raise ConfigError(
-            f"{data} holds files of no task; docs/guides/evaluation.md says how to lay them out"
-        )
+        raise ConfigError(f"{data} has files of no task; docs/guides/evaluation.md says how to lay them out")
     return Questions(examples=examples, missing=tuple(missing))
 
 
 def run_task(
     engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None = None
 ) -> tuple[TaskResult, list[Prediction]]:
-    """A model's answers to the questions of a task, and how right they are.
+    """Runs a model on the questions of a task, and scores its answers.
 
     Raises:
       ConfigError: Rouge is asked for and not installed.
@@ -132,13 +130,13 @@ def run_task(
 
 
 def is_right(example: TaskExample, text: str) -> bool:
-    """Whether a written answer is the right one: the same text, or the same first word of a passage's end."""
+    """Whether a generated answer is right: the same text, or for a passage's end the same first word."""
     if example.form == "text":
         return _first_word(text) == _first_word(example.answer)
     return text.strip() == example.answer.strip()
 
 
-# What a prediction is judged by. A right answer is a score of 1.
+# Scores of a prediction; 1 is a right answer.
 _MEASURES = ("accuracy", "accuracy_per_byte", "exact_match", "rouge1", "rouge2", "rougeL")
 _Run = tuple[list[TaskExample], list[Prediction], int, float]
 
@@ -200,7 +198,7 @@ def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress
 def _read(name: str, data: Path, limit: int) -> list[TaskExample]:
     examples = list(find_task(name).read(data, "valid"))
     if not examples:
-        raise ConfigError(f"{data} holds no validation question of the task {name!r}")
+        raise ConfigError(f"{data} has no validation question of the task {name!r}")
     return _sample(examples, limit) if limit else examples
 
 

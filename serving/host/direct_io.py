@@ -1,7 +1,7 @@
-"""Reading files by large pieces, past the page cache where the file system allows it.
+"""Reads files in large pieces, past the page cache where the file system allows it.
 
-What is read once and kept by us needs no second copy in the kernel's cache, which on a device is memory that
-others want. `Storage` says how; `PieceReader` reads one file.
+Data that is read once and kept in memory needs no second copy in the kernel's cache, which takes memory from
+other processes. `Storage` has the options; `PieceReader` reads one file.
 """
 
 import contextlib
@@ -21,23 +21,23 @@ from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 
 PAGE = 4096
 Caching = Literal["direct", "buffered"]
-# What says of a file that it is not there, or no file; all else may pass.
+# Errors of a file that is missing or not a regular file; all others may be temporary.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 
 
 class _Turn:
-    """When a slower device will be ready again: what is asked of it together is done in turn."""
+    """Serializes the reads and writes of an emulated device, and delays each until it would have ended."""
 
     def __init__(self) -> None:
         self._lock, self._ready_at = threading.Lock(), 0.0
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        # Another process has a device of its own.
+        # Not shared with other processes.
         return _Turn, ()
 
     def take(self, began: float, takes_s: float, latency_s: float = 0.0) -> None:
-        """Returns when the device has done what was asked of it at `began`; the latency of what waits for its
-        turn is over by then."""
+        """Returns when the device has ended an operation that was requested at `began`. Latency passes while
+        it waits for earlier ones."""
         with self._lock:
             self._ready_at = until = max(self._ready_at, began + latency_s) + takes_s
         time.sleep(max(0.0, until - time.perf_counter()))
@@ -48,10 +48,10 @@ class Storage:
     """How files are read.
 
     Attributes:
-      caching: "direct" passes the page cache by, where the file system can; "buffered" goes through it.
-      bytes_per_s: reads take at least as long as at this speed, to stand for a slower device; 0 for none.
-      latency_ms: and each read at least this much more.
-      write_bytes_per_s: the same of what is written through to storage.
+      caching: "direct" bypasses the page cache, where the file system can; "buffered" goes through it.
+      bytes_per_s: emulated read bandwidth: reads take at least as long; 0 for none.
+      latency_ms: emulated latency of each read, on top.
+      write_bytes_per_s: emulated write bandwidth; 0 for none.
     """
 
     caching: Caching = "direct"
@@ -66,7 +66,7 @@ class Storage:
             0 <= each < float("inf") for each in (self.bytes_per_s, self.latency_ms, self.write_bytes_per_s)
         ):
             raise ConfigError("an emulated device's speed and latency must be finite and not negative")
-        # No field: it is what goes on at the device, and nothing of what it is.
+        # Not a field: it is the device's state, which equality and `replace` must ignore.
         object.__setattr__(self, "_turn", _Turn())
 
     @property
@@ -79,24 +79,24 @@ class Storage:
         return self.__dict__["_turn"]
 
     def await_read(self, began: float, size_bytes: int) -> None:
-        """Returns when this device would have read so much, asked for at `began` by `time.perf_counter`."""
+        """Returns when this device would have read so much, requested at `began` by `time.perf_counter`."""
         if self.emulated:
             takes_s = size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
             self._device.take(began, takes_s, self.latency_ms / 1000)
 
     def await_written(self, began: float, size_bytes: int) -> None:
-        """The same of writing."""
+        """Returns when this device would have written so much, requested at `began`."""
         if self.write_bytes_per_s:
             self._device.take(began, size_bytes / self.write_bytes_per_s)
 
 
 class PieceReader:
-    """One open file, read by pieces. Threads may share it.
+    """One open file, read by pieces. Thread-safe.
 
     Attributes:
       size_bytes: of the file when it was opened.
-      caching: what is done; "buffered" also where direct reads were asked for and the file system has none.
-      bytes_read: from the file, pages that were only partly asked for included.
+      caching: in use; "buffered" where direct reads were requested and the file system has none.
+      bytes_read: from the file, in whole pages.
     """
 
     def __init__(self, path: Path, storage: Storage | None = None, *, follow_links: bool = True) -> None:
@@ -108,14 +108,14 @@ class PieceReader:
           follow_links: whether `path` may be a symbolic link.
 
         Raises:
-          CheckpointError: it is missing, or no regular file.
+          CheckpointError: it is missing, or not a regular file.
           Unreadable: storage refuses.
         """
         self._path, self._storage = path, storage or Storage()
         self._lock = threading.Lock()
         self.bytes_read = 0
         self.caching: Caching = "buffered"
-        # A pipe must not be waited for.
+        # Non-blocking, because opening a pipe would wait.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
         self._file = -1
         try:
@@ -131,11 +131,11 @@ class PieceReader:
             raise _not_read(path, error) from error
         if not stat.S_ISREG(facts.st_mode):
             self.close()
-            raise CheckpointError(f"{path} is no regular file")
+            raise CheckpointError(f"{path} is not a regular file")
         self.size_bytes = facts.st_size
 
     def read(self, offset: int, size: int) -> np.ndarray:
-        """`size` bytes from `offset`, uint8, in memory of their own.
+        """Reads `size` bytes from `offset`, uint8, into new memory.
 
         Raises:
           CheckpointError: the file ends before.
@@ -152,7 +152,7 @@ class PieceReader:
 
         Args:
           memory: uint8, begins at a page and has all of these pages.
-          place: as far behind a page's start as `offset`.
+          place: with the same offset in its page as `offset`.
           offset, size: of the file.
 
         Raises:
@@ -198,10 +198,11 @@ class PieceReader:
                 raise _not_read(self._path, error) from error
             done += count
             if done < wanted and (count == 0 or os.fstat(self._file).st_size < first + wanted):
-                # Asked, because what goes on at whole pages comes to the end of the file again and again.
+                # Checked by size, because a direct read that continues at whole pages meets the end
+                # repeatedly.
                 raise CheckpointError(f"{self._path} has become shorter while it was read")
             if done < wanted and done % PAGE and self.caching == "direct":
-                # A direct read goes on at whole pages only.
+                # A direct read continues at whole pages only.
                 done = done // PAGE * PAGE
         with self._lock:
             self.bytes_read += done
@@ -212,7 +213,7 @@ class PieceReader:
             if self.caching == "direct":
                 import fcntl
 
-                # Of the open file: another one may have its name by then.
+                # On the open file, because another one may have its name by now.
                 flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
                 fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 self.caching = "buffered"
@@ -224,5 +225,5 @@ def _not_read(path: Path, error: OSError) -> CheckpointError:
 
 
 def aligned(size: int) -> np.ndarray:
-    """Uninitialised memory of `size` bytes, uint8, that begins at a page."""
+    """Uninitialized memory of `size` bytes, uint8, that begins at a page."""
     return np.frombuffer(mmap.mmap(-1, max(1, size)), np.uint8)[:size]

@@ -1,8 +1,7 @@
-"""Tells processes that were forked from one with an open model.
+"""Detects processes that were forked from one with an open model.
 
-The threads of JAX, of the native kernels and of those that read weights do not come along into a forked
-process, nor do the locks that they held get free: its first graph would wait for ever. So engines refuse to
-be used, or opened, in such a process.
+A fork has neither the threads of JAX, of the native kernels and of weight readers, nor a release of the locks
+that they owned: its first bucket would wait for ever. So engines refuse to be used or opened in a fork.
 """
 
 import functools
@@ -15,7 +14,7 @@ _forked = False
 
 @functools.cache
 def watch_for_forks() -> None:
-    """Processes that are forked from here on are told."""
+    """Marks processes that are forked from this one from now on."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_mark)
 

@@ -1,4 +1,4 @@
-"""What this process runs on: its cores, its instruction set, its memory, and how long it has been alive."""
+"""Queries the machine and the process: cores, instruction sets, memory, and the process's age."""
 
 import contextlib
 import ctypes
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 _CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
-# Enough for the first processor's entry; a file of all processors of a large server takes long to make.
+# Enough for the first processor's entry; the whole file of a large server takes long to generate.
 _CPUINFO_BYTES = 8192
 _CPUINFO_KEYS = {
     "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
@@ -22,9 +22,9 @@ def usable_cores() -> int:
 
 
 def cpu_features() -> list[str]:
-    """What a compiler for this very CPU looks at, as text: model and instruction sets.
+    """The facts of this CPU that compilers use, as text: model and instruction sets.
 
-    Where the system does not tell, the machine's own name stands for its CPU.
+    Where the system does not tell them, the machine's name instead.
     """
     system = platform.uname()
     try:
@@ -38,13 +38,13 @@ def cpu_features() -> list[str]:
 
 
 def give_back_memory() -> None:
-    """Has the C library return what it holds of freed memory, where it can: compilers leave much behind."""
+    """Has the C library return freed memory to the system, where it can: compilers free much."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def memory_bytes() -> int | None:
-    """Of this machine; None where the system does not tell."""
+    """Memory of this machine in bytes; None where the system does not tell."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -54,7 +54,7 @@ def memory_bytes() -> int | None:
 def process_age_ms() -> float | None:
     """Time since this process began, to about 10 ms; None where the system does not tell."""
     try:
-        # The second field is the command in parentheses, which may itself hold spaces and parentheses.
+        # The second field is the command in parentheses, which may itself contain spaces and parentheses.
         fields = _PROCESS_FACTS.read_text().rpartition(")")[2].split()
         ticks_per_s = os.sysconf("SC_CLK_TCK")
         began_s = int(fields[19]) / ticks_per_s

@@ -1,13 +1,13 @@
-"""How long work tells how far it is."""
+"""Reports the progress of long work."""
 
 from collections.abc import Callable
 
-# Called with what is done, how much of it is done by now, and how much there is in all.
+# Called with (stage, done, total).
 Progress = Callable[[str, int, int], None]
 
 
 def loading(progress: Progress | None, total_bytes: int) -> Callable[[int], None]:
-    """What is to be called with the bytes of each part that was loaded; it tells `progress`."""
+    """A function to call with the bytes of each loaded part; it calls `progress` with the sum."""
     done = 0
 
     def loaded(size_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""What this user keeps between runs: where, how much of it, and that nobody else wrote it.
+"""Protects the user's cache: its folder, its limit, and a check that nobody else wrote its files.
 
-A bundle, a profile or an executable from the cache is used as if this process had just made it. So each is
-taken only from a folder that belongs to this user and that others may not write to, and so must the file
-itself. Checksums, which entries have besides, tell damage: they cannot tell who wrote them.
+A bundle, a profile or a compiled bucket from the cache is used as if this process had just made it. So folder
+and file must belong to this user, and others may not write to them. Checksums, which entries also have,
+detect damage, but not who wrote them.
 """
 
 import contextlib
@@ -15,22 +15,22 @@ import platformdirs
 
 from jaxllm.errors import ConfigError
 
-_EXECUTABLES_BYTES = 1 << 30
-_EXECUTABLES_VARIABLE = "JAXLLM_EXECUTABLES_BYTES"
+_BUCKETS_BYTES = 1 << 30
+_BUCKETS_VARIABLE = "JAXLLM_BUCKETS_BYTES"
 
 
 def cache_folder() -> Path:
-    """Where prepared folders and compiled graphs are kept: $JAXLLM_CACHE, else the platform's cache
+    """The folder of prepared models and compiled buckets: $JAXLLM_CACHE, else the platform's cache
     directory."""
     return Path(os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm"))
 
 
 def make_private_folder(folder: Path) -> None:
-    """Makes a folder in the cache if it is missing, closed to others, and those above it.
+    """Makes a folder in the cache and those above it, if missing, closed to others.
 
     Raises:
       OSError: it cannot be made.
-      ConfigError: it, or a folder between it and the cache, is not this user's alone.
+      ConfigError: others may write to it, or to a folder between it and the cache.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
@@ -41,11 +41,11 @@ def make_private_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def private_folder(folder: Path) -> Iterator[int]:
-    """The number of an open folder in the cache.
+    """Opens a folder in the cache, and yields its file descriptor.
 
     Raises:
-      OSError: there is none.
-      ConfigError: it, or a folder between it and the cache, is not this user's alone.
+      OSError: it is missing.
+      ConfigError: others may write to it, or to a folder between it and the cache.
     """
     for each in _within_cache(folder):
         require_private(each.stat(), each)
@@ -59,11 +59,11 @@ def private_folder(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def private_file(path: Path) -> Iterator[int]:
-    """The number of a file in the cache that is open for reading.
+    """Opens a file in the cache to be read, and yields its file descriptor.
 
     Raises:
-      OSError: there is none, or it is a link.
-      ConfigError: it is no regular file, or it or its folder is not this user's alone.
+      OSError: it is missing, or a link.
+      ConfigError: it is not a regular file, or others may write to it or to its folder.
     """
     with private_folder(path.parent) as folder:
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -76,7 +76,7 @@ def private_file(path: Path) -> Iterator[int]:
 
 
 def clear_entry(path: Path) -> None:
-    """Removes what stands at the name of an entry of a private folder and cannot be one: a link, a pipe.
+    """Removes a link, pipe or the like at the path of an entry of a private folder.
 
     Raises:
       OSError: it is a folder, or cannot be removed.
@@ -89,28 +89,26 @@ def clear_entry(path: Path) -> None:
 def require_private(facts: os.stat_result, path: Path) -> None:
     """Raises ConfigError unless a file or folder is this user's, and nobody else may write to it."""
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
-        raise ConfigError(f"{path} is no regular file; remove it")
+        raise ConfigError(f"{path} is not a regular file; remove it")
     if not _ours_alone(facts):
         raise ConfigError(
-            f"{path} is not this user's, or others may write to it, so anybody could have made it; "
+            f"{path} is not this user's, or others may write to it, so its content cannot be trusted; "
             "remove it, close it to others (chmod go-w), or set JAXLLM_CACHE to a folder of your own"
         )
 
 
-def executables_bytes() -> int:
-    """Most bytes of compiled graphs to keep: $JAXLLM_EXECUTABLES_BYTES, else 1 GiB (none where files have no
-    owners).
+def buckets_bytes() -> int:
+    """Most bytes of compiled buckets to keep: $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files
+    have no owners).
 
     Raises:
-      ConfigError: the variable is no size.
+      ConfigError: the variable is not a number of bytes.
     """
-    text = os.environ.get(_EXECUTABLES_VARIABLE, "")
+    text = os.environ.get(_BUCKETS_VARIABLE, "")
     if not text:
-        return _EXECUTABLES_BYTES if hasattr(os, "geteuid") else 0
+        return _BUCKETS_BYTES if hasattr(os, "geteuid") else 0
     if not text.isdecimal():
-        raise ConfigError(
-            f"{_EXECUTABLES_VARIABLE} must be a number of bytes (0: keep none), got {text!r:.80}"
-        )
+        raise ConfigError(f"{_BUCKETS_VARIABLE} must be a number of bytes (0: keep none), got {text!r:.80}")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""States what a program of a manifest may take, give and do."""
+"""Limits of a program: the arrays it takes and gives, its operations, and its work."""
 
 import dataclasses
 import math
@@ -14,22 +14,22 @@ from jaxllm.program_folder.shapes import input_shapes
 # Shape and the dtype's name.
 Array = tuple[tuple[int, ...], str]
 
-# Times what is expected of any model, so that none is refused.
+# Factors over the expected numbers of any model, so that no real program is refused.
 _OPERATIONS, _LARGEST, _WORK = 4000, 256, 64
-# What is small by any measure.
+# Limits of small programs.
 _SMALL, _SMALL_WORK = 1 << 20, 1 << 34
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allowance:
-    """See above.
+    """Limits of a program.
 
     Attributes:
       inputs, outputs: arrays that it takes and gives, in the order of their names.
-      loops: whether it may loop: over the experts of a mixture.
-      operations: at most so many, those of functions counted wherever they are called.
-      largest_elements: of one array.
-      work: additions, multiplications and copies of elements, a round of each loop.
+      loops: whether it may loop, as over the experts of a mixture.
+      operations: most operations, those of functions counted at each call.
+      largest_elements: most elements of one array.
+      work: most additions, multiplications and copies of elements, one round of each loop.
     """
 
     inputs: tuple[Array, ...]
@@ -41,14 +41,14 @@ class Allowance:
 
 
 def arguments(signature: Signature, manifest: Manifest, weights: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shapes of all that a program takes; `weights` are its level's."""
+    """Shapes of a program's arguments; `weights` are its level's."""
     cfg, dtype = manifest.levels[signature.level].cfg, jax.numpy.dtype(manifest.cache_dtype)
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
     return (shapes, *input_shapes(signature, cfg, manifest.room(signature), dtype))
 
 
 def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of all that a program gives."""
+    """Shapes of a program's results."""
     dtype = jax.numpy.dtype(manifest.cache_dtype)
     caches = manifest.cache_shapes(signature.level, manifest.room(signature))
     found = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in caches.items()}
@@ -59,7 +59,7 @@ def results(signature: Signature, manifest: Manifest) -> dict[str, jax.ShapeDtyp
 
 
 def allowance(signature: Signature, manifest: Manifest, weights: Mapping[str, Any]) -> Allowance:
-    """What the program of a signature may be."""
+    """The limits of the program of a signature."""
     cfg = manifest.levels[signature.level].cfg
     inputs, outputs = (
         tuple((tuple(each.shape), each.dtype.name) for each in jax.tree.leaves(part))

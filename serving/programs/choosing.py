@@ -1,5 +1,4 @@
-"""Draws tokens from the logits of programs, by buckets that are compiled before a request and kept for later
-processes."""
+"""Draws tokens from the logits of programs, by buckets that are compiled ahead and kept on disk."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,23 +15,23 @@ from serving.buckets.store import BucketStore
 
 
 class Choosing:
-    """Draws tokens of a vocabulary of so many.
+    """Draws tokens of a vocabulary.
 
     Args:
       vocab_size: V.
-      folder: where executables are kept; None keeps none.
+      folder: keeps compiled buckets; None keeps none.
     """
 
     def __init__(self, vocab_size: int, folder: CompiledBucketFolder | None = None) -> None:
         self._vocab_size = vocab_size
-        self._table = BucketTable(None, None if folder is None else BucketStore.of_programs(folder))
+        self._buckets = BucketTable(None, None if folder is None else BucketStore.of_programs(folder))
 
     def prepare(self, trees: Iterable[int] = ()) -> None:
-        """Gets ready what draws the next token, and the tokens of trees of these sizes."""
-        self._table.fill(self._bucket(nodes) for nodes in (0, *trees))
+        """Gets the buckets ready that draw the next token, and the tokens of trees of these sizes."""
+        self._buckets.fill(self._bucket(nodes) for nodes in (0, *trees))
 
     def next_token(self, logits: Any, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
-        """See `jaxllm.sampling.sample`, of logits `[1, V]`."""
+        """See `jaxllm.sampling.sample`; logits are `[1, V]`."""
         return self._ready(0)(np.asarray(logits), sampler)
 
     def of_tree(self, tree: TokenTree, logits: Any, sampler: SamplerState) -> jax.Array:
@@ -41,9 +40,9 @@ class Choosing:
 
     def _ready(self, nodes: int) -> Any:
         bucket = self._bucket(nodes)
-        if not self._table.is_ready(bucket):
-            self._table.fill([bucket])
-        return self._table.get(bucket)
+        if not self._buckets.is_ready(bucket):
+            self._buckets.fill([bucket])
+        return self._buckets.get(bucket)
 
     def _bucket(self, nodes: int) -> ChoiceBucket:
         return ChoiceBucket(nodes=nodes, vocab_tokens=self._vocab_size)

@@ -1,7 +1,7 @@
 """Drafts for exported programs, with another folder of programs or with another level of the same.
 
-Trees have the sizes of the `verify` programs. A draft that is a program reads one token at a time, so it
-grows one line, the likeliest token behind the likeliest; what else it finds likely on the way becomes leaves.
+Trees have the sizes of the `verify` programs. A drafter that is a program decodes one token at a time, so it
+grows one line of the likeliest tokens; other likely tokens on the way become leaves.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from serving.speculation.options import SpeculationOptions, TreeShape
 from serving.speculation.payoff import running_mean
 from serving.speculation.speculation import Speculation
 
-# So many tokens are fed one by one: a chunk takes as long as some.
+# At most so many tokens are fed one by one: a chunk takes as long as a few.
 _FEW_TOKENS = 3
 
 
@@ -37,14 +37,15 @@ def drafted(
     """Drafts for a target, by the drafter that options name.
 
     Args:
-      target: whose tokens come out.
-      tokenizer: its own.
-      options: `model` is a folder of programs; of `trees` the sizes are those that the target verifies.
-      threads: that LiteRT computes a draft with; 0 for all cores of this process.
+      target: whose tokens are decoded.
+      tokenizer: of the target.
+      options: `model` is a folder of programs; the sizes of `trees` are replaced by those that the target
+        verifies.
+      threads: of LiteRT for the drafter; 0 for all cores of this process.
 
     Raises:
-      ConfigError: the target verifies no trees, or the drafter does not fit it.
-      ProgramError: the draft is no program, corrupt, or of other weights.
+      ConfigError: the target cannot verify trees, or the drafter does not fit it.
+      ProgramError: the drafter's folder is not one of programs, corrupt, or of other weights.
     """
     executor, level = target.executor, target.level
     sizes = executor.manifest.verify_tokens(level, target.options.context_tokens)
@@ -87,14 +88,14 @@ class ProgramDrafter:
 
     Attributes:
       step_s: a running mean.
-      steps: how often the program was run.
+      steps: number of the program's runs.
     """
 
     def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
         self.step_s, self.steps = 0.0, 0
         self._runner, self._shape = runner, shape
-        # The tokens whose rows are in the cache.
-        self._held: list[int] = []
+        # The tokens in the cache.
+        self._cached: list[int] = []
         self._cache: ProgramCache | None = None
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
@@ -129,29 +130,29 @@ class ProgramDrafter:
             logits = self._step(tokens[0])
         parents = [*range(len(line)), *(parent for parent, _, _ in leaves)]
         drafted = [*line, *(token for _, token, _ in leaves)]
-        # Behind the line, so that an accepted part of it lies where it belongs.
+        # Leaves come after the line, so that its accepted nodes are at their positions already.
         return grown(tree, drafted, parents, [*confidences[1:], *(share for _, _, share in leaves)])
 
     def step(self) -> bool:
-        """A target of programs never waits."""
+        """Never grows the tree: a target of programs never waits."""
         return False
 
     def follow(self, path: Sequence[int], token: int) -> None:
-        """What was accepted is in the next sequence."""
+        """Does nothing: the next sequence has the accepted tokens."""
         del path, token
 
     def _behind(self, text: Sequence[int], room: int) -> np.ndarray:
-        """Logits `[V]` behind a text, whose last token is always fed, in a cache with room for `room`."""
-        common = min(common_prefix(self._held, text), len(text) - 1)
+        """Logits `[V]` after a text, whose last token is always fed, in a cache of `room` positions."""
+        common = min(common_prefix(self._cached, text), len(text) - 1)
         cache, self._cache = self._cache, None
         if cache is None:
             cache, common = self._runner.start(room), 0
         self._cache = self._runner.make_room(cache, room)
-        self._held = list(text[:common])
+        self._cached = list(text[:common])
         rest = text[common:]
         if len(rest) > _FEW_TOKENS:
             logits, self._cache = prefill_prompt(self._runner, self._cache, rest, common)
-            self._held += rest
+            self._cached += rest
             return np.asarray(logits)[0]
         logits = np.zeros(0)
         for token in rest:
@@ -161,9 +162,9 @@ class ProgramDrafter:
     def _step(self, token: int) -> np.ndarray:
         began = time.perf_counter()
         assert self._cache is not None
-        logits, self._cache = self._runner.step(self._cache, token, len(self._held))
+        logits, self._cache = self._runner.step(self._cache, token, len(self._cached))
         logits = np.asarray(logits)[0]
-        self._held.append(token)
+        self._cached.append(token)
         self.step_s = running_mean(self.step_s or None, time.perf_counter() - began)
         self.steps += 1
         return logits

@@ -1,7 +1,6 @@
-"""The executors of programs: one protocol, with a file for each kind.
+"""Opens the executor of a program folder; defines the protocol of executors.
 
-`live.py` jits the steps themselves, `stablehlo.py` runs what `jax.export` wrote, `litert.py` a `.tflite`
-model.
+`live.py` jits the steps themselves, `stablehlo.py` runs files of `jax.export`, `litert.py` a `.tflite` model.
 """
 
 import math
@@ -17,17 +16,17 @@ from jaxllm.program_folder.manifest import Manifest, Signature
 from serving.buckets.compiled_folder import CompiledBucketFolder
 from serving.host.machine import memory_bytes
 from serving.host.progress import Progress
-from serving.host.user_cache import executables_bytes
+from serving.host.user_cache import buckets_bytes
 
 
 class Executor(Protocol):
-    """Runs the programs of a manifest. Caches are its own business: what `start`, `grow`, `run` and `keep`
-    return is only ever given back to `grow`, `run` or `keep`, once.
+    """Runs the programs of a manifest. Its caches are opaque: a result of `start`, `grow`, `run` or `keep` is
+    passed to `grow`, `run` or `keep`, once.
 
     Attributes:
-      lock: taken by whoever calls: one call at a time.
-      moves_rows: whether there is `keep`; else trees must be lines, of which whatever is accepted lies where
-        it belongs.
+      lock: taken by the caller: one call at a time.
+      moves_rows: whether `keep` is implemented; else trees must be lines, whose accepted nodes are at their
+        positions already.
     """
 
     lock: threading.RLock
@@ -35,12 +34,11 @@ class Executor(Protocol):
 
     @property
     def manifest(self) -> Manifest:
-        """What there is to run."""
+        """The manifest of the programs."""
         ...
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """Gets programs ready, and the ways from their caches into longer ones, so that none is made under a
-        request."""
+        """Gets programs ready, and the buckets that grow their caches, so that a request compiles nothing."""
         ...
 
     def is_ready(self, signature: Signature) -> bool:
@@ -52,7 +50,7 @@ class Executor(Protocol):
         ...
 
     def grow(self, level: int, caches: Any, cache_tokens: int) -> Any:
-        """The same sequence in caches of the next such length, `cache_tokens`."""
+        """Copies the sequence into caches of the next length, `cache_tokens`."""
         ...
 
     def run(
@@ -63,10 +61,10 @@ class Executor(Protocol):
         input_pos: np.ndarray,
         mask: np.ndarray | None = None,
     ) -> tuple[Any, Any]:
-        """One step.
+        """Runs one step.
 
         Args:
-          signature: which program.
+          signature: of the program.
           caches: donated.
           tokens: `[1, T]` int32.
           input_pos: `[T]` int32.
@@ -78,13 +76,16 @@ class Executor(Protocol):
         ...
 
     def keep(self, signature: Signature, caches: Any, at: int, path: np.ndarray) -> Any:
-        """The caches with a path of a tree where the tree began.
+        """Moves an accepted path of a tree to the beginning of the tree in the caches.
 
         Args:
-          signature: that has read the tree.
+          signature: of the program that verified the tree.
           caches: donated.
-          at: the row of the tree's root.
-          path: `[n]` int32, nodes, ascending.
+          at: position of the tree's root.
+          path: `[n]` int32, accepted nodes, ascending.
+
+        Returns:
+          The caches.
         """
         ...
 
@@ -94,11 +95,11 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
 
     Args:
       folder: the folder.
-      threads: that LiteRT computes with; 0 for all cores of this process.
+      threads: of LiteRT; 0 for all cores of this process.
 
     Raises:
-      ProgramError: the folder is no program, corrupt, or of other weights.
-      ConfigError: what runs it is not installed, or not for this device.
+      ProgramError: the folder is not one of programs, corrupt, or of other weights.
+      ConfigError: its runtime is not installed, or not for this device.
       BudgetExceeded: its caches are larger than this machine's memory.
     """
     if not folder.is_dir():
@@ -108,7 +109,7 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     if manifest.format == "stablehlo":
         from serving.programs.stablehlo import StableHloExecutor
 
-        return StableHloExecutor(manifest, folder, kept_executables())
+        return StableHloExecutor(manifest, folder, kept_buckets())
     if manifest.format != "tflite":
         raise ConfigError(
             f"{folder} holds {manifest.format} modules, for programs of your own; export the model as "
@@ -119,9 +120,9 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
     return LiteRtExecutor(manifest, folder, threads=threads)
 
 
-def kept_executables() -> CompiledBucketFolder | None:
-    """Where this user keeps what was compiled; None to keep nothing."""
-    return CompiledBucketFolder.of_user(limit_bytes=executables_bytes())
+def kept_buckets() -> CompiledBucketFolder | None:
+    """This user's folder of compiled buckets; None to keep none."""
+    return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:

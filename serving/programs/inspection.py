@@ -1,9 +1,9 @@
 """Inspects StableHLO programs, operation by operation, before any of it is compiled.
 
-A folder of programs comes from anywhere, and what is compiled runs with this process's rights: a custom call
-reaches into it, by the index of a callback or by an address. What `jaxllm export` writes calls nothing, has
-static shapes, and loops only over the experts of a mixture; so nothing else is let through. Reading a program
-at all may take for ever, or end the process that does it: `screening.py` has another process do it.
+A folder of programs may come from anywhere, and a compiled program runs with this process's rights: a custom
+call reaches into the process, by the index of a callback or by an address. Programs of `jaxllm export` make
+no custom calls, have static shapes, and loop only over the experts of a mixture; all others are refused. To
+parse a program may take for ever or end the process, so `screening.py` has another process do it.
 """
 
 import functools
@@ -18,8 +18,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jaxllm.errors import ProgramError
 from serving.programs.allowance import Allowance
 
-# Pure functions of arrays. Among those left out are calls of anything outside of the program, whatever
-# communicates, and shapes that are known only when it runs.
+# Pure functions of arrays. Left out are calls of anything outside of the program, communication, and dynamic
+# shapes.
 _PURE = (
     "abs", "add", "and", "broadcast_in_dim", "case", "ceil", "clamp", "compare", "composite",
     "concatenate", "constant", "convert", "cosine", "divide", "dot_general", "dynamic_slice",
@@ -31,21 +31,21 @@ _PURE = (
 )  # fmt: skip
 _OPERATIONS = frozenset({*(f"stablehlo.{each}" for each in _PURE), "func.call", "func.return"})
 _LOOP, _CUSTOM_CALL, _FUNCTION = "stablehlo.while", "stablehlo.custom_call", "func.func"
-# Composites that XLA has an operation for; their decomposition is a function of the program, too.
+# Composites that XLA implements; their decomposition is a function of the program, too.
 _COMPOSITES = frozenset({"chlo.top_k"})
 _MODULE_FACTS = frozenset(
     {"sym_name", "jax.uses_shape_polymorphism", "mhlo.num_partitions", "mhlo.num_replicas"}
 )
 _TENSOR = re.compile(r"tensor<((?:\d{1,18}x){0,8})(i1|u?i(?:8|16|32|64)|f16|bf16|f32|f64)>")
-# Their results may be far smaller than what they read.
+# Operations whose results may be far smaller than their operands.
 _READERS = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
-# An operation's sort of n elements, at most this times n.
+# Work of sorting n elements: at most this times n.
 _SORTING = 64
 
 
 def inspect(program: bytes, allowed: Allowance) -> None:
-    """Raises ProgramError unless what `jax.export` serialized is as is allowed; whatever else JAX raises
-    means that it is malformed."""
+    """Raises ProgramError unless a program that `jax.export` serialized is within its limits; any other error
+    that JAX raises means that it is malformed."""
     exported = jax.export.deserialize(bytearray(program))
     if exported.nr_devices != 1 or exported.ordered_effects or exported.unordered_effects:
         raise ProgramError("it is made for several devices, or has effects")
@@ -73,7 +73,7 @@ class _Module:
     def __init__(self, module: Any, allowed: Allowance) -> None:
         self._module, self._allowed = module, allowed
         self._functions: dict[str, Any] = {}
-        # What each function takes, its calls counted; None while that is being found out.
+        # Operations and work of each function, its calls included; None while they are being computed.
         self._costs: dict[str, tuple[int, int] | None] = {}
 
     def check(self) -> None:
@@ -160,7 +160,7 @@ def _elements(kind: str) -> int:
 
 
 def _factor(operation: Any, sizes: list[int], operands: list[int]) -> int:
-    """What an operation does for each number of its results."""
+    """The work of an operation per element of its results."""
     if operation.name == "stablehlo.dot_general":
         # Of [B, M, K] by [B, K, N] to [B, M, N]: at least K.
         return math.isqrt(operands[0] * operands[1] // max(1, sizes[0])) + 1
@@ -182,14 +182,14 @@ def _callee(operation: Any) -> str | None:
 
 
 def _require_attributes(what: str, operation: Any, facts: frozenset[str]) -> None:
-    """Raises ProgramError if an operation bears what is not its own: a dialect's name has a dot."""
+    """Raises ProgramError if an operation has attributes of another dialect, whose names have a dot."""
     for name in operation.attributes:
         if "." in name and name not in facts:
             raise ProgramError(f"{what} bears {name!r:.80}, which no exported program does")
 
 
 def _require_told(what: str, attributes: Any) -> None:
-    """Raises ProgramError if arguments or results bear more than their names."""
+    """Raises ProgramError if arguments or results have other attributes than their names."""
     for each in ir.ArrayAttr(attributes):
         for named in ir.DictAttr(each):
             if not named.name.startswith("jax."):

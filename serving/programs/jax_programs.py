@@ -25,14 +25,14 @@ from serving.host.progress import Progress
 
 
 class JaxPrograms:
-    """The part that executors on JAX share.
+    """The common part of executors on JAX.
 
     Args:
-      manifest: what there is to run.
-      weights: by level, what its programs take.
+      manifest: of the programs.
+      weights: of each level's programs.
       step: the function `(weights, caches, tokens, input_pos[, mask])` of a signature.
-      contents: tells a signature's program from all others.
-      folder: where executables are kept; None keeps none.
+      contents: a key of the contents of a signature's program.
+      folder: keeps compiled buckets; None keeps none.
     """
 
     moves_rows = True
@@ -48,15 +48,15 @@ class JaxPrograms:
         self.manifest, self.lock = manifest, threading.RLock()
         self._weights, self._contents = weights, contents
         self._programs: dict[str, ProgramBucket] = {}
-        self._table, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
+        self._buckets, store = BucketTable(), None if folder is None else BucketStore.of_programs(folder)
         for level, each in weights.items():
-            self._table.add_level(level, ProgramShapes(manifest, each, step, self._path), store)
+            self._buckets.add_level(level, ProgramShapes(manifest, each, step, self._path), store)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """See `Executor`: several at a time, from disk where an earlier process left them."""
+        """See `Executor`; several at a time, from disk where an earlier process left them."""
         for each in signatures:
             if not self.is_ready(each):
-                # Its file may be another one since it failed.
+                # Its file may have been replaced since it failed.
                 self._programs.pop(each.name, None)
         buckets: list[Bucket] = [self._program_bucket(each) for each in signatures]
         rooms = {(each.level, self.manifest.room(each)) for each in signatures}
@@ -65,16 +65,16 @@ class JaxPrograms:
                 if {(level, short), (level, long)} <= rooms:
                     buckets.append(self._grow_bucket(level, short, long))
         buckets += [self._keep_bucket(each) for each in signatures if each.kind == "verify"]
-        self._table.fill(buckets, progress)
+        self._buckets.fill(buckets, progress)
 
     def is_ready(self, signature: Signature) -> bool:
         """See `Executor`."""
         bucket = self._programs.get(signature.name)
-        return bucket is not None and self._table.is_ready(bucket)
+        return bucket is not None and self._buckets.is_ready(bucket)
 
     def compile(self, signature: Signature) -> None:
         """Gets one program ready, in this thread."""
-        self._table.fill_here([self._program_bucket(signature)])
+        self._buckets.fill_here([self._program_bucket(signature)])
 
     def start(self, level: int, cache_tokens: int) -> Caches:
         """See `Executor`."""
@@ -98,7 +98,7 @@ class JaxPrograms:
         if not self.is_ready(signature):
             self.prepare([signature])
         inputs = (tokens, input_pos) if mask is None else (tokens, input_pos, mask)
-        program = self._table.get(self._program_bucket(signature))
+        program = self._buckets.get(self._program_bucket(signature))
         out = program(self._weights[signature.level], caches, *inputs)
         return out.pop("logits", None), out
 
@@ -109,13 +109,13 @@ class JaxPrograms:
         return self._ready(self._keep_bucket(signature))(caches, np.int32(at), nodes)
 
     def _path(self, signature: Signature) -> str:
-        """Where a program is, for people."""
+        """The path of a program, for messages."""
         return signature.name
 
     def _ready(self, bucket: Bucket) -> Any:
-        if not self._table.is_ready(bucket):
-            self._table.fill([bucket])
-        return self._table.get(bucket)
+        if not self._buckets.is_ready(bucket):
+            self._buckets.fill([bucket])
+        return self._buckets.get(bucket)
 
     def _program_bucket(self, signature: Signature) -> ProgramBucket:
         if signature.name not in self._programs:

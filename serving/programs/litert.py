@@ -1,8 +1,8 @@
 """Runs a `.tflite` model by LiteRT: XNNPACK on a CPU, its packed weights kept in a file.
 
-XNNPACK reads weights in an order of its own. Packed once, they are a file that later processes map: a start
-takes milliseconds, and weights no memory that cannot be dropped. Caches are two sets of buffers, of which
-a step reads one and writes the other.
+XNNPACK reads weights in its own order. Packed once, they are a file that later processes map: a start takes
+milliseconds, and the system can drop pages of weights. Caches are two sets of buffers, of which a step reads
+one and writes the other.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.program_folder.manifest import Manifest, Signature
 from serving.host.machine import usable_cores
 from serving.host.progress import Progress
-from serving.host.user_cache import cache_folder, executables_bytes
+from serving.host.user_cache import buckets_bytes, cache_folder
 from serving.programs.messages import runtime_messages_kept
 from serving.programs.packed import PackedFolder
 
@@ -30,8 +30,8 @@ _LOGITS = "logits"
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
-    """A level's caches of `cache_tokens` positions by name: those that hold the sequence, and those to write
-    next."""
+    """A level's caches of `cache_tokens` positions by name: those with the sequence, and those that the next
+    step writes."""
 
     cache_tokens: int
     filled: dict[str, Any]
@@ -39,13 +39,13 @@ class Buffers:
 
 
 class LiteRtExecutor:
-    """Signatures of one model.
+    """Runs the signatures of one model (see `Executor`).
 
     Attributes:
-      manifest: what there is to run.
+      manifest: of the model.
       threads: that compute.
-      moves_rows: see `Executor`: Python can read and write a buffer as a whole alone, which takes longer than
-        what is accepted of a tree's other branches saves.
+      moves_rows: False, because Python can only read and write whole buffers, which takes longer than the
+        accepted tokens of other branches save.
     """
 
     moves_rows = False
@@ -56,11 +56,10 @@ class LiteRtExecutor:
         """Opens a model.
 
         Args:
-          manifest: the folder's.
-          folder: where the model is.
+          manifest: of the folder.
+          folder: of the model.
           threads: that compute; 0 for all cores of this process.
-          packed: where packed weights are kept; None is a folder in the user's cache directory, unless that
-            keeps nothing.
+          packed: keeps packed weights; None is a folder in the user's cache directory, unless its limit is 0.
 
         Raises:
           ConfigError: LiteRT is not installed.
@@ -85,7 +84,7 @@ class LiteRtExecutor:
             )
         path = manifest.require_intact(folder, file)
         made_of = f"{manifest.files[file].xxh3_128} {importlib.metadata.version('ai-edge-litert')}"
-        if packed is None and (limit := executables_bytes()):
+        if packed is None and (limit := buckets_bytes()):
             packed = PackedFolder(cache_folder() / "xnnpack", limit_bytes=limit)
         opened = (
             contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
@@ -100,28 +99,28 @@ class LiteRtExecutor:
                 raise ProgramError(
                     f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
                 ) from error
-            # With the first buffer the runtime looks for accelerators once more.
+            # The first buffer makes the runtime search for accelerators again: do it now.
             self._inputs_and_outputs(manifest.signatures[0])[0]["tokens"].write(
                 np.zeros((1, manifest.signatures[0].tokens), np.int32)
             )
         weakref.finalize(self, _close, self._model)
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """See `Executor`: LiteRT has all signatures ready; their buffers are made."""
+        """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
         for done, signature in enumerate(signatures):
             self._inputs_and_outputs(signature)
             if progress is not None:
                 progress("compile", done + 1, len(signatures))
 
     def is_ready(self, signature: Signature) -> bool:
-        """See `Executor`: all are."""
+        """See `Executor`; always True."""
         return True
 
     def start(self, level: int, cache_tokens: int) -> Buffers:
         """See `Executor`."""
         buffers = self._caches(level, cache_tokens)
         for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            # What is not attended to is multiplied by zero: it must be finite.
+            # Masked positions are multiplied by zero: they must be finite.
             buffers.filled[name].write(np.zeros(shape, np.float32))
         return buffers
 
@@ -161,13 +160,13 @@ class LiteRtExecutor:
         return logits, Buffers(caches.cache_tokens, caches.spare, caches.filled)
 
     def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
-        """See `Executor`, and `moves_rows`."""
+        """Refuses (see `moves_rows`)."""
         raise ConfigError(
             f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
         )
 
     def _caches(self, level: int, cache_tokens: int) -> Buffers:
-        """Buffers for caches, with anything in them."""
+        """Uninitialized buffers for caches."""
         name = self.manifest.signature("decode", 1, level, cache_tokens).name
         shapes = self.manifest.cache_shapes(level, cache_tokens)
         filled = {each: self._model.create_input_buffer_by_name(name, each) for each in shapes}
@@ -175,7 +174,7 @@ class LiteRtExecutor:
         return Buffers(cache_tokens, filled, spare)
 
     def _inputs_and_outputs(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The buffers of a signature besides the caches, by name."""
+        """The buffers of a signature by name, without its caches."""
         name = signature.name
         if name not in self._buffers:
             wanted = ["tokens", "input_pos", *(["mask"] if signature.kind == "verify" else [])]

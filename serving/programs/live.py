@@ -1,4 +1,4 @@
-"""Runs the steps of programs jitted in this process, to measure exported ones against."""
+"""Runs the steps of programs jitted in this process, to compare exported ones with."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,13 +13,13 @@ from serving.programs.jax_programs import JaxPrograms
 
 
 class LiveExecutor(JaxPrograms):
-    """The same signatures as an export's, of parameters in memory in any form, with this process's kernels.
+    """Runs the signatures of an export over parameters in memory, in any format, with this process's kernels.
 
     Args:
       name: the model's, for people.
       params: by level, parameters of the sub-model.
       cfgs: by level; 100 among them.
-      context_tokens: room of the longest caches.
+      context_tokens: of the longest caches.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
       cache_tokens: lengths of shorter caches.
       dtype: of activations and caches.

@@ -1,4 +1,4 @@
-"""Keeps LiteRT's messages off standard error, where it tells all that it does."""
+"""Captures LiteRT's messages, which it writes to the process's standard error."""
 
 import contextlib
 import os
@@ -9,21 +9,20 @@ import threading
 from collections.abc import Callable, Iterator
 
 _SAID_BYTES = 300
-# Its own lines name the file and line of its source, or are one of these.
+# Lines of the runtime: they name a file and line of its source, or are one of these.
 _OURS = re.compile(
     rb"\b\w+\.(?:cc|h):\d+\]|^INFO: Created TensorFlow Lite|^WARNING: All log messages before|^\xe2\x94\x94"
 )
-# The process has one standard error: who takes it away must give it back before another thread does. A thread
-# may take it twice, for models are closed whenever Python collects them.
+# The process has one standard error: a thread that redirects it must restore it before another one does. A
+# thread may redirect it twice, because models are closed whenever Python collects them.
 _taking = threading.RLock()
 
 
 @contextlib.contextmanager
 def runtime_messages_kept() -> Iterator[Callable[[], str]]:
-    """Keeps what the runtime says while the block lasts; `said` gives the last lines of it.
+    """Captures the runtime's messages during the block; yields a function that gives the last of them.
 
-    The whole process's standard error is taken for so long. What others have said on it meanwhile is said
-    when the block ends.
+    Redirects the whole process's standard error. Messages of others are written when the block ends.
     """
     with _taking, tempfile.TemporaryFile() as kept:
         sys.stderr.flush()
@@ -31,7 +30,7 @@ def runtime_messages_kept() -> Iterator[Callable[[], str]]:
         os.dup2(kept.fileno(), 2)
 
         def lines() -> list[bytes]:
-            # By number, for the offset of the file is shared with who writes.
+            # By `pread`, because the file's offset is shared with the writers.
             return os.pread(kept.fileno(), os.fstat(kept.fileno()).st_size, 0).splitlines(keepends=True)
 
         def said() -> str:

@@ -12,7 +12,7 @@ from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.progress import Progress
 from serving.programs.choosing import Choosing
 from serving.programs.drafts import drafted
-from serving.programs.executor import Executor, kept_executables, open_executor
+from serving.programs.executor import Executor, kept_buckets, open_executor
 from serving.programs.runner import ProgramRunner
 from serving.speculation.options import SpeculationOptions
 from serving.speculation.speculation import Speculation
@@ -29,7 +29,7 @@ class ProgramModel:
     """
 
     def __init__(self, executor: Executor, tokenizer: Tokenizer, choosing: Choosing | None = None) -> None:
-        """See `open_program`; `choosing` draws tokens, None compiles what does."""
+        """See `open_program`; `choosing` draws tokens, None makes one."""
         watch_for_forks()
         self.executor, self.tokenizer = executor, tokenizer
         self._choosing = choosing or Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size)
@@ -43,7 +43,7 @@ class ProgramModel:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """That were exported, in percent, ascending."""
+        """Exported levels, in percent, ascending."""
         return tuple(sorted(self.executor.manifest.levels))
 
     def runner(self, level: int) -> ProgramRunner:
@@ -70,8 +70,8 @@ class ProgramModel:
         progress: Progress | None,
     ) -> None:
         """Gets the programs of a level ready: all, or those that one request needs (see
-        `serving.engine.Engine.warm_up`); and what chooses their tokens, greedy or drawn. Nothing is compiled
-        under such a request."""
+        `serving.engine.Engine.warm_up`); also the buckets that choose tokens, greedy or drawn. Such a request
+        compiles nothing."""
         began = time.perf_counter()
         runner, trees = self.runner(level), () if speculation is None else speculation.options.trees.nodes
         self._choosing.prepare(trees)
@@ -85,11 +85,11 @@ class ProgramModel:
         self.build_ms += 1000 * (time.perf_counter() - began)
 
     def facts(self) -> dict[str, Any]:
-        """Nothing: executors count no buckets."""
+        """Empty: executors count no buckets."""
         return {}
 
     def set_adapter(self, folder: str | Path | None) -> None:
-        """Refuses: adapters are exported with the model.
+        """Refuses an adapter: it must be exported with the model.
 
         Raises:
           ConfigError: always.
@@ -97,7 +97,7 @@ class ProgramModel:
         raise ConfigError("programs take no adapters while they run; export the model with its adapter")
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 def open_program(folder: Path, *, threads: int = 0) -> ProgramModel:
@@ -105,17 +105,17 @@ def open_program(folder: Path, *, threads: int = 0) -> ProgramModel:
 
     Args:
       folder: the folder.
-      threads: that LiteRT computes with; 0 for all cores of this process.
+      threads: of LiteRT; 0 for all cores of this process.
 
     Raises:
-      ProgramError: it is no program, corrupt, or of other weights.
-      ConfigError: what runs it is not installed.
+      ProgramError: it is not a program folder, corrupt, or of other weights.
+      ConfigError: its runtime is not installed.
     """
     require_not_forked()
     began = time.perf_counter()
     executor = open_executor(folder, threads=threads)
     tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
-    choosing = Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_executables())
+    choosing = Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
     model = ProgramModel(executor, tokenizer, choosing)
     model.load_ms = 1000 * (time.perf_counter() - began)
     return model

@@ -1,9 +1,9 @@
-"""Keeps weights in the order in which XNNPACK takes them, so that later processes map them.
+"""Keeps weights that XNNPACK has packed, so that later processes map them.
 
-One file a program folder and width, named by its model, by the runtime that packed it and by its own
-checksum: the runtime takes a file's word for whose weights it holds, so the name must say it, and only this
-user may have written it (`serving.host.user_cache`). A file is written under another name and moved to its
-own when it is whole: processes that open one program at once do not write into one another's.
+One file per program folder and width, named by its model, by the runtime that packed it and by its own
+checksum: the runtime does not check whose weights a file has, so the name must tell it, and only this user
+may have written it (`serving.host.user_cache`). A file is written under another name and renamed when it is
+whole: processes that open a program at the same time do not write into each other's files.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class PackedFolder:
-    """Packed weights in one folder of this user's.
+    """Packed weights in one folder of this user.
 
     Args:
       folder: made when it is missing, closed to others.
@@ -39,12 +39,12 @@ class PackedFolder:
 
     @contextlib.contextmanager
     def opened(self, program: Path, width: str, made_of: str) -> Iterator[Path | None]:
-        """Where the runtime finds packed weights, or is to write them while the block lasts.
+        """Yields the file that the runtime reads packed weights from, or writes them to during the block.
 
         Args:
-          program: the folder of programs; what was packed for the same before is deleted.
+          program: the folder of programs; its earlier packed weights are deleted.
           width: of its weights.
-          made_of: names the model file and the runtime, whatever is in the name.
+          made_of: names the model file and the runtime, in any characters.
 
         Yields:
           The file; None where the folder cannot be used.
@@ -75,7 +75,7 @@ class PackedFolder:
             written.unlink(missing_ok=True)
 
     def _found(self, named: str) -> Path | None:
-        """The file whose name begins so, if there is one that is whole and this user's.
+        """The file whose name begins with `named`, if it is whole and this user's.
 
         Raises:
           OSError: the folder cannot be read.
@@ -95,8 +95,8 @@ class PackedFolder:
         return None
 
     def _make_room(self, place: str, *, newest: str) -> None:
-        """Deletes what was packed for the same place before, the files unused for longest until the rest keep
-        the limit, and forgotten leftovers. Who has mapped a file goes on with it."""
+        """Deletes earlier files of the same place, the least recently used files above the limit, and old
+        leftovers. Processes that have mapped a file keep it."""
         kept, gone = [], []
         for each in self._folder.iterdir():
             with contextlib.suppress(FileNotFoundError):  # Another process makes room too.

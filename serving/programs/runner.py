@@ -1,4 +1,4 @@
-"""Runs exported programs: prefill by chunks, then a token per step or a tree, with choices on the host."""
+"""Runs exported programs: prefills by chunks, decodes a token or a tree per step, and draws tokens."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ from serving.runners.runner import PrefillChunk
 from serving.runners.verdict import Verdict
 from serving.speculation.host_tree import accepted_path
 
-# A call runs a program for each of its tokens: few enough that text flows and a cancel is obeyed soon.
+# A call runs a program for each of its tokens: few enough that text streams and a cancel takes effect soon.
 _MOST_PER_CALL = 16
-# What marks padding in a row of positions (see `jaxllm.steps.exported`).
+# Marks padding in a row of positions (see `jaxllm.steps.exported`).
 _PADDING = -1
 
 
@@ -36,7 +36,7 @@ class ProgramOptions:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCache:
-    """Caches as the executor holds them, with room for `capacity_tokens` positions; `length` are in use."""
+    """An executor's caches of `capacity_tokens` positions, of which `length` are in use."""
 
     caches: Any
     capacity_tokens: int
@@ -49,22 +49,22 @@ class ProgramRunner:
     Prefill programs give no logits, as LiteRT-LM's do not: the last token of a prompt is always decoded.
 
     Attributes:
-      executor: runs the programs.
+      executor: of the programs.
       level: in percent.
-      cfg: the model, or the level's sub-model.
-      options: see there.
+      cfg: of the model, or of the level's sub-model.
+      options: see `ProgramOptions`.
       choosing: draws tokens that are not the likeliest.
-      weights_version: names the weights that caches belong to.
-      streams_weights: none come from storage.
+      weights_version: of the weights that computed a cache.
+      streams_weights: False: all weights are in memory.
     """
 
     streams_weights = False
 
     def __init__(self, executor: Executor, level: int = WHOLE, choosing: Choosing | None = None) -> None:
-        """The runner of a level; `choosing` draws its tokens, None makes what does.
+        """Makes the runner of a level; `choosing` draws its tokens, None makes one.
 
         Raises:
-          ConfigError: it was not exported.
+          ConfigError: the level was not exported.
         """
         manifest = executor.manifest
         if level not in manifest.levels:
@@ -76,14 +76,14 @@ class ProgramRunner:
         self.cfg: ModelConfig = manifest.levels[level].cfg
         self.options = ProgramOptions(manifest.context_tokens)
         self.weights_version = (level, 0)
-        # Asked for with every token.
+        # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
         self.choosing = choosing or Choosing(self.cfg.vocab_size)
         self._program = functools.cache(functools.partial(_program, manifest, level))
 
     @property
     def lock(self) -> threading.RLock:
-        """The executor's, which all levels share."""
+        """The executor's lock, which all levels share."""
         return self.executor.lock
 
     @property
@@ -127,7 +127,7 @@ class ProgramRunner:
         return ProgramCache(caches, max(target, cache.capacity_tokens), cache.length)
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:
-        """See `Runner`: all of a prompt, for which programs there are depends on the cache."""
+        """See `Runner`; one chunk, because the programs to run depend on the cache."""
         return [PrefillChunk(tokens=tokens, last=True)]
 
     def prefill(
@@ -146,7 +146,7 @@ class ProgramRunner:
         return self.step(cache, tokens[-1], at + len(tokens) - 1)
 
     def sample(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """The next token `[1]`, and the sampler. The likeliest is found without a dispatch."""
+        """The next token `[1]`, and the sampler. Finds the likeliest without a dispatch."""
         if _likeliest(sampler):
             return _most_likely(np.asarray(logits)), sampler
         token, sampler = self.choosing.next_token(logits, sampler)
@@ -165,7 +165,7 @@ class ProgramRunner:
         limit: int,
         cached: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
-        """See `Runner`: a step for each token, until one of them stops."""
+        """See `Runner`; a step for each token, until a stop token."""
         stops, said = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
         while len(said) <= limit and (len(said) == 1 or said[-1] not in stops):
             logits, cache = self.step(cache, said[-1], len(cached) + len(said) - 1)
@@ -175,15 +175,15 @@ class ProgramRunner:
         return rows, rows.shape[1], cache, sampler
 
     def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
-        """Feeds one token at position `at`: logits `[1, V]` behind it, cache."""
+        """Feeds one token at position `at`; returns the logits `[1, V]` after it, and the cache."""
         row, position = np.array([[token]], np.int32), np.array([at], np.int32)
         room = cache.capacity_tokens
         logits, caches = self.executor.run(self._program("decode", 1, room), cache.caches, row, position)
-        # A part of a device's array would be a bucket of its own.
+        # Slicing a device's array would compile a computation.
         return np.asarray(logits)[0], ProgramCache(caches, room, at + 1)
 
     def expect(self, tokens: np.ndarray) -> None:
-        """See `Runner`: all that is read is in memory."""
+        """See `Runner`; does nothing, because all weights are in memory."""
         del tokens
 
     def verify(
@@ -219,7 +219,7 @@ class ProgramRunner:
     def score(self, tokens: Sequence[int], targets: Sequence[int]) -> np.ndarray:
         """Log-probability (natural) `[tokens]` of each target after its token and all tokens before it.
 
-        By the largest program that verifies, or token by token where there is none.
+        Runs the largest `verify` program, or token by token where there is none.
         """
         cache, scores = self.start(len(tokens)), []
         sizes = self.executor.manifest.verify_tokens(self.level, cache.capacity_tokens)
@@ -239,7 +239,8 @@ class ProgramRunner:
     def _read_run(
         self, cache: ProgramCache, part: Sequence[int], at: int, size: int
     ) -> tuple[np.ndarray, ProgramCache]:
-        """Logits `[n, V]` behind each of n tokens that follow one another, a tree without branches."""
+        """Logits `[n, V]` after each of n consecutive tokens, which are verified as a tree without
+        branches."""
         row, real = padded(part, size)
         mask = np.tril(np.ones((size, size), np.bool_))
         mask[real:] = False
@@ -250,7 +251,7 @@ class ProgramRunner:
         return np.asarray(logits)[0, :real], ProgramCache(caches, room, at + real)
 
     def _length_for(self, tokens: int) -> int:
-        """The shortest caches for `tokens`; those first that a program is ready for."""
+        """The shortest caches for `tokens`, preferably those that a program is ready for."""
         fitting = [each for each in self._lengths if each >= tokens]
         if not fitting:
             raise ContextOverflow(
@@ -277,6 +278,6 @@ def _most_likely(logits: np.ndarray) -> np.ndarray:
 
 
 def _likeliest(sampler: SamplerState) -> bool:
-    """Tells whether the likeliest token is the next one."""
-    # On the host: to compare a device's number would be a bucket of its own.
+    """Whether the likeliest token is the next one."""
+    # On the host: comparing a device's number would compile a computation.
     return not bool(sampler.penalized) and float(sampler.temperature) <= 0

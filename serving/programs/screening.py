@@ -1,6 +1,6 @@
-"""Screens programs of unknown origin in another process, which may take only so long and so much memory.
+"""Screens programs of unknown origin in another process with limits of time and memory.
 
-programs and what they may be, pickled -> python -m serving.programs.screening -> what is wrong, as JSON
+programs and their limits, pickled -> python -m serving.programs.screening -> errors, as JSON
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from jaxllm.errors import ProgramError, one_line
 from serving.programs.allowance import Allowance
 
-# Of the other process: starting it, and each program; a busy machine gives it only a part of the time.
+# CPU seconds of the other process to start and per program; a busy machine may take `_BUSY` times as long.
 _START_S, _PROGRAM_S, _BUSY = 60, 20, 4
 _MEMORY_BYTES = 16 << 30
 
@@ -24,17 +24,18 @@ Program = tuple[bytes, Allowance]
 
 
 class Screening:
-    """Remembers what was found harmless. Threads may share it."""
+    """Checks programs, and remembers the harmless ones. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._harmless: set[bytes] = set()
 
     def require_harmless(self, programs: Mapping[str, Program]) -> None:
-        """Looks at programs, by names for messages, that were not looked at before.
+        """Checks the programs, by name, that were not checked before.
 
         Raises:
-          ProgramError: one of them is malformed, holds what no exported program does, or takes too much.
+          ProgramError: one of them is malformed, has operations that no exported program has, or exceeds its
+            limits.
         """
         with self._lock:
             digests = {name: _digest(each) for name, each in programs.items()}
@@ -47,13 +48,13 @@ class Screening:
                 self._harmless.add(digests[name])
 
 
-# What a file holds is as harmless for any engine of this process.
+# Shared by all engines of this process.
 screening = Screening()
 
 
 def main() -> None:
-    """The other process."""
-    # Here, because it is slow to import.
+    """Runs the other process."""
+    # Imported here, because it is slow.
     from serving.programs.inspection import inspect
 
     programs: list[Program] = pickle.load(sys.stdin.buffer)
@@ -71,8 +72,8 @@ def main() -> None:
 
 
 def _screened(programs: list[Program]) -> list[str]:
-    """What is wrong with each program, empty where nothing is."""
-    # As this process imports, whatever lies in its working folder.
+    """The error of each program; empty for a harmless one."""
+    # The same import path as this process's, without the working folder.
     paths = os.pathsep.join(each or os.getcwd() for each in sys.path)
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     try:
@@ -86,7 +87,7 @@ def _screened(programs: list[Program]) -> list[str]:
         )
     except subprocess.TimeoutExpired:
         which = "it" if len(programs) == 1 else "it, or a program beside it,"
-        return [f"reading {which} does not end"] * len(programs)
+        return [f"the check of {which} does not end"] * len(programs)
     except OSError as error:
         raise ProgramError(
             f"programs are checked in another process, which cannot be started ({error.strerror})"
@@ -97,18 +98,18 @@ def _screened(programs: list[Program]) -> list[str]:
         found = None
     if done.returncode or not isinstance(found, list) or len(found) != len(programs):
         said = one_line(done.stderr.decode(errors="replace")[-300:])
-        why = f"reading it ended a process ({done.returncode}: {said})"
+        why = f"its check ended a process ({done.returncode}: {said})"
         return [why] * len(programs) if len(programs) == 1 else [_alone(each) for each in programs]
     return [one_line(each) if each else "" for each in found]
 
 
 def _alone(program: Program) -> str:
-    """What is wrong with a program that was read together with one that ends processes."""
+    """The error of a program that was checked together with one that ends processes."""
     return _screened([program])[0]
 
 
 def _limit(seconds: int) -> None:
-    """Bounds this process, where the system can."""
+    """Limits the time and memory of this process, where the system can."""
     try:
         import resource
     except ImportError:
@@ -118,7 +119,7 @@ def _limit(seconds: int) -> None:
         (resource.RLIMIT_AS, _MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
     ):
-        # A lower limit may be there already; macOS knows none of memory.
+        # A lower limit may be set already; macOS has no limit of memory.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (most, most))
 

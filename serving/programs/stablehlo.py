@@ -1,6 +1,6 @@
 """Runs StableHLO programs, with the weights beside them, on the device that JAX has here.
 
-They may come from anywhere: none is compiled before `screening.py` has had it read (see SECURITY.md).
+They may come from anywhere: none is compiled before `screening.py` has checked it (see SECURITY.md).
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from serving.programs.allowance import Allowance, allowance, arguments, results
 from serving.programs.jax_programs import JaxPrograms
 from serving.programs.screening import screening
 
-# JAX's name of a device's platform -> the one that programs are made for.
+# JAX's name of a platform -> the name in manifests.
 _PLATFORMS = {"gpu": "cuda"}
-# Where an array begins that a CPU runs in place.
+# Alignment in bytes of an array that a CPU uses in place.
 _ALIGN = 64
-# Of one program, which holds no weights.
+# Most bytes of one program, which has no weights.
 MAX_PROGRAM_BYTES = 64 << 20
 
 
 class StableHloExecutor(JaxPrograms):
-    """Programs of a folder. On a CPU the weights are in memory once, and a level reads the beginnings of the
-    whole model's; other devices hold a copy for each level."""
+    """Runs the programs of a folder. On a CPU the weights are in memory once, and a level reads the first
+    units of the whole model's; other devices have a copy for each level."""
 
     def __init__(self, manifest: Manifest, folder: Path, kept: CompiledBucketFolder | None = None) -> None:
         """Opens the folder.
@@ -62,18 +62,18 @@ class StableHloExecutor(JaxPrograms):
         self._folder, self._screened, self._screening = folder, False, threading.Lock()
 
     def _step_of(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
-        """What a program computes, once all of the folder were found harmless."""
+        """A program's function, after all programs of the folder were found harmless."""
         with self._screening:
             if not self._screened:
-                # Together, for it takes another process.
+                # All at once, because each check starts a process.
                 signatures = self.manifest.signatures
                 screening.require_harmless({self._path(each): self._program(each) for each in signatures})
                 self._screened = True
-        # Here, because it is slow to import and kept executables need it not.
+        # Imported here, because it is slow and kept buckets do not need it.
         import jax.export
 
         program = self._program(signature)
-        # The very bytes that are compiled, whatever has become of the file.
+        # Checked again: these are the bytes that are compiled, even if the file has changed.
         screening.require_harmless({self._path(signature): program})
         exported = jax.export.deserialize(bytearray(program[0]))
         taken = jax.tree.structure((arguments(signature, self.manifest, self._weights[signature.level]), {}))
@@ -87,12 +87,12 @@ class StableHloExecutor(JaxPrograms):
         return cast("Callable[..., dict[str, jax.Array]]", exported.call)
 
     def _contents_of(self, signature: Signature) -> str:
-        """Tells a program from all others, whoever wrote them: no two files have one SHA-256."""
+        """A key of a program's contents, by SHA-256, so that no other file has it."""
         raw, allowed = self._program(signature)
         return f"{hashlib.sha256(raw).hexdigest()} {allowed}"
 
     def _program(self, signature: Signature) -> tuple[bytes, Allowance]:
-        """What a program's file holds, and what it may be."""
+        """The contents of a program's file, and its limits."""
         raw = self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
         return raw, allowance(signature, self.manifest, self._weights[signature.level])
 
@@ -101,8 +101,8 @@ class StableHloExecutor(JaxPrograms):
 
 
 def _in_memory(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Copies in one block of memory, which the system gives in large pages: a decoded token reads all
-    weights, and takes longer where they lie in the small pages of a mapped file."""
+    """Copies arrays into one block of memory, which the system gives in large pages: a decoded token reads
+    all weights, which takes longer from the small pages of a mapped file."""
     sizes = {name: each.nbytes + -each.nbytes % _ALIGN for name, each in arrays.items()}
     block = np.empty(sum(sizes.values()) + _ALIGN, np.uint8)
     at, found = -block.ctypes.data % _ALIGN, {}

@@ -157,7 +157,7 @@ def make_runners(
 def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
     """An empty bucket table for the levels of a model."""
     whole, store = models[WHOLE], None
-    folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.executables_bytes or 0)
+    folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.buckets_bytes or 0)
     if folder is not None:
         store = BucketStore.of_model(
             folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(kernels())

@@ -38,7 +38,7 @@ def model_drafter(
     del level
     bundle = open_model(options.model)
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
-    wanted = dataclasses.replace(wanted, executables_bytes=target.options.executables_bytes)
+    wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
     draft = LoadedModel(bundle, wanted, progress)
     if not draft.tokenizer.same_tokens(target.tokenizer):
         raise ConfigError(

@@ -17,6 +17,6 @@ def kept_buckets(own_compilations: None, tmp_path_factory: pytest.TempPathFactor
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(shared / "documentation-cache"))
-        patch.delenv("JAXLLM_EXECUTABLES_BYTES")
+        patch.delenv("JAXLLM_BUCKETS_BYTES")
         patch.setattr("serving.service.measure", functools.partial(measure, repeats=1))
         yield

@@ -37,7 +37,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "JAXLLM_CACHE": cache,
     }
     # What this suite sets for its own process is nothing that a reader has.
-    ours = ("JAXLLM_EXECUTABLES_BYTES", "JAX_NUMPY_DTYPE_PROMOTION")
+    ours = ("JAXLLM_BUCKETS_BYTES", "JAX_NUMPY_DTYPE_PROMOTION")
     return {name: value for name, value in os.environ.items() if name not in ours} | own
 
 

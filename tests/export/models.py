@@ -18,7 +18,7 @@ LADDER = Ladder(levels=(40, 70, 100))
 CONTEXT = 64
 CHUNKS = (16,)
 OPTIONS = EngineOptions(
-    context_tokens=CONTEXT, cache_tokens=(CONTEXT,), chunk_tokens=CHUNKS, levels=(40,), executables_bytes=0
+    context_tokens=CONTEXT, cache_tokens=(CONTEXT,), chunk_tokens=CHUNKS, levels=(40,), buckets_bytes=0
 )
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
 PROMPTS = [

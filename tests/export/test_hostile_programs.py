@@ -217,7 +217,7 @@ def test_a_program_whose_reading_does_not_end_or_is_malformed(decode, monkeypatc
     with pytest.raises(ProgramError, match=r"some: malformed \(\w+: .*; export the model again"):
         Screening().require_harmless({"some": (b"some" * 100, allowed)})
     monkeypatch.setattr(screening_room, "_BUSY", 1e-3)
-    with pytest.raises(ProgramError, match="some: reading it does not end"):
+    with pytest.raises(ProgramError, match="some: the check of it does not end"):
         Screening().require_harmless({"some": (b"some" * 100, allowed)})
 
 

@@ -30,7 +30,7 @@ from serving.weights.runtime_share import whole_budget
 
 Answer = dict[str, Any]
 OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, executables_bytes=0
+    context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
 )
 # One size of trees, all that is drafted is verified, and nothing waits: what is counted is no matter of time.
 TREES = TreeShape(nodes=(8,), room=8, threshold=0.02)

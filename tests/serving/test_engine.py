@@ -382,7 +382,5 @@ def test_an_engine_that_cannot_be_made_ready_is_closed(engine, monkeypatch):
 
     monkeypatch.setattr(Engine, "warm_up", fails)
     with pytest.raises(ConfigError, match="no compiler"):
-        Engine.open(
-            engine.model.bundle.path, options=dataclasses.replace(engine.options, executables_bytes=0)
-        )
+        Engine.open(engine.model.bundle.path, options=dataclasses.replace(engine.options, buckets_bytes=0))
     assert len(closed) == 1

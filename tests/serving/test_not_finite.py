@@ -48,7 +48,7 @@ def opened(way, path) -> Engine:
         return Engine.open(path, options=options, warm_up=False)
     path = write_tiny_bundle(path, params=overflowing(tiny_params(TINY)))
     options = EngineOptions(
-        context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, executables_bytes=0
+        context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
     )
     if way == "streamed":
         resident = Engine.open(path, options=options, warm_up=False)

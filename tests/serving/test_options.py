@@ -45,7 +45,7 @@ def test_no_chunk_is_useless():
         (dict(decode_block=0), "decode_block"),
         (dict(decode_block=100000), "decode_block"),
         (dict(activation_dtype="float64"), "activation_dtype"),
-        (dict(executables_bytes=-1), "executables_bytes"),
+        (dict(buckets_bytes=-1), "buckets_bytes"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options, message):
@@ -59,13 +59,13 @@ def test_a_context_beyond_the_window_is_refused():
 
 
 def test_how_much_is_kept_is_an_option_before_it_is_an_environment_variable(monkeypatch):
-    monkeypatch.delenv("JAXLLM_EXECUTABLES_BYTES", raising=False)
-    assert EngineOptions().resolve(CFG).executables_bytes == 1 << 30
-    monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "123")
-    assert EngineOptions().resolve(CFG).executables_bytes == 123
-    assert EngineOptions(executables_bytes=0).resolve(CFG).executables_bytes == 0
-    monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "1 GiB")
-    with pytest.raises(ConfigError, match="JAXLLM_EXECUTABLES_BYTES must be a number of bytes"):
+    monkeypatch.delenv("JAXLLM_BUCKETS_BYTES", raising=False)
+    assert EngineOptions().resolve(CFG).buckets_bytes == 1 << 30
+    monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "123")
+    assert EngineOptions().resolve(CFG).buckets_bytes == 123
+    assert EngineOptions(buckets_bytes=0).resolve(CFG).buckets_bytes == 0
+    monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "1 GiB")
+    with pytest.raises(ConfigError, match="JAXLLM_BUCKETS_BYTES must be a number of bytes"):
         EngineOptions().resolve(CFG)
 
 

@@ -19,7 +19,7 @@ from serving.planning.safety_margin import MOST, START, SafetyMargin
 from serving.service import LLMService
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
 
-OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), executables_bytes=0)
+OPTIONS = EngineOptions(context_tokens=128, chunk_tokens=(16, 64), buckets_bytes=0)
 TEXT = "the quick brown fox jumps over the lazy dog and hides in a hole under the old oak tree"
 
 

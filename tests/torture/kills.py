@@ -19,7 +19,7 @@ from tests.torture.process import ROOT
 
 _OPTIONS = EngineOptions(
     context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, kv_codec="raw",
-    executables_bytes=1 << 28,
+    buckets_bytes=1 << 28,
 )  # fmt: skip
 _PREPARE = """
 import sys

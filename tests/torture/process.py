@@ -83,7 +83,7 @@ class Victim:
             env = {
                 **os.environ,
                 "JAXLLM_CACHE": str(self.scratch / "cache"),
-                "JAXLLM_EXECUTABLES_BYTES": "0",
+                "JAXLLM_BUCKETS_BYTES": "0",
                 "JAX_COMPILATION_CACHE_DIR": str(self.scratch / "compilations"),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",

@@ -21,7 +21,7 @@ from tests.torture.victims import CONTEXT_TOKENS, FACTS, PROMPT, WITHOUT_FILES
 _CONFIG = GenerationConfig(max_tokens=3, ignore_eos=True)
 _OPTIONS = EngineOptions(
     context_tokens=CONTEXT_TOKENS, cache_tokens=(CONTEXT_TOKENS,), chunk_tokens=(16,), decode_block=4,
-    executables_bytes=0,
+    buckets_bytes=0,
 )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def use_program(case: Case) -> None:
 
 def use_graphs(case: Case) -> None:
     """Opens an engine whose kept graphs were harmed: it compiles instead, and says what it always says."""
-    options = dataclasses.replace(_OPTIONS, executables_bytes=1 << 28)
+    options = dataclasses.replace(_OPTIONS, buckets_bytes=1 << 28)
     file = case.victims / WITHOUT_FILES / "model.jaxllm"
     before = os.environ["JAXLLM_CACHE"]
     os.environ["JAXLLM_CACHE"] = str(case.path)

@@ -162,7 +162,7 @@ def _write_graphs(folder: Path, bundle: Path) -> list[int]:
     before = os.environ["JAXLLM_CACHE"]
     os.environ["JAXLLM_CACHE"] = str(folder)
     try:
-        engine = Engine.open(bundle, options=dataclasses.replace(_OPTIONS, executables_bytes=1 << 28))
+        engine = Engine.open(bundle, options=dataclasses.replace(_OPTIONS, buckets_bytes=1 << 28))
         tokens = engine.generate(PROMPT, _CONFIG).tokens
         engine.close()
     finally:

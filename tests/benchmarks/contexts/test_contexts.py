@@ -98,7 +98,7 @@ def tiny(tmp_path_factory):
 
 
 def test_caches_are_restored_from_each_encoding(tiny):
-    options = EngineOptions(kv_codec="channel", chunk_tokens=(16,), cache_tokens=(128,), executables_bytes=0)
+    options = EngineOptions(kv_codec="channel", chunk_tokens=(16,), cache_tokens=(128,), buckets_bytes=0)
     chunk_io = ChunkIO(Engine.open(tiny, options=options).runner)
     tokens = np.random.default_rng(0).integers(0, 250, 96).tolist()
     stored = Stored.of(chunk_io, tokens, {OURS: 0.5}, 0)

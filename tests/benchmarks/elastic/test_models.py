@@ -65,7 +65,7 @@ def test_a_shape_is_like_another_bundle(tmp_path, monkeypatch, elastic):
         assert read_recovery(bundle, 50) is None
 
 
-OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), executables_bytes=0)
+OPTIONS = EngineOptions(context_tokens=64, chunk_tokens=(16,), buckets_bytes=0)
 
 
 def test_questions_that_do_not_fit_are_wrong(elastic):

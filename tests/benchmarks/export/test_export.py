@@ -35,7 +35,7 @@ def test_all_forms_of_a_model_answer_alike(bundle, tmp_path):
     plan = ExportPlan(chunk_tokens=(16,))
     export_stablehlo(read_subject(bundle), tmp_path / "programs", plan, platforms=("cpu",))
     chunks = {"chunk_tokens": [16]}
-    engine = opened("jaxllm", bundle, executables_bytes=0, cache_tokens=[WINDOW_TOKENS], **chunks)
+    engine = opened("jaxllm", bundle, buckets_bytes=0, cache_tokens=[WINDOW_TOKENS], **chunks)
     forms = [opened("programs", tmp_path / "programs"), opened("live-steps", bundle, **chunks)]
     wanted = [engine.prefill(PROMPT, BLOCKS), *engine.decode(8, BLOCKS)]
     for form in forms:

@@ -92,7 +92,7 @@ def test_what_a_bucket_depends_on_changes_its_key(change):
 
 
 def test_where_buckets_are_kept_does_not_change_their_key():
-    assert key(options=dataclasses.replace(OPTIONS, executables_bytes=7)) == key()
+    assert key(options=dataclasses.replace(OPTIONS, buckets_bytes=7)) == key()
 
 
 def test_parameters_are_told_apart_by_name_shape_dtype_and_structure():
@@ -209,7 +209,7 @@ def test_the_source_is_all_that_a_bucket_is_made_from():
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place of the executables in a cache of this test's own, switched on."""
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("JAXLLM_EXECUTABLES_BYTES")
+    monkeypatch.delenv("JAXLLM_BUCKETS_BYTES")
     return tmp_path / "cache" / "executables"
 
 
@@ -219,7 +219,7 @@ def first(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     home = tmp_path_factory.mktemp("first")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAXLLM_CACHE", str(home))
-        patch.delenv("JAXLLM_EXECUTABLES_BYTES")
+        patch.delenv("JAXLLM_BUCKETS_BYTES")
         return started(tiny_bundle), home / "executables"
 
 
@@ -294,14 +294,14 @@ def test_a_damaged_entry_is_compiled_anew(tiny_bundle, filled, compiles):
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_the_switch(tiny_bundle, cache, monkeypatch, how):
     if how == "environment":
-        monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
-    off = dict(executables_bytes=0) if how == "option" else {}
+        monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "0")
+    off = dict(buckets_bytes=0) if how == "option" else {}
     for _ in range(2):
         assert started(tiny_bundle, (StartBucket,), **off).runner.buckets.loaded == set()
     assert not cache.exists()
     # An option goes before the environment.
-    monkeypatch.setenv("JAXLLM_EXECUTABLES_BYTES", "0")
-    started(tiny_bundle, (StartBucket,), executables_bytes=1 << 20)
+    monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "0")
+    started(tiny_bundle, (StartBucket,), buckets_bytes=1 << 20)
     assert len(list(cache.iterdir())) == 1
 
 

@@ -125,5 +125,5 @@ def test_the_record_before_stands_for_a_damaged_one(run: Run, kept: tuple[Path, 
 
 @pytest.mark.parametrize("command", ["list", "verify", "repair", "purge"])
 def test_what_is_no_store_stays_so(run: Run, tmp_path: Path, command: str) -> None:
-    failed(run("contexts", command, tmp_path / "nothing"), "is no folder of contexts")
+    failed(run("contexts", command, tmp_path / "nothing"), "is not a folder of contexts")
     assert not (tmp_path / "nothing").exists()

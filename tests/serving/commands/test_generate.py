@@ -21,12 +21,12 @@ def test_generate_json(run: Run, bundle: Path) -> None:
     assert list(got) == [
         "text", "finish_reason", "stop_string", "prompt_tokens", "reused_tokens", "completion_tokens",
         "seed", "ttft_ms", "tpot_ms", "decode_tokens_per_s", "first_token_ms", "prefill",
-        "loaded_graphs", "compiled_graphs",
+        "loaded_buckets", "compiled_buckets",
     ]  # fmt: skip
     assert got["prefill"] == "float"
     # Of this process, which began long before the request.
     assert got["first_token_ms"] is None or got["first_token_ms"] > got["ttft_ms"]
-    assert got["loaded_graphs"] + got["compiled_graphs"] == 4
+    assert got["loaded_buckets"] + got["compiled_buckets"] == 4
     prompt = Tokenizer(tiny_tokenizer()).encode("hello the")
     expected = {
         "finish_reason": "length",

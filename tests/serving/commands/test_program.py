@@ -33,7 +33,7 @@ def test_generate_answers_as_the_bundle_does(run: Run, bundle: Path, program: Pa
     got = answer(run("generate", "--program", program, *asked, "--json"))
     assert got["text"] + "\n" == text
     assert got["completion_tokens"] == 10
-    assert "compiled_graphs" not in got
+    assert "compiled_buckets" not in got
     assert "drafts" not in got
 
 

@@ -17,7 +17,7 @@ from tests.tiny import TINY, tiny_params, write_tiny_bundle
 # The first and the last layer share buckets, the one between has none like it.
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=(0, 24, 0))
 OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
+    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, buckets_bytes=0
 )
 
 

@@ -18,7 +18,7 @@ OPTIONS = EngineOptions(
     chunk_tokens=(16,),
     decode_block=4,
     kv_codec="raw",
-    executables_bytes=1 << 28,
+    buckets_bytes=1 << 28,
 )
 
 

@@ -138,7 +138,7 @@ def test_marks_are_no_pipes_and_not_followed(tmp_path):
         folder = tmp_path / "store"
         folder.mkdir(exist_ok=True)
         make(folder / "store.json")
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             ContextStore(folder)
         (folder / "store.json").unlink()
 

@@ -110,7 +110,7 @@ def test_what_is_no_regular_file_is_told(tmp_path):
     """And a pipe is not waited for."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(CheckpointError, match=r"no regular file|cannot be read") as told:
+        with pytest.raises(CheckpointError, match=r"not a regular file|cannot be read") as told:
             PieceReader(path)
         assert not isinstance(told.value, Unreadable)
 

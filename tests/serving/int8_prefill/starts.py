@@ -31,7 +31,7 @@ def main(path: str) -> None:
             chunk_tokens=(16,),
             cache_tokens=(64,),
             context_tokens=64,
-            executables_bytes=1 << 28,
+            buckets_bytes=1 << 28,
             prefill=PrefillOptions(processors=2),
         )
         engine = Engine.open(path, options=options, warm_up=False)

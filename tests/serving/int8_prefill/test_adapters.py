@@ -21,7 +21,7 @@ OPTIONS = EngineOptions(
     chunk_tokens=(16,),
     cache_tokens=(64,),
     context_tokens=64,
-    executables_bytes=0,
+    buckets_bytes=0,
     adapter_rank=2,
     adapter_targets=("attn.q",),
 )

@@ -23,7 +23,7 @@ OPTIONS = EngineOptions(
     chunk_tokens=(16,),
     cache_tokens=(WINDOW_TOKENS,),
     cache_dtype="float32",
-    executables_bytes=0,
+    buckets_bytes=0,
     prefill=PrefillOptions(mode="auto"),
 )
 PROMPT = np.random.default_rng(0).integers(0, TINY.vocab_size, 60).tolist()

@@ -42,7 +42,7 @@ def engine(known, tmp_path_factory):
         chunk_tokens=(32,),
         cache_dtype="float32",
         levels=(50,),
-        executables_bytes=0,
+        buckets_bytes=0,
         prefill=PrefillOptions(mode="int8"),
     )
     return Engine.open(path, options=options, warm_up=False)
@@ -73,7 +73,7 @@ def test_a_lossy_level_is_read_in_floats_beside_the_others(known, tmp_path, capl
         tmp_path / "e.jaxllm", "int8", params=outlying(), parts=elastic_parts(LADDER) | prefill_parts(lossy)
     )
     options = EngineOptions(
-        chunk_tokens=(32,), levels=(50,), executables_bytes=0, prefill=PrefillOptions(mode="int8")
+        chunk_tokens=(32,), levels=(50,), buckets_bytes=0, prefill=PrefillOptions(mode="int8")
     )
     engine = Engine.open(path, options=options, warm_up=False)
     assert (engine.prefill_mode(32, 50), engine.prefill_mode(32, 100)) == ("float", "int8")

@@ -50,7 +50,7 @@ def main(path: str, order: str, integer_bytes: str) -> None:
             chunk_tokens=(16,),
             cache_tokens=(128,),
             cache_dtype="float32",
-            executables_bytes=0,
+            buckets_bytes=0,
             prefill=how,
         )
         engine = Engine.open(path, options=options, warm_up=False)

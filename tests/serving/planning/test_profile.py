@@ -108,7 +108,7 @@ def test_a_profile_that_others_could_have_written_is_not_used(tmp_path):
     assert load_profile(path) == PROFILE
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         load_profile(path)
 
 

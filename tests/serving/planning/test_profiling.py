@@ -14,7 +14,7 @@ from tests.tiny import TINY, write_tiny_bundle
 def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(tmp_path, compiles):
     ladder = elastic_parts(Ladder(levels=(50, 100)))
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", cfg=TINY, parts=ladder)
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), levels=(50,), executables_bytes=0)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), levels=(50,), buckets_bytes=0)
     engine = Engine.open(path, options=options)
     before = set(engine.runner.buckets.bucket_ms)
     seen = []
@@ -39,7 +39,7 @@ def test_every_level_is_measured_and_a_profile_belongs_to_its_bundle(tmp_path, c
 
 def test_engines_that_are_compared_take_turns(tmp_path):
     ladder = elastic_parts(Ladder(levels=(50, 100)))
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), executables_bytes=0)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16,), buckets_bytes=0)
     first = Engine.open(
         write_tiny_bundle(tmp_path / "levels.jaxllm", cfg=TINY, parts=ladder),
         options=dataclasses.replace(options, levels=(50,)),

@@ -139,7 +139,7 @@ def test_a_service_plans_with_the_bundles_tiny_lm(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     parts = {**elastic_parts(Ladder(levels=LEVELS)), **tiny_lm_parts(TINY_LM)}
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", parts=parts)
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), executables_bytes=1 << 28)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=1 << 28)
     service = LLMService.open(path, options=options)
     answer = service.call(QUESTION.user, slo=Slo(ttft=0.99, tpot=0.99), max_tokens=4).result()
     assert answer.plan.source in ("proposed", "fallback", "nearest")

@@ -26,7 +26,7 @@ OPTIONS = EngineOptions(
     chunk_tokens=(16, 32),
     cache_tokens=(64, WINDOW_TOKENS),
     cache_dtype="float32",
-    executables_bytes=0,
+    buckets_bytes=0,
     prefill=PrefillOptions(mode="int8"),
 )
 # One token, a chunk's end and beyond, several chunks, padding in the last, the whole window.

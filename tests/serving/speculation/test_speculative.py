@@ -23,7 +23,7 @@ CFG = dataclasses.replace(
 )
 SMALL = dataclasses.replace(TINY, layers=1, attention_windows=())
 OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
+    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, buckets_bytes=0
 )
 # The models are random: what they are sure of is little.
 TREES = TreeShape(nodes=(4, 8), room=16, threshold=0.02)

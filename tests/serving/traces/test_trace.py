@@ -113,7 +113,7 @@ def test_files_that_are_no_traces(tmp_path):
 
 def test_a_replay_asks_every_question(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), executables_bytes=0)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=0)
     service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
     trace = make_trace(QUESTIONS, requests=4)
     seen = []
@@ -127,7 +127,7 @@ def test_a_replay_asks_every_question(tmp_path, monkeypatch):
 
 def test_a_request_that_does_not_fit_has_failed_and_the_replay_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), executables_bytes=0)
+    options = EngineOptions(context_tokens=64, chunk_tokens=(16, 64), buckets_bytes=0)
     service = LLMService.open(write_tiny_bundle(tmp_path / "tiny.jaxllm"), options=options)
     trace = make_trace(QUESTIONS, requests=3)
     too_long = dataclasses.replace(trace[1].example, user="how? " * 100)

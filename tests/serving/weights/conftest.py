@@ -17,7 +17,7 @@ CFG = dataclasses.replace(
     TINY, layers=5, heads=8, kv_heads=4, ffn_size=192, attention_windows=(0, 24, 0, 24, 0)
 )
 OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, executables_bytes=0
+    context_tokens=128, cache_tokens=(64, 128), chunk_tokens=(16, 32), decode_block=4, buckets_bytes=0
 )
 
 

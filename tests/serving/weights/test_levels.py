@@ -29,7 +29,7 @@ from tests.tiny import TINY, tiny_params, write_tiny_bundle
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
 LADDER = Ladder(levels=(40, 70, 100), anchors=(1,))
 OPTIONS = EngineOptions(
-    context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), levels=(40, 70), executables_bytes=0
+    context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), levels=(40, 70), buckets_bytes=0
 )
 PROMPT = [1, 50, 7, 99, 23]
 

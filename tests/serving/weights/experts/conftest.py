@@ -21,7 +21,7 @@ CFG = dataclasses.replace(
 )  # fmt: skip
 SPARSE = sum(CFG.sparse_layers)
 OPTIONS = EngineOptions(
-    context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, executables_bytes=0
+    context_tokens=128, cache_tokens=(128,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0
 )
 MIXED = np.random.default_rng(0).choice([2, 4, 8], (SPARSE, E))
 

@@ -32,7 +32,7 @@ OPTIONS = EngineOptions(
     chunk_tokens=(32,),
     decode_block=8,
     trees=TREES,
-    executables_bytes=0,
+    buckets_bytes=0,
 )
 # Always: what does not pay is as exact as what does.
 HOW = {"trees": TREES, "pausing": False, "pipelined": False}
