@@ -68,7 +68,7 @@ def test_verify(run: Run, kept: tuple[Path, Record]) -> None:
     damage_chunk(folder, record)
     outcome = run("contexts", "verify", folder, "--json")
     assert outcome.code == 1
-    assert f"`jaxllm contexts repair {folder}` sets aside" in outcome.err
+    assert f"`jaxllm contexts repair {folder}` sets them aside" in outcome.err
     damaged = {
         "app": "mail", "name": record.name, "chunks": [0], "reason": "", "lost": False, "proved": True,
         "aside": "",

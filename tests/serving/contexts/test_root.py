@@ -31,7 +31,7 @@ def test_a_folder_of_other_things_is_no_store_and_stays_as_it_is(tmp_path):
     written(home / "Documents" / "thesis" / "ch1.tex")
     written(home / "Pictures" / "2024" / "may" / "a.jpg")
     before = contents(home)
-    with pytest.raises(ConfigError, match=r"no store of contexts, and not empty.*use an empty folder"):
+    with pytest.raises(ConfigError, match=r"not a store of contexts, and not empty.*use an empty folder"):
         ContextStore(home)
     assert contents(home) == before
 

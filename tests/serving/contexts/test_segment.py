@@ -114,7 +114,7 @@ def test_a_corrupt_chunk_is_named_and_others_are_read(written):
         ((b"SOMEELSE", 1, 10), "is no segment"),
         ((b"JXLKVSEG", 1, 10), "of version 1, this jaxllm reads 2"),
         ((b"JXLKVSEG", 2, 1 << 60), "does not fit the file"),
-        ((b"JXLKVSEG", 2, 10), "table is corrupt"),
+        ((b"JXLKVSEG", 2, 10), "index is corrupt"),
     ],
 )
 def test_a_header_is_not_believed(tmp_path, head, part):
