@@ -7,7 +7,7 @@ Both fill the cache that decoding uses.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +16,11 @@ import numpy as np
 from jaxllm.elastic.submodel import whole_params
 from jaxllm.int8_prefill.schedule import (
     Dispatcher,
-    Processor,
     Subgraph,
     Times,
-    natural_place,
-    placed_by_memory,
     prompt_subgraphs,
 )
 from jaxllm.int8_prefill.shadow import rooms
-from jaxllm.int8_prefill.simulator import stage_operations
 from jaxllm.int8_prefill.stages import Stage, stages_of
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import KVCache
@@ -37,74 +33,22 @@ from serving.buckets.integer_stage import (
     device_name,
     known_to,
     shadow_products,
-    stage_bytes,
     stage_params,
     without_blocks,
 )
 from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
 from serving.buckets.parts import embedding_params, head_name, norm_params
 from serving.host.device import Device
-from serving.int8_prefill.modes import PrefillMode, PrefillModes
-from serving.int8_prefill.processors import TwoProcessors
+from serving.int8_prefill.modes import PrefillMode
 from serving.int8_prefill.prompt_pass import PromptPass
-from serving.int8_prefill.subgraph_times import SubgraphTimes, measured_times
+from serving.int8_prefill.shared import Int8Shared
+from serving.int8_prefill.subgraph_times import measured_times
 from serving.runners.chunks import placed_chunks, plan_chunks
 from serving.runners.runner import PrefillChunk
 from serving.weights.model_level import ModelLevel
 
 _TIMED_RUNS = 3
 _Case = tuple[int, Stage, int, int]
-
-
-@dataclasses.dataclass
-class OutlierCounts:
-    """Counts of the work of shadows.
-
-    Attributes:
-      products: number of products with a shadow.
-      channels: total number of channels with outliers.
-      enlarged: number of products whose outliers did not fit the smallest compact tensor.
-    """
-
-    products: int = 0
-    channels: int = 0
-    enlarged: int = 0
-
-
-@dataclasses.dataclass
-class Int8Shared:
-    """The parts of integer prefill that all levels of a model share.
-
-    Attributes:
-      modes: the prefill mode of each prompt.
-      processors: that run stages; None for this process's device alone.
-      placed: the processor of a stage of a layer.
-      measured: times of stages on two processors.
-      outliers: counts of shadows so far.
-    """
-
-    modes: PrefillModes
-    processors: TwoProcessors | None = None
-    placed: Callable[[int, Stage], Processor] = natural_place
-    measured: SubgraphTimes = dataclasses.field(default_factory=SubgraphTimes)
-    outliers: OutlierCounts = dataclasses.field(default_factory=OutlierCounts)
-
-
-def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stage], Processor]:
-    """Assigns stages to two processors: to the integer one as many as fit into its memory.
-
-    Raises:
-      ConfigError: no stage fits.
-    """
-    options = whole.options
-    if not options.prefill.integer_bytes:
-        return natural_place
-    return placed_by_memory(
-        modes.calibration.shadowed,
-        lambda layer, stage: stage_bytes(whole.params, layer, stage),
-        lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
-        options.prefill.integer_bytes,
-    )
 
 
 class Int8Prefill:

@@ -17,10 +17,11 @@ from serving.host.progress import Progress
 from serving.int8_prefill.choice import chosen_prefill
 from serving.int8_prefill.modes import PrefillModes
 from serving.int8_prefill.processors import TwoProcessors
+from serving.int8_prefill.shared import Int8Shared, placed_stages
 from serving.int8_prefill.subgraph_times import SubgraphTimes, times_path
 from serving.options import EngineOptions
 from serving.runners.expert_layers import ExpertLayers
-from serving.runners.int8_prefill import Int8Prefill, Int8Shared, placed_stages
+from serving.runners.int8_prefill import Int8Prefill
 from serving.runners.layerwise import LayerwiseRunner
 from serving.runners.level_runner import LevelRunner
 from serving.runners.resident import ResidentRunner

@@ -7,7 +7,6 @@ flight (EdgeMoE, section 3.3). All decisions are made under one lock, which is f
 
 import collections
 import dataclasses
-import mmap
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from jaxllm.errors import BundleError
 from jaxllm.experts.eviction import Policy, Residents
 from jaxllm.quant import Weight
 from serving.host.direct_io import PAGE, PieceReader
+from serving.weights.experts.slot import Region, Slot
 from serving.weights.experts.store import ExpertStore, Key
 
 _THREADS = 4
@@ -50,57 +50,6 @@ class ExpertCounts:
     waited_s: float = 0.0
 
 
-class _Region:
-    """Address space of one expert, never reused for another; it has memory while the expert is resident.
-
-    So the same JAX arrays are valid whenever the expert is resident, and are made once.
-
-    Attributes:
-      memory: uint8, begins at a page.
-      weights: the arrays over the memory, once they were asked for; None if weights are not read in place.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._mapping = mmap.mmap(-1, size)
-        self.memory = np.frombuffer(self._mapping, np.uint8)
-        self.weights: dict[str, Weight] | None = None
-
-    @property
-    def lasting(self) -> bool:
-        """Whether the system can free the memory and keep the address space."""
-        return hasattr(mmap, "MADV_DONTNEED")
-
-    def free(self) -> None:
-        """Frees the memory."""
-        if self.lasting:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-
-
-@dataclasses.dataclass(eq=False)
-class _Slot:
-    """An expert that is resident or being read.
-
-    Attributes:
-      region: its memory.
-      unread: (start, size) of blocks that no thread has begun.
-      in_flight: number of blocks that threads read now.
-      attempts: number of completed reads with a wrong checksum.
-      ready: whether it is complete and checked.
-      error: why it cannot be read.
-      guessed: whether it was prefetched and not visited yet.
-      pinned: whether it is being computed.
-    """
-
-    region: _Region
-    unread: collections.deque[tuple[int, int]]
-    in_flight: int = 0
-    attempts: int = 0
-    ready: bool = False
-    error: Exception | None = None
-    guessed: bool = False
-    pinned: bool = False
-
-
 class ExpertCache:
     """The resident experts of one model. One layer at a time visits its experts.
 
@@ -130,8 +79,8 @@ class ExpertCache:
         self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
         self._frequency = frequency.astype(np.float64)
         self._used, self._loaded = (np.zeros(frequency.shape, np.int64) for _ in range(2))
-        self._slots: dict[Key, _Slot] = {}
-        self._regions: dict[Key, _Region] = {}
+        self._slots: dict[Key, Slot] = {}
+        self._regions: dict[Key, Region] = {}
         self._taken_bytes = self._tick = self._layer = 0
         self._wanted: list[Key] = []
         self._guesses: list[Key] = []
@@ -293,14 +242,14 @@ class ExpertCache:
                 error = caught
             self._finish_block(key, slot, size, error)
 
-    def _next_block(self) -> tuple[Key, _Slot, int, int] | None:
+    def _next_block(self) -> tuple[Key, Slot, int, int] | None:
         """The next block to read, or None; the caller has the lock."""
         if any(key not in self._slots or not self._slots[key].ready for key in self._wanted):
             # A layer waits: no prefetch.
             return self._block_of(self._wanted, demanded=True)
         return self._block_of(self._guesses, demanded=False)
 
-    def _block_of(self, keys: Sequence[Key], *, demanded: bool) -> tuple[Key, _Slot, int, int] | None:
+    def _block_of(self, keys: Sequence[Key], *, demanded: bool) -> tuple[Key, Slot, int, int] | None:
         """The first block of some experts, in their order, that no thread has begun."""
         for key in keys:
             slot = self._slots.get(key) or self._make_slot(key, demanded=demanded)
@@ -313,7 +262,7 @@ class ExpertCache:
                 return key, slot, at, size
         return None
 
-    def _finish_block(self, key: Key, slot: _Slot, size: int, error: Exception | None) -> None:
+    def _finish_block(self, key: Key, slot: Slot, size: int, error: Exception | None) -> None:
         with self._lock:
             slot.in_flight -= 1
             self.counts.read_bytes += size
@@ -342,7 +291,7 @@ class ExpertCache:
             self._came.notify_all()
             self._wake()
 
-    def _wrong_checksum(self, key: Key, slot: _Slot) -> str | None:
+    def _wrong_checksum(self, key: Key, slot: Slot) -> str | None:
         """A message if the checksum of an expert is wrong, else None."""
         stored = self._store[key].segment
         digest = xxhash.xxh3_128_hexdigest(slot.region.memory[: stored.size_bytes].data)
@@ -356,7 +305,7 @@ class ExpertCache:
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _make_slot(self, key: Key, *, demanded: bool) -> _Slot | None:
+    def _make_slot(self, key: Key, *, demanded: bool) -> Slot | None:
         """Allocates memory for an expert, evicting others; None if there is no room."""
         stored = self._store[key]
         while self._taken_bytes + stored.memory_bytes > self._budget:
@@ -366,9 +315,9 @@ class ExpertCache:
             self._drop(victim)
         self._taken_bytes += stored.memory_bytes
         if key not in self._regions:
-            self._regions[key] = _Region(stored.memory_bytes)
+            self._regions[key] = Region(stored.memory_bytes)
         blocks = collections.deque(_blocks(stored.segment.size_bytes))
-        slot = self._slots[key] = _Slot(self._regions[key], blocks, guessed=not demanded)
+        slot = self._slots[key] = Slot(self._regions[key], blocks, guessed=not demanded)
         self.counts.guesses += not demanded
         return slot
 

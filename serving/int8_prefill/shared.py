@@ -1,0 +1,70 @@
+"""Holds the parts of integer prefill that all levels of a model share."""
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxllm.int8_prefill.schedule import (
+    Processor,
+    natural_place,
+    placed_by_memory,
+)
+from jaxllm.int8_prefill.simulator import stage_operations
+from jaxllm.int8_prefill.stages import Stage
+from serving.buckets.integer_stage import (
+    stage_bytes,
+)
+from serving.int8_prefill.modes import PrefillModes
+from serving.int8_prefill.processors import TwoProcessors
+from serving.int8_prefill.subgraph_times import SubgraphTimes
+from serving.weights.model_level import ModelLevel
+
+
+@dataclasses.dataclass
+class OutlierCounts:
+    """Counts of the work of shadows.
+
+    Attributes:
+      products: number of products with a shadow.
+      channels: total number of channels with outliers.
+      enlarged: number of products whose outliers did not fit the smallest compact tensor.
+    """
+
+    products: int = 0
+    channels: int = 0
+    enlarged: int = 0
+
+
+@dataclasses.dataclass
+class Int8Shared:
+    """The parts of integer prefill that all levels of a model share.
+
+    Attributes:
+      modes: the prefill mode of each prompt.
+      processors: that run stages; None for this process's device alone.
+      placed: the processor of a stage of a layer.
+      measured: times of stages on two processors.
+      outliers: counts of shadows so far.
+    """
+
+    modes: PrefillModes
+    processors: TwoProcessors | None = None
+    placed: Callable[[int, Stage], Processor] = natural_place
+    measured: SubgraphTimes = dataclasses.field(default_factory=SubgraphTimes)
+    outliers: OutlierCounts = dataclasses.field(default_factory=OutlierCounts)
+
+
+def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stage], Processor]:
+    """Assigns stages to two processors: to the integer one as many as fit into its memory.
+
+    Raises:
+      ConfigError: no stage fits.
+    """
+    options = whole.options
+    if not options.prefill.integer_bytes:
+        return natural_place
+    return placed_by_memory(
+        modes.calibration.shadowed,
+        lambda layer, stage: stage_bytes(whole.params, layer, stage),
+        lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
+        options.prefill.integer_bytes,
+    )

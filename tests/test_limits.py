@@ -1,0 +1,205 @@
+"""No file is too long, no function takes too many parameters, and no code asks which runner it has."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("jaxllm", "serving", "training", "export", "benchmarks")
+FOLDERS = (*PACKAGES, "tests", "examples")
+MOST_LINES, MOST_PARAMETERS = 400, 8
+
+# Bindings have the parameters of their kernels.
+BINDINGS = ("jaxllm/kernels/native*.py",)
+# Commands have a parameter for each option.
+COMMANDS = "*/commands/*.py"
+# File -> functions whose parameters hypothesis draws: they are the sizes of one case.
+DRAWN = {
+    "tests/kernels/test_attention.py": {
+        "case",
+        "test_any_shape",
+        "test_mass_is_what_real_tokens_attend_to",
+    },
+    "tests/kernels/test_products.py": {"check_feed_forward", "test_feed_forward_of_any_shape"},
+}
+# File -> functions that still have too many. They become fewer, never more.
+TOO_MANY: dict[str, set[str]] = {
+    "export/folder.py": {"finish"},
+    "jaxllm/bundle/writer.py": {"write_bundle"},
+    "serving/weights/streamed.py": {"__init__"},
+    "tests/torture/calls.py": {"_spread"},
+    "training/calibrate/expert_widths.py": {"quantize_experts"},
+    "training/elastic/run.py": {"elasticize", "_recover"},
+    "training/pretrain/run.py": {"pretrain"},
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def python_files(*folders: str) -> Iterator[Path]:
+    """All modules below some folders of the repository."""
+    for folder in folders:
+        yield from sorted((REPOSITORY / folder).rglob("*.py"))
+
+
+def functions(source: str) -> Iterator[Function]:
+    """All functions of a module, nested ones and methods among them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Function):
+            yield node
+
+
+def parameters(function: Function) -> int:
+    """How many parameters a function has, without `self` and `cls`; `*args` and `**kwargs` are one each."""
+    stated = function.args
+    names = [each.arg for each in (*stated.posonlyargs, *stated.args, *stated.kwonlyargs)]
+    own = len(names) - (names[:1] in (["self"], ["cls"]))
+    return own + (stated.vararg is not None) + (stated.kwarg is not None)
+
+
+def is_command(function: Function) -> bool:
+    """Whether click calls a function with an argument for each of its options."""
+    names = [ast.unparse(each).split("(")[0] for each in function.decorator_list]
+    return any(name.endswith(("command", "argument", "option")) for name in names)
+
+
+def asked_runners(source: str) -> list[str]:
+    """The checks of a module whether something is of a class whose name ends in Runner."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "isinstance"
+        and any(_name(each).endswith("Runner") for each in ast.walk(node.args[1]))
+    ]
+
+
+def bucket_unions(source: str) -> list[str]:
+    """The names of a module that stand for one of several families of buckets, and the fields by which a
+    bucket would tell its kind."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.BinOp | ast.Subscript):
+            names = [_name(each) for each in ast.walk(node.value)]
+            union = isinstance(node.value, ast.BinOp) or "Union" in names
+            if union and sum(name.endswith("Bucket") for name in names) > 1:
+                found.append(ast.unparse(node))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Bucket"):
+            fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
+            found += [f"{node.name}.kind" for each in fields if _name(each) == "kind"]
+    return found
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def exempted(path: Path, function: Function) -> bool:
+    """Whether a function may have as many parameters as it likes."""
+    local = path.relative_to(REPOSITORY)
+    if any(local.match(each) for each in BINDINGS):
+        return True
+    if local.match(COMMANDS) and (is_command(function) or "command" in function.name):
+        return True
+    return function.name in DRAWN.get(local.as_posix(), set())
+
+
+def crowded() -> dict[str, set[str]]:
+    """File -> functions with too many parameters."""
+    found: dict[str, set[str]] = {}
+    for path in python_files(*FOLDERS):
+        for each in functions(path.read_text(encoding="utf-8")):
+            if parameters(each) > MOST_PARAMETERS and not exempted(path, each):
+                found.setdefault(path.relative_to(REPOSITORY).as_posix(), set()).add(each.name)
+    return found
+
+
+def test_no_file_is_too_long() -> None:
+    sizes = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in python_files(*FOLDERS)}
+    assert {path: size for path, size in sizes.items() if size > MOST_LINES} == {}
+
+
+def test_no_function_has_too_many_parameters() -> None:
+    assert crowded() == TOO_MANY
+
+
+def test_exemptions_are_needed() -> None:
+    for file, names in DRAWN.items():
+        found = {
+            each.name: parameters(each) for each in functions((REPOSITORY / file).read_text(encoding="utf-8"))
+        }
+        assert all(found.get(name, 0) > MOST_PARAMETERS for name in names), file
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nobody_asks_which_runner_it_is(package: str) -> None:
+    found = {path: asked_runners(path.read_text(encoding="utf-8")) for path in python_files(package)}
+    assert {path: asked for path, asked in found.items() if asked} == {}
+
+
+def test_buckets_have_no_kinds() -> None:
+    found = {path: bucket_unions(path.read_text(encoding="utf-8")) for path in python_files(*PACKAGES)}
+    assert {path: unions for path, unions in found.items() if unions} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("def f(): ...", 0),
+        ("def f(a, /, b, *, c): ...", 3),
+        ("def f(*a, b, **c): ...", 3),
+        ("class A:\n    def f(self, a, b): ...", 2),
+        ("class A:\n    @classmethod\n    def f(cls, a): ...", 1),
+        ("async def f(a): ...", 1),
+        ("if True:\n    def f(a, b): ...", 2),
+    ],
+)
+def test_parameters_are_counted(source: str, count: int) -> None:
+    (function,) = functions(source)
+    assert parameters(function) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ("@click.command('name')\ndef f(): ...", True),
+        ("@model_option\n@click.option('--a')\ndef f(): ...", True),
+        ("@functools.cache\ndef f(): ...", False),
+        ("def f(): ...", False),
+    ],
+)
+def test_commands_are_known(source: str, command: bool) -> None:
+    (function,) = functions(source)
+    assert is_command(function) == command
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("isinstance(x, ResidentRunner)", 1),
+        ("isinstance(x, runners.ResidentRunner)", 1),
+        ("isinstance(x, (int, LayerwiseRunner))", 1),
+        ("isinstance(x, int | LayerwiseRunner)", 1),
+        ("isinstance(x, Runners)", 0),
+        ("isinstance(runner, int)", 0),
+        ("issubclass(x, ResidentRunner)", 0),
+    ],
+)
+def test_checks_of_runners_are_found(source: str, found: int) -> None:
+    assert len(asked_runners(source)) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("AnyBucket = PrefillBucket | DecodeBucket", 1),
+        ("AnyBucket: TypeAlias = Union[PrefillBucket, DecodeBucket]", 1),
+        ("class Bucket:\n    kind: str", 1),
+        ("class DecodeBucket(Bucket):\n    tokens: int", 0),
+        ("found: list[Bucket] = [DecodeBucket(), PrefillBucket()]", 0),
+    ],
+)
+def test_unions_of_buckets_are_found(source: str, found: int) -> None:
+    assert len(bucket_unions(source)) == found
