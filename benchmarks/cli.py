@@ -43,5 +43,5 @@ def bench_command() -> None:
     """Measure this machine: one subcommand per claim.
 
     Without options each runs about a minute on two cores, on packaged models and samples; --full takes the
-    sizes of the published tables. Peers that are not installed are named and left out.
+    published sizes. Peers that are not installed are named and left out.
     """

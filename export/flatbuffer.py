@@ -92,8 +92,8 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
 def _share_scales(model: Any) -> None:
     """Makes equal vectors of scales and zero points one object, which the builder writes once."""
     found: dict[tuple[Any, ...], Any] = {}
-    for graph in model.subgraphs:
-        for tensor in graph.tensors:
+    for subgraph in model.subgraphs:
+        for tensor in subgraph.tensors:
             if tensor.quantization is None:
                 continue
             facts = sorted(vars(tensor.quantization).items())
@@ -116,24 +116,24 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
     dequantize.version = 3
     model.operatorCodes.append(dequantize)
     replaced = set()
-    for graph in model.subgraphs:
+    for subgraph in model.subgraphs:
         added = []
-        for index, tensor in enumerate(list(graph.tensors)):
+        for index, tensor in enumerate(list(subgraph.tensors)):
             content = _content(model.buffers[tensor.buffer], data)
             if tensor.type != schema.TensorType.FLOAT32 or xxhash.xxh3_128_digest(content) not in known:
                 continue
             buffer, source, operator = schema.BufferT(), copy.copy(tensor), schema.OperatorT()
             buffer.data = np.frombuffer(content, np.float32).astype(np.float16).view(np.uint8)
             source.type, source.buffer = schema.TensorType.FLOAT16, len(model.buffers)
-            operator.opcodeIndex, operator.inputs = len(model.operatorCodes) - 1, [len(graph.tensors)]
+            operator.opcodeIndex, operator.inputs = len(model.operatorCodes) - 1, [len(subgraph.tensors)]
             operator.outputs = [index]
             model.buffers.append(buffer)
-            graph.tensors.append(source)
+            subgraph.tensors.append(source)
             added.append(operator)
             replaced.add(tensor.buffer)
             # Buffer 0 stands for tensors that are no constants.
             tensor.buffer = 0
-        graph.operators[:0] = added
+        subgraph.operators[:0] = added
     for index in replaced:
         model.buffers[index] = schema.BufferT()
 

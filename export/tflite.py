@@ -111,7 +111,7 @@ def tflite_model(
         subject, scales = quantized_subject(subject)
     traced = []
     for done, signature in enumerate(signatures):
-        level = with_whole_outputs(subject, signature.level, tables=bool(scales))
+        level = with_whole_outputs(subject, signature.level, int8_embedding=bool(scales))
         whole = {**subject.levels, signature.level: level}
         traced.append(
             _traced(
@@ -138,7 +138,7 @@ def require_holdable(cfg: ModelConfig) -> None:
         )
 
 
-def with_whole_outputs(subject: Subject, level: int, *, tables: bool) -> ProgramLevel:
+def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
     """A level whose matrices that contract units are the whole model's; with the embedding's int8 levels, if
     any."""
     entry = subject.levels[level]
@@ -149,7 +149,7 @@ def with_whole_outputs(subject: Subject, level: int, *, tables: bool) -> Program
         else each
         for name, each in entry.weights.items()
     }
-    if tables:
+    if int8_embedding:
         for part in (f"embed.tokens{LEVELS}", f"embed.tokens{SCALE}"):
             weights[part] = Argument(stored=part, shape=subject.arrays[part].shape)
     return ProgramLevel(cfg=entry.cfg, weights=weights)

@@ -1,7 +1,7 @@
 """Declares the options that benchmarks share; importing it imports no JAX.
 
 Every benchmark runs without options, on packaged models and samples, in about a minute on two cores; `--full`
-takes the sizes of published tables, up to half an hour. Lists of values that other modules define are written
+takes the published sizes, up to half an hour. Lists of values that other modules define are written
 out here; `tests/benchmarks/commands/test_options.py` compares them.
 """
 

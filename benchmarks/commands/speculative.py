@@ -70,7 +70,7 @@ def speculative_command(
 ) -> None:
     """Measure a model larger than memory, with drafts and without.
 
-    Times tokens of ours and of LLMCad's baselines. Of random weights, measures the memory and the reading
+    Times tokens of ours and of LLMCad's baselines. Of random weights, measures the memory and the reads
     of a process alone.
 
     \b

@@ -82,23 +82,23 @@ def quality_rows(
     window = engine.options.context_tokens
     engine.runner.scorer().prepare(window, progress)
     chunk_io = ChunkIO(engine.runner)
-    held = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
+    stored_tokens = int(plan.context_share * window) // chunk_io.chunk_tokens * chunk_io.chunk_tokens
     stories = story_tokens(engine.tokenizer, data)
     return [
-        *_perplexity(chunk_io, stories, held, plan, progress),
-        *_accuracy(engine, chunk_io, data, held, plan, progress),
-        *_passages(chunk_io, stories, held, plan, progress),
+        *_perplexity(chunk_io, stories, stored_tokens, plan, progress),
+        *_accuracy(engine, chunk_io, data, stored_tokens, plan, progress),
+        *_passages(chunk_io, stories, stored_tokens, plan, progress),
     ]
 
 
 def _perplexity(
-    chunk_io: ChunkIO, stories: list[int], held: int, plan: QualityPlan, progress: Progress | None
+    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress | None
 ) -> list[Row]:
     window, scorer = chunk_io.runner.options.context_tokens, chunk_io.runner.scorer()
     loss, count, sizes = {}, 0, {}
     for number, text in enumerate(_windows(stories, window, plan.texts)):
-        stored = Stored.of(chunk_io, text[:held], RATIOS, plan.seed + number)
-        later = text[held - 1 :]
+        stored = Stored.of(chunk_io, text[:stored_tokens], RATIOS, plan.seed + number)
+        later = text[stored_tokens - 1 :]
         for encoding in stored.encodings:
             # The first token behind the context is predicted by the last stored one, which is not fed.
             scores = scorer.score(later[1:-1], later[2:], stored.restored(encoding))
@@ -109,12 +109,12 @@ def _perplexity(
     values = {encoding: math.exp(each / count) for encoding, each in loss.items()}
     notes = {
         encoding: f"{value / values[EIGHT] - 1:+.2%} against {EIGHT}; "
-        f"{sizes[encoding] / held:,.0f} bytes per token; "
+        f"{sizes[encoding] / stored_tokens:,.0f} bytes per token; "
         f"{count:,} tokens"
         for encoding, value in values.items()
     }
     return compared(
-        values, ours=OURS, case=f"text behind {held} stored tokens", metric="perplexity", unit="",
+        values, ours=OURS, case=f"text behind {stored_tokens} stored tokens", metric="perplexity", unit="",
         notes=notes, lower_is_better=True,
     )  # fmt: skip
 
@@ -123,7 +123,7 @@ def _accuracy(
     engine: Engine,
     chunk_io: ChunkIO,
     data: Path | None,
-    held: int,
+    stored_tokens: int,
     plan: QualityPlan,
     progress: Progress | None,
 ) -> list[Row]:
@@ -142,7 +142,7 @@ def _accuracy(
             whole = [*history, *question.trunk]
             # What does not fill a chunk is fed anew, the last token at least.
             tail = len(question.trunk) % chunk_io.chunk_tokens or chunk_io.chunk_tokens
-            size = min(held, (len(whole) - tail) // chunk_io.chunk_tokens * chunk_io.chunk_tokens)
+            size = min(stored_tokens, (len(whole) - tail) // chunk_io.chunk_tokens * chunk_io.chunk_tokens)
             if not 0 < len(question.trunk) - tail <= size:
                 continue
             before, trunk = whole[-tail - size : -tail], whole[-tail:]
@@ -155,7 +155,8 @@ def _accuracy(
             _tell(progress, "questions", done, asked)
     if not right:
         raise ConfigError(
-            f"no question is stored in whole chunks of {held} tokens; take a model of a longer window"
+            f"no question is stored in whole chunks of {stored_tokens} tokens; take a model of a longer "
+            "window"
         )
     shares = {encoding: float(np.mean(each)) for encoding, each in right.items()}
     notes = {
@@ -164,22 +165,22 @@ def _accuracy(
         for encoding, each in right.items()
     }
     return compared(
-        shares, ours=OURS, case=f"questions in up to {held} stored tokens", metric="accuracy", unit="share",
-        notes=notes,
+        shares, ours=OURS, case=f"questions in up to {stored_tokens} stored tokens", metric="accuracy",
+        unit="share", notes=notes,
     )  # fmt: skip
 
 
 def _passages(
-    chunk_io: ChunkIO, stories: list[int], held: int, plan: QualityPlan, progress: Progress | None
+    chunk_io: ChunkIO, stories: list[int], stored_tokens: int, plan: QualityPlan, progress: Progress | None
 ) -> list[Row]:
     scorer, size = chunk_io.runner.scorer(), chunk_io.chunk_tokens
-    chunks, begun = held // size, round(_BEGUN_SHARE * size)
+    chunks, begun = stored_tokens // size, round(_BEGUN_SHARE * size)
     gains: dict[str, list[float]] = {}
-    texts = list(_windows(stories, held + size, plan.passages))
+    texts = list(_windows(stories, stored_tokens + size, plan.passages))
     for number, text in enumerate(texts):
         # Where there are fewer passages than chunks they are spread over the context.
         at = size * (number * chunks // len(texts) if len(texts) < chunks else number % chunks)
-        context, other = text[:held], text[held:]
+        context, other = text[:stored_tokens], text[stored_tokens:]
         passage = context[at : at + size]
 
         def rest(cache: KVCache, passage: list[int] = passage) -> float:
@@ -200,7 +201,7 @@ def _passages(
             f"passages, in turn of {chunks} chunks"
         )
     return compared(
-        values, ours=OURS, case=f"passage of {held} stored tokens repeated", metric="recall",
+        values, ours=OURS, case=f"passage of {stored_tokens} stored tokens repeated", metric="recall",
         unit="nats/token", notes=notes,
     )  # fmt: skip
 

@@ -48,8 +48,8 @@ def most_contexts(case: str, found: Mapping[int, Mapping[str, Switches]], limit_
     for system in systems:
         within = [found[count][system].mean_ms <= limit_ms for count in tried]
         # Numbers below the first that is too large.
-        held = within.index(False) if False in within else len(within)
-        most[system] = tried[held - 1] if held else 0
+        passed = within.index(False) if False in within else len(within)
+        most[system] = tried[passed - 1] if passed else 0
     note = f"tried: {', '.join(map(str, tried))}"
     metric = f"contexts_within_{limit_ms:.0f}_ms"
     rows = [

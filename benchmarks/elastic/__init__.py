@@ -3,8 +3,8 @@
 The baselines, by their names in ELMS (arXiv 2409.09071, section 5.1):
 
 - PFS: plain models of several sizes, trained from nothing. All are in memory, or (PFS-swap) one at a time,
-  read from storage when another one is wanted: a change is counted as reading its file alone. Each has its
-  own tokenizer, and a bundle its own width. Rows say the width, how many models there are and how many
+  read from storage when another one is wanted: a change is counted as the read of its file alone. Each has
+  its own tokenizer, and a bundle its own width. Rows say the width, how many models there are and how many
   parameters they have; a model of our whole size is among them only if it is given with `--plain-model`.
 - LLM-Pruner: a model whose levels have no anchors and no shared order in memory; changing the level moves the
   level's weights.
@@ -18,7 +18,7 @@ The baselines, by their names in ELMS (arXiv 2409.09071, section 5.1):
 Every system meets an objective of <100,100>, so there are also shares of the other five objectives alone.
 
 Systems are timed in alternation. Each has two shares: `accuracy`, of right answers whether in time or not,
-and `right_and_held`, of right answers in time. Intervals, and comparisons with ours, resample questions, not
+and `right_and_met`, of right answers in time. Intervals, and comparisons with ours, resample questions, not
 requests (`bootstrap.py`).
 """
 

@@ -78,14 +78,14 @@ def planned(
 ) -> Choices:
     """The choices of our planner, its own time counted in."""
     all_keys = variant_keys(levels, ratios)
-    right, held = [], []
+    right, met = [], []
     for index, request in zip(asked.indices, asked.trace, strict=True):
         made = planner.plan(asked.questions[index].prompt, request.slo, answer_tokens=ANSWER_TOKENS)
         variant = all_keys.index((made.level, made.prompt_ratio))
         right.append(bool(ours.right[index, variant]))
         fits = np.isfinite(ours.ttft_ms[index, variant])
-        held.append(bool(fits) and meets(request.slo, made.expected, made.whole))
-    return Choices(np.asarray(asked.indices), np.array(right), np.array(held))
+        met.append(bool(fits) and meets(request.slo, made.expected, made.whole))
+    return Choices(np.asarray(asked.indices), np.array(right), np.array(met))
 
 
 def ablations(

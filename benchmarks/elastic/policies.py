@@ -54,17 +54,17 @@ class Choices:
     Attributes:
       questions: `[M]` int, which question each request asked.
       right: `[M]` bool, whether the answer was right, in time or not.
-      held: `[M]` bool, whether the objective was met, by the known times.
+      met: `[M]` bool, whether the objective was met, by the known times.
     """
 
     questions: np.ndarray
     right: np.ndarray
-    held: np.ndarray
+    met: np.ndarray
 
     @property
-    def right_and_held(self) -> np.ndarray:
+    def right_and_met(self) -> np.ndarray:
         """`[M]` bool, whether the answer was right and in time."""
-        return self.right & self.held
+        return self.right & self.met
 
 
 # Chooses a variant: from which are in time, `[V]` bool, and the request's number.
@@ -123,7 +123,7 @@ def run_trace(
       margin: share of an objective that is planned for.
       ignore_tpot: whether the system is counted as meeting every time per token.
     """
-    right, held = np.zeros(len(questions), bool), np.zeros(len(questions), bool)
+    right, met = np.zeros(len(questions), bool), np.zeros(len(questions), bool)
     last = len(variants.names) - 1
     for request, (question, slo) in enumerate(zip(questions, slos, strict=True)):
         changes = np.where(np.arange(len(variants.names)) == last, 0.0, variants.change_ms)
@@ -134,5 +134,5 @@ def run_trace(
             excess = np.maximum(excess, variants.tpot_ms[question] / most_tpot)
         allowed = excess <= margin + 1e-9
         last = policy(allowed, request) if allowed.any() else int(np.argmin(excess))
-        right[request], held[request] = variants.right[question, last], excess[last] <= 1 + 1e-9
-    return Choices(np.asarray(questions), right, held)
+        right[request], met[request] = variants.right[question, last], excess[last] <= 1 + 1e-9
+    return Choices(np.asarray(questions), right, met)

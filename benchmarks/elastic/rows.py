@@ -16,7 +16,7 @@ ALL = "all six"
 # Without <100,100>, which every answer meets.
 LIMITED = "the five with a limit"
 # Shares of right answers, and of right answers in time.
-METRICS = ("accuracy", "right_and_held")
+METRICS = ("accuracy", "right_and_met")
 
 
 def cases(slos: Iterable[Slo]) -> list[str]:
@@ -39,12 +39,12 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
     for case in cases(slos):
         chosen = np.array([case in cases([slo]) for slo in slos])
         questions = np.asarray(asked.indices)[chosen]
-        held = {
-            system: f"in time by the tables {each.held[chosen].mean():.1%}" for system, each in found.items()
+        in_time = {
+            system: f"in time by the profiles {each.met[chosen].mean():.1%}" for system, each in found.items()
         }
         for metric in METRICS:
             values = {
-                system: (each.right if metric == "accuracy" else each.right_and_held)[chosen]
+                system: (each.right if metric == "accuracy" else each.right_and_met)[chosen]
                 for system, each in found.items()
             }
             notes = {}
@@ -52,7 +52,7 @@ def trace_rows(found: Mapping[str, Choices], asked: Asked, remarks: Mapping[str,
                 parts = [said(each, questions)]
                 if system != OURS:
                     parts.append(lead(values[OURS], each, questions))
-                parts.append(held[system])
+                parts.append(in_time[system])
                 notes[system] = "; ".join([*parts, *filter(None, [remarks.get(system)])])
             shares = {system: float(each.mean()) for system, each in values.items()}
             rows += compared(
@@ -74,21 +74,21 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
     for slo in cases([outcome.request.slo for outcome in outcomes]):
         pairs = [pair for pair in both if slo in cases([pair[0].request.slo])]
         each = totals([outcome for outcome, _ in pairs])
-        held = np.array([kept for _, kept in pairs])
+        in_time = np.array([kept for _, kept in pairs])
         # Where nothing is in time, what comes nearest was answered.
         possible = np.array([outcome.source not in ("nearest", "failed") for outcome, _ in pairs])
         sure = np.array([outcome.confident for outcome, _ in pairs])
         right = np.array([outcome.right for outcome, _ in pairs])
         note = (
             f"{each.requests} requests replayed, {each.failed} of them failed; {possible.mean():.1%} had "
-            f"a choice in time, of which {_share(held[possible])} were; {sure.mean():.1%} had one that is so "
-            f"in {CONFIDENCE:.0%} of cases, by how late answers came before, of which {_share(held[sure])} "
-            f"were; against the profile alone {each.met:.1%} were in time; level {each.level:.0f} and "
-            f"{each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
+            f"a choice in time, of which {_share(in_time[possible])} were; {sure.mean():.1%} had one that is "
+            f"so in {CONFIDENCE:.0%} of cases, by how late answers came before, of which "
+            f"{_share(in_time[sure])} were; against the profile alone {each.met:.1%} were in "
+            f"time; level {each.level:.0f} and {each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
         )
-        values = {"slo_met": held.mean()}
+        values = {"slo_met": in_time.mean()}
         if answers:
-            values["right_and_held"] = (right & held).mean()
+            values["right_and_met"] = (right & in_time).mean()
         rows += [
             Row(case=f"replay {slo}", system=OURS, metric=metric, value=float(value), unit="share", note=note)
             for metric, value in values.items()

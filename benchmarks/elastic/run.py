@@ -211,7 +211,7 @@ def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
     if SWAP in others:
         changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in others[SWAP])
         remarks[RESIDENT] = f"{sizes_beside(engine, others[SWAP])}, {widths(engine, others[SWAP])}"
-        remarks[SWAP] = f"{remarks[RESIDENT]}; a change is counted as reading the file, ms: {changes}"
+        remarks[SWAP] = f"{remarks[RESIDENT]}; a change is counted as the read of the file, ms: {changes}"
     return remarks
 
 

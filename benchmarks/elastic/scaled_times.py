@@ -54,7 +54,7 @@ def as_large(
         dataclasses.replace(size, change_ms=move(larger, size.level)[0]) for size in others[PRUNED]
     ]
     if SWAP in others:
-        # Reading takes as long as the file is large.
+        # The time of a read is proportional to the size of the file.
         read_ms = swap_ms(larger.model.bundle.path) / ours.model.bundle.path.stat().st_size
         changed[SWAP] = [
             dataclasses.replace(size, change_ms=read_ms * size.engine.model.bundle.path.stat().st_size)

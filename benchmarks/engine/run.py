@@ -215,7 +215,7 @@ def _text(subject: Subject, checkpoint: Checkpoint, context_tokens: int, limit: 
     if subject.text is None:
         return None
     if subject.shape is not None:
-        raise ConfigError("--text needs a trained model: random weights have no perplexity worth reading")
+        raise ConfigError("--text needs a trained model: random weights have no meaningful perplexity")
     return Text.read(
         subject.text, checkpoint, separator=subject.separator, window_tokens=context_tokens, limit=limit
     )

@@ -39,7 +39,7 @@ class Bundles:
       mixed: calibrated, experts apart at their own widths.
       floats: experts apart, at the checkpoint's width.
       four_bit: experts apart, all at 4 bits.
-      together: at the checkpoint's width with experts within layers, to be held in memory.
+      together: at the checkpoint's width with experts within layers, to be resident.
       layers: all matrices at 4 bits, layer by layer.
     """
 

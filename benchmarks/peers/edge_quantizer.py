@@ -26,8 +26,8 @@ from ai_edge_quantizer import quantizer, recipe
 from ai_edge_quantizer.utils import tfl_flatbuffer_utils
 floats, out = map(pathlib.Path, sys.argv[1:])
 model = tfl_flatbuffer_utils.read_model(floats)
-for number, graph in enumerate(model.subgraphs):
-    for place, tensor in enumerate(graph.tensors):
+for number, subgraph in enumerate(model.subgraphs):
+    for place, tensor in enumerate(subgraph.tensors):
         tensor.name = f"{number}/{place}".encode()
 renamed = out.with_suffix(".floats")
 tfl_flatbuffer_utils.write_model(model, renamed)

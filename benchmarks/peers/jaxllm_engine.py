@@ -39,7 +39,7 @@ class JaxllmEngine(Ours):
         return {self.name: weights}
 
     def open(self, opening: Opening, progress: Progress) -> Session:
-        """Opens the engine and compiles all of its graphs."""
+        """Opens the engine and compiles all of its buckets."""
         return EngineSession(opening, progress)
 
 

@@ -64,7 +64,7 @@ class LiveSteps(Programs):
         loaded = time.perf_counter()
         with without_native_kernels():
             for signature in executor.manifest.signatures:
-                # One after the other: threads would not know that graphs are to be portable.
+                # One after the other: `without_native_kernels` does not apply to other threads.
                 executor.compile(signature)
         # The copies from short caches into longer ones are left.
         executor.prepare(executor.manifest.signatures)
@@ -79,7 +79,7 @@ class ProgramSession:
 
     def __init__(self, runner: Any, facts: dict[str, Any]) -> None:
         self._runner, self._facts = runner, facts
-        self._held: list[int] = []
+        self._cached: list[int] = []
         self._token: Any = None
         self._cache: Any = None
         self._sampler: Any = None
@@ -96,7 +96,7 @@ class ProgramSession:
         sampler = sampler_state(Sampling(), prompt, runner.cfg.vocab_size, 0)
         logits, self._cache = prefill_prompt(runner, runner.start(len(prompt)), prompt, 0)
         self._token, self._sampler = runner.sample(logits, sampler)
-        self._held = list(prompt)
+        self._cached = list(prompt)
         return int(self._token[0])
 
     def decode(self, tokens: int, setting: str) -> list[int]:
@@ -108,10 +108,10 @@ class ProgramSession:
         runner = self._runner
         no_stop = np.full(MAX_STOP_IDS, -1, np.int32)
         rows, _, self._cache, self._sampler = runner.decode(
-            self._token, self._cache, self._sampler, no_stop, tokens, self._held
+            self._token, self._cache, self._sampler, no_stop, tokens, self._cached
         )
         block = rows[0].tolist()
-        self._held += [int(self._token[0]), *block[:-1]]
+        self._cached += [int(self._token[0]), *block[:-1]]
         self._token = rows[0, -1:]
         return block
 

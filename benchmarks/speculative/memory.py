@@ -30,7 +30,7 @@ _DEPTHS, _BLOCK_BYTES = (1, 2, 4, 8), 4 << 20
 
 
 def memory_rows(model: Path, budgets: Sequence[int], progress: Progress | None = None) -> list[Row]:
-    """Memory, reading and time per token under several budgets.
+    """Memory, bytes read and time per token under several budgets.
 
     Args:
       model: a bundle larger than each budget.
@@ -103,7 +103,7 @@ def _rows(case: str, budget: int, found: dict[str, float], disk: float) -> list[
             "bandwidth_share",
             speed / disk,
             "share",
-            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s of reading alone",
+            note=f"{speed / 1e9:.2f} of {disk / 1e9:.2f} GB/s of reads alone",
         ),
     ]
 

@@ -59,12 +59,12 @@ class SafetensorsFolder:
         return set(self._file_of)
 
     def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype (safetensors' name) and shape of a tensor, without reading it."""
+        """Dtype (safetensors' name) and shape of a tensor, from the header alone."""
         stored = self._slices(name)
         return stored.get_dtype(), tuple(stored.get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks a tensor's dtype and shape, without reading it.
+        """Checks a tensor's dtype and shape by the header alone.
 
         Raises:
           CheckpointError: its shape is not `shape`, or its dtype not one of `FLOAT_TYPES`.

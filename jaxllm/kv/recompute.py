@@ -1,7 +1,7 @@
 """Divides missing chunks into those to read and those to recompute, for the least delay (LLMS, section 3.3).
 
 A context is restored layer by layer: while tokens of one layer are recomputed, chunks of the next layer are
-read. Recomputing takes the same time for chunks of any bits, reading takes longer the more bits they have, so
+read. Recomputing takes the same time for chunks of any bits, a read takes longer the more bits they have, so
 the chunks of most bits are recomputed. Their number follows from linear models of both delays (equation 4).
 Buckets exist for a few numbers only, and all of these are tried.
 """
@@ -77,8 +77,8 @@ def plan_restore(
     missing: Mapping[int, int],
     blob_bytes: Mapping[int, int],
     *,
-    reading: Delay,
-    computing: Delay,
+    read_delay: Delay,
+    compute_delay: Delay,
     buckets: Sequence[int],
     layers: int,
 ) -> Restore:
@@ -87,8 +87,8 @@ def plan_restore(
     Args:
       missing: chunk number -> bits, or `LOST`.
       blob_bytes: bits -> bytes of one layer of a chunk.
-      reading: delay of reading one layer, by bytes.
-      computing: delay of recomputing one layer, by chunks of the bucket.
+      read_delay: to read one layer, by bytes.
+      compute_delay: to recompute one layer, by chunks of the bucket.
       buckets: numbers of chunks that buckets exist for, ascending; empty if none can be recomputed.
       layers: of the model (L).
 
@@ -101,8 +101,7 @@ def plan_restore(
         raise ConfigError(f"{must} chunks are lost, and at most {most} can be computed together")
     sizes = {chunk: blob_bytes.get(bits, 0) for chunk, bits in missing.items()}
     # In the order of recomputing: lost chunks, then those of most bytes; among equals the earliest, whose
-    # tokens
-    # attend to the fewest positions.
+    # tokens attend to the fewest positions.
     order = sorted(missing, key=lambda chunk: (missing[chunk] != LOST, -sizes[chunk], chunk))
     # left[n]: bytes to read if the first n chunks of `order` are recomputed.
     left = [sum(sizes.values()) - done for done in itertools.accumulate((sizes[c] for c in order), initial=0)]
@@ -112,7 +111,7 @@ def plan_restore(
     }
 
     def took(count: int) -> float:
-        read_ms, compute_ms = reading.ms(left[count]), computing.ms(bucket_of[count])
+        read_ms, compute_ms = read_delay.ms(left[count]), compute_delay.ms(bucket_of[count])
         # The first read and the last recompute overlap with nothing.
         return read_ms + (layers - 1) * max(read_ms, compute_ms) + compute_ms
 

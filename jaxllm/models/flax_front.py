@@ -2,7 +2,7 @@
 
 A module's parameters are one flat dict with the names and shapes of `parameters.py` or of
 `encoder/parameters.py`, so that whatever is trained here is prepared, exported and served like any other
-model. Modules are for training alone: passing a plain dict to a compiled step is several times cheaper.
+model. Modules are for training alone: a plain dict as argument of a compiled step is several times cheaper.
 """
 
 import functools

@@ -1,1 +1,2 @@
-"""The functions that are compiled: of a whole model, of single layers, of token trees, and as exported."""
+"""Defines the functions that are compiled: of a whole model, of single layers, of token trees, and
+exported."""

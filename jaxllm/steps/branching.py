@@ -1,8 +1,8 @@
-"""Questions packed into rows for scoring: each is read once, with all of its possible answers behind it.
+"""Packs questions into rows for scoring: each question once, followed by all of its possible answers.
 
-A `Branching` becomes a trunk and branches (see `jaxllm.nn.documents`); several stand one behind the other in
-a row, and several rows make one dispatch. What is predicted from a token is scored, so an answer's last token
-is never fed.
+A `Branching` becomes a trunk and branches (see `jaxllm.nn.documents`); a row has several of them one after
+another, and a dispatch has several rows. The prediction after each token is scored, so an answer's last token
+is not an input.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.steps.model import SCORE_BLOCK, ScoredTokens
 
-# In a short row attention looks at little that it must then mask; in a long one less is left empty.
+# In short rows attention computes few masked pairs; in long rows less padding remains.
 _ROW_TOKENS = (128, 256, 512, 1024, 2048, 4096)
 
 
@@ -21,8 +21,8 @@ class Branching:
     """A text and its possible ends, as token ids.
 
     Attributes:
-      trunk: what all of them begin with, at least one token.
-      branches: what follows in each, at least one token.
+      trunk: the common beginning, at least one token.
+      branches: the continuations, each at least one token.
     """
 
     trunk: tuple[int, ...]
@@ -30,22 +30,22 @@ class Branching:
 
     @property
     def longest_tokens(self) -> int:
-        """Tokens to be fed for the trunk with its longest branch."""
+        """Number of input tokens of the trunk with its longest branch."""
         return len(self.trunk) + max(map(len, self.branches)) - 1
 
     @property
     def fed_tokens(self) -> int:
-        """Tokens to be fed for the trunk with all branches."""
+        """Number of input tokens of the trunk with all branches."""
         return len(self.trunk) + sum(map(len, self.branches)) - len(self.branches)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A question, or as many of its branches as fit a row.
+    """A question, with as many of its branches as fit into a row.
 
     Attributes:
       trunk: see `Branching`.
-      branches: each with the number of its answer, counted over all answers of all questions.
+      branches: each with the index of its answer among all answers of all questions.
     """
 
     trunk: tuple[int, ...]
@@ -53,25 +53,25 @@ class Piece:
 
     @property
     def fed_tokens(self) -> int:
-        """Tokens to be fed."""
+        """Number of input tokens."""
         return len(self.trunk) + sum(len(branch) - 1 for _, branch in self.branches)
 
     @property
     def targets(self) -> int:
-        """Tokens to be scored."""
+        """Number of scored tokens."""
         return sum(len(branch) for _, branch in self.branches)
 
 
 @dataclasses.dataclass
 class Packed:
-    """One dispatch of `steps.score_branches`, and whose answers it scores.
+    """The arguments of one dispatch of `steps.score_branches`, and the answers that it scores.
 
     Attributes:
       tokens, starts, trunk_ends, branch_starts: `[B, T]` int32 (see `jaxllm.nn.documents`).
       places, targets: `[P]` int32 (see `steps.score_branches`), of which `count` are real.
-      owners: `[P]` int32, the answer that each target is a token of.
-      used: real tokens in each row.
-      count: real targets.
+      owners: `[P]` int32, index of the answer of each target.
+      used: number of real tokens in each row.
+      count: number of real targets.
     """
 
     tokens: np.ndarray
@@ -86,7 +86,7 @@ class Packed:
 
     @classmethod
     def empty(cls, rows: int, length: int) -> "Packed":
-        """All padding: every token is a document of its own."""
+        """A dispatch of padding: each token is a document of its own."""
         alone = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
         room = target_room(rows, length)
         return cls(
@@ -106,7 +106,7 @@ class Packed:
         return ScoredTokens(self.places, self.targets, np.int32(self.count))
 
     def take(self, piece: Piece) -> bool:
-        """Puts a piece into the first row with room for it; says whether there was one."""
+        """Puts a piece into the first row with room for it; returns whether there was one."""
         length = self.tokens.shape[1]
         if self.count + piece.targets > len(self.targets):
             return False
@@ -140,17 +140,17 @@ class Packed:
 
 
 def target_room(rows: int, length: int) -> int:
-    """How many targets a dispatch has room for: one for each of its tokens, in whole blocks."""
+    """The capacity of a dispatch for targets (P): one per token, in whole blocks."""
     return -(-rows * length // SCORE_BLOCK) * SCORE_BLOCK
 
 
 def row_lengths(context_tokens: int) -> tuple[int, ...]:
-    """The row lengths that graphs exist for, ascending; the last is the context."""
+    """The row lengths that buckets exist for, ascending; the last is the context."""
     return (*(length for length in _ROW_TOKENS if length < context_tokens), context_tokens)
 
 
 def cut(questions: Sequence[Branching], lengths: Sequence[int]) -> dict[int, list[Piece]]:
-    """The pieces of all questions by the length of the rows that they go into, the largest first.
+    """Cuts questions into pieces: length of their rows -> pieces, the largest first.
 
     Args:
       questions: no trunk with a branch is longer than the longest row.
@@ -169,7 +169,7 @@ def cut(questions: Sequence[Branching], lengths: Sequence[int]) -> dict[int, lis
 
 
 def pack(pieces: Sequence[Piece], rows: int, length: int) -> Iterator[Packed]:
-    """Dispatches of `rows` rows of `length` tokens that hold all pieces."""
+    """Packs pieces into dispatches of `rows` rows of `length` tokens."""
     packed = Packed.empty(rows, length)
     for piece in pieces:
         if packed.take(piece):
@@ -189,14 +189,14 @@ def score_pieces(
     dispatch: Callable[[Packed], np.ndarray],
     on_scored: Callable[[int, int], None] | None = None,
 ) -> list[np.ndarray]:
-    """Log-probability (natural, summed over tokens) of every branch of every question.
+    """Natural log-probability, summed over tokens, of each branch of each question.
 
     Args:
       questions: any number, in any order.
-      pieces: what `cut` made of them.
-      rows: how many of each length a dispatch has.
-      dispatch: gives the log-probabilities of a dispatch's real targets, `[count]`.
-      on_scored: called with (tokens scored, tokens in all) after each dispatch.
+      pieces: result of `cut`.
+      rows: length of a row -> number of rows per dispatch.
+      dispatch: computes the log-probabilities of a dispatch's real targets, `[count]`.
+      on_scored: called with (scored tokens, all tokens) after each dispatch.
 
     Returns:
       For each question `[branches]` float64.
@@ -216,7 +216,7 @@ def score_pieces(
 def _split(
     trunk: tuple[int, ...], branches: Sequence[tuple[int, tuple[int, ...]]], longest: int
 ) -> Iterator[Piece]:
-    """The trunk with all branches, or several times with some of them, where a row has no room for all."""
+    """Cuts a question into pieces of at most `longest` input tokens, each with the whole trunk."""
     group: list[tuple[int, tuple[int, ...]]] = []
     fed = targets = 0
     for owner, branch in branches:

@@ -1,10 +1,11 @@
-"""The step that every exported program is: new tokens in, caches and logits out, all flat and named.
+"""Defines the steps of exported programs: named flat arrays, new tokens as input, caches and logits as
+output.
 
-Names and shapes are those of LiteRT-LM, whose runtime takes them as they are: `tokens` `[1, T]` and
-`input_pos` `[T]` int32, `kv_cache_k_i` and `kv_cache_v_i` `[1, K, S, H]` of layer i; a decoding step gives
-`logits` `[1, T, V]` float32, a prefill step none. A token is real if it stands where the first one's
-successor must: whatever other number a runtime writes into `input_pos` behind the prompt's end marks padding,
-which is written nowhere. Static shapes, unrolled layers, no loops.
+Names and shapes are those of the LiteRT-LM runtime: `tokens` `[1, T]` and `input_pos` `[T]` int32,
+`kv_cache_k_i` and `kv_cache_v_i` `[1, K, S, H]` of layer i; a decode step returns `logits` `[1, T, V]`
+float32, a prefill step does not. A token is real if its position is that of the first token plus its index;
+any other number in `input_pos` after the prompt's end marks padding, which is not written to the caches.
+Shapes are static, layers are unrolled, and there are no loops.
 """
 
 import functools
@@ -26,7 +27,7 @@ ParamsOf = Callable[[Mapping[str, Weight], ModelConfig], Params]
 
 
 def step_of(signature: Signature, cfg: ModelConfig, dtype: jnp.dtype) -> Callable[..., dict[str, jax.Array]]:
-    """The function `(weights, caches, tokens, input_pos[, mask])` that a signature is, of a level's model."""
+    """The function `(weights, caches, tokens, input_pos[, mask])` of a signature, for a level's model."""
     if signature.kind == "verify":
         return functools.partial(run_tree, cfg=cfg, dtype=dtype)
     return functools.partial(run_step, cfg=cfg, dtype=dtype, with_logits=signature.kind == "decode")
@@ -43,20 +44,20 @@ def run_step(
     with_logits: bool,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """Feeds tokens that follow one another.
+    """Runs consecutive tokens through the model.
 
     Args:
-      weights: parameters by name; beside one of them its adapter's sides, if it has one.
+      weights: parameters by name, and the two factors of each adapter.
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       tokens: `[1, T]` int32.
-      input_pos: `[T]` int32, their positions (see above).
+      input_pos: `[T]` int32, their positions (see the module).
       cfg: the model, or the sub-model whose shapes the weights have.
       dtype: of the activations.
-      with_logits: whether the head is run.
-      params_of: makes what models take of the weights; None is `with_adapters`.
+      with_logits: whether to run the head.
+      params_of: makes the model's parameters of the weights; None for `with_adapters`.
 
     Returns:
-      The caches with the tokens' rows, and `logits` if asked for.
+      The caches with the tokens' rows, and `logits` if `with_logits`.
     """
     axes = Axes("run_step")
     axes.check(jnp.int32, "1 T", tokens=tokens)
@@ -80,13 +81,13 @@ def run_tree(
     dtype: jnp.dtype,
     params_of: ParamsOf | None = None,
 ) -> dict[str, jax.Array]:
-    """Reads a token tree behind the sequence in the caches: logits behind each of its nodes.
+    """Runs a token tree after the sequence in the caches: logits after each node.
 
     Args:
       weights, caches, cfg, dtype, params_of: see `run_step`.
-      tokens: `[1, M]` int32, the nodes; the first is the root. They lie in the cache one behind the other.
-      input_pos: `[M]` int32, where they stand in a sequence; the root's is the length of what is cached.
-      mask: `[M, M]` bool, which nodes each one sees, itself among them; a row of padding is all False.
+      tokens: `[1, M]` int32, the nodes from the root on, in consecutive rows of the cache.
+      input_pos: `[M]` int32, their positions in a sequence; the root's is the length of the cached sequence.
+      mask: `[M, M]` bool, the nodes that each node attends to, itself included; all False for padding.
 
     Returns:
       The caches with the nodes' rows, and `logits` `[1, M, V]`.
@@ -128,7 +129,7 @@ def _step(
 
 
 def with_adapters(weights: Mapping[str, Weight], cfg: ModelConfig) -> dict[str, Weight]:
-    """The parameters as models take them: those that have an adapter with it."""
+    """The model's parameters: weights with an adapter become `Adapted`."""
     params: dict[str, Weight] = {}
     for name in param_specs(cfg):
         weight = weights[name]

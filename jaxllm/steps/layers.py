@@ -1,8 +1,7 @@
-"""What is compiled of a model by pieces, where all of it at once is not there: layers whose weights are read
-while others run, experts that come one by one, and the way of a context's chunks back into a cache, layer by
-layer.
+"""Defines the steps of models that run by parts: layers whose weights are prefetched, experts that are loaded
+one by one, and contexts whose chunks are restored layer by layer.
 
-Pure functions of static shapes, as in `steps.py`.
+Pure functions of static shapes, as in `model.py`.
 """
 
 import dataclasses
@@ -28,12 +27,12 @@ from jaxllm.quant import Weight
 
 
 def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    """What the head takes of some tokens, `[n, D]`.
+    """The head's input for some tokens, `[n, D]`: their rows of the last layer's output after the final norm.
 
     Args:
-      params: the final norm's.
+      params: of the final norm.
       x: `[1, T, D]`, the last layer's output.
-      rows: `[n]` int32, which of the T tokens.
+      rows: `[n]` int32, indices among the T tokens.
       cfg: the model.
     """
     axes = Axes("final_rows", D=cfg.hidden_size)
@@ -42,17 +41,17 @@ def final_rows(params: Params, x: jax.Array, rows: jax.Array, *, cfg: ModelConfi
     return normalize(x[0, rows], LayerParams(params, "").norm("final_norm", cfg))
 
 
-def head_piece(table: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+def head_piece(head: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """Logits `[n, v]` float32 for v tokens of the vocabulary.
 
     Args:
-      table: their rows `[v, D]`.
+      head: the rows `[v, D]` of these tokens.
       hidden: `[n, D]`, see `final_rows`.
       cfg: the model.
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
-    # Several rows are those of a tree.
-    return logits({"embed.tokens" if cfg.tied_head else "head": table}, hidden, cfg=cfg, rowwise=True)
+    # Several rows are the nodes of a tree.
+    return logits({"embed.tokens" if cfg.tied_head else "head": head}, hidden, cfg=cfg, rowwise=True)
 
 
 @jax.tree_util.register_dataclass
@@ -62,11 +61,11 @@ class AtExperts:
 
     Attributes:
       x: `[1, T, D]`.
-      tiles: of their pairs.
-      weights: `[T, k]` float32, what the outputs of pairs are multiplied by.
-      ids: `[T, k]` int32, the experts they visit; those of padding are anything.
-      ahead: `[E]` float32, how probable a visit to each expert of the next sparse layer is by its router, the
-        mean over real tokens.
+      tiles: of the pairs of token and expert.
+      weights: `[T, k]` float32, factors of the outputs of pairs.
+      ids: `[T, k]` int32, the visited experts; undefined for padding.
+      ahead: `[E]` float32, probabilities of the experts of the next sparse layer by its router, the mean over
+        real tokens.
     """
 
     x: jax.Array
@@ -96,16 +95,16 @@ def attend_layer(
 ) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
     """A sparse layer up to its experts (see `decoder.forward_to_experts`).
 
-    The next router is applied to this layer's hidden states: residual streams change so little from layer to
-    layer that it mostly chooses as it will.
+    The next router is applied to this layer's hidden states: the residual stream changes so little from layer
+    to layer that its choices are mostly those of the next layer.
 
     Args:
-      params: the layer's, without experts.
+      params: of the layer, without experts.
       next_router: "router" and "ffn_norm" of the next sparse layer.
       x, at, past, mass, cfg, layer: see `decoder.forward_layer`; x, past and mass are donated.
 
     Returns:
-      The tokens before the experts, the outputs of all tiles before any has run, keys and values, the mass.
+      The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
     """
     _check_layer("attend_layer", x, at, past, cfg)
     x, routing, past, mass = forward_to_experts(params, x, at, past, mass, cfg=cfg, layer=layer)
@@ -145,7 +144,7 @@ def expert_tile(
     *,
     cfg: ModelConfig,
 ) -> jax.Array:
-    """One tile of tokens through its expert.
+    """Runs one tile of tokens through its expert.
 
     Args:
       expert: "gate", "up" and "down" `[F, D]`.
@@ -165,7 +164,7 @@ def expert_tile(
 
 
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
-    """What a layer makes of its experts' outputs: `[1, T, D]`."""
+    """The layer's output `[1, T, D]`: the weighted sum of its experts' outputs and the residual."""
     tokens.check(Axes("combine_experts"))
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     return sum_visits(out, tokens.tiles, tokens.weights, rows).reshape(tokens.x.shape)
@@ -180,15 +179,15 @@ def load_cache(
     cfg: ModelConfig,
     form: ChunkFormat,
 ) -> KVCache:
-    """Puts stored chunks into all layers of a cache.
+    """Loads stored chunks into all layers of a cache.
 
     Args:
-      params: what says how many units are used, where anything does (see `jaxllm.kernels.used_units`).
-      cache: of one sequence; donated. Its length is the caller's business.
-      sources: where the blobs of all layers are, and
-      bits: how wide they are (see `load_chunks`).
+      params: the counts of used units, if any (see `jaxllm.kernels.used_units`).
+      cache: of one sequence; donated. The caller sets its length.
+      sources: blobs of all layers, or their addresses (see `load_chunks`).
+      bits: their bitwidths (see `load_chunks`).
       cfg: the model.
-      form: how they were stored.
+      form: format of the stored chunks.
     """
     axes = Axes("load_cache", B=1, H=cfg.head_dim)
     cache.check(axes)
@@ -208,17 +207,17 @@ def restore_layer(
     cfg: ModelConfig,
     layer: int,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One layer of a context that comes back: stored chunks are put into its cache, then tokens of the other
-    chunks pass the layer and write their own keys and values (LLMS, section 3.3).
+    """Restores one layer of a context: loads its stored chunks into the cache, then runs the tokens of the
+    other chunks through the layer, which writes their keys and values (LLMS, section 3.3).
 
-    Exact: a token attends to all before it, which are there by then, stored or of the same pass.
+    Exact: a token attends to all tokens before it, which are in the cache by then, loaded or recomputed.
 
     Args:
-      params: the layer's, and what says how many units are used.
+      params: of the layer, and the counts of used units, if any.
       x: `[1, T, D]`, the layer's input; donated.
-      at: where the T tokens stand.
+      at: positions of the T tokens.
       past: keys and values `[1, K, S, H]`; donated.
-      chunks: those that are stored.
+      chunks: the stored ones.
       cfg: the model.
       layer: its index.
 
@@ -232,7 +231,7 @@ def restore_layer(
 
 
 def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
-    """Asserts what a step over one layer of one sequence takes."""
+    """Asserts the shapes of the arguments of a step over one layer of one sequence."""
     axes = Axes(step, B=1, D=cfg.hidden_size, H=cfg.head_dim)
     axes.check(jnp.floating, "B T D", x=x)
     at.check(axes)
@@ -258,6 +257,6 @@ def _loaded(
 ) -> tuple[Past, ...]:
     """`load_chunks` into some layers."""
     counts = LayerParams(params, "").counts
-    # Blobs that come by value have all of the cache's heads.
+    # Blobs that are arguments have all of the cache's heads.
     used = [used_in_layer(counts, layer)[0] for layer in layers] if isinstance(sources, jax.Array) else ()
     return load_chunks(pasts, sources, bits, form=form, used=used)

@@ -1,7 +1,7 @@
-"""What is compiled of a whole model: one chunk of prefill, a few tokens of decode, the scoring of text.
+"""Defines the steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring of text.
 
-Pure functions of static shapes. `serving/runners/resident.py` compiles them, with `cfg`, `block` and `dtype`
-bound and the caches donated; nobody else does.
+Pure functions of static shapes. `serving/buckets/` alone compiles them, with `cfg`, `block` and `dtype` bound
+and the caches donated.
 """
 
 import dataclasses
@@ -37,14 +37,14 @@ def prefill_chunk(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, KVCache]:
-    """Feeds one chunk of a prompt.
+    """Prefills one chunk of a prompt.
 
     Args:
       params: the model's parameters.
       tokens: `[B, T]` int32; the first `valid` are real.
       valid: int32 scalar in [1, T].
-      last: bool scalar; False for a chunk that others follow, whose logits nobody reads.
-      cache: holds the tokens before; donated.
+      last: bool scalar; False if more chunks follow, so that no logits are needed.
+      cache: of the tokens before; donated.
       cfg: the model.
       dtype: of the activations.
 
@@ -77,7 +77,7 @@ def decode_step(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, KVCache, SamplerState]:
-    """Feeds one token per row `[B]` int32 and chooses the next: ids `[B]`, cache, sampler."""
+    """Runs one token per sequence, `[B]` int32, and draws the next: ids `[B]`, cache, sampler."""
     axes = Axes("decode_step", H=cfg.head_dim, V=cfg.vocab_size)
     axes.check(jnp.int32, "B", token=token)
     cache.check(axes)
@@ -119,12 +119,12 @@ def decode_tokens(
 ) -> tuple[jax.Array, jax.Array, KVCache, SamplerState]:
     """Decodes up to `end.limit` tokens in one dispatch, stopping on device at a stop token.
 
-    Stop strings are the host's: it reads every token of the block in order, so none can be missed;
-    what was decoded behind one is dropped.
+    Stop strings are found on the host, which checks each token of the block in order and drops the tokens
+    after a match.
 
     Args:
       params: the model's parameters.
-      token: `[B]` int32, the last token chosen, not yet in the cache.
+      token: `[B]` int32, the last token drawn, not yet in the cache.
       cache: donated; must have room for `end.limit` more tokens.
       sampler: donated.
       end: where it ends, after at most `block` tokens.
@@ -133,8 +133,9 @@ def decode_tokens(
       dtype: of the activations.
 
     Returns:
-      Tokens `[B, block]` int32 (-1 beyond the count), their count `[]` int32 (it ends early once every
-      row has met a stop token or `NO_TOKEN`), the cache with all but the last token, and the sampler.
+      Tokens `[B, block]` int32 (-1 beyond the count), their count `[]` int32 (less than `limit` if each
+      sequence has reached a stop token or `NO_TOKEN`), the cache with all but the last token, and the
+      sampler.
     """
     axes = Axes("decode_tokens")
     axes.check(jnp.int32, "B", token=token)
@@ -170,11 +171,11 @@ def score_chunk(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Log-probabilities of `targets` `[B, T]`, each the token after the one at its place in `tokens`.
+    """Log-probabilities of `targets` `[B, T]`, each the token after the one at its index in `tokens`.
 
     Returns:
-      `[B, T]` float32 natural logarithms and `[B, T]` int32, the likeliest token at each place (padding gives
-      numbers nobody should read), and the cache.
+      `[B, T]` float32 natural logarithms, `[B, T]` int32 likeliest next tokens (both undefined for padding),
+      and the cache.
     """
     axes = Axes("score_chunk", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens, targets=targets)
@@ -201,10 +202,10 @@ class ScoredTokens:
     """Tokens that `score_branches` scores.
 
     Attributes:
-      places: `[P]` int32, of the tokens before them in the flattened `[B·T]`; P is a multiple of
+      places: `[P]` int32, indices of the tokens before them in the flattened `[B·T]`; P is a multiple of
         `SCORE_BLOCK`.
       targets: `[P]` int32, the token that may follow each of those.
-      count: int32 scalar, how many of the P are real.
+      count: int32 scalar, number of real targets.
     """
 
     places: jax.Array | np.ndarray
@@ -227,11 +228,11 @@ def score_branches(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Log-probabilities of tokens in many short documents with many ends each, in one dispatch.
+    """Log-probabilities of tokens in many short documents, each with several ends, in one dispatch.
 
     Args:
       params: the model's parameters.
-      tokens: `[B, T]` int32; documents packed one behind the other.
+      tokens: `[B, T]` int32; documents packed one after another.
       starts: `[B, T]` int32 (see `forward_documents`); padding is a document of its own.
       branches: where the documents branch.
       scored: which tokens.
@@ -239,7 +240,7 @@ def score_branches(
       dtype: of the activations.
 
     Returns:
-      `[P]` float32 natural logarithms; zeros behind the real ones' last block.
+      `[P]` float32 natural logarithms; zeros after the last block with a real target.
     """
     axes = Axes("score_branches")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
@@ -257,7 +258,7 @@ def score_branches(
         scores_here = chosen - jax.nn.logsumexp(out, axis=-1)
         return jax.lax.dynamic_update_slice_in_dim(scores, scores_here, at, axis=0)
 
-    # By blocks, so that the logits of a large vocabulary never are in memory together, and none are
-    # computed that nobody asked for.
+    # By blocks, so that the logits of all targets are never in memory together, and none are computed for
+    # padding.
     blocks = (scored.count + SCORE_BLOCK - 1) // SCORE_BLOCK
     return jax.lax.fori_loop(0, blocks, block, jnp.zeros(scored.places.shape, jnp.float32))

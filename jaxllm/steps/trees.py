@@ -1,8 +1,8 @@
-"""Reading a token tree with a model: the draft's growing of it, the target's verification, what is kept.
+"""Defines the steps of token trees: drafting, verification, and the update of both caches.
 
-LLMCad (arXiv 2309.04255, sections 3.2 and 3.3). Draft and target each have a cache that holds the sequence
-without its last token, the root; a tree's node i lies in row `length + i` of both. A path that is accepted
-moves to the rows behind the sequence, and everything else of the tree is forgotten.
+LLMCad (arXiv 2309.04255, sections 3.2 and 3.3). Drafter and target each have a cache of the sequence without
+its last token, the root; node i of a tree is in row `length + i` of both. The accepted path moves to the rows
+after the sequence; the rest of the tree is dropped.
 """
 
 import dataclasses
@@ -32,19 +32,19 @@ def read_nodes(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, KVCache]:
-    """Reads some nodes of a tree, all of whose ancestors are read before or with them.
+    """Runs some nodes of a tree through the model; their ancestors were run before, or are among them.
 
     Args:
       params: the model's parameters.
       tree: the tree.
       nodes: `[T]` int32, ascending.
-      valid: int32 scalar, how many of them, the first, are real.
-      cache: of the sequence without the root, with room for the tree behind it; its length does not change.
+      valid: int32 scalar; the first `valid` nodes are real.
+      cache: of the sequence without the root, with room for the tree after it; its length is not changed.
       cfg: the model.
       dtype: of the activations.
 
     Returns:
-      Logits `[T, V]` float32 behind each node, and the cache.
+      Logits `[T, V]` float32 after each node, and the cache.
     """
     axes = Axes("read_nodes", B=1, H=cfg.head_dim)
     tree.check(axes)
@@ -58,13 +58,13 @@ def read_nodes(
 
 
 def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
-    """The cache with a path of the tree behind its sequence, instead of the tree.
+    """The cache with a path of the tree at the end of its sequence, and without the rest of the tree.
 
     Args:
-      cache: with the tree's rows from `length` on. Where its mass is counted by node, that of what is kept
-        stays alone.
+      cache: with the tree's rows from `length` on. If its mass is by node, only the mass of the sequence and
+        of kept nodes is summed.
       nodes: `[P]` int32, ascending.
-      count: int32 scalar, how many of them, the first, are kept.
+      count: int32 scalar; the first `count` nodes are kept.
     """
     axes = Axes("keep_path", B=1)
     cache.check(axes)
@@ -72,7 +72,7 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     axes.check(jnp.int32, "", count=count)
     mass = cache.mass
     if mass is not None and mass.ndim == 3:
-        # Behind the sequence's own row; what is not kept aims behind the last one.
+        # Entry 0 is the sequence's; nodes that are not kept get an index out of range, which is dropped.
         at = jnp.where(jnp.arange(nodes.shape[0]) < count, nodes + 1, mass.shape[1])
         kept = jnp.zeros(mass.shape[1], mass.dtype).at[0].set(1.0).at[at].set(1.0, mode="drop")
         cache = dataclasses.replace(cache, mass=(mass * kept[:, None]).sum(1))
@@ -80,22 +80,22 @@ def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
 
 
 def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
-    """The cache with the rows of some ascending nodes one behind the other, where the tree began."""
-    place = jnp.arange(nodes.shape[0], dtype=jnp.int32)
-    source = jnp.where(place < count, nodes, place)
-    # Ascending nodes never lie before their place, so that reading all rows first is a plain gather.
+    """The cache with the rows of some ascending nodes moved to consecutive rows from `length` on."""
+    index = jnp.arange(nodes.shape[0], dtype=jnp.int32)
+    source = jnp.where(index < count, nodes, index)
+    # No ascending node is before its destination, so one gather of all rows comes before the write.
     rows = jnp.minimum(cache.length + source, np.int32(cache.capacity_tokens - 1))
-    behind = TokenPositions(positions=cache.length + place, valid=count)
+    destination = TokenPositions(positions=cache.length + index, valid=count)
 
     def moved(values: jax.Array) -> jax.Array:
-        return behind.write(values, values[:, :, rows])
+        return destination.write(values, values[:, :, rows])
 
     keys, values = (tuple(map(moved, layers)) for layers in (cache.keys, cache.values))
     mass = cache.mass
     if mass is not None:
-        # What was attended to moves with its rows; what is not kept leaves none behind.
+        # The mass moves with its rows; that of other nodes is dropped.
         before = jnp.arange(mass.shape[1], dtype=jnp.int32) < cache.length
-        at = jnp.where(place < count, cache.length + place, mass.shape[1])
+        at = jnp.where(index < count, cache.length + index, mass.shape[1])
         mass = jnp.where(before, mass, 0).at[:, at].set(mass[:, rows], mode="drop")
     return dataclasses.replace(cache, keys=keys, values=values, mass=mass)
 
@@ -103,14 +103,13 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DraftEnd:
-    """Where drafting ends.
+    """Conditions that end drafting; any of them does.
 
     Attributes:
-      alpha: float32 scalar, confidence that every branch has fallen below (see `fallback`).
-      most: int32 scalar, nodes that are wanted: growing ends where no branch could bring one that is among
-        the so many most confident; there may be more of less confidence. Not `paced`, as soon as there are
-        so many.
-      limit: int32 scalar, most runs of the draft.
+      alpha: float32 scalar; no branch is at least as confident (see `fallback`).
+      most: int32 scalar, number of wanted nodes; no branch can add a node to the `most` most confident ones,
+        though the tree may have more nodes. If not `paced`: the tree has `most` nodes.
+      limit: int32 scalar, most runs of the drafter.
     """
 
     alpha: jax.Array | np.floating
@@ -134,21 +133,20 @@ def draft(
     growth: Growth,
     dtype: jnp.dtype,
 ) -> tuple[TokenTree, jax.Array, KVCache, jax.Array]:
-    """Grows a tree in one dispatch: the most confident branches first, until none is more confident than
-    alpha, the most confident nodes are found, or `limit` readings are done.
+    """Grows a tree in one dispatch, the most confident branches first, until drafting ends.
 
     Args:
-      params: the draft's parameters.
+      params: of the drafter.
       tree: the tree; donated, as are `fed` and the cache.
-      fed: `[M]` bool, which nodes the draft has read.
-      cache: the draft's.
-      end: where it ends.
-      cfg: the draft.
-      growth: how the tree grows.
+      fed: `[M]` bool, nodes whose rows the drafter's cache has.
+      cache: of the drafter.
+      end: conditions that end drafting.
+      cfg: the drafter.
+      growth: of the tree, see `pacer.Growth`.
       dtype: of the activations.
 
     Returns:
-      The tree, the nodes read, the cache, and how often the draft was run (int32 scalar).
+      The tree, `fed`, the cache, and the number of runs of the drafter (int32 scalar).
     """
 
     axes = Axes("draft", B=1, H=cfg.head_dim)
@@ -160,7 +158,7 @@ def draft(
     def more(carry: tuple[TokenTree, jax.Array, KVCache, jax.Array]) -> jax.Array:
         tree, fed, _, done = carry
         tip = best_confidence(tree, fed)
-        # What grows from a branch is less confident than its tip.
+        # Nodes that grow from a branch are less confident than its tip.
         found = (
             jnp.sum(tree.used & (tree.confidences >= tip), dtype=jnp.int32) if growth.paced else tree.count
         )
@@ -192,21 +190,21 @@ def verify(
     cfg: ModelConfig,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array, jax.Array, KVCache, SamplerState]:
-    """The target reads a whole tree at once and says how much of it is its own answer.
+    """Runs a whole tree through the target and accepts the path that the target would have drawn.
 
     Args:
-      params: the target's parameters.
+      params: of the target.
       tree: the tree.
-      cache: the target's; donated.
+      cache: of the target; donated.
       sampler: of the sequence up to the root, batch 1; donated.
-      limit: int32 scalar, most tokens that may be said, at least 1.
+      limit: int32 scalar, most tokens of the result, at least 1.
       cfg: the target.
       dtype: of the activations.
 
     Returns:
-      Tokens `[M]` int32 of which the first count are the answer's next ones (those of the path behind the
-      root, then the one that the target says itself), their count (int32 scalar, at least 1), the path's
-      nodes `[M]`, of which as many are kept in the cache, the cache, and the sampler behind them.
+      Tokens `[M]` int32, of which the first `count` are the answer's next ones (the path after the root, then
+      the target's own token); `count`, an int32 scalar of at least 1; the path's nodes `[M]`, of which the
+      first `count` are kept in the cache; the cache; and the sampler after them.
     """
     axes = Axes("verify", B=1, H=cfg.head_dim, V=cfg.vocab_size)
     tree.check(axes)
@@ -215,7 +213,7 @@ def verify(
     axes.check(jnp.int32, "", limit=limit)
     nodes = jnp.arange(tree.room, dtype=jnp.int32)
     if cache.mass is not None:
-        # Which nodes count is only known when they are read.
+        # The accepted nodes are known only after the forward pass.
         by_node = jnp.pad(cache.mass[:, None], ((0, 0), (0, tree.room), (0, 0)))
         cache = dataclasses.replace(cache, mass=by_node)
     out, cache = read_nodes(params, tree, nodes, tree.count, cache, cfg=cfg, dtype=dtype)
@@ -226,7 +224,7 @@ def verify(
 def settle(
     tree: TokenTree, logits: jax.Array, sampler: SamplerState, limit: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, SamplerState]:
-    """What a target says whose logits `[M, V]` float32 behind a tree's nodes are known (see `verify`).
+    """The result of `verify` from the target's logits `[M, V]` float32 after a tree's nodes.
 
     Returns:
       Tokens, their count, the path's nodes, and the sampler.
@@ -236,7 +234,7 @@ def settle(
     last = deepest(tree, accepted_nodes(tree, chosen))
     path, count = path_to(tree, last)
     count = jnp.minimum(count, limit)
-    # Behind each node of the path the target says the next one, and behind the last a token of its own.
+    # After each node of the path the target draws the next node, and after the last a token of its own.
     tokens = chosen[path]
     said = (jnp.arange(tree.room, dtype=jnp.int32) < count).astype(jnp.int32)
     counts = sampler.counts.at[0, tokens].add(said)
@@ -246,23 +244,23 @@ def settle(
 def follow(
     cache: KVCache, tree: TokenTree, fed: jax.Array, path: jax.Array, count: jax.Array, token: jax.Array
 ) -> tuple[KVCache, TokenTree, jax.Array, jax.Array]:
-    """The draft's cache and tree behind what the target has accepted.
+    """Moves the drafter's cache and tree to the end of the accepted path.
 
-    Where the draft had foreseen the target's own token, what it has drafted behind that stays: the tree may
-    have grown since the target began to read it (LLMCad, section 3.4).
+    If the tree has the target's own token after the path, its subtree becomes the new tree: it may have grown
+    during the verification (LLMCad, section 3.4).
 
     Args:
-      cache: the draft's, with the old tree's rows.
+      cache: of the drafter, with the old tree's rows.
       tree: the old tree.
-      fed: `[M]` bool, which of its nodes the draft has read.
+      fed: `[M]` bool, nodes whose rows the cache has.
       path: `[P]` int32, the accepted nodes, ascending.
-      count: int32 scalar, how many.
-      token: int32 scalar, the target's own behind them: the new root.
+      count: int32 scalar, number of accepted nodes.
+      token: int32 scalar, the target's own token after them: the new root.
 
     Returns:
-      The cache with the path behind its sequence and the new tree's rows behind that; the tree; which of its
-      nodes the draft has read; and how many of the path's last nodes it has not (int32 scalar): tokens that
-      it must still be fed before the root.
+      The cache with the path at the end of its sequence and the new tree's rows after it; the new tree; its
+      `fed`; and the number of the path's last nodes that the cache lacks (int32 scalar): the drafter must run
+      these tokens before the root.
     """
     axes = Axes("follow", B=1)
     tree.check(axes)
@@ -270,16 +268,16 @@ def follow(
     axes.check(jnp.int32, "P", path=path)
     axes.check(jnp.int32, "", count=count, token=token)
     cache.check(axes)
-    place = jnp.arange(path.shape[0], dtype=jnp.int32)
+    index = jnp.arange(path.shape[0], dtype=jnp.int32)
     kept = (
-        jnp.zeros(tree.room, jnp.bool_).at[jnp.where(place < count, path, tree.room)].set(True, mode="drop")
+        jnp.zeros(tree.room, jnp.bool_).at[jnp.where(index < count, path, tree.room)].set(True, mode="drop")
     )
     read = jnp.sum(kept & fed, dtype=jnp.int32)
     behind = (tree.parents == path[count - 1]) & (tree.tokens == token) & tree.used
     heir = jnp.argmax(behind).astype(jnp.int32)
     later = tree.ancestors[:, heir] & behind[heir]
     grown, fed_then = _subtree(tree, fed, later, token)
-    # Only what was read has rows, and behind a path that was not read to its end nothing was.
+    # Only nodes in `fed` have rows; if the path lacks rows, no node after it has any.
     rows = jnp.nonzero((kept & fed) | later, size=tree.room, fill_value=np.iinfo(np.int32).max)[0]
     total = read + jnp.sum(later, dtype=jnp.int32)
     cache = _moved(cache, rows.astype(jnp.int32), total)
@@ -289,8 +287,8 @@ def follow(
 def _subtree(
     tree: TokenTree, fed: jax.Array, nodes: jax.Array, token: jax.Array
 ) -> tuple[TokenTree, jax.Array]:
-    """The part of a tree that some nodes `[M]` bool are, the first of them its root, or where there are none
-    a root alone; and which of its nodes are read."""
+    """The subtree of some nodes `[M]` bool, the first of which is its root, or a root alone if there are
+    none; and its `fed`."""
     count = jnp.sum(nodes, dtype=jnp.int32)
     order = jnp.nonzero(nodes, size=tree.room, fill_value=0)[0].astype(jnp.int32)
     new = jnp.cumsum(nodes.astype(jnp.int32)) - 1

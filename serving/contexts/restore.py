@@ -123,8 +123,8 @@ def _plan(
     plan = plan_restore(
         missing,
         mean_bytes,
-        reading=delays.read,
-        computing=delays.compute,
+        read_delay=delays.read,
+        compute_delay=delays.compute,
         buckets=counts,
         layers=chunk_io.layers,
     )

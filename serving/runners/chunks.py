@@ -42,8 +42,8 @@ def placed_chunks(
 
 
 def chunk_cost(plan: Sequence[int]) -> int:
-    """The cost of chunks in tokens of prefill: their tokens, and a constant per chunk for reading the
-    weights."""
+    """The cost of chunks in tokens of prefill: their tokens, and a constant per chunk for the read of
+    the weights."""
     return sum(plan) + _PASS_TOKENS * len(plan)
 
 

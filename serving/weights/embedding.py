@@ -31,7 +31,7 @@ class EmbeddingRows:
         Args:
           bundle: an open one.
           reader: of its file.
-          checksums: of the pages of `segment` (see `FirstReading.watch_pages`).
+          checksums: of the pages of `segment` (see `FirstRead.watch_pages`).
           kept_bytes: most bytes of kept rows.
         """
         self._bundle, self._reader, self._checksums = bundle, reader, checksums

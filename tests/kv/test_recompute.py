@@ -10,14 +10,16 @@ from jaxllm.errors import ConfigError
 from jaxllm.kv.recompute import LOST, Delay, plan_restore
 
 BYTES = {8: 800, 4: 400, 2: 200}
-FAST = dict(reading=Delay(fixed_ms=0.1, per_unit_ms=0.001), computing=Delay(fixed_ms=0.0, per_unit_ms=1.0))
+FAST = dict(
+    read_delay=Delay(fixed_ms=0.1, per_unit_ms=0.001), compute_delay=Delay(fixed_ms=0.0, per_unit_ms=1.0)
+)
 
 
 def test_both_end_together():
     """Eight chunks: reading one takes as long as computing it, so half of them are computed."""
     plan = plan_restore(
-        dict.fromkeys(range(8), 8), BYTES, reading=Delay(fixed_ms=0, per_unit_ms=1 / 800),
-        computing=Delay(fixed_ms=0, per_unit_ms=1), buckets=(1, 2, 4, 8), layers=100,
+        dict.fromkeys(range(8), 8), BYTES, read_delay=Delay(fixed_ms=0, per_unit_ms=1 / 800),
+        compute_delay=Delay(fixed_ms=0, per_unit_ms=1), buckets=(1, 2, 4, 8), layers=100,
     )  # fmt: skip
     assert plan.computed == (0, 1, 2, 3)
     assert plan.read == (4, 5, 6, 7)
@@ -34,12 +36,12 @@ def test_lost_chunks_are_computed_whatever_it_takes():
     slow = Delay(fixed_ms=100, per_unit_ms=100)
     fast = Delay(fixed_ms=0, per_unit_ms=0.0001)
     plan = plan_restore(
-        {3: LOST, 4: 2, 5: LOST}, BYTES, reading=fast, computing=slow, buckets=(2, 8), layers=4
+        {3: LOST, 4: 2, 5: LOST}, BYTES, read_delay=fast, compute_delay=slow, buckets=(2, 8), layers=4
     )
     assert plan.computed == (3, 5)
     assert plan.bucket == 2
     with pytest.raises(ConfigError, match="2 chunks are lost, and at most 1"):
-        plan_restore({3: LOST, 5: LOST}, BYTES, reading=fast, computing=slow, buckets=(1,), layers=4)
+        plan_restore({3: LOST, 5: LOST}, BYTES, read_delay=fast, compute_delay=slow, buckets=(1,), layers=4)
 
 
 def test_nothing_is_missing():
@@ -65,7 +67,9 @@ def test_no_other_division_is_sooner(
 ):
     reading = Delay(fixed_ms=read_fixed, per_unit_ms=read_each)
     computing = Delay(fixed_ms=compute_fixed, per_unit_ms=compute_each)
-    plan = plan_restore(missing, BYTES, reading=reading, computing=computing, buckets=buckets, layers=layers)
+    plan = plan_restore(
+        missing, BYTES, read_delay=reading, compute_delay=computing, buckets=buckets, layers=layers
+    )
     assert sorted(plan.read + plan.computed) == sorted(missing)
     assert len(plan.computed) <= plan.bucket or not plan.computed
 

@@ -48,9 +48,9 @@ class LoraRecipe(TrainSettings):
           ConfigError: a key is unknown or missing, or a value is out of its domain.
         """
         check_keys(cls, data)
-        table = data.get("lora", {})
+        section = data.get("lora", {})
         try:
-            lora = LoraConfig(**{**table, "targets": tuple(table.get("targets", LoraConfig.targets))})
+            lora = LoraConfig(**{**section, "targets": tuple(section.get("targets", LoraConfig.targets))})
         except (TypeError, AttributeError) as error:
             raise ConfigError(f"malformed lora: {error}") from error
         return cls(**{**data, "lora": lora, "sources": read_sources(data["sources"])})

@@ -63,7 +63,7 @@ class PretrainRecipe(TrainSettings):
         """
         check_keys(cls, data)
         if not isinstance(data["model"], dict):
-            raise ConfigError(f"the recipe's model must be a table, got {data['model']!r}")
+            raise ConfigError(f"the recipe's model must be a TOML table, got {data['model']!r}")
         parts = {
             "model": ModelConfig.from_json(data["model"]),
             "sources": read_sources(data.get("sources", [])),

@@ -41,13 +41,13 @@ def load_recipe(
         )
     place = Path(name) if name.endswith(".toml") else folder / f"{name}.toml"
     try:
-        table = _read_toml(place)
-        if "base" in table:
-            base = _read_toml(place.parent / str(table.pop("base")))
+        settings = _read_toml(place)
+        if "base" in settings:
+            base = _read_toml(place.parent / str(settings.pop("base")))
             if "base" in base:
                 raise ConfigError("the base of a recipe stands on another itself")
-            table = {**base, **table}
-        return read(table)
+            settings = {**base, **settings}
+        return read(settings)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {name}: {error}") from error
     except ConfigError as error:

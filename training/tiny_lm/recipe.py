@@ -92,7 +92,7 @@ class TinyLmRecipe:
         fields = dict(data)
         for name in ("score", "decide"):
             if not isinstance(fields[name], dict):
-                raise ConfigError(f"the recipe's {name} must be a table, got {fields[name]!r:.80}")
+                raise ConfigError(f"the recipe's {name} must be a TOML table, got {fields[name]!r:.80}")
             check_keys(TrainSettings, fields[name])
             fields[name] = TrainSettings(**fields[name])
         if fields.get("encoder") is not None:

@@ -164,7 +164,7 @@ def _scorer(cfg: TlmConfig) -> Callable[..., jax.Array]:
 def _in_batches(
     score: Callable[..., jax.Array], params: Mapping[str, Any], tokens: np.ndarray, mask: np.ndarray
 ) -> Iterable[np.ndarray]:
-    """Scores of rows `[R, T]`, some rows at a time, in one graph."""
+    """Scores of rows `[R, T]`, some rows at a time, in one dispatch."""
     for first in range(0, len(tokens), _SCORED_ROWS):
         places = np.minimum(np.arange(first, first + _SCORED_ROWS), len(tokens) - 1)
         yield np.asarray(score(params, tokens[places], mask[places]))[: len(tokens) - first]

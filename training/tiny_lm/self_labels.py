@@ -94,7 +94,7 @@ def lightest(
       least.
 
     Raises:
-      ConfigError: the table has another shape, or levels or ratios do not ascend.
+      ConfigError: `correct` has another shape, or levels or ratios do not ascend.
     """
     correct = np.asarray(correct, bool)
     if correct.ndim != 3 or correct.shape[1:] != (len(levels), len(prompt_ratios)):

@@ -195,18 +195,18 @@ def _support(
 ) -> jax.Array:
     # Every position has an embedding row of its own, and so a gradient of its own.
     dtype = jnp.dtype(jnp.float32)
-    table = embed(tokens.reshape(-1), params["embed.tokens"], dtype)
+    embedded = embed(tokens.reshape(-1), params["embed.tokens"], dtype)
     words = embed(jnp.arange(cfg.vocab_size, dtype=jnp.int32), params["embed.tokens"], dtype)
     places = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
-    change = jnp.where(free.reshape(-1, 1), table - words.mean(0), 0)
+    change = jnp.where(free.reshape(-1, 1), embedded - words.mean(0), 0)
 
-    def likely(table: jax.Array) -> jax.Array:
-        hidden = decoder.forward_documents({**params, "embed.tokens": table}, places, cfg=cfg)
+    def likely(embedded: jax.Array) -> jax.Array:
+        hidden = decoder.forward_documents({**params, "embed.tokens": embedded}, places, cfg=cfg)
         logs = jax.nn.log_softmax(decoder.logits(params, hidden, cfg=cfg))
         return jnp.sum(jnp.take_along_axis(logs, targets[..., None], -1)[..., 0] * weights)
 
     def step(place: jax.Array) -> jax.Array:
-        return jax.grad(likely)(table - (np.float32(1) - place) * change)
+        return jax.grad(likely)(embedded - (np.float32(1) - place) * change)
 
     way = (np.arange(steps, dtype=np.float32) + np.float32(0.5)) / np.float32(steps)
     mean = jax.lax.map(step, jnp.asarray(way)).mean(0)

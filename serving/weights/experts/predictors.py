@@ -12,7 +12,7 @@ from serving.weights.experts.options import PREDICTORS
 _UNKNOWN = np.zeros(0, np.int32)
 # Least probability, in multiples of the mean, that is worth a prefetch: the evicted expert may be needed,
 # too.
-_WORTH_READING = 1.5
+_WORTH_A_READ = 1.5
 
 
 class Predictor(abc.ABC):
@@ -38,7 +38,7 @@ class Predictor(abc.ABC):
     def worthwhile(self, visited: list[np.ndarray], chances: np.ndarray, steps: int) -> np.ndarray:
         """The experts that are worth a prefetch, `[E]` bool, by their probabilities `chances` `[E]`."""
         del visited, steps
-        return chances > _WORTH_READING / len(chances)
+        return chances > _WORTH_A_READ / len(chances)
 
     def learn(self, visited: list[np.ndarray]) -> None:
         """Learns from a whole pass, `[M, k]` per sparse layer."""

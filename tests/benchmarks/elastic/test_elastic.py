@@ -70,15 +70,15 @@ def test_a_proposer_that_knows_no_whole_prompts():
         change_ms=np.zeros(6),
     )
     done = planned(Planner(profile, levels, Half()), ours, asked, levels, ratios)
-    assert (done.right.tolist(), done.held.tolist()) == ([True, True], [True, True])
+    assert (done.right.tolist(), done.met.tolist()) == ([True, True], [True, True])
     others = ablations(ours, asked, levels, ratios, Half.prompt_ratios, np.zeros(1), np.zeros(1), seed=0)
     assert others["jaxllm-oracle"].right.all()
     # Without shorter prompts half the model must do, which takes too long and is wrong.
     assert others["jaxllm-model-only"].right.tolist() == [True, False]
-    assert others["jaxllm-model-only"].held.tolist() == [True, False]
+    assert others["jaxllm-model-only"].met.tolist() == [True, False]
     # The whole model is too slow per token with any prompt.
-    assert others["jaxllm-prompt-only"].held.tolist() == [True, False]
-    assert others["LG2+CS (no sparsity)"].held.all()
+    assert others["jaxllm-prompt-only"].met.tolist() == [True, False]
+    assert others["LG2+CS (no sparsity)"].met.all()
 
 
 def test_planning_is_the_pass_and_what_else_there_is_to_do():
@@ -202,7 +202,7 @@ def test_objectives_are_those_of_the_device_as_it_is():
     assert rows["replay <50,50>", "slo_met"].value == pytest.approx(np.mean(met))
     assert "against the profile alone 30.0% were in time" in rows["replay all six", "slo_met"].note
     assert "96.7% had one that is so in 99% of cases" in rows["replay all six", "slo_met"].note
-    assert {metric for _, metric in rows} == {"slo_met", "right_and_held"}
+    assert {metric for _, metric in rows} == {"slo_met", "right_and_met"}
     assert {row.metric for row in replay_rows(outcomes, met, answers=False)} == {"slo_met"}
 
 
@@ -250,10 +250,10 @@ def test_all_of_the_time_is_no_limit_and_told_apart():
     asked = Asked(trace=trace, questions=[], indices=[0, 1, 2], whole_ms=WHOLE)
     ours = Choices(np.arange(3), np.array([True, False, True]), np.array([True, True, False]))
     rows = {(row.case, row.metric): row for row in trace_rows({OURS: ours}, asked, {})}
-    assert rows["trace all six", "right_and_held"].value == pytest.approx(1 / 3)
-    assert rows["trace the five with a limit", "right_and_held"].value == 0
+    assert rows["trace all six", "right_and_met"].value == pytest.approx(1 / 3)
+    assert rows["trace the five with a limit", "right_and_met"].value == 0
     assert rows["trace the five with a limit", "accuracy"].value == 0.5
-    assert "in time by the tables 50.0%" in rows["trace the five with a limit", "accuracy"].note
+    assert "in time by the profiles 50.0%" in rows["trace the five with a limit", "accuracy"].note
 
 
 def test_figures(tmp_path):
@@ -275,12 +275,12 @@ def test_figures(tmp_path):
             for case in ("<40,70>", "all six")
             for system in "ab"
         ),
-        *(row("trace all six", system, "right_and_held", 0.6) for system in "ab"),
+        *(row("trace all six", system, "right_and_met", 0.6) for system in "ab"),
         row("planning", "jaxllm", "ttft_share", 0.04),
     ]
     draw(rows, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         "elastic_level_accuracy.png", "elastic_ttft_ms.png", "elastic_trace_accuracy.png",
-        "elastic_trace_right_and_held.png",
+        "elastic_trace_right_and_met.png",
     }  # fmt: skip

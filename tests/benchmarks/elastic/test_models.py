@@ -156,7 +156,7 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
         if row["case"] == "trace all six" and row["metric"] == "accuracy"
     }
     assert accuracy["jaxllm-oracle"] >= accuracy["jaxllm"]
-    both = {row["system"] for row in rows if row["metric"] == "right_and_held"}
+    both = {row["system"] for row in rows if row["metric"] == "right_and_met"}
     assert both == systems
     notes = {row["system"]: row["note"] for row in rows if row["case"] == "trace all six"}
     assert "no recovery training" in notes["LE (no recovery)"]

@@ -15,7 +15,7 @@ from tests.benchmarks.elastic.answers import VARIANTS, WHOLE, request_of
 
 def chosen(slo, policy=largest, variants=VARIANTS, questions=(0, 1), **more):
     done = run_trace(variants, questions, [slo] * len(questions), WHOLE, policy, **more)
-    return done.right.tolist(), done.held.tolist()
+    return done.right.tolist(), done.met.tolist()
 
 
 def test_the_largest_in_time():
@@ -55,15 +55,15 @@ def test_the_oracle_takes_the_smallest_right_answer_in_time():
 def test_random_choices_are_in_time():
     many = [0] * 300
     done = run_trace(VARIANTS, many, [Slo(ttft=0.5, tpot=0.5)] * 300, WHOLE, at_random(0))
-    assert done.held.all()
+    assert done.met.all()
     assert 0.4 < done.right.mean() < 0.6
 
 
 def test_right_answers_count_in_time():
     done = run_trace(VARIANTS, [0, 1], [Slo(ttft=0.1, tpot=1.0)] * 2, WHOLE, largest)
-    assert (done.right.tolist(), done.right_and_held.tolist()) == ([True, False], [False, False])
+    assert (done.right.tolist(), done.right_and_met.tolist()) == ([True, False], [False, False])
     done = run_trace(VARIANTS, [0, 1], [Slo(ttft=0.5, tpot=0.5)] * 2, WHOLE, largest)
-    assert done.right_and_held.tolist() == [False, True]
+    assert done.right_and_met.tolist() == [False, True]
     assert done.questions.tolist() == [0, 1]
 
 
@@ -119,8 +119,8 @@ def test_rows_say_both_shares_and_how_far_ours_is_ahead():
     rows = trace_rows({OURS: ours, "other": other}, asked, {"other": "as it is"})
     by = {(row.case, row.metric, row.system): row for row in rows}
     assert by["trace all six", "accuracy", OURS].value == 1.0
-    assert by["trace all six", "right_and_held", OURS].value == 0.5
-    assert by["trace <50,50>", "right_and_held", OURS].value == 0.0
+    assert by["trace all six", "right_and_met", OURS].value == 0.5
+    assert by["trace <50,50>", "right_and_met", OURS].value == 0.0
     theirs = by["trace all six", "accuracy", "other"]
     assert theirs.value == 0.5
     # Every question has one right and one wrong answer of theirs, so that drawing questions changes nothing.

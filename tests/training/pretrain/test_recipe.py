@@ -36,7 +36,7 @@ def test_packaged_recipes_load_and_read_back(name):
         ({"clip_norm": float("nan")}, "clip_norm"),
         ({"teacher_share": 2}, "teacher_share"),
         ({"chat_template": 3}, "chat_template must be text"),
-        ({"model": 3}, "model must be a table"),
+        ({"model": 3}, "model must be a TOML table"),
         ({"sources": [{"path": "x"}]}, "malformed sources"),
         ({"sources": [{"task": "weather"}]}, "no task 'weather'"),
         ({"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories and task"),

@@ -375,7 +375,7 @@ RECIPE = load_tiny_lm_recipe("small").to_json()
         ({"tasks": ["lambada"]}, "lambada has no options"),
         ({"tasks": ["none"]}, "no task 'none'"),
         ({"compressions": []}, "compressions must be"),
-        ({"score": 3}, "score must be a table"),
+        ({"score": 3}, "score must be a TOML table"),
         ({"decide": {"steps": 3}}, "lacks batch"),
         ({"decide": {**RECIPE["decide"], "row_tokens": 128}}, "both heads read the same rows"),
         ({"encoder": {"layers": 3}}, "malformed encoder"),
