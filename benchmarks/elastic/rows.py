@@ -84,7 +84,8 @@ def replay_rows(outcomes: Sequence[Outcome], met: Sequence[bool], *, answers: bo
             f"a choice in time, of which {_share(in_time[possible])} were; {sure.mean():.1%} had one that is "
             f"so in {CONFIDENCE:.0%} of cases, by how late answers came before, of which "
             f"{_share(in_time[sure])} were; against the profile alone {each.met:.1%} were in "
-            f"time; level {each.level:.0f} and {each.kept_share:.0%} of prompts on average, planning {each.planning_ms:.2f} ms"
+            f"time; level {each.level:.0f} and {each.kept_share:.0%} of prompts on average, "
+            f"planning {each.planning_ms:.2f} ms"
         )
         values = {"slo_met": in_time.mean()}
         if answers:
