@@ -12,8 +12,7 @@ from tests.docs.pages import ROOT, text_of
 
 PAGE = "docs/glossary.md"
 # Word -> how often it stands in code and prose of the packages. These numbers become smaller, never larger.
-COUNTS: dict[str, int] = {
-}
+COUNTS: dict[str, int] = {}
 
 _ROWS = re.compile(r"^\| (?P<word>[^|]+?) \| (?P<say>[^|]*?) \|(?: (?P<but>[^|]*?) ?\|)?$", re.MULTILINE)
 
