@@ -130,7 +130,7 @@ def _open_cached(path: Path) -> Bundle | None:
         return None
     except (OSError, ConfigError) as error:
         _log.warning("%s is not used, and made again (%s)", path, error)
-        with contextlib.suppress(OSError):  # Said when it is written.
+        with contextlib.suppress(OSError):  # Writing it raises the error.
             clear_entry(path)
         return None
     # A damaged cache entry is prepared again.

@@ -210,7 +210,7 @@ class Engine(Generic[AnyModel]):
         return self.runner if level is None or level == self.level else self.model.runner(level)
 
     def prefill_mode(self, tokens: int, level: int | None = None) -> str:
-        """How a prompt of so many tokens is computed at a level: "int8" or "float"."""
+        """The prefill mode of a prompt of so many tokens at a level: "int8" or "float"."""
         return self.runner_at(level).prefill_chunks(tokens)[0].mode
 
     def warm_up(

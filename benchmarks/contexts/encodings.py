@@ -10,7 +10,7 @@ import numpy as np
 from benchmarks.contexts.systems import OURS
 from jaxllm.kv.cache import KVCache
 from serving.contexts.chunk_io import ChunkIO
-from serving.contexts.growth import grown
+from serving.contexts.growth import grown_record
 from serving.contexts.options import ContextOptions
 from serving.contexts.record import Origin, Record
 from serving.runners.runner import prefill_prompt
@@ -58,7 +58,7 @@ class Stored:
         widths = {name: np.full(len(tokens) // size, bits) for name, bits in _FLAT.items()}
         mass = np.asarray(cache.mass)[0]
         for name, ratio in ratios.items():
-            record = grown(
+            record = grown_record(
                 _EMPTY, chunk_io, ContextOptions(folder="", ratio=ratio),
                 tokens=tokens, mass=mass, first=0, cached_tokens=len(tokens),
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Opens the model that a command was told to use."""
+"""Opens the model that a command's options name."""
 
 import dataclasses
 import logging
@@ -24,7 +24,7 @@ _OPTION_NAMES = {"context_tokens": "context", "most_loss": "max-prefill-loss"}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """What the options of `serving.commands.shared_options.model_options` and `running_options` say.
+    """Values of the options of `serving.commands.shared_options.model_options` and `running_options`.
 
     Attributes:
       model: a bundle, a Hugging Face folder, or a packaged model's name; None for the packaged default.
@@ -33,12 +33,12 @@ class ModelChoice:
       adapter: a folder of a low-rank adapter.
       level: of an elastic bundle, in percent.
       memory: most bytes for weights, context and activations; 0 for no limit.
-      draft: what drafts answers, as `speculation` reads it.
+      draft: the drafter, in the form that `speculation` takes.
       program: a folder of exported programs, instead of a model.
       prefill: the prefill mode; None for the engine's default.
       processors: of prefill, 1 or 2.
-      integer_device: what the integer one of two processors is.
-      most_loss: by which share integer prefill may let the perplexity grow; None for the engine's default.
+      integer_device: of the integer processor, where there are two.
+      most_loss: largest growth of the perplexity by integer prefill, a share; None for the engine's default.
     """
 
     model: Path | None = None
@@ -55,7 +55,7 @@ class ModelChoice:
     most_loss: float | None = None
 
     def open(self, progress: Progress, *, warm_up: bool = True) -> "Engine":
-        """The engine that serves it.
+        """Opens the engine of the choice.
 
         Raises:
           ConfigError: it is an exported program, with options that only a bundle has.

@@ -87,7 +87,7 @@ class ContextCall(Lifecycle):
         try:
             self.finish(run)
         except JaxllmError as error:
-            self._contexts.unheard.note(self._record.name, error)
+            self._contexts.pending_errors.note(self._record.name, error)
 
     def dropped(self, run: Run) -> None:
         """See `Lifecycle`."""

@@ -31,7 +31,7 @@ def close_at_exit(what: Closing) -> None:
     atexit.register(_close_all)
 
 
-def is_closed(what: Closing) -> None:
+def forget_at_exit(what: Closing) -> None:
     """Unregisters an object that was closed."""
     _OPEN.pop(what, None)
 

@@ -13,7 +13,7 @@ from jaxllm.errors import CheckpointError, JaxllmError, Unreadable
 from jaxllm.files.atomic import sync
 from serving.contexts.damage import Damage
 from serving.contexts.record import Record
-from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, stands, write_record
+from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, is_readable, write_record
 from serving.contexts.root import (
     PREVIOUS,
     RECORD,
@@ -120,12 +120,12 @@ class Catalog:
         damage, aside = self.damage.get(folder), None
         if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
             # One with a whole copy stays until the new one is written, which may fail.
-            aside = set_aside(self.root, folder / RECORD, keep=stands(folder))
+            aside = set_aside(self.root, folder / RECORD, keep=is_readable(folder))
         write_record(folder, record)
         self.damage.pop(folder, None)
         return aside
 
-    def unlist(self, folder: Path) -> None:
+    def remove_records(self, folder: Path) -> None:
         """Removes a context's records, and with them the context, whatever happens next; sets aside other
         kinds of files in their places.
 

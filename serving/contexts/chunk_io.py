@@ -173,7 +173,7 @@ class ChunkIO:
         return bits
 
     def _addresses(self, cache: KVCache, chunks: Mapping[int, Stored]) -> np.ndarray:
-        """What `_source` gives for each layer, `[L, N, 3]`."""
+        """The sources (see `_source`) of all layers, `[L, N, 3]`."""
         shape, dtype = source_shape(self._cfg, self.runner.options, 0, cache.capacity_tokens)
         extents = np.zeros((self.layers, *shape), dtype)
         if chunks:

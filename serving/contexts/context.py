@@ -83,7 +83,7 @@ class Context:
         """
         contexts, name = self._contexts, self.name
         engine, record = contexts.engine, self.record
-        contexts.unheard.tell(name)
+        contexts.pending_errors.raise_for(name)
         now = datetime.now()
         if isinstance(prompt, str):
             tokenizer = engine.tokenizer.limited(engine.options.context_tokens)

@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxllm.errors import CheckpointError, Unreadable
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
-from serving.contexts.stored import strange_chunks
+from serving.contexts.stored import mismatched_chunks
 from serving.host.direct_io import Storage
 
 
@@ -57,7 +57,7 @@ def chunk_damage(folder: Path, record: Record, storage: Storage) -> ChunkDamage:
         own = {chunk for chunk, file in enumerate(record.files) if file == name}
         try:
             with Segment(folder / name, storage) as segment:
-                corrupt |= strange_chunks(record, name, segment) | (own & set(segment.verify()))
+                corrupt |= mismatched_chunks(record, name, segment) | (own & set(segment.verify()))
         except Unreadable as error:
             unread |= own
             reason = reason or str(error)

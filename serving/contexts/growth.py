@@ -15,16 +15,18 @@ from serving.request import Session, common_prefix
 from serving.sliding import slid
 
 
-def sinking(before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int) -> Record:
+def sink_record(
+    before: Record, chunk_io: ChunkIO, *, mass: np.ndarray, first: int, cached_tokens: int
+) -> Record:
     """The record of a context that keeps only its first chunk, with the attention it got so far; the
-    arguments are those of `grown`."""
+    arguments are those of `grown_record`."""
     got, seen = _attended(before, chunk_io, mass=mass, first=first, cached_tokens=cached_tokens)
     return dataclasses.replace(
         before, bits=before.bits[:1], mass=tuple(got[:1].tolist()), seen=tuple(seen[:1].tolist())
     )
 
 
-def grown(
+def grown_record(
     before: Record,
     chunk_io: ChunkIO,
     options: ContextOptions,
@@ -68,7 +70,7 @@ def grown(
     )
 
 
-def ended(
+def ended_record(
     before: Record,
     resident: Mapping[int, int],
     chunk_io: ChunkIO,
@@ -87,11 +89,11 @@ def ended(
       before: the record before the call.
       resident: the width of each chunk in memory, by number.
       session: of the call, with its cache, if there is one, and the tokens in it.
-      chunk_io, options, tokens, first: see `grown`.
+      chunk_io, options, tokens, first: see `grown_record`.
     """
     if session.cache is None:
         return _agreeing(before, tokens, chunk_io.chunk_tokens)
-    return grown(
+    return grown_record(
         before.beside(resident),
         chunk_io,
         options,

@@ -103,7 +103,9 @@ def _nothing(layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
     raise AssertionError(f"chunks {list(chunks)} of layer {layer} are not missing")
 
 
-def roomy_cache(levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int) -> KVCache:
+def cache_with_room(
+    levels: Mapping[int, ChunkIO], runner: LevelRunner, spare: Session, tokens: int
+) -> KVCache:
     """A cache with room for `tokens`: that of the context before, if its shape fits.
 
     Clearing new memory takes as long as decoding chunks into it.

@@ -25,21 +25,21 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
-from serving.contexts.at_exit import close_at_exit, is_closed
+from serving.contexts.at_exit import close_at_exit, forget_at_exit
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO, origin_of
 from serving.contexts.delays import Delays, measure_compute, measure_read
 from serving.contexts.eviction import find_policy
-from serving.contexts.growth import ended, most_bytes, sinking
-from serving.contexts.loading import ChunkLoader, roomy_cache
+from serving.contexts.growth import ended_record, most_bytes, sink_record
+from serving.contexts.loading import ChunkLoader, cache_with_room
 from serving.contexts.memory import ChunkMemory
 from serving.contexts.options import ContextOptions
+from serving.contexts.pending_errors import PendingErrors
 from serving.contexts.pins import require_share
 from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
 from serving.contexts.store import ContextStore
 from serving.contexts.turn import Turn
-from serving.contexts.unheard import UnheardErrors
 from serving.contexts.writing import ChunkWriter
 from serving.engine import Engine
 from serving.request import Session
@@ -53,7 +53,7 @@ class Contexts:
       options: of the contexts.
       store: of the contexts on storage.
       memory: of the chunks in memory.
-      unheard: errors of storing dropped answers.
+      pending_errors: errors of storing dropped answers.
     """
 
     def __init__(self, engine: Engine, options: ContextOptions) -> None:
@@ -81,7 +81,7 @@ class Contexts:
             # The call that runs, and the record by which memory has claimed its context.
             self._turn: weakref.ref[Turn] | None = None
             self._claimed: Record | None = None
-            self.unheard = UnheardErrors()
+            self.pending_errors = PendingErrors()
             # The context that ran last, and its session with the cache.
             self._last: tuple[str, Session] = ("", Session())
             self._process = os.getpid()
@@ -114,13 +114,13 @@ class Contexts:
         try:
             if not self.forked:
                 self.stop()
-                self.unheard.tell_all()
+                self.pending_errors.raise_first()
         finally:
             self._last = ("", Session())
             try:
                 self.store.close()
             finally:
-                is_closed(self)
+                forget_at_exit(self)
                 # The threads belong to the parent of a forked child.
                 self._loader.close(wait=not self.forked)
 
@@ -204,7 +204,7 @@ class Contexts:
         chunk_io = self._chunk_io[turn.base.origin.level]
         first = first if turn.counted_from is None else turn.counted_from
         mass = np.asarray(cache.mass)[0]
-        base = sinking(turn.base, chunk_io, mass=mass, first=first, cached_tokens=len(session.tokens))
+        base = sink_record(turn.base, chunk_io, mass=mass, first=first, cached_tokens=len(session.tokens))
         session.cache = cache.uncounted()
         turn.base, turn.counted_from = base, chunk_io.chunk_tokens
 
@@ -223,7 +223,7 @@ class Contexts:
         self.memory.forget(name)
         self._forget_cache(name)
         self.store.delete(name)
-        self.unheard.forget(name)
+        self.pending_errors.forget(name)
 
     def begin(
         self,
@@ -314,7 +314,9 @@ class Contexts:
         before = dataclasses.replace(turn.base, pinned=self.store.record(name).pinned)
         resident = {n: each.bits for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
         first = first if turn.counted_from is None else turn.counted_from
-        record = ended(before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first)
+        record = ended_record(
+            before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
+        )
         coded: dict[int, Stored] = {}
         if session.cache is not None:
             # Chunks that were computed again at the same width are on storage already.
@@ -389,7 +391,7 @@ class Contexts:
             session.tokens, session.cache = there.take()
             session.weights_version = there.weights_version
             return Restoration(resident=len(turn.base.bits), cached=True)
-        cache = roomy_cache(self._chunk_io, chunk_io.runner, there, tokens)
+        cache = cache_with_room(self._chunk_io, chunk_io.runner, there, tokens)
         del there
         how = self._loader.bring_back(turn, chunk_io, cache, tokens)
         # The restore may have marked damaged chunks as lost in the store's record.

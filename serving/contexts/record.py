@@ -82,7 +82,7 @@ class Record:
       app: that owns it.
       origin: of its cache.
       tokens: all tokens of the context; whatever else is lost is computed again from them.
-      bits: width of each chunk in order, or `LOST`; tokens behind the last chunk are computed again.
+      bits: width of each chunk in order, or `LOST`; tokens after the last chunk are computed again.
       mass: attention that the tokens of each chunk got so far.
       seen: the most attention they could have got (see `jaxllm.kv.tolerance`).
       files: name of each chunk's segment; empty where the chunk is lost.

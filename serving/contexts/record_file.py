@@ -154,7 +154,7 @@ def find_record(folder: Path) -> FoundRecord:
     return FoundRecord(record, f"its record {broken}; it is as it was before its last call")
 
 
-def stands(folder: Path) -> bool:
+def is_readable(folder: Path) -> bool:
     """Whether at least one copy of the record in a context's folder can be read."""
     try:
         _read(folder / RECORD)
@@ -214,7 +214,7 @@ def _of_line(line: bytes, path: Path) -> Record:
             raise CheckpointError(f"{path} is corrupt")
         return record_of(json.loads(body), app_folder=path.parent.parent.name, name=path.parent.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no record of a context ({error!s:.120})") from error
+        raise CheckpointError(f"{path} is not a record of a context ({error!s:.120})") from error
 
 
 def record_of(facts: Any, *, app_folder: str, name: str) -> Record:

@@ -220,7 +220,7 @@ def delete_quarantined(root: Path) -> list[Path]:
       Paths that were not removed, because they have other names.
     """
     for path in quarantined(root):
-        remove_own(path, whatever=True)
+        remove_own(path, foreign=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()
     with contextlib.suppress(OSError):
@@ -228,15 +228,13 @@ def delete_quarantined(root: Path) -> list[Path]:
     return quarantined(root)
 
 
-def remove_own(
-    folder: Path, *, keep: frozenset[str] | set[str] = frozenset(), whatever: bool = False
-) -> bool:
+def remove_own(folder: Path, *, keep: frozenset[str] | set[str] = frozenset(), foreign: bool = False) -> bool:
     """Removes the store's own files from a context's folder, and the folder if that leaves it empty.
 
     Args:
       folder: of the context.
       keep: files that stay.
-      whatever: also remove links and files of foreign content that have the name of one of the store's files.
+      foreign: also remove links and files of foreign content that have the name of one of the store's files.
 
     Returns:
       Whether the folder is gone.
@@ -244,7 +242,7 @@ def remove_own(
     if not stat.S_ISDIR(os.lstat(folder).st_mode):
         return False
     for each in _entries(folder):
-        if each.name not in keep and (is_own(Path(each.path)) or (whatever and _has_own_name(each.name))):
+        if each.name not in keep and (is_own(Path(each.path)) or (foreign and _has_own_name(each.name))):
             with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
                 os.unlink(each.path)
     if keep:

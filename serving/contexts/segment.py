@@ -2,7 +2,7 @@
 
     header   magic, version, size and xxh3_128 of the index; the index as JSON: which chunks, at how many
              bits, computed from what, how large each layer's blobs are, and a checksum of each blob
-    layers   each at a whole page: the blobs of all its chunks, one behind the other
+    layers   each at a whole page: the blobs of all its chunks, one after the other
 
 A segment is written once, whole or not at all, and never changed: newer chunks go to a newer segment, so that
 a kill at any moment leaves older segments as they were. The record that names a segment has the checksum of
@@ -97,7 +97,7 @@ class Segment:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return self._reader.size_bytes
 
     @property
@@ -107,7 +107,7 @@ class Segment:
 
     @property
     def caching(self) -> str:
-        """How it is read: "direct" or "buffered"."""
+        """The way it is read: "direct" or "buffered"."""
         return self._reader.caching
 
     def read(self, layer: int, chunks: Sequence[int]) -> list[np.ndarray]:
@@ -248,10 +248,10 @@ def _index(chunks: Chunks, source: Callable[[int], str], checksum: Callable[[np.
 def _read_index(path: Path, reader: PieceReader) -> tuple[Any, str, int]:
     """The index, its checksum, and where the first layer begins."""
     if reader.size_bytes < PAGE:
-        raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is no segment of a context")
+        raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is not a segment of a context")
     magic, version, size, digest = _HEAD.unpack(reader.read(0, _HEAD.size).tobytes())
     if magic != MAGIC:
-        raise CheckpointError(f"{path} is no segment of a context")
+        raise CheckpointError(f"{path} is not a segment of a context")
     if version != VERSION:
         # A record of this version never names a segment of another version.
         raise CheckpointError(f"{path} is of version {version}, this jaxllm reads {VERSION}")

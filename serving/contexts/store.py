@@ -282,7 +282,7 @@ class ContextStore:
         folder = self._catalog.folder(self.record(name))
         self._unsettled[name] = folder
         with written(folder):
-            self._catalog.unlist(folder)
+            self._catalog.remove_records(folder)
         self._segments.forget(folder)
         self._settle(name)
 

@@ -66,16 +66,16 @@ class StoredContext:
           CheckpointError: a segment is not the one that the record names.
         """
         for name, segment in segments.items():
-            if strange := strange_chunks(record, name, segment):
+            if mismatched := mismatched_chunks(record, name, segment):
                 raise CheckpointError(
-                    f"{segment.path}: chunk {min(strange)} is not the one that the context's record means"
+                    f"{segment.path}: chunk {min(mismatched)} is not the one that the context's record means"
                 )
         self.record, self._segments = record, segments
         self.layers = next((each.layers for each in segments.values()), 0)
 
     @property
     def caching(self) -> str:
-        """How segments are read: "direct" or "buffered"; empty where nothing is stored."""
+        """The way segments are read: "direct" or "buffered"; empty where nothing is stored."""
         return next((each.caching for each in self._segments.values()), "")
 
     def has(self, chunk: int) -> bool:
@@ -96,7 +96,7 @@ class StoredContext:
         return [found[chunk] for chunk in chunks]
 
 
-def strange_chunks(record: Record, name: str, segment: Segment) -> set[int]:
+def mismatched_chunks(record: Record, name: str, segment: Segment) -> set[int]:
     """The chunks that a record has in a segment, but that the segment lacks, or has with another width, other
     bytes per layer than the record's origin gives, or computed from another origin or other tokens."""
     own = {chunk for chunk, file in enumerate(record.files) if file == name}

@@ -1,1 +1,1 @@
-"""How good a model is: perplexity of texts, and right answers to the questions of `jaxllm.tasks`."""
+"""Evaluates models: perplexity of texts, and right answers to the questions of `jaxllm.tasks`."""

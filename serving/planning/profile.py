@@ -98,7 +98,7 @@ class DeviceProfile:
         return float(self.ttfts((level,), (tokens,))[0, 0])
 
     def tpot(self, level: int, tokens: int) -> float:
-        """Milliseconds per further token behind a prompt of `tokens` at a level of the profile."""
+        """Milliseconds per further token after a prompt of `tokens` at a level of the profile."""
         return float(self.tpots((level,), (tokens,))[0, 0])
 
     def joules(self, level: int, tokens: int, answer_tokens: int) -> float:

@@ -31,7 +31,7 @@ from serving.speculation.speculation import Speculation
 _FEW_TOKENS = 3
 
 
-def drafted(
+def make_drafts(
     target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
 ) -> Speculation:
     """Drafts for a target, by the drafter that options name.
@@ -117,14 +117,14 @@ class ProgramDrafter:
         confidences = [1.0]
         while True:
             tokens, shares = self._likeliest(logits)
-            said, node = confidences[-1], len(line)
+            confidence, node = confidences[-1], len(line)
             leaves += [
-                (node, token, said * share)
+                (node, token, confidence * share)
                 for token, share in zip(tokens[1:], shares[1:], strict=True)
                 if share > self._shape.threshold
             ]
             line.append(tokens[0])
-            confidences.append(said * shares[0])
+            confidences.append(confidence * shares[0])
             if confidences[-1] < alpha or len(line) + 1 >= most:
                 break
             logits = self._step(tokens[0])

@@ -155,7 +155,7 @@ class _Module:
 def _elements(kind: str) -> int:
     found = _TENSOR.fullmatch(kind)
     if found is None:
-        raise ProgramError(f"it holds a value of type {kind:.80}, which is no array of a known size")
+        raise ProgramError(f"it holds a value of type {kind:.80}, which is not an array of a known size")
     return math.prod(int(each) for each in found[1].split("x") if each)
 
 

@@ -80,7 +80,7 @@ class LiteRtExecutor:
         file, *others = {each.file for each in manifest.signatures}
         if others or manifest.cache_dtype != "float32":
             raise ProgramError(
-                f"{folder} is no single model over float32 caches, as LiteRT takes it; export it again"
+                f"{folder} is not a single model over float32 caches, which LiteRT needs; export it again"
             )
         path = manifest.require_intact(folder, file)
         made_of = f"{manifest.files[file].xxh3_128} {importlib.metadata.version('ai-edge-litert')}"

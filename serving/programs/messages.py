@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 
-_SAID_BYTES = 300
+_MESSAGE_BYTES = 300
 # Lines of the runtime: they name a file and line of its source, or are one of these.
 _OURS = re.compile(
     rb"\b\w+\.(?:cc|h):\d+\]|^INFO: Created TensorFlow Lite|^WARNING: All log messages before|^\xe2\x94\x94"
@@ -33,12 +33,12 @@ def runtime_messages_kept() -> Iterator[Callable[[], str]]:
             # By `pread`, because the file's offset is shared with the writers.
             return os.pread(kept.fileno(), os.fstat(kept.fileno()).st_size, 0).splitlines(keepends=True)
 
-        def said() -> str:
+        def messages() -> str:
             own = b"".join(each for each in lines() if _OURS.search(each))
-            return own[-_SAID_BYTES:].decode(errors="replace")
+            return own[-_MESSAGE_BYTES:].decode(errors="replace")
 
         try:
-            yield said
+            yield messages
         finally:
             sys.stderr.flush()
             os.dup2(before, 2)

@@ -10,10 +10,10 @@ from jaxllm.program_folder.manifest import read_tokenizer
 from jaxllm.text.tokenizer import Tokenizer
 from serving.host.forked import require_not_forked, watch_for_forks
 from serving.host.progress import Progress
-from serving.programs.choosing import Choosing
-from serving.programs.drafts import drafted
+from serving.programs.drafts import make_drafts
 from serving.programs.executor import Executor, kept_buckets, open_executor
 from serving.programs.runner import ProgramRunner
+from serving.programs.token_chooser import TokenChooser
 from serving.speculation.options import SpeculationOptions
 from serving.speculation.speculation import Speculation
 
@@ -28,11 +28,13 @@ class ProgramModel:
       build_ms: time spent getting programs ready.
     """
 
-    def __init__(self, executor: Executor, tokenizer: Tokenizer, choosing: Choosing | None = None) -> None:
-        """See `open_program`; `choosing` draws tokens, None makes one."""
+    def __init__(
+        self, executor: Executor, tokenizer: Tokenizer, token_chooser: TokenChooser | None = None
+    ) -> None:
+        """See `open_program`; `token_chooser` draws tokens, None makes one."""
         watch_for_forks()
         self.executor, self.tokenizer = executor, tokenizer
-        self._choosing = choosing or Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size)
+        self._token_chooser = token_chooser or TokenChooser(executor.manifest.levels[WHOLE].cfg.vocab_size)
         self._runners: dict[int, ProgramRunner] = {}
         self.load_ms = self.build_ms = 0.0
 
@@ -53,12 +55,12 @@ class ProgramModel:
           ConfigError: it was not exported.
         """
         if level not in self._runners:
-            self._runners[level] = ProgramRunner(self.executor, level, self._choosing)
+            self._runners[level] = ProgramRunner(self.executor, level, self._token_chooser)
         return self._runners[level]
 
     def drafts(self, level: int, options: SpeculationOptions, *, threads: int = 0) -> Speculation:
-        """Drafts for a level (see `drafted`)."""
-        return drafted(self.runner(level), self.tokenizer, options, threads=threads)
+        """Drafts for a level (see `make_drafts`)."""
+        return make_drafts(self.runner(level), self.tokenizer, options, threads=threads)
 
     def warm_up(
         self,
@@ -74,7 +76,7 @@ class ProgramModel:
         compiles nothing."""
         began = time.perf_counter()
         runner, trees = self.runner(level), () if speculation is None else speculation.options.trees.nodes
-        self._choosing.prepare(trees)
+        self._token_chooser.prepare(trees)
         wanted, tokens = runner.signatures, None
         if prompt_tokens is not None:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
@@ -115,7 +117,7 @@ def open_program(folder: Path, *, threads: int = 0) -> ProgramModel:
     began = time.perf_counter()
     executor = open_executor(folder, threads=threads)
     tokenizer = Tokenizer(read_tokenizer(executor.manifest, folder))
-    choosing = Choosing(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
-    model = ProgramModel(executor, tokenizer, choosing)
+    token_chooser = TokenChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, kept_buckets())
+    model = ProgramModel(executor, tokenizer, token_chooser)
     model.load_ms = 1000 * (time.perf_counter() - began)
     return model

@@ -14,8 +14,8 @@ from jaxllm.program_folder.manifest import Manifest, Signature
 from jaxllm.sampling import NO_TOKEN, SamplerState
 from jaxllm.speculative.tree import TokenTree
 from serving.host.forked import require_not_forked
-from serving.programs.choosing import Choosing
 from serving.programs.executor import Executor
+from serving.programs.token_chooser import TokenChooser
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.runner import PrefillChunk
 from serving.runners.verdict import Verdict
@@ -53,15 +53,17 @@ class ProgramRunner:
       level: in percent.
       cfg: of the model, or of the level's sub-model.
       options: see `ProgramOptions`.
-      choosing: draws tokens that are not the likeliest.
+      token_chooser: draws tokens that are not the likeliest.
       weights_version: of the weights that computed a cache.
       streams_weights: False: all weights are in memory.
     """
 
     streams_weights = False
 
-    def __init__(self, executor: Executor, level: int = WHOLE, choosing: Choosing | None = None) -> None:
-        """Makes the runner of a level; `choosing` draws its tokens, None makes one.
+    def __init__(
+        self, executor: Executor, level: int = WHOLE, token_chooser: TokenChooser | None = None
+    ) -> None:
+        """Makes the runner of a level; `token_chooser` draws its tokens, None makes one.
 
         Raises:
           ConfigError: the level was not exported.
@@ -78,7 +80,7 @@ class ProgramRunner:
         self.weights_version = (level, 0)
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
-        self.choosing = choosing or Choosing(self.cfg.vocab_size)
+        self.token_chooser = token_chooser or TokenChooser(self.cfg.vocab_size)
         self._program = functools.cache(functools.partial(_program, manifest, level))
 
     @property
@@ -149,7 +151,7 @@ class ProgramRunner:
         """The next token `[1]`, and the sampler. Finds the likeliest without a dispatch."""
         if _likeliest(sampler):
             return _most_likely(np.asarray(logits)), sampler
-        token, sampler = self.choosing.next_token(logits, sampler)
+        token, sampler = self.token_chooser.next_token(logits, sampler)
         return np.asarray(token), sampler
 
     def decode_limit(self, pace: int, remaining: int) -> int:
@@ -166,12 +168,12 @@ class ProgramRunner:
         cached: Sequence[int] = (),
     ) -> tuple[np.ndarray, int, ProgramCache, SamplerState]:
         """See `Runner`; a step for each token, until a stop token."""
-        stops, said = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
-        while len(said) <= limit and (len(said) == 1 or said[-1] not in stops):
-            logits, cache = self.step(cache, said[-1], len(cached) + len(said) - 1)
+        stops, decoded = set(stop_ids.tolist()), [int(np.asarray(token)[0])]
+        while len(decoded) <= limit and (len(decoded) == 1 or decoded[-1] not in stops):
+            logits, cache = self.step(cache, decoded[-1], len(cached) + len(decoded) - 1)
             chosen, sampler = self.sample(logits, sampler)
-            said.append(int(chosen[0]))
-        rows = np.array([said[1:]], np.int32)
+            decoded.append(int(chosen[0]))
+        rows = np.array([decoded[1:]], np.int32)
         return rows, rows.shape[1], cache, sampler
 
     def step(self, cache: ProgramCache, token: int, at: int) -> tuple[Any, ProgramCache]:
@@ -204,7 +206,7 @@ class ProgramRunner:
         if _likeliest(sampler):
             chosen = _most_likely(np.asarray(logits)[0])
         else:
-            chosen = np.asarray(self.choosing.of_tree(tree, np.asarray(logits)[0], sampler))
+            chosen = np.asarray(self.token_chooser.of_tree(tree, np.asarray(logits)[0], sampler))
         path = accepted_path(tree, chosen)[:limit]
         tokens = chosen[path]
         if not _likeliest(sampler):

@@ -49,7 +49,7 @@ class TreeShape:
 
     @property
     def growth(self) -> Growth:
-        """How the draft grows trees."""
+        """The shape of trees that the drafter grows."""
         return Growth(tips=self.tips, branches=self.branches, threshold=self.threshold, paced=self.paced)
 
 

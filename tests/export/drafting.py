@@ -4,7 +4,7 @@ import numpy as np
 
 from jaxllm.sampling import Sampling
 from serving.engine import Engine
-from serving.programs.drafts import drafted
+from serving.programs.drafts import make_drafts
 from serving.request import GenerationConfig, Session
 from serving.speculation.host_tree import grown, root_alone
 from serving.speculation.options import SpeculationOptions
@@ -23,7 +23,7 @@ def with_drafts(plain, **options):
     """An engine over the same programs that drafts: the whole model, as a level, drafts for itself."""
     engine = Engine(plain.model)
     options = SpeculationOptions(**ALWAYS, **options)
-    engine.speculation = drafted(engine.runner, engine.tokenizer, options, threads=1)
+    engine.speculation = make_drafts(engine.runner, engine.tokenizer, options, threads=1)
     return engine
 
 

@@ -157,7 +157,7 @@ func.func private @h(%x: tensor<f32> {tf.aliasing_output = 0 : i32}) -> tensor<f
     [
         (CALLS_ITSELF, "'again' calls itself"),
         (DOUBLING, "f0 takes .* operations"),
-        (SIZES_AT_RUN_TIME, "no array of a known size"),
+        (SIZES_AT_RUN_TIME, "not an array of a known size"),
         (BEARING, "'tf.aliasing_output'"),
     ],
 )

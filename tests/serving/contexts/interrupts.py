@@ -92,7 +92,7 @@ class Victim:
         gc.collect()
         contexts = self.contexts
         # Whoever dropped an answer is told of it by the next call.
-        told = contexts.unheard.forget(self.context.name) is not None or told
+        told = contexts.pending_errors.forget(self.context.name) is not None or told
         names = {each.name for each in contexts.store.records()}
         assert self.other.name in names
         if self.context.name not in names:

@@ -111,7 +111,7 @@ def test_a_corrupt_chunk_is_named_and_others_are_read(written):
 @pytest.mark.parametrize(
     ("head", "part"),
     [
-        ((b"SOMEELSE", 1, 10), "is no segment"),
+        ((b"SOMEELSE", 1, 10), "is not a segment"),
         ((b"JXLKVSEG", 1, 10), "of version 1, this jaxllm reads 2"),
         ((b"JXLKVSEG", 2, 1 << 60), "does not fit the file"),
         ((b"JXLKVSEG", 2, 10), "index is corrupt"),

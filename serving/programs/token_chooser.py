@@ -14,7 +14,7 @@ from serving.buckets.exported import ChoiceBucket
 from serving.buckets.store import BucketStore
 
 
-class Choosing:
+class TokenChooser:
     """Draws tokens of a vocabulary.
 
     Args:

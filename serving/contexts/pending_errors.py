@@ -7,7 +7,7 @@ from jaxllm.errors import JaxllmError
 _LOG = logging.getLogger("jaxllm")
 
 
-class UnheardErrors:
+class PendingErrors:
     """Errors of storing dropped answers, by context.
 
     They are logged at once, and raised by the context's next call, or when all contexts are closed.
@@ -25,7 +25,7 @@ class UnheardErrors:
         """Removes a context's error and returns it."""
         return self._errors.pop(name, None)
 
-    def tell(self, name: str) -> None:
+    def raise_for(self, name: str) -> None:
         """Raises a context's error, once."""
         error = self.forget(name)
         if error is not None:
@@ -33,7 +33,7 @@ class UnheardErrors:
                 f"the last answer in the context {name} could not be kept when it was dropped: {error}"
             ) from error
 
-    def tell_all(self) -> None:
+    def raise_first(self) -> None:
         """Raises the first error; the others stay."""
         for name in list(self._errors):
-            self.tell(name)
+            self.raise_for(name)
