@@ -214,6 +214,7 @@ def _if_finite(logits: jax.Array, token: jax.Array) -> jax.Array:
 
 def largest(logits: jax.Array) -> jax.Array:
     """The index of each row's largest value or NaN, the first of equals, as `jnp.argmax`: `[B]` int32."""
+    Axes("largest").check(jnp.floating, "B V", logits=logits)
 
     def in_two_passes(logits: jax.Array) -> jax.Array:
         # XLA:CPU vectorizes both passes; they take a tenth of the time of its argmax.
@@ -228,6 +229,9 @@ def largest(logits: jax.Array) -> jax.Array:
 
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
     """Adds the bias and applies repetition, frequency and presence penalties to `[B, V]` logits."""
+    axes = Axes("penalize")
+    axes.check(jnp.float32, "B V", logits=logits)
+    state.check(axes)
     logits = logits + state.bias
     in_answer = state.counts > 0
     repeated = jnp.where(logits > 0, logits / state.repetition_penalty, logits * state.repetition_penalty)
@@ -238,6 +242,9 @@ def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
 
 def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
     """`[B, V]` logits, -inf for tokens that top-k, top-p and min-p drop."""
+    axes = Axes("filtered")
+    axes.check(jnp.float32, "B V", logits=logits)
+    state.check(axes)
     vocab = logits.shape[-1]
     top_k_on = (state.top_k > 0) & (state.top_k < vocab)
     logits = jax.lax.cond(top_k_on, lambda x: keep_top_k(x, state.top_k), lambda x: x, logits)
@@ -247,12 +254,20 @@ def filtered(logits: jax.Array, state: SamplerState) -> jax.Array:
 
 
 def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
-    """Keeps the `k` largest logits of each row, and those equal to the k-th."""
+    """Keeps the `k` largest logits of each row of `[B, V]`, and those equal to the k-th; `k` is an int32
+    scalar."""
+    axes = Axes("keep_top_k")
+    axes.check(jnp.float32, "B V", logits=logits)
+    axes.check(jnp.int32, "", k=k)
     return _keep_above(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
-    """Keeps the fewest largest logits of each row whose probabilities sum to at least `p`."""
+    """Keeps the fewest largest logits of each row of `[B, V]` whose probabilities sum to at least `p`, a
+    float32 scalar."""
+    axes = Axes("keep_top_p")
+    axes.check(jnp.float32, "B V", logits=logits)
+    axes.check(jnp.float32, "", p=p)
     probabilities = jax.nn.softmax(logits, axis=-1)
 
     def enough(kept: jax.Array) -> jax.Array:

@@ -11,12 +11,38 @@ import pytest
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
-from jaxllm.kv.cache import TokenPositions, new_cache
+from jaxllm.int8_prefill.calibration import outlier_counts
+from jaxllm.int8_prefill.reference import forward_by_rule, plain_rule, scores_by_rule
+from jaxllm.int8_prefill.shadow import FloatRows, shadow_products
+from jaxllm.int8_prefill.subgraphs import (
+    LayerCalibration,
+    Projected,
+    attend,
+    finish,
+    narrow,
+    narrow_shadow,
+    project,
+    widen,
+)
+from jaxllm.int8_prefill.whole_layer import pass_layer
+from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks, take_chunks
-from jaxllm.kv.codecs import ChunkFormat
+from jaxllm.kv.codecs import CODECS, ChunkFormat, ChunkShape
 from jaxllm.models import decoder
-from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.speculative.tree import add_nodes, new_tree
+from jaxllm.quant import contracted_rows, unpack_int4
+from jaxllm.quant.dequantize import unpack_int2
+from jaxllm.sampling import (
+    Sampling,
+    filtered,
+    keep_top_k,
+    keep_top_p,
+    largest,
+    penalize,
+    sample,
+    sampler_state,
+)
+from jaxllm.speculative.pacer import best_confidence
+from jaxllm.speculative.tree import add_nodes, deepest, new_tree, path_to
 from jaxllm.steps.layers import restore_layer
 from jaxllm.steps.model import BlockEnd, decode_tokens, prefill_chunk, score_chunk
 from jaxllm.steps.trees import keep_path, verify
@@ -84,6 +110,16 @@ ONE, YES = np.int32(1), np.True_
 PAST = (CACHE.keys[0], CACHE.values[0])
 AT = TokenPositions.after(ONE, 4, ONE)
 CHUNKS = LayerChunks(ints(2, 3), ints(2), ChunkFormat.named("channel", 16))
+CHUNK = ChunkShape(heads=2, tokens=16, width=8)
+STEPS = LayerCalibration(floats(4))
+STAGE = {"cfg": TINY, "layer": 0}
+HEADS = [floats(1, 4, 2, 32), floats(1, 4, 2, 16), floats(1, 4, 2, 16)]
+
+
+def without_params(function):
+    """A function as a step over parameters, which it does not take."""
+    return lambda _, *arguments: function(*arguments)
+
 
 WRONG = {
     "prefill_chunk takes tokens as": (functools.partial(prefill_chunk, **FIXED), ints(4), ONE, YES, CACHE),
@@ -120,14 +156,93 @@ WRONG = {
     "verify takes limit as": (
         functools.partial(verify, **FIXED), new_tree(ONE, 4), CACHE, SAMPLER, np.float32(1),
     ),
-    "keep_path takes nodes as": (lambda _, *rest: keep_path(*rest), CACHE, floats(4), ONE),
+    "keep_path takes nodes as": (without_params(keep_path), CACHE, floats(4), ONE),
     "add_nodes takes tokens as [T] int32 with T = 2": (
-        lambda _, *rest: add_nodes(*rest), new_tree(ONE, 4), ints(2), ints(3), floats(2), np.ones(2, bool),
+        without_params(add_nodes), new_tree(ONE, 4), ints(2), ints(3), floats(2), np.ones(2, bool),
     ),
     "take_chunks takes rows as [1, K, S, H] float": (
         lambda _, rows, first: take_chunks(rows, first, count=1, tokens=16), floats(2, 2, 32, 16), ONE,
     ),
-    "sample takes logits as [B, V] float32": (lambda _, *rest: sample(*rest), floats(V), SAMPLER),
+    "sample takes logits as [B, V] float32": (without_params(sample), floats(V), SAMPLER),
+    "penalize takes logits as [B, V] float32": (without_params(penalize), floats(V), SAMPLER),
+    f"filtered takes bias as [V] float32 with V = 7, got [{V}]": (
+        without_params(filtered), floats(1, 7), SAMPLER,
+    ),
+    "keep_top_k takes k as [] int32": (without_params(keep_top_k), floats(2, 7), ints(2)),
+    "keep_top_p takes logits as [B, V] float32": (without_params(keep_top_p), floats(7), np.float32(0.5)),
+    "largest takes logits as [B, V] float": (without_params(largest), floats(7)),
+    "new_tree takes root as [] int32, got [1]": (without_params(lambda root: new_tree(root, 4)), ints(1)),
+    "deepest takes accepted as [M] bool with M = 4": (
+        without_params(deepest), new_tree(ONE, 4), np.ones(3, bool),
+    ),
+    "path_to takes node as [] int32": (without_params(path_to), new_tree(ONE, 4), ints(1)),
+    "best_confidence takes fed as [M] bool with M = 4": (
+        without_params(best_confidence), new_tree(ONE, 4), ints(4),
+    ),
+    "write_rows takes new as [B, K, T, H] float with B = 1, K = 2, H = 16, got [1, 4, 2, 16]": (
+        without_params(write_rows), CACHE.keys[0], floats(1, 4, 2, 16), ONE, ONE,
+    ),
+    "write takes new as [B, K, T, H] float with B = 1, K = 2, T = 4, H = 16, got [1, 2, 3, 16]": (
+        without_params(AT.write), CACHE.keys[0], floats(1, 2, 3, 16),
+    ),
+    "encode takes keys as [N, K, C, H] float with K = 2, C = 16, H = 8, got [3, 16, 2, 8]": (
+        without_params(lambda *rows: CODECS["kivi"].encode(*rows, CHUNK, 4)),
+        floats(3, 16, 2, 8), floats(3, 16, 2, 8),
+    ),
+    "decode takes blobs as [N, bytes] uint8 with bytes = 448, got [3, 447]": (
+        without_params(lambda blobs: CODECS["kivi"].decode(blobs, CHUNK, 4)), np.zeros((3, 447), np.uint8),
+    ),
+    "unpack_int4 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 64]": (
+        without_params(lambda packed: unpack_int4(packed, 40, jnp.float32)), np.zeros((5, 64), np.uint8),
+    ),
+    "unpack_int2 takes packed as [..., bytes] uint8 with bytes = 32, got [5, 32] int8": (
+        without_params(lambda packed: unpack_int2(packed, 40, jnp.float32)), np.zeros((5, 32), np.int8),
+    ),
+    "contracted_rows takes index as [N] int32": (
+        without_params(functools.partial(contracted_rows, last=True)), floats(5, 8), ints(2, 1),
+    ),
+    "shadow_products takes place as [D] int32 with D = 8, got [9]": (
+        lambda _, x, step, place: shadow_products(x, step, [x], FloatRows(place, (x,)), last=True),
+        floats(3, 8), np.float32(1), ints(9),
+    ),
+    "forward_by_rule takes tokens as [T] int32": (
+        lambda params, tokens: forward_by_rule(params, tokens, plain_rule(params, TINY), cfg=TINY),
+        ints(1, 4),
+    ),
+    "scores_by_rule takes targets as [T] int32 with T = 4": (
+        lambda params, *each: scores_by_rule(params, *each, plain_rule(params, TINY), cfg=TINY),
+        ints(4), ints(5),
+    ),
+    "outlier_counts takes steps as [L, 4] float32 with L = 2, got [4]": (
+        functools.partial(outlier_counts, cfg=TINY), ints(4), floats(4),
+    ),
+    "project takes steps as [4] float32, got [2, 4]": (
+        functools.partial(project, **STAGE), LayerCalibration(floats(2, 4)), floats(1, 4, 64),
+    ),
+    "project takes x as [1, T, D] float with D = 64": (
+        functools.partial(project, **STAGE), STEPS, floats(4, 64),
+    ),
+    "attend takes keys as [1, T, K, H] float with T = 4, K = 2, H = 16, got [1, 4, 2, 32]": (
+        functools.partial(attend, **STAGE), STEPS, Projected([HEADS[0], HEADS[0], HEADS[2]]), AT, PAST, None,
+    ),
+    "attend takes mass as [1, S] float32 with S = 32": (
+        functools.partial(attend, **STAGE), STEPS, Projected(HEADS), AT, PAST, floats(1, 5, 32),
+    ),
+    "finish takes out as [1, T, K, *] float with T = 4": (
+        functools.partial(finish, **STAGE), STEPS, floats(1, 4, 64), floats(1, 4, 64),
+    ),
+    "widen takes added as [1, T, D] float with T = 4, D = 64": (
+        functools.partial(widen, **STAGE), STEPS, floats(1, 4, 64), HEADS[0], floats(1, 4, 80),
+    ),
+    "narrow takes shadow as [1, T, F] float with T = 4, F = 80": (
+        functools.partial(narrow, **STAGE), STEPS, floats(1, 4, 64), [floats(1, 4, 80)], [floats(1, 4, 64)],
+    ),
+    "narrow_shadow takes hidden as [1, T, F] float": (
+        functools.partial(narrow_shadow, **STAGE), STEPS, floats(1, 4, 64), floats(1, 4, 64), floats(4, 80),
+    ),
+    "pass_layer takes positions as [T] int32 with T = 5": (
+        functools.partial(pass_layer, **STAGE), STEPS, floats(1, 5, 64), AT, PAST, None,
+    ),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_matrices, product_sizes
@@ -124,6 +125,8 @@ def outlier_counts(
 ) -> list[list[jax.Array]]:
     """How many tokens exceed 127 steps in each input channel `[D]` of all products, int32; `steps` is `[L,
     4]`."""
+
+    Axes("outlier_counts", L=cfg.layers).check(jnp.float32, "L 4", steps=steps)
 
     def look(layer: int, product: int, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.abs(x) > TOP_LEVEL * steps[layer, product], axis=0, dtype=jnp.int32)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
 from jaxllm.int8_prefill.shadow import shadow_products
@@ -35,6 +36,7 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
       rule: computes all products of layers.
       cfg: the model.
     """
+    Axes("forward_by_rule").check(jnp.int32, "T", tokens=tokens)
     count = len(tokens)
     at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
     x = embed_tokens(params, tokens[None], at.positions, cfg=cfg)
@@ -48,6 +50,7 @@ def scores_by_rule(
 ) -> jax.Array:
     """Natural log-probabilities `[T]` float32 of targets `[T]`, each after its token and all tokens
     before."""
+    Axes("scores_by_rule").check(jnp.int32, "T", tokens=tokens, targets=targets)
     out = logits(params, forward_by_rule(params, tokens, rule, cfg=cfg), cfg=cfg)
     return jnp.take_along_axis(jax.nn.log_softmax(out, axis=-1), targets[:, None], axis=-1)[:, 0]
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.kernels.stepwise import TOP_LEVEL
 from jaxllm.quant import Weight, contracted_rows
 
@@ -72,6 +73,10 @@ def shadow_products(
     Returns:
       `[T, outputs]` float32 for each weight, and the number of channels with an outlier, int32 scalar.
     """
+    axes = Axes("shadow_products")
+    axes.check(jnp.floating, "T D", x=x)
+    axes.check(jnp.float32, "", step=step)
+    axes.check(jnp.int32, "D", place=None if rows is None else rows.place)
     x = x.astype(jnp.float32)
     hit = jnp.any(jnp.abs(x) > np.float32(TOP_LEVEL) * step, axis=0)
     count = jnp.sum(hit, dtype=jnp.int32)

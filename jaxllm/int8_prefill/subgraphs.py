@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
@@ -49,6 +51,12 @@ class LayerCalibration:
         """Whether the layer has a shadow."""
         return self.rows is not None
 
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above, where a step that takes the calibration is traced."""
+        axes.check(jnp.float32, "4", steps=self.steps)
+        for rows in self.rows or ():
+            axes.check(jnp.int32, "*", place=rows.place)
+
 
 def require_integer_prefill(cfg: ModelConfig) -> None:
     """Raises ConfigError unless the model can have integer prefill."""
@@ -62,6 +70,7 @@ def project(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> list[jax.Array]:
     """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
+    check_stage("project", calibration, cfg, x=x)
     return _products(layer_weights(params, layer), calibration, PROJECT, x, cfg, layer)
 
 
@@ -69,6 +78,7 @@ def project_shadow(
     params: Params, calibration: LayerCalibration, x: jax.Array, *, cfg: ModelConfig, layer: int
 ) -> tuple[list[jax.Array], jax.Array]:
     """The shadow of the products of `project`, and the number of channels with an outlier."""
+    check_stage("project_shadow", calibration, cfg, x=x)
     return _normed_shadow(layer_weights(params, layer), calibration, PROJECT, x, cfg)
 
 
@@ -108,6 +118,11 @@ def attend(
       shadow; the updated keys and values; the updated mass; and the number of channels with outliers, or
       None.
     """
+    axes = check_stage("attend", calibration, cfg)
+    for q, k, v in (projected.heads, *([] if projected.shadows is None else [projected.shadows])):
+        axes.check(jnp.floating, "1 T K *", queries=q)
+        axes.check(jnp.floating, "1 T K H", keys=k, values=v)
+    check_past(axes, at, past, mass)
     weights = layer_weights(params, layer)
     heads, shadows = projected
     q, k, v = heads if shadows is None else _sums(heads, shadows)
@@ -133,6 +148,8 @@ def finish(
     layer: int,
 ) -> jax.Array:
     """The next layer's input `[1, T, D]`, from the layer's input and the attention outputs."""
+    axes = check_stage("finish", calibration, cfg, x=x)
+    axes.check(jnp.floating, "1 T K *", out=out)
     weights = layer_weights(params, layer)
     x = _added_output(weights, calibration, x, out, None, cfg, layer)
     _, neurons = used_in_layer(weights.counts, layer)
@@ -161,6 +178,8 @@ def widen(
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Input of the feed-forward block `[1, T, D]`, and its first products, each `[1, T, F]`; `added` is the
     shadow from `attend`."""
+    axes = check_stage("widen", calibration, cfg, x=x, added=added)
+    axes.check(jnp.floating, "1 T K *", out=out)
     weights = layer_weights(params, layer)
     x = _added_output(weights, calibration, x, out, added, cfg, layer)
     return x, _products(weights, calibration, WIDEN, x, cfg, layer)
@@ -171,6 +190,7 @@ def widen_shadow(
 ) -> tuple[list[jax.Array], jax.Array]:
     """The shadow of the products of `widen`, from the block's input; and the number of channels with an
     outlier."""
+    check_stage("widen_shadow", calibration, cfg, x=x)
     return _normed_shadow(layer_weights(params, layer), calibration, WIDEN, x, cfg)
 
 
@@ -186,6 +206,9 @@ def narrow(
 ) -> tuple[jax.Array, jax.Array]:
     """Output of the feed-forward block `[1, T, D]` (with x added, unless a norm follows), and the input of
     its last product `[1, T, F]`."""
+    axes = check_stage("narrow", calibration, cfg, x=x)
+    for each, shadow in zip(products, shadows, strict=True):
+        axes.check(jnp.floating, "1 T F", product=each, shadow=shadow)
     weights = layer_weights(params, layer)
     hidden = _hidden(_sums(products, shadows), cfg)
     _, neurons = used_in_layer(weights.counts, layer)
@@ -210,14 +233,33 @@ def narrow_shadow(
     cfg: ModelConfig,
     layer: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """The next layer's input `[1, T, D]`, with the shadow of `hidden` added; and the number of channels with
-    an outlier."""
+    """The next layer's input `[1, T, D]`, with the shadow of `hidden` `[1, T, F]` added; and the number of
+    channels with an outlier."""
+    axes = check_stage("narrow_shadow", calibration, cfg, x=x, out=out)
+    axes.check(jnp.floating, "1 T F", hidden=hidden)
     weights = layer_weights(params, layer)
     _, neurons = used_in_layer(weights.counts, layer)
     used = hidden if neurons is None else neurons.only(hidden, 2)
     (added,), count = _shadow(weights, calibration, NARROW, used, cfg)
     out = out + added
     return add_normed(x, out, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else out, count
+
+
+def check_stage(step: str, calibration: LayerCalibration, cfg: ModelConfig, **hidden: jax.Array) -> Axes:
+    """Asserts the calibration and the arrays `[1, T, D]` that a stage takes, where it is traced."""
+    axes = Axes(step, D=cfg.hidden_size, H=cfg.head_dim)
+    calibration.check(axes)
+    axes.check(jnp.floating, "1 T D", **hidden)
+    return axes
+
+
+def check_past(
+    axes: Axes, at: TokenPositions, past: tuple[jax.Array, jax.Array], mass: jax.Array | None
+) -> None:
+    """Asserts positions and the part of the cache that a stage takes, where it is traced."""
+    at.check(axes)
+    axes.check(jnp.floating, "1 K S H", keys=past[0], values=past[1])
+    axes.check(jnp.float32, "1 S", mass=mass)
 
 
 def layer_weights(params: Params, layer: int) -> LayerParams:

@@ -16,6 +16,8 @@ from jaxllm.int8_prefill.subgraphs import (
     Projected,
     attend,
     block_weights,
+    check_past,
+    check_stage,
     finish,
     layer_weights,
     project,
@@ -49,6 +51,7 @@ def pass_layer(
       The next layer's input, the updated keys and values, the updated mass; and if the layer has a shadow the
       number of channels with outliers of each of `PRODUCTS`, `[4]` int32, else None.
     """
+    check_past(check_stage("pass_layer", calibration, cfg, x=x), at, past, mass)
     steps, rows = calibration.steps, calibration.rows
     plain = LayerCalibration(steps)
     if rows is None:

@@ -143,6 +143,10 @@ class TokenPositions:
     def write(self, rows: jax.Array, new: jax.Array) -> jax.Array:
         """`rows` `[B, K, S, H]` with the valid tokens of `new` `[B, K, T, H]` written at their rows; rows
         past S are dropped."""
+        axes = Axes("write")
+        self.check(axes)
+        axes.check(jnp.floating, "B K S H", rows=rows)
+        axes.check(jnp.floating, "B K T H", new=new)
         if self.consecutive:
             return write_rows(rows, new, self.positions[0], self.valid)
         real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
@@ -189,6 +193,10 @@ def write_rows(rows: jax.Array, new: jax.Array, start: jax.Array, valid: jax.Arr
     rows replace theirs in it, and the block is written whole. Rows past S are
     dropped. A single row (T = 1) is written without all this: it must be valid and `start < S`.
     """
+    axes = Axes("write_rows")
+    axes.check(jnp.floating, "B K S H", rows=rows)
+    axes.check(jnp.floating, "B K T H", new=new)
+    axes.check(jnp.int32, "", start=start, valid=valid)
     capacity, length = rows.shape[2], new.shape[2]
     new = new.astype(rows.dtype)
     if length == 1:

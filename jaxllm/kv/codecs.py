@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 
 # Bits of a stored value, best first; `RAW` stores the floats of the cache.
@@ -107,6 +108,8 @@ class Codec:
           most 1.002·(highest - lowest + |lowest|/500)/(2^bits - 1) + 1/8192 over the values that share it.
         """
         _check_bits(bits)
+        axes = Axes("encode", K=shape.heads, C=shape.tokens, H=shape.width)
+        axes.check(jnp.floating, "N K C H", keys=keys, values=values)
         if bits == RAW:
             parts = [_bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
@@ -117,8 +120,9 @@ class Codec:
         return jnp.concatenate(parts, axis=-1)
 
     def decode(self, blobs: jax.Array, shape: ChunkShape, bits: int) -> tuple[jax.Array, jax.Array]:
-        """Decodes blobs of `encode` to keys and values `[N, K, C, H]` in the cache's dtype."""
-        _check_bits(bits)
+        """Decodes blobs `[N, blob_bytes]` of `encode` to keys and values `[N, K, C, H]` in the cache's
+        dtype."""
+        Axes("decode", bytes=self.blob_bytes(shape, bits)).check(jnp.uint8, "N bytes", blobs=blobs)
         if bits == RAW:
             rows = jax.lax.bitcast_convert_type(
                 blobs.reshape(len(blobs), 2, shape.heads, shape.tokens, shape.width, -1),

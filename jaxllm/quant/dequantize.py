@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxllm.axes import Axes
 from jaxllm.quant.blocks import (
     BlockedArray,
     blocked_levels,
@@ -11,7 +12,7 @@ from jaxllm.quant.blocks import (
     take_blocked_inputs,
     take_blocked_rows,
 )
-from jaxllm.quant.formats import QArray
+from jaxllm.quant.formats import QArray, packed_columns
 from jaxllm.quant.parts import entry_of_form, sliced
 from jaxllm.quant.weights import (
     Adapted,
@@ -63,6 +64,7 @@ def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
 
 def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     """Inverse of `pack_int4`: whole numbers `[..., columns]` in `dtype`."""
+    Axes("unpack_int4", bytes=packed_columns(columns, 4)).check(jnp.uint8, "... bytes", packed=packed)
     halves = (packed & np.uint8(15), packed >> np.uint8(4))
     wide = jnp.concatenate([half.astype(dtype) for half in halves], axis=-1)
     return wide[..., :columns] - np.asarray(8, dtype)
@@ -70,6 +72,7 @@ def unpack_int4(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
 
 def unpack_int2(packed: jax.Array, columns: int, dtype: jnp.dtype) -> jax.Array:
     """Inverse of `pack_int2`: whole numbers `[..., columns]` in `dtype`."""
+    Axes("unpack_int2", bytes=packed_columns(columns, 2)).check(jnp.uint8, "... bytes", packed=packed)
     quarters = [(packed >> np.uint8(shift)) & np.uint8(3) for shift in (0, 2, 4, 6)]
     codes = jnp.concatenate([quarter.astype(dtype) for quarter in quarters], axis=-1)
     return codes[..., :columns] * np.asarray(2, dtype) - np.asarray(3, dtype)
@@ -107,6 +110,7 @@ def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Arra
     Returns:
       `[N, outputs]` float32.
     """
+    Axes("contracted_rows").check(jnp.int32, "N", index=index)
     while isinstance(weight, Changed):
         weight = weight.base
     if isinstance(weight, BlockedArray):

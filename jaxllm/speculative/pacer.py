@@ -99,6 +99,9 @@ def grow(
 
 
 def best_confidence(tree: TokenTree, fed: jax.Array) -> jax.Array:
-    """Tc, the highest cumulative confidence of a branch that can still grow: float32 scalar, 0 if none
-    can."""
+    """Tc, the highest cumulative confidence of a branch that can still grow: float32 scalar, 0 if none can;
+    `fed` is `[M]` bool, as in `next_tips`."""
+    axes = Axes("best_confidence")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", fed=fed)
     return jnp.max(jnp.where(tree.used & ~fed, tree.confidences, 0.0))

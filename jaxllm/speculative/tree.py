@@ -73,9 +73,12 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
     """
     if room < 1:
         raise ConfigError(f"a token tree has room for its root at least, got {room}")
+    root = jnp.asarray(root, jnp.int32)
+    # A root of rank 1 would become the token of every node.
+    Axes("new_tree").check(jnp.int32, "", root=root)
     first = jnp.arange(room, dtype=jnp.int32) == 0
     return TokenTree(
-        tokens=jnp.where(first, jnp.asarray(root, jnp.int32), 0),
+        tokens=jnp.where(first, root, 0),
         parents=jnp.full(room, -1, jnp.int32),
         depths=jnp.zeros(room, jnp.int32),
         confidences=first.astype(jnp.float32),
@@ -142,16 +145,22 @@ def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
 
 
 def deepest(tree: TokenTree, accepted: jax.Array) -> jax.Array:
-    """The deepest accepted node, the first of equals: int32 scalar."""
+    """The deepest of the nodes that are `accepted` (`[M]` bool), the first of equals: int32 scalar."""
+    axes = Axes("deepest")
+    tree.check(axes)
+    axes.check(jnp.bool_, "M", accepted=accepted)
     return jnp.argmax(jnp.where(accepted, tree.depths, -1)).astype(jnp.int32)
 
 
 def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The nodes from the root to `node`, in order.
+    """The nodes from the root to `node` (int32 scalar), in order.
 
     Returns:
       `[M]` int32, and how many of them are on the path; the others repeat the last one.
     """
+    axes = Axes("path_to")
+    tree.check(axes)
+    axes.check(jnp.int32, "", node=node)
     on_path = tree.ancestors[node]
     nodes = jnp.nonzero(on_path, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
     return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)
