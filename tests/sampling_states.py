@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import numpy as np
 
@@ -17,17 +18,18 @@ from jaxllm.sampling import (
 )
 
 V = 8
+DIMS = chex.Dimensions(B=1, V=V)
 # Compiling is most of this file's time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-sample_jit, penalize_jit, top_k_jit, top_p_jit = (
-    jit(function) for function in (sample, penalize, keep_top_k, keep_top_p)
-)
+sample_jit, top_k_jit, top_p_jit = (jit(function) for function in (sample, keep_top_k, keep_top_p))
 
 
-@jit
-def kept_logits(logits, state):
+def drawn_from(logits, state):
     """What `sample` draws from: penalties, temperature, filters."""
     return filtered(penalize(logits, state) / state.temperature, state)
+
+
+kept_logits = jit(drawn_from)
 
 
 def state_of(prompt=(), answer=(), *, vocab=V, seed=0, **sampling):

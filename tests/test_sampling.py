@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -13,28 +14,37 @@ from jaxllm.sampling import (
     MAX_BIAS,
     MAX_LOGIT_BIASES,
     Sampling,
+    keep_top_k,
+    keep_top_p,
+    penalize,
+    sample,
 )
 from tests.sampling_states import (
+    DIMS,
     V,
+    drawn_from,
     kept_logits,
     normal,
-    penalize_jit,
     sample_jit,
     softmax,
     state_of,
     top_k_jit,
     top_p_jit,
 )
+from tests.variants import every_variant
 
 # Greedy
 
 
+@every_variant
 @pytest.mark.parametrize("seed", range(5))
-def test_default_is_greedy(seed):
-    logits = normal(1, V, seed=seed)
-    token, after = sample_jit(logits, state_of(seed=seed))
+def test_default_is_greedy(seed, variant):
+    logits, state = normal(*DIMS["BV"], seed=seed), state_of(seed=seed)
+    token, after = variant(sample)(logits, state)
     assert token.tolist() == [logits.argmax()]
-    assert token.dtype == np.int32
+    chex.assert_shape(token, DIMS["B"])
+    chex.assert_type(token, np.int32)
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
     assert int(after.drawn) == 1
     assert after.counts[0].tolist() == [int(i == logits.argmax()) for i in range(V)]
 
@@ -76,13 +86,14 @@ def test_greedy_counts_what_it_chose():
 # Penalties
 
 
-def test_penalties_by_hand():
+@every_variant
+def test_penalties_by_hand(variant):
     logits = np.array([[2.0, -2.0, 4.0, -4.0, 1.0, 0.5]], np.float32)
-    prompt, answer = (0, 1), (2, 3, 2)
+    prompt, answer, run = (0, 1), (2, 3, 2), variant(penalize)
 
     def penalized(**sampling):
         state = state_of(prompt, answer, vocab=6, **sampling)
-        return np.asarray(penalize_jit(logits, state))[0]
+        return np.asarray(run(logits, state))[0]
 
     np.testing.assert_array_equal(penalized(), logits[0])
     # Of prompt and answer; pushed down whatever the sign.
@@ -125,17 +136,19 @@ def test_top_k_is_a_sort(rows, k):
             assert np.isfinite(kept).sum() == k
 
 
+@every_variant
 @pytest.mark.parametrize("k", range(1, ROW + 1))
-def test_top_k_keeps_exactly_k(k):
+def test_top_k_keeps_exactly_k(k, variant):
     logits = np.stack([np.random.default_rng(k).permutation(ROW) - 4.5, -np.exp2(np.arange(ROW))])
-    got = np.asarray(top_k_jit(logits.astype(np.float32), np.int32(k)))
+    got = np.asarray(variant(keep_top_k)(logits.astype(np.float32), np.int32(k)))
     assert np.isfinite(got).sum(-1).tolist() == [k, k]
     assert sorted(got[0][np.isfinite(got[0])]) == [i - 4.5 for i in range(ROW - k, ROW)]
 
 
-def test_top_k_keeps_ties_with_the_last():
+@every_variant
+def test_top_k_keeps_ties_with_the_last(variant):
     logits = np.array([[1.0, 3.0, 2.0, 2.0, -1.0, 2.0, 0.0, 0.0, 0.0]], np.float32)
-    kept = np.isfinite(np.asarray(top_k_jit(np.tile(logits, (2, 1)), np.int32(2))))
+    kept = np.isfinite(np.asarray(variant(keep_top_k)(np.tile(logits, (2, 1)), np.int32(2))))
     assert kept[0].tolist() == [False, True, True, True, False, True, False, False, False]
 
 
@@ -159,26 +172,29 @@ def test_top_p_is_a_sort(weights, p):
         np.testing.assert_array_equal(kept, np.where(row >= least, logit, -np.inf))
 
 
+@every_variant
 @pytest.mark.parametrize(("p", "kept"), [(1e-6, 1), (0.49, 1), (0.51, 2), (0.79, 2), (0.81, 3), (0.96, 4)])
-def test_top_p_by_hand(p, kept):
+def test_top_p_by_hand(p, kept, variant):
     logits = np.log(np.array([[0.05, 0.5, 0.15, 0.3]], np.float32)) + np.float32(7)
-    got = np.isfinite(np.asarray(top_p_jit(logits, np.float32(p))))[0]
+    got = np.isfinite(np.asarray(variant(keep_top_p)(logits, np.float32(p))))[0]
     assert np.flatnonzero(got).tolist() == sorted([1, 3, 2, 0][:kept])
 
 
+@every_variant
 @pytest.mark.parametrize(("min_p", "kept"), [(0.0, 5), (0.09, 4), (0.11, 3), (0.29, 3), (0.31, 2), (1.0, 1)])
-def test_min_p_by_hand(min_p, kept):
+def test_min_p_by_hand(min_p, kept, variant):
     logits = np.log(np.array([[0.05, 0.5, 0.15, 0.3, 0.0]], np.float32) + np.float32(1e-30))
     state = state_of(vocab=5, temperature=1.0, min_p=min_p)
-    got = np.isfinite(np.asarray(kept_logits(logits, state)))[0]
+    got = np.isfinite(np.asarray(variant(drawn_from)(logits, state)))[0]
     assert np.flatnonzero(got).tolist() == sorted([1, 3, 2, 0, 4][:kept])
 
 
-def test_filters_off_change_nothing():
-    logits = normal(1, V)
-    np.testing.assert_array_equal(kept_logits(logits, state_of(temperature=1.0)), logits)
-    np.testing.assert_array_equal(kept_logits(logits, state_of(temperature=1.0, top_k=V)), logits)
-    np.testing.assert_array_equal(kept_logits(logits, state_of(temperature=1.0, top_k=V + 3)), logits)
+@every_variant
+def test_filters_off_change_nothing(variant):
+    logits, run = normal(*DIMS["BV"]), variant(drawn_from)
+    chex.assert_trees_all_equal(
+        logits, *(run(logits, state_of(temperature=1.0, top_k=k)) for k in (0, V, V + 3)), strict=True
+    )
 
 
 # Transformers

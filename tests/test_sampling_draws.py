@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -108,6 +109,7 @@ def test_seed_decides():
 def test_rows_of_a_batch_draw_for_themselves():
     state = dataclasses.replace(state_of(temperature=1.0), counts=np.zeros((32, V), np.int32))
     tokens, after = sample_jit(np.tile(LOGITS, (32, 1)), state)
+    chex.assert_shape(tokens, (32,))
     assert len(set(tokens.tolist())) > 2
     np.testing.assert_array_equal(after.counts, np.eye(V, dtype=np.int32)[tokens])
 

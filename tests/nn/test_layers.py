@@ -3,6 +3,7 @@
 import functools
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -23,6 +24,7 @@ from jaxllm.nn.layers import (
     rotary_cos_sin,
     rotate,
 )
+from tests.variants import every_variant
 
 # Compiling is most of this file's time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -37,35 +39,39 @@ def normal(*shape, seed=0):
 EPS = 0.1  # large enough to tell whether it is inside the root
 
 
+@every_variant
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_rms_norm(dtype):
+def test_rms_norm(dtype, variant):
     x, scale = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1)
-    got = rms_norm(x, scale, EPS)
+    got = variant(rms_norm)(x, scale, EPS)
     wide = x.astype(np.float64)
     expected = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + EPS) * scale
-    assert got.dtype == dtype
+    chex.assert_type(got, dtype)
     room = 1e-5 if dtype == np.float32 else 2**-7
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
 
 
+@every_variant
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_layer_norm(dtype):
+def test_layer_norm(dtype, variant):
     x, scale, bias = (3 * normal(2, 3, 8) + 1).astype(dtype), normal(8, seed=1), normal(8, seed=2)
-    got = layer_norm(x, scale, bias, EPS)
+    got = variant(layer_norm)(x, scale, bias, EPS)
     wide = x.astype(np.float64)
     expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + EPS)
-    assert got.dtype == dtype
+    chex.assert_type(got, dtype)
     room = 1e-5 if dtype == np.float32 else 2**-6
     np.testing.assert_allclose(np.asarray(got, np.float64), expected * scale + bias, atol=room, rtol=room)
 
 
-def test_norms_take_their_statistics_in_float32():
+@every_variant
+def test_norms_take_their_statistics_in_float32(variant):
     """4096 squares of 16 in bfloat16 would stop adding up at 4096."""
     x = np.full((1, 4096), 16, ml_dtypes.bfloat16)
-    got = rms_norm(x, np.ones(4096, np.float32), 1e-6)
+    got = variant(rms_norm)(x, np.ones(4096, np.float32), 1e-6)
     np.testing.assert_array_equal(np.asarray(got, np.float32), 1.0)
 
 
+@every_variant
 @pytest.mark.parametrize(
     ("name", "function"),
     [
@@ -75,9 +81,10 @@ def test_norms_take_their_statistics_in_float32():
         ("gelu_tanh", lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
     ],
 )
-def test_activations(name, function):
+def test_activations(name, function, variant):
     x = np.linspace(-4, 4, 33, dtype=np.float32)
-    np.testing.assert_allclose(activate(x, name), function(x.astype(np.float64)), atol=1e-6)
+    got = variant(activate, static_argnums=1)(x, name)
+    np.testing.assert_allclose(got, function(x.astype(np.float64)), atol=1e-6)
 
 
 # Rotary embedding
@@ -140,13 +147,15 @@ def test_scaled_frequencies_are_transformers(name, dim, theta):
     assert got[-1] < 0.7 * plain[-1]
 
 
-def test_rotate_pairs_the_halves():
+@every_variant
+def test_rotate_pairs_the_halves(variant):
     """Dimension i turns with i + R by the position's angle; the dimensions after 2·R stay."""
     rope = RopeConfig(dim=4, theta=100.0, attention_factor=0.5)
     x = normal(1, 3, 2, 6)
-    cos, sin = rotary_cos_sin(np.array([0, 1, 7], np.int32), rope)
-    assert cos.shape == sin.shape == (3, 2)
-    got = np.asarray(rotate(x, cos, sin))
+    turn = variant(lambda positions: rotary_cos_sin(positions, rope))
+    cos, sin = turn(np.array([0, 1, 7], np.int32))
+    chex.assert_shape([cos, sin], (3, 2))
+    got = np.asarray(variant(rotate)(x, cos, sin))
     for t, position in enumerate((0, 1, 7)):
         for i, frequency in enumerate((1.0, 0.1)):
             turned = (x[0, t, :, i] + 1j * x[0, t, :, i + 2]) * np.exp(1j * frequency * position) * 0.5
@@ -155,14 +164,18 @@ def test_rotate_pairs_the_halves():
     np.testing.assert_array_equal(got[..., 4:], x[..., 4:])
 
 
-def test_rotate_treats_queries_and_keys_alike():
+@every_variant
+def test_rotate_treats_queries_and_keys_alike(variant):
     """Grouped queries `[B, T, K, G, H]` turn as keys `[B, T, K, H]` do; dtypes are kept."""
-    x = normal(2, 3, 2, 5, 8).astype(ml_dtypes.bfloat16)
-    cos, sin = rotary_cos_sin(np.array([2, 3, 4], np.int32), RopeConfig(dim=8))
-    got = rotate(x, cos, sin)
-    assert got.dtype == jnp.bfloat16
-    for g in range(5):
-        np.testing.assert_array_equal(got[:, :, :, g], rotate(x[:, :, :, g], cos, sin))
+    dims = chex.Dimensions(B=2, T=3, K=2, G=5, H=8)
+    x = normal(*dims["BTKGH"]).astype(ml_dtypes.bfloat16)
+    cos, sin = rotary_cos_sin(np.array([2, 3, 4], np.int32), RopeConfig(dim=dims.H))
+    turn = variant(rotate)
+    got = turn(x, cos, sin)
+    chex.assert_shape(got, dims["BTKGH"])
+    chex.assert_type(got, jnp.bfloat16)
+    for g in range(dims.G):
+        np.testing.assert_array_equal(got[:, :, :, g], turn(x[:, :, :, g], cos, sin))
 
 
 ROPES = {
@@ -215,22 +228,27 @@ def picture(mask):
     return ["".join("x" if seen else "." for seen in row) for row in np.asarray(mask)]
 
 
-def test_causal_mask_by_hand():
-    positions = np.arange(1, 4, dtype=np.int32)
-    assert picture(causal_mask(positions, 5, 0)) == ["xx...", "xxx..", "xxxx."]
-    assert picture(causal_mask(positions, 5, 1)) == [".x...", "..x..", "...x."]
-    assert picture(causal_mask(positions, 5, 2)) == ["xx...", ".xx..", "..xx."]
-    assert picture(causal_mask(positions, 5, 3)) == ["xx...", "xxx..", ".xxx."]
-    assert picture(causal_mask(positions, 5, 9)) == picture(causal_mask(positions, 5, 0))
+@every_variant
+def test_causal_mask_by_hand(variant):
+    mask, positions = variant(causal_mask, static_argnums=(1, 2)), np.arange(1, 4, dtype=np.int32)
+    chex.assert_type(mask(positions, 5, 0), bool)
+    assert picture(mask(positions, 5, 0)) == ["xx...", "xxx..", "xxxx."]
+    assert picture(mask(positions, 5, 1)) == [".x...", "..x..", "...x."]
+    assert picture(mask(positions, 5, 2)) == ["xx...", ".xx..", "..xx."]
+    assert picture(mask(positions, 5, 3)) == ["xx...", "xxx..", ".xxx."]
+    assert picture(mask(positions, 5, 9)) == picture(mask(positions, 5, 0))
 
 
-def test_queries_past_the_keys_see_what_is_left():
-    assert picture(causal_mask(np.array([4, 6], np.int32), 5, 3)) == ["..xxx", "....x"]
+@every_variant
+def test_queries_past_the_keys_see_what_is_left(variant):
+    mask = variant(causal_mask, static_argnums=(1, 2))
+    assert picture(mask(np.array([4, 6], np.int32), 5, 3)) == ["..xxx", "....x"]
 
 
 # Attention
 
-attend = jit(attention, static_argnames=("scale", "softcap"))
+OPTIONS = ("scale", "softcap")
+attend = jit(attention, static_argnames=OPTIONS)
 
 
 def naive_attention(q, k, v, mask, scale, softcap):
@@ -249,21 +267,23 @@ def naive_attention(q, k, v, mask, scale, softcap):
     return out
 
 
+@every_variant
 @pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
-def test_attention(kv_heads, group, softcap):
-    B, T, S, H = 2, 3, 5, 4
-    q = 2 * normal(B, T, kv_heads, group, H)
-    k, v = 2 * normal(B, kv_heads, S, H, seed=1), normal(B, kv_heads, S, H, seed=2)
-    mask = np.asarray(causal_mask(np.arange(2, 5, dtype=np.int32), S, 3))
-    run = functools.partial(attend, scale=0.7, softcap=softcap)
+def test_attention(kv_heads, group, softcap, variant):
+    dims = chex.Dimensions(B=2, T=3, S=5, K=kv_heads, G=group, H=4)
+    q = 2 * normal(*dims["BTKGH"])
+    k, v = 2 * normal(*dims["BKSH"], seed=1), normal(*dims["BKSH"], seed=2)
+    mask = np.asarray(causal_mask(np.arange(2, 5, dtype=np.int32), dims.S, 3))
+    run = functools.partial(variant(attention, static_argnames=OPTIONS), scale=0.7, softcap=softcap)
     got = run(q, k, v, mask)
-    assert got.shape == q.shape
+    chex.assert_shape(got, dims["BTKGH"])
+    chex.assert_type(got, jnp.float32)
     np.testing.assert_allclose(got, naive_attention(q, k, v, mask, 0.7, softcap), atol=1e-5)
     if group == 1:
         return
     # One mask per row of the batch.
-    masks = np.stack([mask, np.random.default_rng(3).random((T, S)) < 0.5])
+    masks = np.stack([mask, np.random.default_rng(3).random(dims["TS"]) < 0.5])
     masks[1, :, 2] = True
     got = run(q, k, v, masks)
     np.testing.assert_allclose(got, naive_attention(q, k, v, masks, 0.7, softcap), atol=1e-5)
@@ -284,7 +304,7 @@ def test_attention_in_bfloat16_over_a_float32_cache():
     k, v = normal(1, 2, 5, 4, seed=1), normal(1, 2, 5, 4, seed=2)
     mask = np.ones((2, 5), bool)
     got = attend(q, k, v, mask, scale=0.5)
-    assert got.dtype == jnp.bfloat16
+    chex.assert_type(got, jnp.bfloat16)
     expected = naive_attention(q, k, v, mask, 0.5, 0.0)
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=0.03)
 
@@ -294,6 +314,7 @@ def test_fully_masked_row_is_the_mean_and_finite():
     q, k, v = 50 * normal(1, 2, 1, 2, 4), 50 * normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
     mask = np.array([[False] * 3, [True, False, False]])
     got = np.asarray(attend(q, k, v, mask, scale=1.0))
+    chex.assert_tree_all_finite(got)
     for g in range(2):
         np.testing.assert_allclose(got[0, 0, 0, g], v[0, 0].mean(0), atol=1e-6)
         np.testing.assert_allclose(got[0, 1, 0, g], v[0, 0, 0], atol=1e-6)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 from jaxllm.kernels import converted
 from jaxllm.nn.linear import embed, from_units, to_units
 from jaxllm.quant import Bfloat16Bits, QArray, dequantize, quantize
+from tests.variants import every_variant
 
 KINDS = ("f32", "bf16", "bits", "int8", "int4")
 CONVERTED = ("bits", "int8", "int4")
@@ -80,8 +82,8 @@ def test_to_units(path, kind, shape, monkeypatch):
     take(path, weight, np.float32, monkeypatch)
     x, bias = normal(2, 3, shape[-1], seed=1), normal(*shape[:-1], seed=2)
     got, biased = plain_and_biased(to_units)(x, weight, bias)
-    assert got.shape == (2, 3, *shape[:-1])
-    assert got.dtype == jnp.float32
+    chex.assert_shape([got, biased], (2, 3, *shape[:-1]))
+    chex.assert_type([got, biased], jnp.float32)
     matrix = wide(weight).reshape(-1, shape[-1]).T
     assert_product(got.reshape(6, -1), x.reshape(6, -1).astype(np.float64), matrix)
     np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
@@ -95,8 +97,8 @@ def test_from_units(path, kind, shape, monkeypatch):
     take(path, weight, np.float32, monkeypatch)
     h, bias = normal(2, 3, *shape[:-1], seed=1), normal(shape[-1], seed=2)
     got, biased = plain_and_biased(from_units)(h, weight, bias)
-    assert got.shape == (2, 3, shape[-1])
-    assert got.dtype == jnp.float32
+    chex.assert_shape([got, biased], (2, 3, shape[-1]))
+    chex.assert_type([got, biased], jnp.float32)
     matrix = wide(weight).reshape(-1, shape[-1])
     assert_product(got.reshape(6, -1), h.reshape(6, -1).astype(np.float64), matrix)
     np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
@@ -111,18 +113,20 @@ def test_bfloat16_activations(path, kind, door, monkeypatch):
     width, out = (33, 9) if door is to_units else (9, 33)
     x = normal(4, width, seed=1).astype(ml_dtypes.bfloat16)
     got, biased = plain_and_biased(door)(x, weight, normal(out, seed=2))
-    assert got.dtype == biased.dtype == jnp.bfloat16
+    chex.assert_type([got, biased], jnp.bfloat16)
     matrix = wide(weight).T if door is to_units else wide(weight)
     assert_product(got, x.astype(np.float64), matrix, step=2**-6)
 
 
+@every_variant
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_embed(kind, dtype):
+def test_embed(kind, dtype, variant):
     table = stored(kind, normal(11, 37), -1)
     tokens = np.array([[0, 10, 3], [7, 7, 1]], np.int32)
-    got = jit(lambda tokens, table: embed(tokens, table, jnp.dtype(dtype)))(tokens, table)
-    assert got.dtype == dtype
+    got = variant(embed, static_argnums=2)(tokens, table, jnp.dtype(dtype))
+    chex.assert_shape(got, (2, 3, 37))
+    chex.assert_type(got, dtype)
     expected = wide(table)[tokens]
     room = 1e-6 if dtype == jnp.float32 else 2**-6
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, rtol=room)
@@ -140,7 +144,7 @@ def test_rows_by_blocks(kind, count):
     weight, x = stored(kind, normal(count, WIDTH), -1), normal(2, WIDTH, seed=1)
     assert converted.fits_one_block(weight, jnp.dtype(jnp.float32)) == (count <= BLOCK_ROWS)
     got = jit(converted.rows_product)(x, weight)
-    assert got.shape == (2, count)
+    chex.assert_shape(got, (2, count))
     assert_product(got, x.astype(np.float64), wide(weight).T)
 
 
@@ -149,7 +153,7 @@ def test_reduction_by_blocks(kind, count):
     """Rows that two blocks overlap count once, and groups that a block cuts keep their scales."""
     weight, h = stored(kind, normal(count, WIDTH), -2), normal(2, count, seed=1)
     got = jit(converted.reduction_product)(h, weight)
-    assert got.shape == (2, WIDTH)
+    chex.assert_shape(got, (2, WIDTH))
     assert_product(got, h.astype(np.float64), wide(weight))
 
 
