@@ -1,8 +1,8 @@
 """The cache's one writer changes exactly the rows it is told to; growing keeps what is there."""
 
 import dataclasses
-import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,18 +14,15 @@ from hypothesis import strategies as st
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import grow, new_cache, write_rows
+from tests.variants import every_variant, jitted
 
 CFG = ModelConfig(
     model_type="llama", vocab_size=7, hidden_size=8, layers=3, heads=4, kv_heads=2, head_dim=5,
     ffn_size=12, window_tokens=32,
 )  # fmt: skip
 SIZES = (1, 2, 3, 5, 8)
-B, K, H = 2, 2, 3
-
-
-@functools.cache
-def writer():
-    return jax.jit(write_rows, compiler_options={"xla_backend_optimization_level": 0})
+DIMS = chex.Dimensions(B=2, K=2, H=3)
+compiled_write = jitted(write_rows)
 
 
 def bits(rows):
@@ -39,18 +36,18 @@ def random_bits(rng, tokens, dtype):
     In float32 also NaNs; XLA:CPU selects bfloat16 by way of float32, which changes a NaN's payload and
     flushes subnormals: there the exponent's highest bit is off and its lowest on.
     """
+    shape = (*DIMS["BK"], tokens, DIMS.H)
     if dtype == np.float32:
-        return rng.integers(0, 1 << 32, (B, K, tokens, H), dtype=np.uint32).view(dtype)
-    patterns = rng.integers(0, 1 << 16, (B, K, tokens, H), dtype=np.uint16)
+        return rng.integers(0, 1 << 32, shape, dtype=np.uint32).view(dtype)
+    patterns = rng.integers(0, 1 << 16, shape, dtype=np.uint16)
     return ((patterns & 0xBFFF) | 0x0080).view(dtype)
 
 
-def check_write(capacity, length, start, valid, dtype=np.float32):
+def check_write(capacity, length, start, valid, dtype=np.float32, write=compiled_write):
     rng = np.random.default_rng([capacity, length, start, valid])
     rows, new = random_bits(rng, capacity, dtype), random_bits(rng, length, dtype)
-    got = writer()(rows, new, np.int32(start), np.int32(valid))
-    assert got.shape == rows.shape
-    assert got.dtype == rows.dtype
+    got = write(rows, new, np.int32(start), np.int32(valid))
+    chex.assert_trees_all_equal_shapes_and_dtypes(got, rows)
     expected = rows.copy()
     end = min(start + valid, capacity)
     if start < end:
@@ -78,18 +75,27 @@ def test_exactly_the_valid_rows_change_anywhere(data):
     check_write(capacity, length, start, valid, dtype)
 
 
+@every_variant
+def test_exactly_the_valid_rows_change_in_each_variant(variant):
+    """Within, across and beyond the end."""
+    for start, valid in ((0, 3), (1, 2), (3, 3), (5, 3), (6, 1), (2, 0)):
+        check_write(5, 3, start, valid, write=variant(write_rows))
+
+
+@every_variant
 @pytest.mark.parametrize("capacity", [1, 2, 5])
-def test_one_row(capacity):
+def test_one_row(capacity, variant):
     for start in range(capacity):
-        check_write(capacity, 1, start, 1)
+        check_write(capacity, 1, start, 1, write=variant(write_rows))
 
 
+@every_variant
 @pytest.mark.parametrize("length", [1, 3])
-def test_rows_take_the_cache_s_dtype(length):
-    rows = np.zeros((B, K, 5, H), ml_dtypes.bfloat16)
-    new = np.random.default_rng(0).standard_normal((B, K, length, H)).astype(np.float32)
-    got = writer()(rows, new, np.int32(1), np.int32(length))
-    assert got.dtype == jnp.bfloat16
+def test_rows_take_the_cache_s_dtype(length, variant):
+    rows = np.zeros((*DIMS["BK"], 5, DIMS.H), ml_dtypes.bfloat16)
+    new = np.random.default_rng(0).standard_normal((*DIMS["BK"], length, DIMS.H)).astype(np.float32)
+    got = variant(write_rows)(rows, new, np.int32(1), np.int32(length))
+    chex.assert_type(got, jnp.bfloat16)
     np.testing.assert_array_equal(got[:, :, 1 : 1 + length], new.astype(ml_dtypes.bfloat16))
     assert not np.any(got[:, :, 0])
 
@@ -99,16 +105,12 @@ def test_rows_take_the_cache_s_dtype(length):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_new_cache(dtype):
-    cache = new_cache(CFG, batch=2, tokens=6, dtype=dtype)
-    assert len(cache.keys) == len(cache.values) == 3
-    for rows in (*cache.keys, *cache.values):
-        assert rows.shape == (2, 2, 6, 5)
-        assert rows.dtype == dtype
-        assert not np.any(rows)
-    assert cache.capacity_tokens == 6
-    assert cache.length.shape == ()
-    assert cache.length.dtype == jnp.int32
-    assert int(cache.length) == 0
+    dims = chex.Dimensions(B=2, K=CFG.kv_heads, S=6, H=CFG.head_dim)
+    cache = new_cache(CFG, batch=dims.B, tokens=dims.S, dtype=dtype)
+    empty = (jnp.zeros(dims["BKSH"], dtype),) * CFG.layers
+    chex.assert_trees_all_equal((cache.keys, cache.values), (empty, empty), strict=True)
+    assert cache.capacity_tokens == dims.S
+    chex.assert_trees_all_equal(cache.length, jnp.int32(0), strict=True)
 
 
 def full_cache(tokens):
@@ -118,17 +120,18 @@ def full_cache(tokens):
     return dataclasses.replace(filled, length=jnp.int32(tokens - 1))
 
 
+@every_variant
 @pytest.mark.parametrize("tokens", [4, 5, 9])
-def test_growing_keeps_the_rows_and_the_length(tokens):
+def test_growing_keeps_the_rows_and_the_length(tokens, variant):
     cache = full_cache(4)
-    grown = grow(cache, tokens)
+    grown = variant(grow, static_argnums=1)(cache, tokens)
     assert grown.capacity_tokens == tokens
     assert int(grown.length) == 3
-    for before, after in zip(cache.keys + cache.values, grown.keys + grown.values, strict=True):
-        assert after.shape == (2, 2, tokens, 5)
-        np.testing.assert_array_equal(after[:, :, :4], before)
-        # Finite, because a masked NaN would still be one.
-        assert not np.any(after[:, :, 4:])
+    chex.assert_shape([*grown.keys, *grown.values], (2, CFG.kv_heads, tokens, CFG.head_dim))
+    before, after = (cache.keys, cache.values), (grown.keys, grown.values)
+    chex.assert_trees_all_equal(jax.tree.map(lambda rows: rows[:, :, :4], after), before, strict=True)
+    # Finite, because a masked NaN would still be one.
+    assert not any(np.any(rows[:, :, 4:]) for rows in jax.tree.leaves(after))
 
 
 def test_keys_and_values_stay_apart():

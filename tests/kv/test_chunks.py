@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,17 +11,22 @@ from jaxllm.kv.cache import KVCache, TokenPositions, new_cache
 from jaxllm.kv.chunks import chunk_shapes, place_chunks, take_chunks
 from jaxllm.models.decoder import embed_tokens, forward, forward_layer
 from tests.models.configs import CONFIGS, params_of
+from tests.variants import every_variant
 
 C = 4
 
 
-def test_chunks_come_back_to_their_places():
-    rows = np.random.default_rng(0).normal(size=(1, 2, 22, 3)).astype(np.float32)
-    chunks = take_chunks(jnp.asarray(rows), np.int32(1), count=4, tokens=C)
+@every_variant
+def test_chunks_come_back_to_their_places(variant):
+    dims = chex.Dimensions(B=1, K=2, S=22, H=3, n=4, C=C)
+    rows = np.random.default_rng(0).normal(size=dims["BKSH"]).astype(np.float32)
+    take = variant(take_chunks, static_argnames=("count", "tokens"))
+    chunks = take(rows, np.int32(1), count=dims.n, tokens=C)
+    chex.assert_shape(chunks, dims["nKCH"])
     np.testing.assert_array_equal(chunks[2, 1], rows[0, 1, 12:16])
     empty = jnp.zeros_like(rows)
     # In any order; what has no place is dropped, and a chunk that reaches past the end is cut there.
-    back = np.asarray(place_chunks(empty, chunks, np.array([4, 22, 5, 0], np.int32)))
+    back = variant(place_chunks)(empty, chunks, np.array([4, 22, 5, 0], np.int32))
     wanted = np.zeros_like(rows)
     wanted[:, :, 16:20], wanted[:, :, 20:22], wanted[:, :, 0:4] = (
         rows[:, :, 4:8], rows[:, :, 12:14], rows[:, :, 16:20],
@@ -56,8 +62,8 @@ def test_missing_chunks_are_computed_as_if_never_lost(name):
     for layer in range(cfg.layers):
         past = (jnp.asarray(keys[layer]), jnp.asarray(values[layer]))
         x, past, _ = forward_layer(params, x, places, past, cfg=cfg, layer=layer)
-        np.testing.assert_allclose(past[0], whole.keys[layer], atol=2e-5, rtol=1e-4)
-        np.testing.assert_allclose(past[1], whole.values[layer], atol=2e-5, rtol=1e-4)
+        expected = (whole.keys[layer], whole.values[layer])
+        chex.assert_trees_all_close(past, expected, atol=2e-5, rtol=1e-4, strict=True)
 
 
 def test_mass_is_the_same_in_chunks():

@@ -1,6 +1,6 @@
 """Codecs: exact sizes, exact small cases, bounds of the error, and what their names promise."""
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkShape, Codec, find_codec, hadamard
+from tests.variants import every_variant, jitted
 
 SHAPE = ChunkShape(heads=2, tokens=16, width=8)
+DIMS = chex.Dimensions(N=3, K=SHAPE.heads, C=SHAPE.tokens, H=SHAPE.width)
 names = pytest.mark.parametrize("name", CODECS)
 widths = pytest.mark.parametrize("bits", WIDTHS)
 
@@ -26,15 +28,29 @@ def drawn(seed: int, shape: ChunkShape = SHAPE, chunks: int = 3, spread: float =
 
 
 @names
+@every_variant
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_raw_keeps_every_bit(name, dtype):
+def test_raw_keeps_every_bit(name, dtype, variant):
     shape = ChunkShape(heads=2, tokens=16, width=8, dtype=dtype)
-    keys, values = (jnp.asarray(part, dtype) for part in drawn(1))
-    blobs = CODECS[name].encode(keys, values, shape, RAW)
-    assert blobs.shape == (3, shape.raw_bytes)
-    for got, wanted in zip(CODECS[name].decode(blobs, shape, RAW), (keys, values), strict=True):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_array_equal(got, wanted)
+    past = tuple(jnp.asarray(part, dtype) for part in drawn(1))
+    blobs = variant(CODECS[name].encode, static_argnums=(2, 3))(*past, shape, RAW)
+    chex.assert_shape(blobs, (3, shape.raw_bytes))
+    chex.assert_type(blobs, jnp.uint8)
+    back = variant(CODECS[name].decode, static_argnums=(1, 2))(blobs, shape, RAW)
+    chex.assert_trees_all_equal_shapes_and_dtypes(back, past)
+    chex.assert_trees_all_equal(back, past, strict=True)
+
+
+@names
+@widths
+@every_variant
+def test_what_comes_back_has_the_shape_and_dtype_of_the_cache(name, bits, variant):
+    shape, codec = ChunkShape(heads=2, tokens=16, width=8, dtype="bfloat16"), CODECS[name]
+    blobs = variant(codec.encode, static_argnums=(2, 3))(*drawn(1), shape, bits)
+    back = variant(codec.decode, static_argnums=(1, 2))(blobs, shape, bits)
+    chex.assert_shape(back, DIMS["NKCH"])
+    chex.assert_type(back, jnp.bfloat16)
+    chex.assert_tree_all_finite(back)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +66,7 @@ def test_raw_keeps_every_bit(name, dtype):
 )
 def test_sizes_are_exact(name, bits, size):
     assert CODECS[name].blob_bytes(SHAPE, bits) == size
-    assert CODECS[name].encode(*drawn(2), SHAPE, bits).shape == (3, size)
+    chex.assert_shape(CODECS[name].encode(*drawn(2), SHAPE, bits), (3, size))
 
 
 def bound(rows: np.ndarray, axis: int, bits: int) -> np.ndarray:
@@ -123,7 +139,7 @@ def test_what_is_too_large_for_a_scale_saturates():
     keys = np.full((1, 2, 16, 8), 1e30, np.float32)
     keys[:, :, 0] = -1e30
     back, _ = CODECS["channel"].decode(CODECS["channel"].encode(keys, keys, SHAPE, 8), SHAPE, 8)
-    assert np.all(np.isfinite(back))
+    chex.assert_tree_all_finite(back)
     assert np.all(np.sign(back) == np.sign(keys))
 
 
@@ -132,7 +148,8 @@ def test_in_a_graph_or_out_of_it_bytes_are_the_same(name):
     keys, values = drawn(9)
     codec = CODECS[name]
     plain = codec.encode(keys, values, SHAPE, 4)
-    compiled = jax.jit(lambda k, v: codec.encode(k, v, SHAPE, 4))(keys, values)
+    compiled = jitted(codec.encode, static_argnums=(2, 3))(keys, values, SHAPE, 4)
+    chex.assert_trees_all_equal_shapes_and_dtypes(compiled, plain)
     different = np.asarray(plain) != np.asarray(compiled)
     # A value between two levels may fall to either side.
     assert different.mean() < 0.01

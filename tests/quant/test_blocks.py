@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jaxllm.quant import BlockedArray, QArray, blocked_shapes, from_blocks, quantize, to_blocks
 from jaxllm.quant.blocks import blocked_levels, blocked_scales, take_blocked_rows
 from tests.quant.plain import levels_of, step_of, wide
+from tests.variants import every_variant
 
 WIDTHS = [(8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64)]
 every_width = pytest.mark.parametrize(("bits", "group"), WIDTHS, ids=str)
@@ -100,22 +102,18 @@ def test_scales_of_blocks():
 def test_blocks_stand_for_the_same_weight(shape, axis, bits, group):
     weight = quantized(shape, bits, group, axis)
     blocked = to_blocks(weight)
-    assert (blocked.data.shape, blocked.scale.shape) == blocked_shapes(
-        shape, bits=bits, group=group, axis=axis
-    )
-    assert blocked.data.dtype == (np.int8 if bits == 8 else np.uint8)
-    assert blocked.scale.dtype == (np.float16 if group else np.float32)
+    shapes = blocked_shapes(shape, bits=bits, group=group, axis=axis)
+    chex.assert_shape([blocked.data, blocked.scale], shapes)
+    types = [np.int8 if bits == 8 else np.uint8, np.float16 if group else np.float32]
+    chex.assert_type([blocked.data, blocked.scale], types)
     assert blocked.data.flags.c_contiguous
     assert blocked.scale.flags.c_contiguous
     np.testing.assert_array_equal(levels_of(blocked), levels_of(weight))
     np.testing.assert_array_equal(step_of(blocked), step_of(weight))
     np.testing.assert_array_equal(blocked_levels(blocked), levels_of(weight))
     np.testing.assert_array_equal(blocked_scales(blocked), weight.scale)
-    back = from_blocks(blocked)
-    for field in dataclasses.fields(QArray):
-        np.testing.assert_array_equal(
-            getattr(back, field.name), getattr(weight, field.name), err_msg=field.name, strict=True
-        )
+    # Arrays, and in the structure of the tree all else: bits, group, axis and columns.
+    chex.assert_trees_all_equal(from_blocks(blocked), weight, strict=True)
 
 
 @settings(deadline=None, max_examples=150)
@@ -132,9 +130,7 @@ def test_any_shape_there_and_back(lead, rows, columns, width, axis, seed):
     weight = quantized(shape, *width, axis, seed)
     blocked = to_blocks(weight)
     np.testing.assert_array_equal(wide(blocked), wide(weight))
-    back = from_blocks(blocked)
-    np.testing.assert_array_equal(back.data, weight.data, strict=True)
-    np.testing.assert_array_equal(back.scale, weight.scale, strict=True)
+    chex.assert_trees_all_equal(from_blocks(blocked), weight, strict=True)
 
 
 @every_width
@@ -162,12 +158,14 @@ def test_padding_weighs_nothing(axis, bits, group):
 # Parts
 
 
+@every_variant
 @every_width
-def test_rows_of_blocks(bits, group):
+def test_rows_of_blocks(bits, group, variant):
     weight = quantized((37, 70), bits, group, -1)
-    rows = np.array([[36, 0, 15], [16, 16, 1]])
-    levels, scale = take_blocked_rows(to_blocks(weight), rows)
-    assert levels.dtype == np.int8
+    rows = np.array([[36, 0, 15], [16, 16, 1]], np.int32)
+    levels, scale = variant(take_blocked_rows)(to_blocks(weight), rows)
+    chex.assert_shape(levels, (*rows.shape, 70))
+    chex.assert_type(levels, np.int8)
     np.testing.assert_array_equal(levels, levels_of(weight)[rows])
     np.testing.assert_array_equal(scale, weight.scale[rows])
 
@@ -175,7 +173,7 @@ def test_rows_of_blocks(bits, group):
 def test_a_blocked_weight_is_a_tree_of_its_arrays():
     weight = to_blocks(quantized((20, 40), 4, 32, -1))
     leaves, structure = jax.tree.flatten(weight)
-    assert [leaf.shape for leaf in leaves] == [(2, 2, 256), (2, 2, 16)]
+    chex.assert_shape(leaves, [(2, 2, 256), (2, 2, 16)])
     again = jax.tree.unflatten(structure, leaves)
     assert isinstance(again, BlockedArray)
     assert (again.bits, again.group, again.axis, again.shape, again.ndim) == (4, 32, -1, (20, 40), 2)

@@ -1,11 +1,13 @@
 """Rows of weights by the inputs that they are multiplied with, in every form."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.quant import Adapted, contracted_rows, dequantize, quantize
 from tests.kernels.drawing import WIDTHS, weight_of
+from tests.variants import every_variant
 
 INDEX = np.array([0, 31, 32, 63, 64, 99, 5, 5], np.int32)
 
@@ -15,17 +17,15 @@ def expected(weight, *, last: bool) -> np.ndarray:
     return (dense.T if last else dense)[INDEX]
 
 
+@every_variant
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
-def test_blocks(width):
-    draw = np.random.default_rng(0)
-    for shape in ((37, 100), (3, 11, 100)):
-        weight = weight_of(draw, shape, width, -1)
-        np.testing.assert_array_equal(contracted_rows(weight, INDEX, last=True), expected(weight, last=True))
-    for shape in ((100, 37), (4, 25, 37)):
-        weight = weight_of(draw, shape, width, -2)
-        np.testing.assert_array_equal(
-            contracted_rows(weight, INDEX, last=False), expected(weight, last=False)
-        )
+def test_blocks(width, variant):
+    draw, rows = np.random.default_rng(0), variant(contracted_rows, static_argnames="last")
+    for shape, axis in (((37, 100), -1), ((3, 11, 100), -1), ((100, 37), -2), ((4, 25, 37), -2)):
+        weight, last = weight_of(draw, shape, width, axis), axis == -1
+        got = rows(weight, INDEX, last=last)
+        chex.assert_type(got, jnp.float32)
+        np.testing.assert_array_equal(got, expected(weight, last=last))
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -1,5 +1,6 @@
 """Narrow weights on the host: exact bytes, error bounds, what is refused."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -50,9 +51,8 @@ def test_packed_bytes():
 
 def test_int8_by_hand():
     got = quantize(np.array([[127.0, -63.5, 1.4], [0.0, 0.0, 0.0], [-2.54, 1.27, 0.0]]), bits=8, axis=-1)
-    assert got.data.dtype == np.int8
+    chex.assert_type([got.data, got.scale], [np.int8, np.float32])
     assert got.data.tolist() == [[127, -64, 1], [0, 0, 0], [-127, 64, 0]]
-    assert got.scale.dtype == np.float32
     np.testing.assert_allclose(got.scale, [[1.0], [0.0], [0.02]], rtol=1e-7)
     assert (got.bits, got.group, got.axis, got.columns) == (8, 0, -1, 3)
 
@@ -85,8 +85,8 @@ def test_int2_by_hand():
     assert got.scale.dtype == np.float16
     assert got.scale.tolist() == [[1.0, 0.25, 0.0, 2.0]]
     # Codes 3, 1, 2, 0, then 3 in all of the second group, any in the third, 0 and 3 in the fourth.
-    assert got.data.shape == (1, 32)
-    assert got.data.dtype == np.uint8
+    chex.assert_shape(got.data, (1, 32))
+    chex.assert_type(got.data, np.uint8)
     assert (got.data[0] & 0b11001111)[:4].tolist() == [0b1111, 0b11001101, 0b1110, 0b11001100]
     np.testing.assert_array_equal(wide(got), row)
 
@@ -142,7 +142,7 @@ def test_zeros_stay_zero(group):
             got = quantize(weight, bits=bits, axis=axis, group=group)
             np.testing.assert_allclose(wide(got), weight, rtol=1e-3)
             assert np.count_nonzero(wide(got)) == 1
-            assert np.isfinite(got.scale).all()
+            chex.assert_tree_all_finite(got.scale)
 
 
 # Error bounds
@@ -153,9 +153,9 @@ def test_zeros_stay_zero(group):
 def test_int8_is_within_half_a_step(shape, axis):
     weight = normal(shape)
     got = quantize(weight, bits=8, axis=axis)
-    assert got.data.shape == got.shape == weight.shape
+    scales = tuple(1 if i == weight.ndim + axis else n for i, n in enumerate(shape))
+    chex.assert_shape([got, got.data, got.scale], [shape, shape, scales])
     assert got.ndim == weight.ndim
-    assert got.scale.shape == tuple(1 if i == weight.ndim + axis else n for i, n in enumerate(shape))
     assert np.all(np.abs(wide(got) - weight) <= step_of(got) * (0.5 + 1e-5))
     # The scale is no larger than the extreme needs.
     np.testing.assert_array_equal(np.abs(got.data).max(axis), 127)
@@ -168,10 +168,8 @@ def test_int8_by_groups_is_within_half_a_step(shape, axis, group):
     """More only by what the rounding of a float16 scale explains."""
     weight = normal(shape)
     got = quantize(weight, bits=8, axis=axis, group=group)
-    assert got.data.shape == got.shape == weight.shape
-    assert got.scale.shape == tuple(
-        -(-n // group) if i == weight.ndim + axis else n for i, n in enumerate(shape)
-    )
+    scales = tuple(-(-n // group) if i == weight.ndim + axis else n for i, n in enumerate(shape))
+    chex.assert_shape([got, got.data, got.scale], [shape, shape, scales])
     assert np.all(np.abs(wide(got) - weight) <= step_of(got) * (0.5 + 1e-5) + 127 * 2.0**-25)
     assert np.abs(got.data).max() == 127
     if shape[axis] > group:
@@ -185,11 +183,9 @@ def test_int8_by_groups_is_within_half_a_step(shape, axis, group):
 def test_int4_is_within_half_a_step_where_it_does_not_clip(shape, axis):
     weight = normal(shape)
     got = quantize(weight, bits=4, axis=axis)
-    assert got.data.shape == (*shape[:-1], packed_columns(shape[-1]))
-    assert got.shape == weight.shape
-    assert got.scale.shape == tuple(
-        -(-n // INT4_GROUP) if i == weight.ndim + axis else n for i, n in enumerate(shape)
-    )
+    packed = (*shape[:-1], packed_columns(shape[-1]))
+    scales = tuple(-(-n // INT4_GROUP) if i == weight.ndim + axis else n for i, n in enumerate(shape))
+    chex.assert_shape([got, got.data, got.scale], [shape, packed, scales])
     in_steps = weight / step_of(got)
     assert np.abs(in_steps).max() <= INT4_REACH
     off = np.abs(wide(got) / step_of(got) - in_steps)
@@ -284,7 +280,7 @@ def test_unsupported_quantization_is_refused(shape, bits, axis):
 def test_qarray_is_a_tree_of_its_arrays():
     weight = quantize(normal((4, 6)), bits=8, axis=-1)
     leaves, structure = jax.tree.flatten(weight)
-    assert [leaf.shape for leaf in leaves] == [(4, 6), (4, 1)]
+    chex.assert_shape(leaves, [(4, 6), (4, 1)])
     again = jax.tree.unflatten(structure, leaves)
     assert isinstance(again, QArray)
     assert (again.bits, again.group, again.axis, again.columns) == (8, 0, -1, 6)

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -25,6 +26,7 @@ from jaxllm.quant import (
     unpack_int4,
 )
 from tests.quant.plain import wide
+from tests.variants import every_variant
 
 # bits, group
 WIDTHS = [(8, 0), (8, 32), (4, 32), (4, 64), (2, 32)]
@@ -64,16 +66,17 @@ def test_unpacking_undoes_packing(data):
     values = data.draw(st.lists(st.integers(-8, 7), min_size=columns, max_size=columns))
     values = np.array([[values, values[::-1]]], np.int8)
     packed = pack_int4(values)
-    assert packed.shape == (1, 2, packed_columns(columns))
-    assert packed.dtype == np.uint8
+    chex.assert_shape(packed, (1, 2, packed_columns(columns)))
+    chex.assert_type(packed, np.uint8)
     np.testing.assert_array_equal(unpack_jit(packed, columns, jnp.dtype(jnp.int32)), values)
 
 
+@every_variant
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
-def test_unpacked_dtype(dtype):
+def test_unpacked_dtype(dtype, variant):
     values = np.random.default_rng(0).integers(-8, 8, (2, 3, 65)).astype(np.int8)
-    got = unpack_jit(pack_int4(values), 65, jnp.dtype(dtype))
-    assert got.dtype == dtype
+    got = variant(unpack_int4, static_argnums=(1, 2))(pack_int4(values), 65, jnp.dtype(dtype))
+    chex.assert_type(got, dtype)
     np.testing.assert_array_equal(np.asarray(got, np.float64), values)
 
 
@@ -82,13 +85,14 @@ def test_unpacked_dtype(dtype):
 
 @every_form
 @every_width
+@every_variant
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dequantize_is_levels_times_scale(shape, axis, bits, group, form):
+def test_dequantize_is_levels_times_scale(shape, axis, bits, group, form, variant):
     weight = form(quantize(normal(shape), bits=bits, axis=axis, group=group))
-    got = dequantize_jit(weight, F32)
-    assert got.dtype == jnp.float32
-    assert got.shape == weight.shape == shape
+    got = variant(dequantize, static_argnums=1)(weight, F32)
+    chex.assert_type(got, jnp.float32)
+    chex.assert_shape([got, weight], shape)
     assert weight.ndim == len(shape)
     np.testing.assert_allclose(got, wide(weight), rtol=1e-6)
 
@@ -98,7 +102,7 @@ def test_dequantize_is_levels_times_scale(shape, axis, bits, group, form):
 def test_dequantize_to_bfloat16(bits, group, form):
     weight = form(quantize(normal((5, 70)), bits=bits, axis=-1, group=group))
     got = dequantize_jit(weight, jnp.dtype(jnp.bfloat16))
-    assert got.dtype == jnp.bfloat16
+    chex.assert_type(got, jnp.bfloat16)
     np.testing.assert_allclose(np.asarray(got, np.float64), wide(weight), rtol=2**-7)
 
 
@@ -112,7 +116,7 @@ def test_bfloat16_bits_widen_exactly():
     """All 65,536 patterns, NaNs with their payloads included."""
     patterns = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
     weight = Bfloat16Bits(bits=jnp.asarray(patterns))
-    assert weight.shape == (256, 256)
+    chex.assert_shape(weight, (256, 256))
     assert weight.ndim == 2
     got = dequantize_jit(weight, F32)
     bits = np.asarray(jax.lax.bitcast_convert_type(got, jnp.uint32))
@@ -124,8 +128,6 @@ def test_bfloat16_bits_widen_exactly():
 
 # Rows
 
-rows_jit = jit(embedding_rows, static_argnums=2)
-
 
 def table_of(kind, weight):
     if kind == "dense":
@@ -136,18 +138,20 @@ def table_of(kind, weight):
     return to_blocks(quantize(weight, bits=bits, axis=-1, group=group))
 
 
+@every_variant
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("kind", ["dense", "bits", *WIDTHS], ids=str)
-def test_rows_are_those_of_the_whole(kind, dtype):
+def test_rows_are_those_of_the_whole(kind, dtype, variant):
     """From either side of a panel's end, in any order, more than once, in any shape."""
     table = table_of(kind, normal((37, 70)))
     rows = np.array([[36, 0, 15], [16, 16, 1]], np.int32)
-    got = rows_jit(table, rows, jnp.dtype(dtype))
-    assert got.shape == (2, 3, 70)
-    assert got.dtype == dtype
+    take = variant(embedding_rows, static_argnums=2)
+    got = take(table, rows, jnp.dtype(dtype))
+    chex.assert_shape(got, (*rows.shape, 70))
+    chex.assert_type(got, dtype)
     room = 1e-6 if dtype == jnp.float32 else 2**-6
     np.testing.assert_allclose(np.asarray(got, np.float64), wide(table)[rows], rtol=room)
-    one = rows_jit(table, np.int32(15), jnp.dtype(dtype))
+    one = take(table, np.int32(15), jnp.dtype(dtype))
     np.testing.assert_array_equal(one, got[0, 2])
 
 
@@ -170,7 +174,7 @@ def test_prefix_of_units_is_prefix_of_the_whole(bits, group, axis, units, form):
     weight = form(quantize(normal((70, 33)), bits=bits, axis=axis, group=group))
     part = take_units(weight, units)
     assert type(part) is type(weight)
-    assert part.shape == (units, 33)
+    chex.assert_shape(part, (units, 33))
     np.testing.assert_array_equal(wide(part), wide(weight)[:units])
     if units == 33:  # Each is a compilation.
         np.testing.assert_allclose(dequantize_jit(part, F32), wide(weight)[:units], rtol=1e-6)
@@ -183,7 +187,7 @@ def test_prefix_of_a_stack_of_units(bits, group, axis, form):
     weight = form(quantize(normal((3, 40, 9)), bits=bits, axis=axis, group=group))
     for units in (1, 2, 3):
         part = take_units(weight, units)
-        assert part.shape == (units, 40, 9)
+        chex.assert_shape(part, (units, 40, 9))
         np.testing.assert_array_equal(wide(part), wide(weight)[:units])
     np.testing.assert_allclose(dequantize_jit(take_units(weight, 2), F32), wide(weight)[:2], rtol=1e-6)
 
