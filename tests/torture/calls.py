@@ -164,6 +164,6 @@ def _contexts(victims: Path, folder: Path) -> Contexts:
     folder.mkdir(exist_ok=True)
     options = ContextOptions(folder=folder / f"store-{len(list(folder.iterdir()))}")
     sized = Contexts(engine, options)
-    size = sized._graphs[100].chunk_bytes(RAW)
+    size = sized._chunk_io[100].chunk_bytes(RAW)
     sized.close()
     return Contexts(engine, dataclasses.replace(options, budget_bytes=9 * size))
