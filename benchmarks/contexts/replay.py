@@ -14,8 +14,8 @@ from benchmarks.contexts.systems import System
 from benchmarks.measuring.storage import Device
 from serving.contexts.manager import Contexts
 from serving.contexts.restore import Restoration
-from serving.contexts.switching import ContextCall
 from serving.engine import Engine
+from serving.traces.switching import ContextCall
 
 # The first calls are not counted: memory is then as the system leaves it, not as it was filled.
 _UNCOUNTED = 2

@@ -19,10 +19,10 @@ from jaxllm.bundle import WeightFormat
 from jaxllm.errors import ConfigError
 from serving.contexts.chunk_io import ChunkIO
 from serving.contexts.growth import most_bytes
-from serving.contexts.switching import ContextCall, Lengths, make_switching
 from serving.engine import Engine
 from serving.host.progress import Progress
 from serving.options import EngineOptions
+from serving.traces.switching import ContextCall, Lengths, make_switching
 
 # Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
 # written. In a shorter window they are the same share.

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from benchmarks.engine.systems import OURS, PER_TOKEN
-from benchmarks.measuring.alternation import Result, System
-from benchmarks.measuring.perplexity import Text
 from benchmarks.measuring.report import Row, compared
+from benchmarks.peers.alternation import Result, System
+from benchmarks.peers.perplexity import Text
 from benchmarks.peers.process import Child
 
 

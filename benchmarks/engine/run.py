@@ -2,7 +2,7 @@
 other engines that run the same weights at the same width.
 
 Every system runs in a process of its own on the same cores (`peers/process.py`) and answers the same prompts
-in alternation (`measuring/alternation.py`). Ours decodes as the service does, a block of tokens per dispatch,
+in alternation (`peers/alternation.py`). Ours decodes as the service does, a block of tokens per dispatch,
 and with one dispatch per token (`jaxllm-one-token-per-dispatch`), the loop of engines without on-device
 sampling.
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from benchmarks.engine.rows import memory_rows, opening_rows, quality_rows, row, size_rows, speed_rows
 from benchmarks.engine.systems import PER_TOKEN, Conditions, OpenSystems
-from benchmarks.measuring.alternation import alternate, prompt_ids
 from benchmarks.measuring.bandwidth import MemoryProbe
-from benchmarks.measuring.perplexity import REFERENCE, Text, perplexity
 from benchmarks.measuring.report import Row, median
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.models.shapes import shape_folder
 from benchmarks.peers import PEERS
+from benchmarks.peers.alternation import alternate, prompt_ids
+from benchmarks.peers.perplexity import REFERENCE, Text, perplexity
 from benchmarks.peers.process import Child
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError

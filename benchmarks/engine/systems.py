@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring.alternation import System
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.peers import OURS as OUR_PEER
 from benchmarks.peers import PEERS, Opening
+from benchmarks.peers.alternation import System
 from benchmarks.peers.jaxllm_engine import BLOCKS, ONE_TOKEN
 from benchmarks.peers.process import Child
 from serving.host.progress import Progress

@@ -14,9 +14,9 @@ from benchmarks.export.formats import (
     TFLITE,
     Export,
 )
-from benchmarks.measuring.alternation import Result
-from benchmarks.measuring.perplexity import Text, perplexity
 from benchmarks.measuring.report import Row, compared, median
+from benchmarks.peers.alternation import Result
+from benchmarks.peers.perplexity import Text, perplexity
 from benchmarks.peers.process import Child
 from jaxllm.text.tokenizer import Tokenizer
 from serving.host.progress import Progress

@@ -27,12 +27,12 @@ from benchmarks.export.formats import (
 )
 from benchmarks.export.litert_lm import measure_litert_lm
 from benchmarks.export.rows import agreement_rows, opening_rows, quality_rows, speed_rows
-from benchmarks.measuring.alternation import System, alternate, prompt_ids
-from benchmarks.measuring.perplexity import Text
 from benchmarks.measuring.report import Row
 from benchmarks.models.checkpoint import Checkpoint
 from benchmarks.peers import PEERS, Opening
+from benchmarks.peers.alternation import System, alternate, prompt_ids
 from benchmarks.peers.jaxllm_engine import BLOCKS
+from benchmarks.peers.perplexity import Text
 from benchmarks.peers.process import Child
 from benchmarks.samples.stories import SEPARATOR
 from jaxllm.text.tokenizer import Tokenizer

@@ -9,10 +9,10 @@ import click
 from serving.commands.console import print_columns, print_json, progress_bars
 from serving.commands.lazy import EngineCommand
 from serving.commands.shared_options import json_option, model_option
-from serving.contexts.switching import HOURS, MAX_CONTEXTS, PATTERNS
+from serving.traces.switching import HOURS, MAX_CONTEXTS, PATTERNS
 
 if TYPE_CHECKING:
-    from serving.contexts.switching import ContextCall, Lengths
+    from serving.traces.switching import ContextCall, Lengths
     from serving.traces.trace import Totals
 
 ANSWER_TOKENS = 32
@@ -155,7 +155,7 @@ def make_switching_command(
     Example:
       jaxllm trace make-switching --data DIR --contexts 4 --output switching.jsonl
     """
-    from serving.contexts.switching import make_switching, read_azure_lengths
+    from serving.traces.switching import make_switching, read_azure_lengths
 
     if (data is None) == (azure is None):
         raise click.UsageError("say where lengths come from: --data or --azure")
@@ -187,7 +187,7 @@ def convert_mooncake_command(
     Example:
       jaxllm trace convert-mooncake conversation_trace.jsonl --time-scale 100 --output switching.jsonl
     """
-    from serving.contexts.switching import read_mooncake
+    from serving.traces.switching import read_mooncake
 
     _write(output, read_mooncake(mooncake, slower=time_scale, token_scale=token_scale)[:calls])
 
@@ -243,7 +243,7 @@ def replay_command(
 
 
 def _write(output: Path, trace: "list[ContextCall]") -> None:
-    from serving.contexts.switching import write_switching
+    from serving.traces.switching import write_switching
 
     write_switching(output, trace)
     active = len({each.context for each in trace})

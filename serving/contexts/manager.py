@@ -25,11 +25,11 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
+from jaxllm.kv.eviction import find_policy
 from serving.contexts.at_exit import close_at_exit, forget_at_exit
 from serving.contexts.blobs import Stored
 from serving.contexts.chunk_io import ChunkIO, origin_of
 from serving.contexts.delays import Delays, measure_compute, measure_read
-from serving.contexts.eviction import find_policy
 from serving.contexts.growth import ended_record, most_bytes, sink_record
 from serving.contexts.loading import ChunkLoader, cache_with_room
 from serving.contexts.memory import ChunkMemory

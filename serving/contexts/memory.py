@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.kv.eviction import POLICIES, Policy, Resident
 from serving.contexts.blobs import Blobs
-from serving.contexts.eviction import POLICIES, Policy, Resident
 
 
 class ChunkMemory:

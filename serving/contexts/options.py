@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from jaxllm.errors import ConfigError
+from jaxllm.kv.eviction import find_policy
 from jaxllm.kv.tolerance import RATIOS
-from serving.contexts.eviction import find_policy
 from serving.host.direct_io import Storage
 
 Writing = Literal["ahead", "at-eviction", "never"]

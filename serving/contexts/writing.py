@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence, Set
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, JaxllmError
+from jaxllm.kv.eviction import Resident
 from jaxllm.kv.recompute import LOST
 from serving.contexts.blobs import Stored
-from serving.contexts.eviction import Resident
 from serving.contexts.options import Writing
 from serving.contexts.record import Record
 from serving.contexts.store import ContextStore

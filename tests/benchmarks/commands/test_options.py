@@ -15,7 +15,7 @@ from benchmarks.models import shapes
 from benchmarks.peers import PEERS
 from serving.bundles import packaged_models
 from serving.cli import cli
-from serving.contexts.switching import PATTERNS
+from serving.traces.switching import PATTERNS
 
 NAMES = ("engine", "elastic", "speculative", "contexts", "experts", "prefill", "export")
 

@@ -6,8 +6,8 @@ from benchmarks.export import run
 from benchmarks.export.formats import LITERT_LM, LIVE, LLAMA_CPP, STABLEHLO, STEPS, TFLITE
 from benchmarks.export.rows import speed_rows
 from benchmarks.export.run import Plan, Subject
-from benchmarks.measuring.alternation import Result
 from benchmarks.peers import SYSTEMS, Opening
+from benchmarks.peers.alternation import Result
 from benchmarks.peers.jaxllm_engine import BLOCKS
 from benchmarks.peers.programs import STEP
 from export.signatures import ExportPlan

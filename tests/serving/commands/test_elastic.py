@@ -7,8 +7,8 @@ import pytest
 
 from jaxllm.bundle.elastic import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from serving.contexts.switching import read_switching
 from serving.planning.profile import load_profile
+from serving.traces.switching import read_switching
 from serving.traces.trace import read_trace
 from tests.serving.commands.outcome import CFG, PARAMS, Run, answer, failed, succeeded
 from tests.tiny import write_tiny_bundle

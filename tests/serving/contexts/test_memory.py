@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.kv.codecs import RAW
-from serving.contexts.eviction import POLICIES, find_policy
+from jaxllm.kv.eviction import POLICIES, find_policy
 from serving.contexts.memory import ChunkMemory
 
 SIZE = {RAW: 16, 8: 8, 4: 4, 2: 2}

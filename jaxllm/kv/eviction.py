@@ -1,4 +1,4 @@
-"""Eviction policies: which chunks of `memory.ChunkMemory` leave first.
+"""Eviction policies: which chunks of contexts leave memory first.
 
 A policy orders the chunks that may leave, and says whether contexts leave whole. A new policy is a function
 and its line in `POLICIES`.

@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.measuring import alternation
-from benchmarks.measuring.alternation import System, alternate, prompt_ids
+from benchmarks.peers import alternation
+from benchmarks.peers.alternation import System, alternate, prompt_ids
 
 
 class Scripted:

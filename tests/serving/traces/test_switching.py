@@ -8,7 +8,7 @@ import json
 import pytest
 
 from jaxllm.errors import ConfigError
-from serving.contexts.switching import (
+from serving.traces.switching import (
     PATTERNS,
     ContextCall,
     make_switching,
