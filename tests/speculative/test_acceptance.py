@@ -1,5 +1,6 @@
 """What is accepted: plain decoding's own answer, or tokens of the target's distribution."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,8 @@ def test_every_node_is_followed_by_what_plain_decoding_says_there(sampling):
     for said in ([0.0] * 7 + [9.0, 0.0], [0.0, 0.0, 0.0, 9.0] + [0.0] * 5):
         _, state = one(jnp.asarray([said], jnp.float32), state)
     found = jax.jit(choices)(tree, logits, state)
+    chex.assert_shape(found, (ROOM,))
+    chex.assert_type(found, jnp.int32)
     for node in range(len(PARENTS) + 1):
         after = state
         for child in walk(PARENTS, node)[1:]:

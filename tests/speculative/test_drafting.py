@@ -1,5 +1,6 @@
 """The order in which branches grow, and when growing ends."""
 
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,34 +12,41 @@ from jaxllm.speculative.fallback import LEAST, MOST, START, Fallback
 from jaxllm.speculative.pacer import best_confidence, grow, next_tips
 from jaxllm.speculative.tree import new_tree
 from tests.speculative.test_tree import tree_of
+from tests.variants import every_variant
 
 
 def fed(*nodes, room=12):
     return np.isin(np.arange(room), nodes)
 
 
-def test_the_most_confident_tips_are_next():
+@every_variant
+def test_the_most_confident_tips_are_next(variant):
+    following, best = variant(next_tips, static_argnums=2), variant(best_confidence)
     tree = tree_of([0, 0, 1, 1, 2], confidences=[0.6, 0.4, 0.1, 0.8, 0.9])
     # Along their paths: 1, .6, .4, .06, .48, .36.
-    tips, count = next_tips(tree, fed(0, 1, 2), 2)
+    tips, count = following(tree, fed(0, 1, 2), 2)
+    chex.assert_shape([tips, count], [(2,), ()])
+    chex.assert_type([tips, count], jnp.int32)
     assert (tips.tolist(), int(count)) == ([4, 5], 2)
-    tips, count = next_tips(tree, fed(0, 1, 2, 4, 5), 2)
+    tips, count = following(tree, fed(0, 1, 2, 4, 5), 2)
     assert (tips.tolist(), int(count)) == ([3, 11], 1)
-    assert float(best_confidence(tree, fed(0, 1, 2))) == pytest.approx(0.48)
-    assert float(best_confidence(tree, fed(0, 1, 2, 3, 4, 5))) == 0
-    assert int(next_tips(tree, fed(0, 1, 2, 3, 4, 5), 3)[1]) == 0
+    assert float(best(tree, fed(0, 1, 2))) == pytest.approx(0.48)
+    assert float(best(tree, fed(0, 1, 2, 3, 4, 5))) == 0
+    assert int(following(tree, fed(0, 1, 2, 3, 4, 5), 3)[1]) == 0
 
 
-def test_a_branch_divides_where_the_draft_is_torn():
-    tree = tree_of([0, 0])
+@every_variant
+def test_a_branch_divides_where_the_draft_is_torn(variant):
+    tree, grow_tree = tree_of([0, 0]), variant(grow, static_argnames="branches")
     probabilities = np.array([[0.05, 0.45, 0.1, 0.4], [0.1, 0.1, 0.6, 0.2]], np.float32)
-    grown = grow(tree, jnp.array([1, 2]), jnp.int32(2), probabilities, branches=3)
+    grown = grow_tree(tree, jnp.array([1, 2]), jnp.int32(2), probabilities, branches=3)
+    chex.assert_trees_all_equal_shapes_and_dtypes(grown, tree)
     # Node 1 goes on with tokens 1 and 3, node 2 with 2 alone; the best paths first.
     assert int(grown.count) == 6
     assert grown.parents[3:6].tolist() == [2, 1, 1]
     assert grown.tokens[3:6].tolist() == [2, 1, 3]
     np.testing.assert_allclose(grown.confidences[3:6], [0.3, 0.225, 0.2], rtol=1e-6)
-    only = grow(tree, jnp.array([1, 2]), jnp.int32(1), probabilities, branches=3)
+    only = grow_tree(tree, jnp.array([1, 2]), jnp.int32(1), probabilities, branches=3)
     assert only.parents[3:5].tolist() == [1, 1]
     assert int(only.count) == 5
 

@@ -1,5 +1,6 @@
 """Token trees: by hand, and beside a plain one of lists."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,10 @@ from jaxllm.speculative.tree import (
     new_tree,
     path_to,
 )
+from tests.variants import every_variant
 
 ROOM = 12
+DIMS = chex.Dimensions(M=ROOM)
 
 
 def tree_of(parents, tokens=None, confidences=None, room=ROOM):
@@ -44,7 +47,15 @@ def walk(parents, node):
     return path[::-1]
 
 
-def test_a_tree_by_hand():
+def test_a_tree_has_room_for_its_nodes():
+    tree = tree_of([0, 0, 1])
+    chex.assert_shape([tree.tokens, tree.parents, tree.depths, tree.confidences], DIMS["M"])
+    chex.assert_shape([tree.ancestors, tree.count], [DIMS["MM"], ()])
+    chex.assert_trees_all_equal_shapes_and_dtypes(tree, new_tree(jnp.int32(7), ROOM))
+
+
+@every_variant
+def test_a_tree_by_hand(variant):
     #        0
     #      1   2
     #     3 4   5
@@ -60,9 +71,12 @@ def test_a_tree_by_hand():
     assert not mask[6:].any()
     # The target says 11 behind the root and 14 behind that; 15 behind 2 would be right, but 2 is not.
     chosen = np.array([11, 14, 15, 0, 99, 0] + [0] * 6, np.int32)
-    accepted = accepted_nodes(tree, chosen)
+    accepted = variant(accepted_nodes)(tree, chosen)
+    chex.assert_shape(accepted, DIMS["M"])
     assert np.flatnonzero(accepted).tolist() == [0, 1, 4]
-    nodes, length = path_to(tree, deepest(tree, accepted))
+    nodes, length = variant(path_to)(tree, variant(deepest)(tree, accepted))
+    chex.assert_shape([nodes, length], [DIMS["M"], ()])
+    chex.assert_type([nodes, length], jnp.int32)
     assert (nodes.tolist(), int(length)) == ([0, 1, 4] + [4] * 9, 3)
 
 
@@ -94,11 +108,13 @@ def test_laws(parents, seed):
     assert all(len(walk(parents, node)) <= len(walk(parents, best)) for node in range(ROOM) if known[node])
 
 
-def test_what_is_not_wanted_or_has_no_room_is_left_out():
+@every_variant
+def test_what_is_not_wanted_or_has_no_room_is_left_out(variant):
     tree = tree_of([0], room=4)
     parents, tokens = np.array([1, 0, 0, 1, 1], np.int32), np.arange(20, 25, dtype=np.int32)
     wanted = np.array([True, False, True, True, True])
-    tree, places = jax.jit(add_nodes)(tree, parents, tokens, np.full(5, 0.5, np.float32), wanted)
+    add = variant(add_nodes)
+    tree, places = add(tree, parents, tokens, np.full(5, 0.5, np.float32), wanted)
     assert places.tolist() == [2, -1, 3, -1, -1]
     assert int(tree.count) == 4
     assert tree.tokens.tolist() == [7, 0, 20, 22]
@@ -108,14 +124,14 @@ def test_what_is_not_wanted_or_has_no_room_is_left_out():
 
 
 def test_one_graph_serves_all_trees():
-    traced = []
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def run(tree):
-        traced.append(1)
         return tree.ancestors
 
     for parents in ([0], [0, 1, 2], [0, 0, 0, 0]):
-        assert isinstance(tree_of(parents), TokenTree)
-        run(tree_of(parents))
-    assert len(traced) == 1
+        tree = tree_of(parents)
+        assert isinstance(tree, TokenTree)
+        np.testing.assert_array_equal(run(tree), tree.ancestors)

@@ -1,5 +1,8 @@
 """A step of flat arrays against the decoder that it is made of."""
 
+import functools
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,13 +54,14 @@ def fed(count, at=0, state=None, length=16, padding=-1):
 @pytest.mark.parametrize("padding", NOT_A_PLACE)
 def test_a_padded_chunk_and_a_step_give_what_the_whole_text_gives(padding):
     out = decode(fed(11, padding=padding), TOKENS[None, 11:12], np.array([11], np.int32))
+    chex.assert_shape(out["logits"], (1, 1, TINY.vocab_size))
     np.testing.assert_allclose(out["logits"][0, 0], whole(TOKENS[:12])[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_padding_is_written_nowhere():
     state = caches(fill=7.0)
     out = fed(5, state=state)
-    assert set(out) == set(state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(out, state)
     for name, rows in out.items():
         assert (np.asarray(rows)[:, :, 5:] == 7.0).all(), name
         assert (np.asarray(rows)[:, :, :5] != 7.0).any(), name
@@ -67,8 +71,9 @@ def test_a_chunk_over_the_end_leaves_older_rows_alone():
     """`dynamic_update_slice` would move a chunk of 16 at row 20 of 24 back onto rows 8 to 23."""
     before = fed(4, at=16, state=fed(16))
     out = fed(4, at=20, state=dict(before))
+    first = functools.partial(jax.tree.map, lambda rows: rows[:, :, :20])
+    chex.assert_trees_all_equal(first(out), first(before), strict=True)
     for name, rows in out.items():
-        np.testing.assert_array_equal(rows[:, :, :20], before[name][:, :, :20], err_msg=name)
         assert (np.asarray(rows)[:, :, 20:] != np.asarray(before[name])[:, :, 20:]).any(), name
 
 
@@ -81,7 +86,10 @@ def test_every_path_of_a_tree_is_a_text_of_its_own():
         if parent >= 0:
             mask[node] |= mask[parent]
     places = np.array([8, 9, 9, 10, 0], np.int32)
-    out = tree(fed(8), np.array([[*nodes, 0]], np.int32), places, mask)
+    before = fed(8)
+    out = tree(before, np.array([[*nodes, 0]], np.int32), places, mask)
+    chex.assert_shape(out["logits"], (1, 5, TINY.vocab_size))
+    chex.assert_trees_all_equal_shapes_and_dtypes({name: out[name] for name in before}, before)
     for node in range(4):
         path = [*TOKENS[:8], *nodes[mask[node, :4]]]
         want = whole(np.array(path, np.int32))[-1]

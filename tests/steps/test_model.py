@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.steps.model import BlockEnd, decode_step, decode_tokens, prefill_chunk, score_chunk
 
 V, CAPACITY, BLOCK = 23, 20, 6
+DIMS = chex.Dimensions(B=1, T=7, V=V)
 CFG = ModelConfig(
     model_type="llama", vocab_size=V, hidden_size=12, layers=1, heads=4, kv_heads=2, head_dim=6,
     ffn_size=10, window_tokens=32, rope=RopeConfig(dim=6), attention_windows=(6,), logit_softcap=6.0,
@@ -66,9 +68,8 @@ def empty_cache():
 
 
 def assert_same_cache(got, expected):
-    assert int(got.length) == int(expected.length)
-    for rows, other in zip((*got.keys, *got.values), (*expected.keys, *expected.values), strict=True):
-        np.testing.assert_allclose(rows, other, atol=1e-5, rtol=0)
+    chex.assert_trees_all_equal(got.length, expected.length, strict=True)
+    chex.assert_trees_all_close(got, expected, atol=1e-5, rtol=0, strict=True)
 
 
 def assert_untouched_after(cache, length):
@@ -86,8 +87,8 @@ def test_prefill_gives_the_logits_of_the_last_valid_token():
     for valid in (1, 3, 5):
         expected, cache = reference(PARAMS, PADDED, empty_cache(), np.int32(valid))
         got, after = prefill(PARAMS, PADDED, np.int32(valid), np.True_, empty_cache())
-        assert got.shape == (1, V)
-        assert got.dtype == jnp.float32
+        chex.assert_shape(got, DIMS["BV"])
+        chex.assert_type(got, jnp.float32)
         np.testing.assert_allclose(got, expected[:, valid - 1], atol=1e-5)
         assert np.std(got) > 0.5
         assert_same_cache(after, cache)
@@ -97,10 +98,9 @@ def test_prefill_gives_the_logits_of_the_last_valid_token():
 def test_chunks_before_the_last_skip_the_head_and_nothing_else():
     _, expected = prefill(PARAMS, PADDED, np.int32(5), np.True_, empty_cache())
     got, cache = prefill(PARAMS, PADDED, np.int32(5), np.False_, empty_cache())
-    assert got.shape == (1, V)
+    chex.assert_shape(got, DIMS["BV"])
     assert not np.any(got)
-    for leaf, other in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(leaf, other)
+    chex.assert_trees_all_equal(cache, expected, strict=True)
 
 
 def test_prefill_in_chunks_is_prefill_at_once():
@@ -138,13 +138,13 @@ def test_a_step_is_forward_then_sample(name):
     logits, expected_cache = reference(PARAMS, token[:, None], cache, np.int32(1))
     expected, expected_sampler = draw(logits[:, 0], sampler)
     got, cache, sampler = one_step(PARAMS, token, cache, sampler)
-    assert got.shape == (1,)
-    assert got.dtype == jnp.int32
+    chex.assert_shape(got, DIMS["B"])
+    chex.assert_type(got, jnp.int32)
     assert got.tolist() == expected.tolist()
     assert_same_cache(cache, expected_cache)
     assert_untouched_after(cache, 6)
-    assert int(sampler.drawn) == int(expected_sampler.drawn) == 2
-    np.testing.assert_array_equal(sampler.counts, expected_sampler.counts)
+    assert int(sampler.drawn) == 2
+    chex.assert_trees_all_equal(sampler, expected_sampler, strict=True)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -159,7 +159,7 @@ def test_blocks_do_not_change_the_answer(name, blocks):
         rows, count, cache, sampler = decode(
             PARAMS, token, cache, sampler, BlockEnd(NO_STOPS, np.int32(limit))
         )
-        assert rows.shape == (1, BLOCK)
+        chex.assert_shape([rows, count], [(DIMS.B, BLOCK), ()])
         assert int(count) == limit
         assert rows[0, limit:].tolist() == [-1] * (BLOCK - limit)
         tokens += rows[0, :limit].tolist()
@@ -167,8 +167,25 @@ def test_blocks_do_not_change_the_answer(name, blocks):
     assert tokens == expected
     assert_same_cache(cache, expected_cache)
     assert_untouched_after(cache, 5 + 13)
-    for leaf, other in zip(jax.tree.leaves(sampler), jax.tree.leaves(expected_sampler), strict=True):
-        np.testing.assert_array_equal(leaf, other)
+    chex.assert_trees_all_equal(sampler, expected_sampler, strict=True)
+
+
+def test_one_trace_serves_every_limit_and_every_sampling(compiles):
+    """What differs between requests is an argument, and what a step returns is what the next one takes."""
+    chex.clear_trace_counter()
+
+    @jit
+    @chex.assert_max_traces(n=1)
+    def run(token, cache, sampler, end):
+        return decode_tokens(PARAMS, token, cache, sampler, end, **FIXED, block=BLOCK)
+
+    for number, name in enumerate(SAMPLINGS):
+        token, cache, sampler = begun(name)
+        with compiles() as count:
+            for limit in (1, BLOCK):
+                rows, _, cache, sampler = run(token, cache, sampler, BlockEnd(NO_STOPS, np.int32(limit)))
+                token = np.asarray(rows)[:, limit - 1]
+        assert count() == (number == 0)
 
 
 def test_block_size_is_not_the_answer_s_business():
@@ -251,10 +268,9 @@ def test_scores_are_log_probabilities_of_the_targets():
     got, best, cache = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
     wide = np.asarray(logits, np.float64)[0, :5]
     expected = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    assert got.shape == PADDED.shape
-    assert got.dtype == jnp.float32
+    chex.assert_shape([got, best], DIMS["BT"])
+    chex.assert_type([got, best], [jnp.float32, jnp.int32])
     np.testing.assert_allclose(got[0, :5], expected[np.arange(5), targets[0, :5]], atol=1e-5)
-    assert best.dtype == jnp.int32
     np.testing.assert_array_equal(best[0, :5], wide.argmax(-1))
     assert np.std(got[0, :5]) > 0.5
     assert_same_cache(cache, expected_cache)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +50,8 @@ def test_a_tree_reads_as_each_of_its_paths_alone():
     read = jax.jit(functools.partial(read_nodes, cfg=CFG, dtype=DTYPE))
     nodes = jnp.arange(ROOM, dtype=jnp.int32)
     out, after = read(PARAMS, tree, nodes, tree.count, cache)
+    chex.assert_shape(out, (ROOM, CFG.vocab_size))
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, cache)
     assert int(after.length) == PROMPT.shape[1]
     # In two readings as in one.
     _, first = read(PARAMS, tree, nodes, jnp.int32(3), cache)
@@ -75,8 +78,10 @@ def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
     kept = jax.jit(keep_path)(read, path, jnp.int32(4))
     fed = cache_of(CFG, PARAMS, np.concatenate([PROMPT, [[7, 11, 13, 15]]], axis=1).astype(np.int32))
     assert int(kept.length) == int(fed.length) == 10
-    for ours, theirs in zip([*kept.keys, *kept.values], [*fed.keys, *fed.values], strict=True):
-        np.testing.assert_allclose(ours[:, :, :10], theirs[:, :, :10], atol=1e-4)
+    ours, theirs = (
+        jax.tree.map(lambda rows: rows[:, :, :10], (each.keys, each.values)) for each in (kept, fed)
+    )
+    chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-7, strict=True)
 
 
 def test_what_was_attended_to_goes_with_the_path():
