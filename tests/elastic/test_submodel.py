@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,8 +138,9 @@ def test_a_cache_of_a_level_has_its_kv_groups_and_decodes_what_documents_say():
     cfg = sub_config(LLAMA, LADDER, 40)
     parts = shared_sub_model(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), cfg)
     cache = new_cache(cfg, batch=2, tokens=32, dtype=jnp.float32)
-    heads = [keys.shape[1] for keys in cache.keys]
-    assert heads == [cfg.units(layer).kv_heads for layer in range(3)]
+    heads = [cfg.units(layer).kv_heads for layer in range(3)]
+    shapes = [(2, count, 32, cfg.head_dim) for count in heads]
+    chex.assert_shape([*cache.keys, *cache.values], shapes + shapes)
     assert len(set(heads)) == 2
     expected = np.asarray(forward_documents(parts, TOKENS, cfg=cfg))
     first, cache = forward(parts, TOKENS[:, :13], cache, cfg=cfg)
@@ -207,8 +209,7 @@ def test_a_level_of_a_level():
     params = jax.tree.map(jnp.asarray, scaled_params(LLAMA))
     large, small = sub_config(LLAMA, LADDER, 80), sub_config(LLAMA, LADDER, 40)
     twice, once = sub_model(sub_model(params, large), small), sub_model(params, small)
-    for name in once:
-        np.testing.assert_array_equal(np.asarray(twice[name]), np.asarray(once[name]))
+    chex.assert_trees_all_equal(twice, once, strict=True)
 
 
 def test_a_level_is_not_cut_from_one_that_lacks_its_units():

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,28 +11,38 @@ import pytest
 from jaxllm.experts.routing import Routing, expert_shares, load_balancing_loss, route, router_z_loss
 from jaxllm.nn.layers import Norm, rms_norm
 from tests.kernels.switching import needs_native
+from tests.variants import every_variant
 
 # Logits of a token [1, 0] are this router's first column: probabilities 1/10, 4/10, 2/10, 3/10.
 ROUTER = np.stack([np.log([1.0, 4.0, 2.0, 3.0]), np.log([5.0, 1.0, 1.0, 1.0])], axis=1).astype(np.float32)
 TOKENS = np.eye(2, dtype=np.float32)[None]
 
 
+ROUTE = ("experts_per_token", "normalize")
+DIMS = chex.Dimensions(B=1, T=2, E=4, k=2)
+
+
 def random_logits(*shape):
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-def test_the_most_probable_experts_in_order():
-    routing = route(TOKENS, ROUTER, experts_per_token=2, normalize=False)
+@every_variant
+def test_the_most_probable_experts_in_order(variant):
+    routing = variant(route, static_argnames=ROUTE)(TOKENS, ROUTER, experts_per_token=2, normalize=False)
+    chex.assert_shape([routing.logits, routing.probs], DIMS["BTE"])
+    chex.assert_shape([routing.ids, routing.weights], DIMS["BTk"])
+    chex.assert_type([routing.logits, routing.ids, routing.weights], [jnp.float32, jnp.int32, jnp.float32])
     np.testing.assert_array_equal(routing.ids, [[[1, 3], [0, 1]]])
     np.testing.assert_allclose(routing.weights, [[[0.4, 0.3], [0.625, 0.125]]], rtol=1e-6)
     np.testing.assert_allclose(routing.probs[0, 0], [0.1, 0.4, 0.2, 0.3], rtol=1e-6)
-    assert routing.logits.shape == (1, 2, 4)
 
 
-def test_normalized_weights_sum_to_one():
-    routing = route(TOKENS, ROUTER, experts_per_token=2, normalize=True)
+@every_variant
+def test_normalized_weights_sum_to_one(variant):
+    choose = variant(route, static_argnames=ROUTE)
+    routing = choose(TOKENS, ROUTER, experts_per_token=2, normalize=True)
     np.testing.assert_allclose(routing.weights, [[[4 / 7, 3 / 7], [5 / 6, 1 / 6]]], rtol=1e-6)
-    one = route(TOKENS, ROUTER, experts_per_token=1, normalize=True)
+    one = choose(TOKENS, ROUTER, experts_per_token=1, normalize=True)
     np.testing.assert_array_equal(one.weights, np.ones((1, 2, 1)))
     np.testing.assert_array_equal(one.ids, [[[1], [0]]])
 
@@ -41,8 +52,10 @@ def test_all_experts_have_all_of_the_probability():
     np.testing.assert_allclose(jnp.sum(routing.weights, -1), np.ones((1, 2)), rtol=1e-6)
 
 
-def test_ties_go_to_the_lower_id():
-    routing = route(TOKENS, np.ones((4, 2), np.float32), experts_per_token=2, normalize=False)
+@every_variant
+def test_ties_go_to_the_lower_id(variant):
+    choose = variant(route, static_argnames=ROUTE)
+    routing = choose(TOKENS, np.ones((4, 2), np.float32), experts_per_token=2, normalize=False)
     np.testing.assert_array_equal(routing.ids, [[[0, 1], [0, 1]]])
 
 
@@ -51,7 +64,7 @@ def test_narrow_activations_route_in_float32():
     router = random_logits(4, 8)
     got = route(jnp.asarray(x), router, experts_per_token=2, normalize=True)
     wide = route(jnp.asarray(x).astype(jnp.float32), router, experts_per_token=2, normalize=True)
-    assert got.weights.dtype == got.logits.dtype == jnp.float32
+    chex.assert_type([got.weights, got.logits], jnp.float32)
     np.testing.assert_array_equal(got.logits, wide.logits)
 
 
@@ -114,7 +127,7 @@ def test_router_z_loss():
 def test_routing_passes_through_graphs():
     routing = Routing(logits=jnp.ones((2, 4)), ids=jnp.zeros((2, 1), jnp.int32), weights=jnp.ones((2, 1)))
     same = jax.jit(lambda each: each)(routing)
-    np.testing.assert_array_equal(same.ids, routing.ids)
+    chex.assert_trees_all_equal(same, routing, strict=True)
 
 
 @needs_native
@@ -129,9 +142,8 @@ def test_a_token_of_many_is_routed_as_it_is_alone():
         run = jax.jit(functools.partial(route, experts_per_token=2, normalize=True, norm=norm))
         together = run(x, router)
         alone = [run(x[:, t : t + 1], router) for t in range(33)]
-        for name in ("logits", "ids", "weights"):
-            one = np.concatenate([getattr(each, name) for each in alone], axis=1)
-            np.testing.assert_array_equal(getattr(together, name), one)
+        joined = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1), *alone)
+        chex.assert_trees_all_equal(together, joined, strict=True)
         plain = route(
             rms_norm(x, norm.scale, norm.eps),
             router,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,8 +54,7 @@ def test_what_is_given_stays():
     params = tiny_params()
     before = {name: each.copy() for name, each in params.items()}
     with_outliers(TINY, params, OutlierRecipe())
-    for name, each in before.items():
-        np.testing.assert_array_equal(params[name], each)
+    chex.assert_trees_all_equal(dict(params), before, strict=True)
 
 
 @pytest.mark.parametrize(

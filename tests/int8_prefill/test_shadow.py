@@ -1,5 +1,6 @@
 """Clipped part and shadow together are the product, whatever passes the step."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from jaxllm.int8_prefill.shadow import FloatRows, excess, rooms, shadow_products
 from jaxllm.nn import linear
 from jaxllm.quant import dequantize, quantize, to_blocks
+from tests.variants import every_variant
 
 WIDTH, STEP = 40, np.float32(0.01)
 
@@ -49,13 +51,17 @@ def test_the_sum_is_the_product(outliers, seed):
         np.testing.assert_allclose(got, x.astype(np.float64) @ dense.T, rtol=1e-4, atol=1e-4)
 
 
+@every_variant
 @pytest.mark.parametrize("outliers", [16, 17, 129, 300])
-def test_more_than_the_largest_room_holds(outliers):
+def test_more_than_the_largest_room_holds(outliers, variant):
     draw = np.random.default_rng(outliers)
     x = np.zeros((3, 300), np.float32)
     x[draw.integers(0, 3, outliers), draw.permutation(300)[:outliers]] = 9 * 127 * STEP
     weight = draw.normal(size=(5, 300)).astype(np.float32)
-    (out,), count = shadow_products(x, STEP, [jnp.asarray(weight)], None, last=True)
+    products = variant(shadow_products, static_argnames="last")
+    (out,), count = products(x, STEP, [weight], None, last=True)
+    chex.assert_shape([out, count], [(3, 5), ()])
+    chex.assert_type([out, count], [jnp.float32, jnp.int32])
     assert int(count) == outliers
     np.testing.assert_allclose(out, np.asarray(excess(x, STEP)) @ weight.T, rtol=1e-4, atol=1e-4)
 
@@ -100,7 +106,7 @@ def test_what_is_not_finite_is_left_to_the_integer_product():
     x[2, 6] = np.inf
     out, _ = both(x, weights_of(), None)
     for each in out:
-        assert np.isfinite(each[0]).all()
+        chex.assert_tree_all_finite(each[0])
         assert np.isnan(each[1:]).all()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,18 +67,24 @@ def model(name: str):
 
 def chunk_through(cfg, params, layers, x, at, cache):
     """All layers of one chunk, subgraph by subgraph."""
+    dims = chex.Dimensions(B=1, T=x.shape[1], D=cfg.hidden_size, K=cfg.kv_heads, H=cfg.head_dim)
+    dims["F"] = (cfg.ffn_size,)
+    dims["Q"] = (cfg.group * cfg.head_dim,)
     pasts, counts = [], []
     for layer, known in enumerate(layers):
         bound = functools.partial(_run, params, known, cfg, layer)
         past = cache.keys[layer], cache.values[layer]
         heads = bound(subgraphs.project, x)
+        chex.assert_shape(heads, [dims["BTKQ"], dims["BTKH"], dims["BTKH"]])
         shadows = None
         if known.shadowed:
             shadows, count = bound(subgraphs.project_shadow, x)
+            chex.assert_trees_all_equal_shapes_and_dtypes(shadows, heads)
             counts.append(count)
         out, added, past, _, count = bound(
             subgraphs.attend, subgraphs.Projected(heads, shadows), at, past, None
         )
+        chex.assert_shape(out, dims["BTKQ"])
         pasts.append(past)
         if not known.shadowed:
             assert added is None
@@ -86,8 +93,10 @@ def chunk_through(cfg, params, layers, x, at, cache):
             continue
         x, products = bound(subgraphs.widen, x, out, added)
         more, widened = bound(subgraphs.widen_shadow, x)
+        chex.assert_shape([*products, *more], dims["BTF"])
         mixed, hidden = bound(subgraphs.narrow, x, products, more)
         x, narrowed = bound(subgraphs.narrow_shadow, x, mixed, hidden)
+        chex.assert_shape([x, mixed, added], dims["BTD"])
         counts += [count, widened, narrowed]
     keys, values = zip(*pasts, strict=True)
     return x, dataclasses.replace(cache, keys=keys, values=values), jnp.stack(counts)

@@ -1,5 +1,6 @@
 """Chunks from bytes to a cache, on every processor's kernels: what the codec itself decodes, in its place."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,8 +70,8 @@ def test_the_kernel_decodes_what_the_codec_does(name, dtype, width):
         wanted += after
     extents = extents_of(blobs).reshape(2, len(bits), 3)
     for kernels, found in answers(door(name), *rows, extents, bits).items():
+        chex.assert_trees_all_equal_shapes_and_dtypes(found, wanted)
         for got, expected in zip(found, wanted, strict=True):
-            assert got.dtype == expected.dtype
             room = 2e-3 if dtype == "float16" else 1e-5
             np.testing.assert_allclose(
                 got.astype(np.float32),

@@ -7,6 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +81,7 @@ def by_layers(q, k, v, starts, dout, **options):
 def close(found, wanted, what="", room=3e-5):
     for name, got, want in zip(NAMES, found, wanted, strict=True):
         got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        assert got.shape == want.shape
+        chex.assert_equal_shape([got, want])
         atol = room * max(1.0, float(np.abs(want).max()))
         np.testing.assert_allclose(got, want, atol=atol, rtol=0, err_msg=f"{what} {name}")
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,12 +100,30 @@ def test_padding_changes_nothing(cfg, garbage):
         tokens[:, valid:] = garbage
         hidden, cache = step(params, tokens, cache, np.int32(valid))
         np.testing.assert_array_equal(hidden[:, :valid], clean[:, :valid])
-        assert np.isfinite(hidden).all()
-    for got, expected in zip(jax.tree.leaves(cache), jax.tree.leaves(reference), strict=True):
-        np.testing.assert_array_equal(got, expected)
+        chex.assert_tree_all_finite(hidden)
+    chex.assert_trees_all_equal(cache, reference, strict=True)
     for rows in (*cache.keys, *cache.values):
         assert not np.any(rows[:, :, PROMPT:])
         assert np.all(np.any(rows[:, :, :PROMPT] != 0, axis=(1, 3)))
+
+
+def test_one_trace_serves_every_count_and_place(cfg):
+    """How many tokens of a chunk are real, and how many came before, are arguments."""
+    chex.clear_trace_counter()
+
+    @jit
+    @chex.assert_max_traces(n=1)
+    def step(params, tokens, cache, valid):
+        return decoder.forward(params, tokens, cache, cfg=cfg, valid=valid)
+
+    cache = empty_cache(cfg)
+    for at, valid in ((0, 4), (4, 1), (5, 3)):
+        tokens = TOKENS[:, at : at + CHUNK]
+        hidden, after = step(params_of(cfg), tokens, cache, np.int32(valid))
+        chex.assert_shape(hidden, (BATCH, CHUNK, cfg.hidden_size))
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, cache)
+        cache = after
+    assert int(cache.length) == 8
 
 
 def test_no_valid_count_means_all(cfg):
@@ -260,9 +279,11 @@ def test_forward_gives_back_the_routing(name):
     cfg, params = CONFIGS[name], params_of(CONFIGS[name])
     hidden, routing = routed_of(cfg)(params, TOKENS)
     np.testing.assert_allclose(hidden, whole_of(cfg)(params, TOKENS), atol=2e-5)
-    sparse, k = sum(cfg.sparse_layers), cfg.experts_per_token
-    assert routing.probs.shape == routing.logits.shape == (sparse, BATCH, PROMPT, cfg.experts)
-    assert routing.ids.shape == routing.weights.shape == (sparse, BATCH, PROMPT, k)
+    k = cfg.experts_per_token
+    dims = chex.Dimensions(L=sum(cfg.sparse_layers), B=BATCH, T=PROMPT, D=cfg.hidden_size, E=cfg.experts, k=k)
+    chex.assert_shape(hidden, dims["BTD"])
+    chex.assert_shape([routing.probs, routing.logits], dims["LBTE"])
+    chex.assert_shape([routing.ids, routing.weights], dims["LBTk"])
     top = np.argsort(-routing.logits, axis=-1)[..., :k]
     np.testing.assert_array_equal(np.sort(routing.ids, axis=-1), np.sort(top, axis=-1))
     assert len(np.unique(routing.ids)) > 1
@@ -285,8 +306,9 @@ def test_training_reaches_every_parameter():
 
     gradients = jit(jax.grad(loss))(params_of(cfg))
     _, routing = routed_of(cfg)(params_of(cfg), TOKENS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, params_of(cfg))
+    chex.assert_tree_all_finite(gradients)
     for name, gradient in gradients.items():
-        assert np.isfinite(gradient).all(), name
         assert np.abs(gradient).max() > 0, name
         if ".experts." in name:
             # Nothing is asked of the last token.
@@ -328,8 +350,12 @@ def test_dtypes():
         return hidden, cache, decoder.logits(params, hidden, cfg=cfg)
 
     hidden, cache, logits = jax.eval_shape(run, params_of(cfg), TOKENS)
-    assert hidden.dtype == jnp.bfloat16
-    assert {rows.dtype for rows in (*cache.keys, *cache.values)} == {jnp.dtype(jnp.bfloat16)}
-    assert cache.length.dtype == jnp.int32
-    assert logits.dtype == jnp.float32
-    assert logits.shape == (BATCH, PROMPT, V)
+    dims = chex.Dimensions(
+        B=BATCH, T=PROMPT, S=CAPACITY, D=cfg.hidden_size, K=cfg.kv_heads, H=cfg.head_dim, V=V
+    )
+    chex.assert_shape([hidden, logits], [dims["BTD"], dims["BTV"]])
+    chex.assert_type([hidden, logits], [jnp.bfloat16, jnp.float32])
+    chex.assert_shape([*cache.keys, *cache.values], dims["BKSH"])
+    chex.assert_type([*cache.keys, *cache.values], jnp.bfloat16)
+    chex.assert_shape(cache.length, ())
+    chex.assert_type(cache.length, jnp.int32)

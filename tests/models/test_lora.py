@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +141,8 @@ def test_gradients_pass_through_every_form_of_weight(cfg, width, stored):
         return jnp.sum(decoder.logits(params, hidden, cfg=cfg)[..., :5] ** 2)
 
     found, expected = jit(jax.grad(loss))(adapter, params), jit(jax.grad(loss))(adapter, dense)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, expected, adapter)
+    chex.assert_tree_all_finite(found)
     for name, value in expected.items():
         assert np.abs(value).max() > 0
         distance = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
@@ -163,11 +166,12 @@ def test_adapters_of_lower_rank_and_fewer_targets_fit_one_graph():
     lora = LoraConfig(rank=2, alpha=4, targets=("attn.q",))
     adapter = random_adapter(TINY, lora)
     full = padded(TINY, adapter, LoraConfig.targets, 5)
-    assert {name: value.shape for name, value in full.items()} == {
-        f"{name}.{part}": shape
+    expected = {
+        f"{name}.{part}": jax.ShapeDtypeStruct(shape, jnp.float32)
         for name in adapted_parameters(TINY, LoraConfig.targets)
         for part, shape in zip(("left", "right"), adapter_shapes(TINY, name, 5), strict=True)
     }
+    chex.assert_trees_all_equal_shapes_and_dtypes(full, expected)
     params = {name: jnp.asarray(value) for name, value in tiny_params(TINY).items()}
     np.testing.assert_allclose(
         logits(adapt(params, full, lora.scaling), TINY),

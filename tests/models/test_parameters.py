@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,16 +115,19 @@ def test_specs_are_in_the_order_in_which_a_step_reads_them(cfg):
     assert segments == sorted(segments, key=list(dict.fromkeys(map(segment_of, specs))).index)
 
 
+def specified(cfg, dtype):
+    """Arrays as the specs say."""
+    return {name: jax.ShapeDtypeStruct(spec.shape, dtype) for name, spec in param_specs(cfg).items()}
+
+
 def test_initial_parameters():
     cfg = dataclasses.replace(
         CONFIGS["everything"], layers=1, attention_windows=(), hidden_size=64, ffn_size=96, head_dim=32,
         vocab_size=64, tied_head=False,
     )  # fmt: skip
     params = jax.tree.map(np.asarray, jit(functools.partial(init_params, cfg))(jax.random.key(0)))
-    assert {name: value.shape for name, value in params.items()} == {
-        name: spec.shape for name, spec in param_specs(cfg).items()
-    }
-    assert {value.dtype for value in params.values()} == {jnp.dtype(jnp.float32)}
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, specified(cfg, jnp.float32))
+    chex.assert_tree_all_finite(params)
     deviations = {
         "embed.tokens": 0.02, "head": 0.02,
         "layers.0.attn.q": 64**-0.5, "layers.0.attn.v": 64**-0.5, "layers.0.ffn.up": 64**-0.5,
@@ -165,7 +169,7 @@ def test_deeper_models_start_with_smaller_residuals():
 
 def test_initial_parameters_follow_the_key_and_the_dtype():
     made = jax.eval_shape(functools.partial(init_params, PLAIN, dtype=jnp.bfloat16), jax.random.key(0))
-    assert {value.dtype for value in made.values()} == {jnp.dtype(jnp.bfloat16)}
+    chex.assert_trees_all_equal_shapes_and_dtypes(made, specified(PLAIN, jnp.bfloat16))
 
     def head(seed):
         return parameters.init_param(PLAIN, "head", jax.random.key(seed), jnp.float32)

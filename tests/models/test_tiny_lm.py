@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,7 +55,7 @@ def test_shapes():
 
 def test_initial_values():
     params = jax.eval_shape(functools.partial(tlm.init_tlm, TLM), KEY)
-    assert {name: value.shape for name, value in params.items()} == tlm_shapes(TLM)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, random_params())
 
 
 # Forward
@@ -76,13 +77,11 @@ def test_heads_are_encoders():
     for got, name in ((model, "decide.model"), (prompt, "decide.prompt")):
         expected = hidden["decide"][:, 0] @ params[name].T + params[f"{name}_bias"]
         np.testing.assert_allclose(got, expected, atol=1e-4)
-    assert {keep.dtype, model.dtype, prompt.dtype} == {jnp.dtype(jnp.float32)}
-    apart = jit(functools.partial(tlm.score, cfg=TLM))(params, TOKENS, MASK)
-    np.testing.assert_allclose(apart, keep, atol=1e-5)
-    for got, expected in zip(
-        jit(functools.partial(tlm.decide, cfg=TLM))(params, TOKENS, MASK), (model, prompt), strict=True
-    ):
-        np.testing.assert_allclose(got, expected, atol=1e-5)
+    batch = len(TOKENS)
+    chex.assert_shape([keep, model, prompt], [TOKENS.shape, (batch, TLM.levels), (batch, TLM.prompt_levels)])
+    chex.assert_type([keep, model, prompt], jnp.float32)
+    apart = [jit(functools.partial(each, cfg=TLM))(params, TOKENS, MASK) for each in (tlm.score, tlm.decide)]
+    chex.assert_trees_all_close(apart, [keep, (model, prompt)], atol=1e-5, rtol=1e-7, strict=True)
 
 
 def test_padding_changes_nothing():
@@ -90,8 +89,7 @@ def test_padding_changes_nothing():
     keep, decided = both(random_params(), TOKENS, MASK)
     other_keep, other_decided = both(random_params(), others, MASK)
     np.testing.assert_array_equal(np.asarray(keep)[MASK], np.asarray(other_keep)[MASK])
-    for one, other in zip(decided, other_decided, strict=True):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(decided, other_decided, strict=True)
 
 
 def test_training_one_head_leaves_the_other():
@@ -111,12 +109,11 @@ def test_training_one_head_leaves_the_other():
 def test_both_heads_begin_as_the_encoder():
     trained = {name: jnp.asarray(value) for name, value in params_of(TLM.encoder).items()}
     params = tlm_from_encoder(trained, TLM, KEY)
-    assert {name: value.shape for name, value in params.items()} == tlm_shapes(TLM)
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, random_params())
     for head in tlm.HEADS:
         again = head_encoder(params, TLM, head)
         assert list(again) == list(encoder_shapes(TLM.encoder))
-        for name, value in trained.items():
-            np.testing.assert_array_equal(again[name], value)
+        chex.assert_trees_all_equal(again, trained, strict=True)
     # Buffers of their own: a step that is given all of them may write into each.
     pointers = [value.unsafe_buffer_pointer() for value in params.values()]
     assert len(set(pointers)) == len(pointers)

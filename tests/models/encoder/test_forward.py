@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,8 +57,8 @@ def test_shapes_of_mobilebert():
 def test_initial_values():
     cfg = dataclasses.replace(MOBILE, layers=1, ffn_blocks=1)
     params = jit(lambda key: init_encoder(cfg, key, jnp.float16))(jax.random.key(0))
-    assert {name: value.shape for name, value in params.items()} == encoder_shapes(cfg)
-    assert {value.dtype for value in params.values()} == {jnp.dtype(jnp.float16)}
+    expected = {name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in encoder_shapes(cfg).items()}
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, expected)
     vectors = {name for name, value in params.items() if value.ndim == 1}
     for name in vectors:
         assert np.all(params[name] == (1 if name.endswith("norm.scale") else 0)), name
@@ -89,7 +90,7 @@ def test_every_real_token_is_seen(cfg):
     before, after = (np.asarray(encoder_of(cfg)(params_of(cfg), each, mask)) for each in (TOKENS, changed))
     assert np.abs(after[0] - before[0]).max(axis=-1).min() > 1e-4
     np.testing.assert_array_equal(after[1, :-1], before[1, :-1])
-    assert np.isfinite(before).all()
+    chex.assert_tree_all_finite(before)
 
 
 def test_no_mask_means_all_are_real():
@@ -123,9 +124,8 @@ def test_the_first_tokens_alone(cfg):
         return some(), some(first=1), encode_layers(params, hidden, mask, cfg=cfg, layers=range(0), first=2)
 
     whole, first, untouched = both(params)
-    assert first.shape == (3, 1, cfg.hidden_size)
+    chex.assert_shape([whole, first, untouched], [(3, count, cfg.hidden_size) for count in (COUNT, 1, 2)])
     np.testing.assert_allclose(first, whole[:, :1], atol=1e-4)
-    assert untouched.shape == (3, 2, cfg.hidden_size)
 
 
 def test_types_choose_a_row():
@@ -139,7 +139,8 @@ def test_types_choose_a_row():
 
 def test_bfloat16_activations():
     narrow = jit(functools.partial(encode, cfg=MOBILE, dtype=jnp.bfloat16))(params_of(MOBILE), TOKENS)
-    assert narrow.dtype == jnp.bfloat16
+    chex.assert_shape(narrow, (*TOKENS.shape, MOBILE.hidden_size))
+    chex.assert_type(narrow, jnp.bfloat16)
     wide = np.asarray(encoder_of(MOBILE)(params_of(MOBILE), TOKENS))
     assert np.abs(narrow.astype(np.float32) - wide).mean() < 0.05 * wide.std()
 
