@@ -1,7 +1,8 @@
 """Writes a folder of programs, whole or not at all."""
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -38,40 +39,55 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield folder
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramKind:
+    """What all programs of a folder have in common.
+
+    Attributes:
+      format: of their files.
+      precision: of their weights.
+      cache_dtype: of their caches.
+      platforms: that run them.
+      holds_weights: whether they contain their weights.
+      made_with: versions of the packages that made them, besides this one and JAX.
+    """
+
+    format: ProgramFormat
+    precision: Precision
+    cache_dtype: str
+    platforms: tuple[str, ...]
+    holds_weights: bool
+    made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
 def finish(
     folder: Path,
     subject: Subject,
     plan: ExportPlan,
     signatures: list[Signature],
-    *,
-    kind: ProgramFormat,
-    precision: Precision,
-    cache_dtype: str,
-    platforms: tuple[str, ...],
-    holds_weights: bool,
-    made_with: dict[str, str] | None = None,
+    kind: ProgramKind,
 ) -> Manifest:
     """Writes tokenizer and manifest beside the programs; `holds_weights`: the programs contain their
     weights."""
-    without = left_out(subject, precision, without_shadow=plan.without_shadow)
+    without = left_out(subject, kind.precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder, subject.tokenizer)
     levels = {
-        level: ProgramLevel(cfg=each.cfg, weights={} if holds_weights else each.weights)
+        level: ProgramLevel(cfg=each.cfg, weights={} if kind.holds_weights else each.weights)
         for level, each in subject.levels.items()
     }
     manifest = Manifest(
-        format=kind,
+        format=kind.format,
         name=subject.name,
         model=subject.model,
         context_tokens=plan.context_tokens,
-        precision=precision,
-        cache_dtype=cache_dtype,
-        platforms=platforms,
+        precision=kind.precision,
+        cache_dtype=kind.cache_dtype,
+        platforms=kind.platforms,
         levels=levels,
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},
         left_out=without,
-        made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **(made_with or {})},
+        made_with={"jaxllm": jaxllm.__version__, "jax": jax.__version__, **kind.made_with},
     )
     manifest.write(folder)
     return manifest

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from export.extras import require_format
-from export.folder import finish, new_folder
+from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan
 from export.stablehlo import traced
 from export.subject import Subject
@@ -100,12 +100,14 @@ def export_iree(
             subject,
             plan,
             [dataclasses.replace(each, file=module_file(each, targets[0])) for each in signatures],
-            kind="iree",
-            precision="f32",
-            cache_dtype=_FLOAT.name,
-            platforms=targets,
-            holds_weights=False,
-            made_with={"iree-base-compiler": importlib.metadata.version("iree-base-compiler")},
+            ProgramKind(
+                format="iree",
+                precision="f32",
+                cache_dtype=_FLOAT.name,
+                platforms=targets,
+                holds_weights=False,
+                made_with={"iree-base-compiler": importlib.metadata.version("iree-base-compiler")},
+            ),
         )
 
 

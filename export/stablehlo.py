@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from export.extras import require_format
-from export.folder import finish, new_folder
+from export.folder import ProgramKind, finish, new_folder
 from export.signatures import ExportPlan, step_shapes
 from export.subject import Subject
 from export.trial import require_alike, trial
@@ -78,11 +78,13 @@ def export_stablehlo(
             subject,
             plan,
             signatures,
-            kind="stablehlo",
-            precision=precision,  # pyright: ignore[reportArgumentType]: a key of DTYPES
-            cache_dtype=DTYPES[precision].name,
-            platforms=tuple(platforms),
-            holds_weights=False,
+            ProgramKind(
+                format="stablehlo",
+                precision=precision,  # pyright: ignore[reportArgumentType]: a key of DTYPES
+                cache_dtype=DTYPES[precision].name,
+                platforms=tuple(platforms),
+                holds_weights=False,
+            ),
         )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from export.extras import require_format
 from export.flatbuffer import Sharing, share_buffers
-from export.folder import finish, new_folder
+from export.folder import ProgramKind, finish, new_folder
 from export.mlir import Traced, convert
 from export.quantized import LEVELS, SCALE, Ranges, annotated, left_out, quantized_subject
 from export.signatures import ExportPlan, step_shapes
@@ -80,12 +80,14 @@ def export_tflite(
             subject,
             plan,
             signatures,
-            kind="tflite",
-            precision=precision,
-            cache_dtype=_FLOAT.name,
-            platforms=("cpu",),
-            holds_weights=True,
-            made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
+            ProgramKind(
+                format="tflite",
+                precision=precision,
+                cache_dtype=_FLOAT.name,
+                platforms=("cpu",),
+                holds_weights=True,
+                made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
+            ),
         )
     return manifest, sharing
 

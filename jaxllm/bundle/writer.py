@@ -5,11 +5,10 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import jax
 import ml_dtypes
 import numpy as np
 import xxhash
@@ -38,7 +37,6 @@ from jaxllm.quant import BlockedArray, quantize, to_blocks
 from jaxllm.quant.finite import all_finite
 from jaxllm.text.tokenizer import TokenizerFiles
 
-Progress = Callable[[str, int], None]
 # A parameter as it is stored.
 Stored = np.ndarray | BlockedArray
 
@@ -53,7 +51,6 @@ def write_bundle(
     name: str,
     parts: Mapping[str, Part] | None = None,
     expert_bits: np.ndarray | None = None,
-    on_tensor: Progress | None = None,
 ) -> None:
     """Writes a bundle; there is never a partial file at `path`.
 
@@ -69,7 +66,6 @@ def write_bundle(
       parts: additions to the model, by name.
       expert_bits: `[L_sparse, E]` int, to store the experts of a mixture apart, each with its bitwidth: 8, 4,
         2, or 16 for bfloat16 and 32 for float32. None stores them together.
-      on_tensor: called with (name, bytes written) after each parameter.
 
     Raises:
       ConfigError: a parameter is missing, misshapen, out of order, cannot be quantized, or is not finite in
@@ -89,8 +85,6 @@ def write_bundle(
             except ConfigError as error:
                 raise ConfigError(f"parameter {param}: {error}") from error
             writer.parameter(param, segment_of(param), stored)
-            if on_tensor is not None:
-                on_tensor(param, _stored_bytes(stored))
         for each, part in (parts or {}).items():
             writer.part(each, part)
         writer.finish(name, cfg, weights, experts_apart=expert_bits is not None)
@@ -210,10 +204,6 @@ def widths_by_layer(cfg: ModelConfig, expert_bits: np.ndarray) -> dict[int, list
     if not np.isin(expert_bits, EXPERT_BITS).all():
         raise ConfigError(f"widths of experts must be among {EXPERT_BITS}")
     return dict(zip(sparse, expert_bits.astype(int).tolist(), strict=True))
-
-
-def _stored_bytes(stored: np.ndarray | BlockedArray) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
 
 
 def _paired(

@@ -102,15 +102,13 @@ def test_a_bundle_is_as_small_as_its_format(tmp_path: Path) -> None:
     assert 0 < overhead < 64 << 10
 
 
-def test_progress_of_writing_and_loading(tmp_path: Path) -> None:
-    written: list[tuple[str, int]] = []
+def test_progress_of_loading(tmp_path: Path) -> None:
     path = tmp_path / "m"
     write_bundle(
         path, cfg=TINY, params=params_of(TINY).items(), weights="int4", tokenizer=tiny_tokenizer(),
-        name="tiny", on_tensor=lambda name, size: written.append((name, size)),
+        name="tiny",
     )  # fmt: skip
     with Bundle.open(path) as bundle:
-        assert written == [(name, tensor.size_bytes) for name, tensor in bundle.layout.tensors.items()]
         loaded: list[tuple[str, int]] = []
         bundle.load(on_segment=lambda name, size: loaded.append((name, size)))
         verified: list[tuple[str, int]] = []

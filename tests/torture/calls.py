@@ -49,7 +49,7 @@ def interrupt_calls(
       lanes: processes at a time.
       tick: called after each.
     """
-    _spread(victims, scratch, tally, "interrupt", [*DEEDS], interrupts, seed, lanes, tick)
+    _spread(victims, scratch, tally, _Draw("interrupt", [*DEEDS], interrupts, seed), lanes, tick)
 
 
 def fail_calls(
@@ -64,7 +64,7 @@ def fail_calls(
 ) -> None:
     """Lets a file operation of so many calls fail; arguments are those of `interrupt_calls`."""
     deeds = [f"{deed} {error}" for deed in _FAILING for error in _ERRORS]
-    _spread(victims, scratch, tally, "fault", deeds, faults, seed, lanes, tick)
+    _spread(victims, scratch, tally, _Draw("fault", deeds, faults, seed), lanes, tick)
 
 
 def use_interrupt(case: Case) -> None:
@@ -97,17 +97,25 @@ def use_fault(case: Case) -> None:
     _check(victim, name, f"after {error} of {failing.hit}", told=told)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """Cases to draw: `count` deeds of these in turn, at points that `seed` decides."""
+
+    use: str
+    deeds: Sequence[str]
+    count: int
+    seed: int
+
+
 def _spread(
     victims: Path,
     scratch: Path,
     tally: Tally,
-    use: str,
-    deeds: Sequence[str],
-    count: int,
-    seed: int,
+    drawn: _Draw,
     lanes: int,
     tick: Callable[[], None],
 ) -> None:
+    use, deeds, count, seed = drawn.use, drawn.deeds, drawn.count, drawn.seed
     draw = random.Random(f"{seed}:{use}")
     planned = [(deed, draw.random()) for deed in itertools.islice(itertools.cycle(deeds), count)]
 
