@@ -14,6 +14,7 @@ from serving.options import EngineOptions
 from serving.speculation.options import SpeculationOptions
 from serving.weights.experts.store import hot_bytes
 from serving.weights.experts.weights import ExpertWeights
+from serving.weights.prefetch_plan import MemoryBudget
 from serving.weights.runtime_share import runtime_bytes, whole_budget
 from serving.weights.streamed import StreamedWeights
 
@@ -57,23 +58,20 @@ def streamed_weights(
             bundle.path,
             expert_widths(bundle).max(),
         )
-    what = f"a context of {options.context_tokens} tokens, activations, "
-    what += "the draft and the runtime" if reserved_bytes else "and the runtime"
+    parts = f"a context of {options.context_tokens} tokens, activations, "
+    parts += "the draft and the runtime" if reserved_bytes else "and the runtime"
+    budget = MemoryBudget(options.memory_bytes, fixed, parts)
     if bundle.layout.experts_apart:
         return ExpertWeights(
             bundle,
-            budget_bytes=options.memory_bytes,
-            fixed_bytes=fixed,
-            what=what,
+            budget,
             storage=options.storage,
             options=options.experts,
             progress=progress,
         )
     return StreamedWeights(
         bundle,
-        budget_bytes=options.memory_bytes,
-        fixed_bytes=fixed,
-        what=what,
+        budget,
         storage=options.storage,
         read_ahead=options.read_ahead,
         level=level,

@@ -10,6 +10,21 @@ from serving.weights.runtime_share import least_budget
 SLOTS = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class MemoryBudget:
+    """The memory that a model and everything around it may take.
+
+    Attributes:
+      total_bytes: for everything.
+      fixed_bytes: for everything but weights: caches, activations, a drafter, the runtime's share.
+      fixed_parts: names what is fixed, for people.
+    """
+
+    total_bytes: int
+    fixed_bytes: int
+    fixed_parts: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """The division of a memory budget.
@@ -36,27 +51,19 @@ class MemoryPlan:
         return self.fixed_bytes + self.slots * self.slot_bytes + self.resident_bytes
 
 
-def plan_memory(
-    sizes: Sequence[int],
-    *,
-    budget_bytes: int,
-    fixed_bytes: int,
-    what: str,
-    slot_bytes: int = 0,
-) -> MemoryPlan:
+def plan_memory(sizes: Sequence[int], budget: MemoryBudget, *, slot_bytes: int = 0) -> MemoryPlan:
     """Keeps as many pieces resident as fit, spread evenly among the others, so that reads never pause.
 
     Args:
       sizes: of all pieces, in bytes, in the order of a pass.
-      budget_bytes: for everything.
-      fixed_bytes: of the budget, for everything but pieces, the runtime's share included.
-      what: describes the fixed part in the message.
+      budget: of which the fixed part is taken first.
       slot_bytes: of a piece while it is computed, if that is more than its resident size.
 
     Raises:
       BudgetExceeded: two pieces do not fit.
     """
     total, largest = sum(sizes), max(slot_bytes, *sizes)
+    budget_bytes, fixed_bytes = budget.total_bytes, budget.fixed_bytes
     room = budget_bytes - fixed_bytes
     if total <= room:
         return MemoryPlan(
@@ -72,8 +79,8 @@ def plan_memory(
         least = least_budget(budget_bytes, -room)
         raise BudgetExceeded(
             f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least {least:,} "
-            f"({least - SLOTS * largest:,} for {what}, {SLOTS} times {largest:,} for its largest layers); "
-            "give more, or ask for a shorter context"
+            f"({least - SLOTS * largest:,} for {budget.fixed_parts}, {SLOTS} times {largest:,} for its "
+            "largest layers); give more, or ask for a shorter context"
         )
     resident: list[int] = []
     for each in _spread(len(sizes)):

@@ -26,7 +26,7 @@ from serving.weights.level_memory import LevelMemory
 from serving.weights.model_level import ModelLevel
 from serving.weights.pieces import HeadPiece, LayerPiece, head_pieces, layer_pieces
 from serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from serving.weights.prefetch_plan import MemoryPlan, plan_memory
+from serving.weights.prefetch_plan import MemoryBudget, MemoryPlan, plan_memory
 
 # Most bytes of kept rows of the embedding, and their largest share of the model.
 _KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
@@ -43,10 +43,8 @@ class StreamedWeights:
     def __init__(
         self,
         bundle: Bundle,
+        budget: MemoryBudget,
         *,
-        budget_bytes: int,
-        fixed_bytes: int,
-        what: str,
         storage: Storage | None = None,
         read_ahead: bool = True,
         level: ModelConfig | None = None,
@@ -57,7 +55,7 @@ class StreamedWeights:
 
         Args:
           bundle: an open one.
-          budget_bytes, fixed_bytes, what: see `plan_memory`.
+          budget: of which the fixed part is taken first.
           storage: options of reads.
           read_ahead: see `WeightStream`.
           level: a sub-model that stays resident (see `level_weights`).
@@ -81,9 +79,9 @@ class StreamedWeights:
             self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
         sizes = [each.memory_bytes - getattr(each, "kept_bytes", 0) for each in streamed]
         kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
-        fixed_bytes += kept_bytes + (self._level.size_bytes if self._level else 0)
+        fixed_bytes = budget.fixed_bytes + kept_bytes + (self._level.size_bytes if self._level else 0)
         self.plan: MemoryPlan = plan_memory(
-            sizes, budget_bytes=budget_bytes, fixed_bytes=fixed_bytes, what=what, slot_bytes=largest
+            sizes, dataclasses.replace(budget, fixed_bytes=fixed_bytes), slot_bytes=largest
         )
         first_read = FirstRead(bundle, self._reader)
         self._stream = WeightStream(

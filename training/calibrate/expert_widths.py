@@ -22,13 +22,14 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress as ProgressBar
 
-from jaxllm.bundle import EXPERT_BITS, Bundle, WeightFormat, expert_widths
+from jaxllm.bundle import EXPERT_BITS, Bundle, expert_widths
 from jaxllm.bundle.experts import expert_parts
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import WidthPlan, search_widths
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
+from training.bundle_output import BundleOutput
 from training.calibrate.width_losses import WidthLosses
 from training.data.corpus import TokenizedDocuments, write_tokens
 from training.data.documents import builtin_texts, documents_digest, read_texts, text_document
@@ -75,14 +76,12 @@ class ExpertWidthsRecipe:
 def quantize_experts(
     recipe: ExpertWidthsRecipe,
     model: Path,
-    out: Path,
+    out: BundleOutput,
     run_dir: Path,
     *,
     most_loss: float = 0.05,
     texts: Sequence[Path] = (),
-    weights: WeightFormat | None = None,
     uniform: int = 0,
-    name: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
     """Makes a bundle with experts apart, or resumes the run in `run_dir`.
@@ -90,13 +89,11 @@ def quantize_experts(
     Args:
       recipe: sizes of the measurement.
       model: a mixture of experts: a Hugging Face folder, or a bundle.
-      out: the bundle's path; written whole or not at all.
+      out: the bundle; its width is that of all other matrices, and a bundle keeps its own.
       run_dir: the run's folder, made if missing.
       most_loss: tolerable growth of the perplexity, as a share of it.
       texts: files to calibrate on; Python's language reference if there are none.
-      weights: width of all other matrices; None keeps the checkpoint's own, as a bundle always does.
       uniform: one width for all experts, of `EXPERT_BITS`, instead of a search; 0 searches.
-      name: the model's name, for people; the folder's own by default.
       console: where progress goes; the terminal's error stream by default.
 
     Returns:
@@ -107,14 +104,12 @@ def quantize_experts(
         belongs to another run.
       CheckpointError: the model cannot be read.
     """
-    console, run_dir, out, model = console or Console(stderr=True), Path(run_dir), Path(out), Path(model)
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    console, run_dir, model = console or Console(stderr=True), Path(run_dir), Path(model)
     if not model.exists():
         raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
     if uniform and uniform not in EXPERT_BITS:
         raise ConfigError(f"experts have a width among {EXPERT_BITS}, got {uniform}")
-    frozen = FrozenModel.read(model, None if model.is_dir() else weights)
+    frozen = FrozenModel.read(model, None if model.is_dir() else out.weights)
     if not frozen.cfg.experts:
         raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
     own = _own_widths(model, frozen.cfg, uniform)
@@ -152,7 +147,7 @@ def quantize_experts(
         "tokens": text.tokens,
     }
     parts = expert_parts(counts, facts, of_tokens)
-    prepare(model, out, weights=weights, name=name, expert_bits=bits, parts=parts)
+    prepare(model, out.path, weights=out.weights, name=out.name, expert_bits=bits, parts=parts)
     widths, number = np.unique(bits, return_counts=True)
     return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
 

@@ -96,11 +96,12 @@ def elasticize_command(
       jaxllm elasticize path/to/folder --output mine.jaxllm --text text.txt --tiny-lm none --run runs/mine
     """
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
+    from training.bundle_output import BundleOutput
     from training.data.sources import Source
     from training.elastic.recipe import load_elastic_recipe
     from training.elastic.run import elasticize
     from training.loop.parallel import MeshShape
-    from training.tiny_lm.recipe import load_tiny_lm_recipe
+    from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
     recipe = load_elastic_recipe(recipe_name)
     changes["sources"] = tuple(Source(text=str(path.absolute())) for path in texts) or None
@@ -109,13 +110,10 @@ def elasticize_command(
     facts = elasticize(
         recipe,
         model,
-        output,
+        BundleOutput(output, weights, name),
         run_dir,
         data=data,
-        weights=weights,
-        name=name,
-        tlm=None if tlm_name == "none" else load_tiny_lm_recipe(tlm_name),
-        encoder=encoder,
+        tiny_lm=None if tlm_name == "none" else TinyLmRun(load_tiny_lm_recipe(tlm_name), encoder),
         mesh_shape=MeshShape.parse(mesh or ""),
     )
     click.echo(json.dumps({"bundle": str(output), **facts}))

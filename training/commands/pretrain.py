@@ -92,7 +92,7 @@ def pretrain_command(
     # Here, so that --help and wrong usage do not wait for JAX and orbax.
     from training.loop.parallel import MeshShape, start_process_group
     from training.pretrain.recipe import load_pretrain_recipe
-    from training.pretrain.run import pretrain
+    from training.pretrain.run import PretrainTexts, pretrain
 
     changes = {name: options.pop(name) for name in ("steps", "accumulate", "precision")}
     changes["remat"] = options.pop("remat") or None
@@ -103,7 +103,7 @@ def pretrain_command(
     folder = pretrain(
         recipe,
         run_dir,
-        text_paths=options.pop("texts"),
+        texts=PretrainTexts(options.pop("data"), options.pop("texts"), options.pop("valid_paths")),
         mesh_shape=MeshShape.parse(mesh or ""),
         **options,
     )

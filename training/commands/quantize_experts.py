@@ -71,17 +71,16 @@ def quantize_experts_command(
       jaxllm quantize-experts path/to/mixture --output mixture.jaxllm --run runs/widths --max-loss 5%
     """
     # Here, so that --help and wrong usage do not wait for JAX.
+    from training.bundle_output import BundleOutput
     from training.calibrate.expert_widths import ExpertWidthsRecipe, quantize_experts
 
     facts = quantize_experts(
         ExpertWidthsRecipe(tokens=tokens),
         model,
-        output,
+        BundleOutput(output, weights, name),
         run_dir,
         most_loss=max_loss,
         texts=texts,
-        weights=weights,
         uniform=int(expert_bits or 0),
-        name=name,
     )
     click.echo(json.dumps({"bundle": str(output), **facts}))

@@ -28,6 +28,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.prepare import weight_format_of
 from jaxllm.quant import dequantize
+from training.bundle_output import BundleOutput
 from training.data.corpus import Corpus
 from training.data.digests import model_digest
 from training.data.encoders import ModelEncoder
@@ -41,7 +42,7 @@ from training.loop.parallel import MeshShape, gathered, make_mesh
 from training.loop.run_files import claimed, write_json
 from training.loop.trainer import Trainer
 from training.lora.job import FittedAdapter, fit_adapter, lora_job
-from training.tiny_lm.recipe import TinyLmRecipe
+from training.tiny_lm.recipe import TinyLmRun
 from training.tiny_lm.run import train_tiny_lm
 from training.tiny_lm.self_labels import ElasticModel
 from training.tiny_lm.sources import TinyLmSources
@@ -50,14 +51,11 @@ from training.tiny_lm.sources import TinyLmSources
 def elasticize(
     recipe: ElasticRecipe,
     model: Path,
-    out: Path,
+    out: BundleOutput,
     run_dir: Path,
     *,
     data: Path | None = None,
-    weights: WeightFormat | None = None,
-    name: str = "",
-    tlm: TinyLmRecipe | None = None,
-    encoder: Path | None = None,
+    tiny_lm: TinyLmRun | None = None,
     mesh_shape: MeshShape | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -66,13 +64,10 @@ def elasticize(
     Args:
       recipe: the run.
       model: a Hugging Face folder.
-      out: the bundle's path; written whole or not at all.
+      out: the bundle.
       run_dir: the run's folder, made if missing.
       data: the folder that the recipe's sources are in.
-      weights: width of the bundle's matrices; None keeps the checkpoint's own.
-      name: the model's name, for people; the folder's own by default.
-      tlm: the run of the bundle's tiny LM; None makes a bundle without one.
-      encoder: a MobileBERT folder for the tiny LM to start from.
+      tiny_lm: the training of the bundle's tiny LM; None makes a bundle without one.
       mesh_shape: devices; all of them along `data` by default.
       console: where progress goes; the terminal's error stream by default.
 
@@ -83,12 +78,10 @@ def elasticize(
       ConfigError: a recipe or its sources do not fit the model, or `run_dir` belongs to another run.
       CheckpointError: the model or the encoder cannot be read.
     """
-    console, run_dir, out = console or Console(stderr=True), Path(run_dir), Path(out)
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent}: no such folder; create it first")
+    console, run_dir = console or Console(stderr=True), Path(run_dir)
     if not Path(model).is_dir():
         raise CheckpointError(f"{model} is no Hugging Face folder; units are ordered before a bundle is made")
-    if tlm is not None and data is None:
+    if tiny_lm is not None and data is None:
         raise ConfigError(
             "a tiny LM learns from tasks: say with --data where they are, or leave it out (--tiny-lm none)"
         )
@@ -96,17 +89,19 @@ def elasticize(
     recipe = fitted_to_window(recipe, frozen.cfg, console)
     # Read first, although it is trained last: a missing file shows before hours of work.
     tlm_sources = None
-    if tlm is not None and data is not None:
-        tlm = dataclasses.replace(tlm, levels=recipe.levels)
-        tlm_sources = TinyLmSources.read(tlm, data, frozen.tokenizer, frozen.cfg.window_tokens, encoder)
-    weights = weights or weight_format_of(model, frozen.cfg)
+    if tiny_lm is not None and data is not None:
+        tlm = dataclasses.replace(tiny_lm.recipe, levels=recipe.levels)
+        window = frozen.cfg.window_tokens
+        tlm_sources = TinyLmSources.read(tlm, data, frozen.tokenizer, window, tiny_lm.encoder)
+    weights = out.weights or weight_format_of(model, frozen.cfg)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=recipe.shortened_share)
     identity = {"model": frozen.fingerprint(), "documents": corpus.digest(), "weights": weights}
     with claimed(run_dir, recipe, **identity):
         splits = Splits.of(corpus, ModelEncoder(frozen.tokenizer), recipe, run_dir / "tokens")
 
-    importance = _importance(frozen, splits, recipe, run_dir / "importance.npz", console)
+    run = _Run(frozen, recipe, splits, run_dir, mesh, console)
+    importance = _importance(run)
     ladder = Ladder(levels=recipe.levels, anchors=importance.anchors(recipe.anchor_share))
     orders = {
         "importance": importance.order,
@@ -125,10 +120,10 @@ def elasticize(
         "levels": {},
     }
     if recipe.recovery == "joint":
-        ordered = _train_together(frozen, ordered, ladder, recipe, splits, run_dir / "joint", mesh, console)
+        ordered = _train_together(run, ordered, ladder)
     served = _as_stored(frozen, ordered, weights)
     for level in ladder.levels:
-        found = _recover(frozen, served, ladder, level, recipe, splits, run_dir, mesh, console)
+        found = _recover(run, served, ladder, level)
         facts["levels"][str(level)] = found.facts
         if found.recovery is not None:
             recoveries[level] = found.recovery
@@ -155,16 +150,28 @@ def elasticize(
         )
         parts |= tiny_lm_parts(trained)
     write_bundle(
-        out,
+        out.path,
         cfg=frozen.cfg,
         params=((each, ordered[each]) for each in param_specs(frozen.cfg)),
         weights=weights,
         tokenizer=frozen.tokenizer.files,
-        name=name or frozen.name,
+        name=out.name or frozen.name,
         parts=parts,
     )
     write_json(run_dir / "summary.json", facts)
     return facts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What all steps of a run share."""
+
+    frozen: FrozenModel
+    recipe: ElasticRecipe
+    splits: Splits
+    folder: Path
+    mesh: jax.sharding.Mesh
+    console: Console
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,17 +182,17 @@ class _Level:
     facts: dict[str, Any]
 
 
-def _importance(
-    frozen: FrozenModel, splits: Splits, recipe: ElasticRecipe, path: Path, console: Console
-) -> Importance:
-    """Measures importances of units and layers, or reads them from `path`."""
+def _importance(run: _Run) -> Importance:
+    """Measures importances of units and layers, or reads what was measured before."""
+    frozen, recipe, path = run.frozen, run.recipe, run.folder / "importance.npz"
     if path.exists():
         return Importance.read(path, frozen.cfg.layers)
     # One epoch at most: the same text again adds nothing.
-    steps = -(-len(splits.train.epoch(0)) // recipe.batch)
-    batches = (splits.train.batch_at(step) for step in range(steps))
+    train = run.splits.train
+    steps = -(-len(train.epoch(0)) // recipe.batch)
+    batches = (train.batch_at(step) for step in range(steps))
     chosen = calibration_batches(batches, recipe.calibration_tokens)
-    with ProgressBar(console=console, transient=True) as bar:
+    with ProgressBar(console=run.console, transient=True) as bar:
         task = bar.add_task("importance", total=len(chosen))
         found = measure(
             frozen.cfg,
@@ -198,44 +205,27 @@ def _importance(
     return found
 
 
-def _train_together(
-    frozen: FrozenModel,
-    ordered: Mapping[str, np.ndarray],
-    ladder: Ladder,
-    recipe: ElasticRecipe,
-    splits: Splits,
-    folder: Path,
-    mesh: jax.sharding.Mesh,
-    console: Console,
-) -> dict[str, np.ndarray]:
+def _train_together(run: _Run, ordered: Mapping[str, np.ndarray], ladder: Ladder) -> dict[str, np.ndarray]:
     """Trains all levels together; returns the whole model's weights."""
+    splits, console, folder = run.splits, run.console, run.folder / "joint"
     console.print(f"training {len(ladder.levels)} levels together", soft_wrap=True)
-    trainer = Trainer(joint_job(frozen.cfg, ordered, ladder, recipe), recipe, mesh)
+    trainer = Trainer(joint_job(run.frozen.cfg, ordered, ladder, run.recipe), run.recipe, run.mesh)
     best = fit(trainer, splits.train.batch_at, splits.held_out_batches, folder, console, splits.source_names)
     return gathered(best.params)
 
 
-def _recover(
-    frozen: FrozenModel,
-    served: Mapping[str, np.ndarray],
-    ladder: Ladder,
-    level: int,
-    recipe: ElasticRecipe,
-    splits: Splits,
-    run_dir: Path,
-    mesh: jax.sharding.Mesh,
-    console: Console,
-) -> _Level:
+def _recover(run: _Run, served: Mapping[str, np.ndarray], ladder: Ladder, level: int) -> _Level:
     """Measures a level, and trains its adapter if the recipe asks for one."""
+    frozen, recipe, splits = run.frozen, run.recipe, run.splits
     cfg = sub_config(frozen.cfg, ladder, level)
     params = sub_model({name: jnp.asarray(value) for name, value in served.items()}, cfg)
-    trainer = Trainer(lora_job(cfg, params, recipe), recipe, mesh)
+    trainer = Trainer(lora_job(cfg, params, recipe), recipe, run.mesh)
     share = layer_parameters(cfg) / layer_parameters(frozen.cfg)
-    console.print(f"level {level}: {100 * share:.1f} % of the layers' parameters", soft_wrap=True)
+    run.console.print(f"level {level}: {100 * share:.1f} % of the layers' parameters", soft_wrap=True)
     if level == WHOLE or recipe.recovery != "lora":
         loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
         return _Level(None, {"share": share, "held_out": loss})
-    fitted = fit_adapter(trainer, splits, run_dir / "levels" / str(level), console)
+    fitted = fit_adapter(trainer, splits, run.folder / "levels" / str(level), run.console)
     facts = {
         "share": share,
         "held_out": fitted.without,

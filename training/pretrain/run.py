@@ -2,11 +2,12 @@
 
 A run's folder holds `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the
 end `hf/` and `summary.json`. Calling `pretrain` again on the same folder resumes. It never trains on
-`valid_paths`.
+`PretrainTexts.valid`.
 
 Models of one family share a tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
 """
 
+import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,13 +41,26 @@ from training.pretrain.recipe import PretrainRecipe
 TOKENIZER_FILE = "tokenizer.json"
 
 
+@dataclasses.dataclass(frozen=True)
+class PretrainTexts:
+    """The texts of a pretraining run.
+
+    Attributes:
+      data: the folder that the recipe's sources are in.
+      train: UTF-8 files for a recipe without sources; none means Python's own documentation.
+      valid: text to report the final loss on, never trained on.
+    """
+
+    data: Path | None = None
+    train: Sequence[Path] = ()
+    valid: Sequence[Path] = ()
+
+
 def pretrain(
     recipe: PretrainRecipe,
     run_dir: Path,
     *,
-    data: Path | None = None,
-    text_paths: Sequence[Path] = (),
-    valid_paths: Sequence[Path] = (),
+    texts: PretrainTexts | None = None,
     tokenizer: Path | None = None,
     teacher: Path | None = None,
     mesh_shape: MeshShape | None = None,
@@ -58,9 +72,7 @@ def pretrain(
     Args:
       recipe: the run. Resuming, only how long it trains and what it logs may differ from the run's own.
       run_dir: the run's folder, made if missing.
-      data: the folder that the recipe's sources are in.
-      text_paths: UTF-8 files for a recipe without sources; none means Python's own documentation.
-      valid_paths: text to report the final loss on, never trained on.
+      texts: to read; Python's own documentation by default.
       tokenizer: a `tokenizer.json` of this project to take; None trains one.
       teacher: a Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
       mesh_shape: devices; all of them along `data` by default.
@@ -73,12 +85,12 @@ def pretrain(
     Raises:
       ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
     """
-    run_dir = Path(run_dir)
+    run_dir, texts = Path(run_dir), texts or PretrainTexts()
     first = jax.process_index() == 0
     console = (console or Console(stderr=True)) if first else Console(quiet=True)
     mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     job = pretrain_job(recipe, _read_teacher(recipe, teacher))
-    corpus = Corpus.open(_sources(recipe, text_paths), data, recipe.held_out_share)
+    corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
     splits = _prepare_run(recipe, corpus, run_dir, tokenizer) if first else None
     _wait_for_first("tokens")
     vocabulary = _read_tokenizer(run_dir)
@@ -109,14 +121,13 @@ def pretrain(
         "training": _size(training),
         "held_out": {"weighted_loss": best.loss, **_losses(trainer, params, splits.held_out)},
     }
-    if valid_paths:
+    if texts.valid:
         if first:
-            texts = (text_document(text) for path in valid_paths for text in read_texts(path))
+            valid = (text_document(text) for path in texts.valid for text in read_texts(path))
             shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
-            write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in texts), encoder)
+            write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in valid), encoder)
         _wait_for_first("valid")
-        valid = TokenizedDocuments.read(run_dir / "tokens" / "valid")
-        summary["valid"] = _losses(trainer, params, valid)
+        summary["valid"] = _losses(trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"))
     if first:
         write_json(run_dir / "summary.json", summary)
         console.print_json(data=summary)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from jaxllm.config import WHOLE
@@ -101,6 +102,19 @@ class TinyLmRecipe:
             if isinstance(value, list):
                 fields[name] = tuple(value)
         return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyLmRun:
+    """The training of a tiny LM beside that of an elastic model.
+
+    Attributes:
+      recipe: of the training; its levels are the elastic model's.
+      encoder: a MobileBERT folder to start from; None starts from random parameters.
+    """
+
+    recipe: TinyLmRecipe
+    encoder: Path | None = None
 
 
 def tiny_lm_recipe_names() -> list[str]:

@@ -20,6 +20,7 @@ from serving.weights.experts.predictors import Predictor, make_predictor
 from serving.weights.experts.store import ExpertStore, hot_bytes
 from serving.weights.pieces import HeadPiece, head_pieces
 from serving.weights.prefetch import Meanwhile
+from serving.weights.prefetch_plan import MemoryBudget
 from serving.weights.runtime_share import least_budget
 
 # Weight of the bundle's statistics beside visits at run time, in tokens.
@@ -44,10 +45,8 @@ class ExpertWeights:
     def __init__(
         self,
         bundle: Bundle,
+        budget: MemoryBudget,
         *,
-        budget_bytes: int,
-        fixed_bytes: int,
-        what: str,
         storage: Storage | None = None,
         options: ExpertOptions | None = None,
         progress: Progress | None = None,
@@ -56,9 +55,7 @@ class ExpertWeights:
 
         Args:
           bundle: an open one that stores each expert by itself.
-          budget_bytes: for everything.
-          fixed_bytes: of the budget, for everything but weights, the runtime's share included.
-          what: describes the fixed part in the message.
+          budget: of which the fixed part is taken first.
           storage: options of reads.
           options: see `ExpertOptions`.
           progress: called with ("load", bytes done, bytes in all).
@@ -67,6 +64,7 @@ class ExpertWeights:
           BudgetExceeded: the budget is too small.
           CheckpointError: the file is damaged or cannot be read.
         """
+        budget_bytes, fixed_bytes = budget.total_bytes, budget.fixed_bytes
         self._bundle, self._memory_bytes, self.options = bundle, budget_bytes, options or ExpertOptions()
         self.store = ExpertStore(bundle)
         hot = hot_bytes(bundle)
@@ -76,7 +74,7 @@ class ExpertWeights:
             whole = least_budget(budget_bytes, least - self.budget_bytes)
             raise BudgetExceeded(
                 f"a memory budget of {budget_bytes:,} bytes is too small: this model needs at least "
-                f"{whole:,} ({whole - hot - least:,} for {what}, {hot:,} for what every token "
+                f"{whole:,} ({whole - hot - least:,} for {budget.fixed_parts}, {hot:,} for what every token "
                 f"needs, {least:,} for the {bundle.cfg.experts_per_token} experts that a token visits at one "
                 "layer); give more, or ask for a shorter context"
             )

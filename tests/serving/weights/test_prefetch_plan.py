@@ -3,11 +3,11 @@
 import pytest
 
 from jaxllm.errors import BudgetExceeded
-from serving.weights.prefetch_plan import plan_memory
+from serving.weights.prefetch_plan import MemoryBudget, plan_memory
 
 
 def plan(sizes, budget, fixed=0):
-    return plan_memory(sizes, budget_bytes=budget, fixed_bytes=fixed, what="a context")
+    return plan_memory(sizes, MemoryBudget(budget, fixed, "a context"))
 
 
 def test_all_stays_where_all_fits():

@@ -17,6 +17,7 @@ from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
 from tests.tiny import BEGIN_ID, TINY, tiny_params, write_tiny_folder
 from tests.training.tiny_runs import QUIET
+from training.bundle_output import BundleOutput
 from training.calibrate import expert_widths as room
 from training.calibrate.expert_widths import ExpertWidthsRecipe, quantize_experts
 from training.calibrate.width_losses import WidthLosses
@@ -83,8 +84,10 @@ def run_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("run") / "run"
 
 
-def calibrated(folder, text, run_dir, out, **how):
-    return quantize_experts(RECIPE, folder, out, run_dir, texts=[text], console=QUIET, **how)
+def calibrated(folder, text, run_dir, out, weights=None, **how):
+    return quantize_experts(
+        RECIPE, folder, BundleOutput(out, weights), run_dir, texts=[text], console=QUIET, **how
+    )
 
 
 def test_widths_keep_the_loss(folder, text, run_dir, tmp_path):

@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from serving.cli import cli
+from training.bundle_output import BundleOutput
+from training.pretrain.run import PretrainTexts
 
 Called = Callable[..., dict[str, Any]]
 
@@ -44,8 +46,8 @@ def test_quantize_experts(called: Called) -> None:
     target = "training.calibrate.expert_widths:quantize_experts"
     seen = called(target, *words)
     recipe, *paths = seen["arguments"]
-    assert (recipe.tokens, paths) == (8192, [Path("mixture"), Path("out"), Path("run")])
-    assert (seen["most_loss"], seen["uniform"], seen["weights"], seen["texts"]) == (0.05, 0, None, ())
+    assert (recipe.tokens, paths) == (8192, [Path("mixture"), BundleOutput(Path("out")), Path("run")])
+    assert (seen["most_loss"], seen["uniform"], seen["texts"]) == (0.05, 0, ())
     assert json.loads(seen["said"]) == {"bundle": "out", "loss": 0.5}
     seen = called(target, *words, "--max-loss", "10%", "--expert-bits", 4, "--tokens", 4096, "--text", "a")
     assert (seen["most_loss"], seen["uniform"], seen["texts"]) == (0.1, 4, (Path("a"),))
@@ -77,7 +79,7 @@ def test_pretrain(called: Called) -> None:
     seen = called("training.pretrain.run:pretrain", *words, "--mesh", "data=1", "--cpu-devices", 3)
     recipe, run_dir = seen["arguments"]
     assert (recipe.steps, recipe.remat, run_dir) == (7, False, Path("run"))
-    assert (seen["text_paths"], seen["valid_paths"]) == ((Path("a"),), (Path("b"),))
+    assert seen["texts"] == PretrainTexts(None, (Path("a"),), (Path("b"),))
     assert (seen["mesh_shape"].data, seen["devices"], seen["tensorboard"]) == (1, 3, False)
     assert called("training.pretrain.run:pretrain", *words, "--remat")["arguments"][0].remat
 
@@ -107,8 +109,8 @@ def test_elasticize(called: Called) -> None:
     recipe, *paths = seen["arguments"]
     assert (recipe.levels, recipe.anchor_share) == ((40, 100), 0.1)
     assert [source.text for source in recipe.sources] == [str(Path("a").absolute())]
-    assert (paths, seen["tlm"]) == ([Path("model"), Path("out"), Path("run")], None)
-    assert called("training.elastic.run:elasticize", *words)["tlm"].levels == (
+    assert (paths, seen["tiny_lm"]) == ([Path("model"), BundleOutput(Path("out")), Path("run")], None)
+    assert called("training.elastic.run:elasticize", *words)["tiny_lm"].recipe.levels == (
         20,
         30,
         40,

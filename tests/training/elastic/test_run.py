@@ -21,13 +21,14 @@ from jaxllm.quant import dequantize
 from serving.cli import cli
 from tests.tiny import TINY, tiny_params, write_tiny_folder
 from tests.training.tiny_runs import ONE, QUIET, TLM_RECIPE
+from training.bundle_output import BundleOutput
 from training.commands import elasticize as elasticize_cli
 from training.data.sources import Source
 from training.elastic import importance
 from training.elastic import run as module
 from training.elastic.recipe import ElasticRecipe, elastic_recipe_names, load_elastic_recipe
 from training.elastic.run import elasticize
-from training.tiny_lm.recipe import load_tiny_lm_recipe
+from training.tiny_lm.recipe import TinyLmRun, load_tiny_lm_recipe
 
 TOKENS = np.arange(40, dtype=np.int32).reshape(2, 20) * 6
 
@@ -54,13 +55,14 @@ RECIPE = ElasticRecipe(
 )
 
 
-def run(recipe, model, data, folder, **options):
+def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **options):
     return elasticize(
         recipe,
         model,
-        folder / "out.jaxllm",
+        BundleOutput(folder / "out.jaxllm", weights),
         folder / "run",
         data=data,
+        tiny_lm=None if tlm is None else TinyLmRun(tlm, encoder),
         mesh_shape=ONE,
         console=QUIET,
         **options,
@@ -270,7 +272,7 @@ def test_unusable_inputs(model, data, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="is no Hugging Face folder"):
         run(RECIPE, tmp_path / "nothing", data, tmp_path)
     with pytest.raises(CheckpointError, match="no such folder"):
-        elasticize(RECIPE, model, tmp_path / "no" / "out.jaxllm", tmp_path / "run", data=data)
+        BundleOutput(tmp_path / "no" / "out.jaxllm")
     monkeypatch.setattr(importance, "LEAST_TOKENS", 10**6)
     with pytest.raises(ConfigError, match="the calibration text has"):
         run(RECIPE, model, data, tmp_path)

@@ -20,7 +20,7 @@ from training.data.sources import Source
 from training.loop.checkpoints import read_best
 from training.loop.trainer import Trainer
 from training.pretrain.job import pretrain_job
-from training.pretrain.run import export_best, pretrain
+from training.pretrain.run import PretrainTexts, export_best, pretrain
 
 QUIET = Console(quiet=True)
 
@@ -32,7 +32,7 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
     )
     run, valid = tmp_path / "run", tmp_path / "valid.txt"
     valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
-    folder = pretrain(SMOKE, run, valid_paths=[valid], console=QUIET)
+    folder = pretrain(SMOKE, run, texts=PretrainTexts(valid=[valid]), console=QUIET)
     assert folder == run / "hf"
     assert opened == ["train", "held_out", "valid"]
     trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
@@ -68,7 +68,7 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
     pretrain(longer, run, console=QUIET)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
     with pytest.raises(ConfigError, match="differs in seed, the documents"):
-        pretrain(dataclasses.replace(longer, seed=1), run, text_paths=[valid], console=QUIET)
+        pretrain(dataclasses.replace(longer, seed=1), run, texts=PretrainTexts(train=[valid]), console=QUIET)
 
 
 def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_path):
@@ -78,15 +78,21 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
         SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=290), sources=(Source(text=str(text)),)
     )
     recipe = dataclasses.replace(recipe, steps=4, checkpoint_steps=4, log_steps=4, teacher_share=0.0)
-    teacher = pretrain(recipe, tmp_path / "teacher", data=tmp_path, console=QUIET)
+    teacher = pretrain(recipe, tmp_path / "teacher", texts=PretrainTexts(tmp_path), console=QUIET)
     student_recipe = dataclasses.replace(recipe, teacher_share=1.0, peak_learning_rate=1e-2, steps=60)
     tokenizer = tmp_path / "teacher" / "tokenizer.json"
     with pytest.raises(ConfigError, match="--teacher"):
-        pretrain(student_recipe, tmp_path / "student", data=tmp_path, tokenizer=tokenizer, console=QUIET)
+        pretrain(
+            student_recipe,
+            tmp_path / "student",
+            texts=PretrainTexts(tmp_path),
+            tokenizer=tokenizer,
+            console=QUIET,
+        )
     student = pretrain(
         student_recipe,
         tmp_path / "student",
-        data=tmp_path,
+        texts=PretrainTexts(tmp_path),
         tokenizer=tokenizer,
         teacher=teacher,
         console=QUIET,
@@ -98,7 +104,7 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
     assert np.log(290) > losses[0] > losses[-1] > 4.5
     other = dataclasses.replace(student_recipe, model=dataclasses.replace(recipe.model, vocab_size=291))
     with pytest.raises(ConfigError, match="one tokenizer"):
-        pretrain(other, tmp_path / "other", data=tmp_path, teacher=teacher, console=QUIET)
+        pretrain(other, tmp_path / "other", texts=PretrainTexts(tmp_path), teacher=teacher, console=QUIET)
 
 
 def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
@@ -106,10 +112,10 @@ def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
     text.write_text("a\n\nb\n\nc\n")
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="enough distinct pieces"):
-        pretrain(SMOKE, run, text_paths=[text], console=QUIET)
+        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), console=QUIET)
     text.write_text("one document")
     with pytest.raises(ConfigError, match="two distinct documents"):
-        pretrain(SMOKE, run, text_paths=[text], console=QUIET)
+        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), console=QUIET)
     with pytest.raises(CheckpointError, match="not the folder"):
         export_best(run)
     (tmp_path / "file").write_text("")
