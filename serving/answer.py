@@ -1,46 +1,67 @@
-"""Streams an answer: a run whose pieces of text are iterated."""
+"""An answer as it comes: a request that runs, as a stream of its text."""
 
 from collections.abc import Iterator
 from typing import Self
 
+from jaxllm.errors import JaxllmError
 from serving.host.forked import require_not_forked
 from serving.run import Run
-from serving.step import step
+from serving.step import close, fail, step
 
 
 class Answer(Run, Iterator[str]):
-    """A streaming answer: iterate over its pieces of text, then read its attributes (see `Run`).
+    """An answer as it comes: iterate for pieces of text, then read its attributes (see `Run`).
 
-    Each step takes the model's lock (`Runner.lock`), which is free between steps: answers of several threads,
-    or several of one, take turns.
+    A dispatch takes the model's lock (`Runner.lock`), which is free between dispatches: answers of several
+    threads, or several of one thread, take turns. Another thread may close an answer.
     """
 
     def __next__(self) -> str:
         require_not_forked()
         try:
-            while not self.pieces:
-                if self.closed_because is not None:
-                    raise self.closed_because
-                if self.stage == "ended":
-                    raise StopIteration
+            while (piece := self._next_piece()) is None:
                 step(self)
-            piece = self.pieces.popleft()
-            self.text += piece
             return piece
         except StopIteration:
             raise
         except BaseException:
-            self.fail()
+            fail(self)
             raise
 
     def result(self) -> Self:
         """Runs to the end and returns itself."""
-        self.taken_whole = self.stage == "begin"
+        if self.stage == "begin":
+            self.taken_whole = True
         for _ in self:
             pass
         return self
 
+    def close(self, because: JaxllmError | None = None) -> None:
+        """Ends the answer; the tokens so far stay in the session.
+
+        Args:
+          because: raised to whoever iterates further; None to end the iteration.
+        """
+        close(self, because)
+
+    def _next_piece(self) -> str | None:
+        """The next piece of text; None if a step must come first.
+
+        Raises:
+          StopIteration: the answer has ended.
+          JaxllmError: it was closed because of this error.
+        """
+        with self.runner.lock:
+            if self.pieces:
+                piece = self.pieces.popleft()
+                self.text += piece
+                return piece
+            if self.closed_because is not None:
+                raise self.closed_because
+            if self.stage == "ended":
+                raise StopIteration
+        return None
+
     def __del__(self) -> None:
-        # Dropped before its end: its context must be released for others.
-        if self.stage != "ended":
-            self.lifecycle.dropped(self)
+        # Others must be able to go on, wherever this answer was dropped or interrupted.
+        self.lifecycle.dropped(self)

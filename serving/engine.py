@@ -15,7 +15,6 @@ from serving.decoding import Decoding, PlainDecoding
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.request import GenerationConfig, Request, Session
-from serving.run import Lifecycle
 from serving.runners.runner import Runner
 from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions
@@ -252,12 +251,11 @@ class Engine(Generic[AnyModel]):
           ConfigError: the model was opened without `adapter_rank`, or for a lower one or other targets.
           CheckpointError: the folder is missing, corrupt or of another model.
         """
-        with self.runner.lock:
-            self.model.set_adapter(folder)
+        self.model.set_adapter(folder)
 
     def close(self) -> None:
-        """Closes the model: ends the threads that stream weights and the processors of prefill. Later
-        requests fail."""
+        """Closes the model: ends the threads that stream weights and the processors of prefill. It answers no
+        more requests."""
         with self.runner.lock:
             self.model.close()
 
@@ -345,18 +343,15 @@ class Engine(Generic[AnyModel]):
             return self.speculation
         return PlainDecoding(self.runner_at(request.level))
 
-    def submit(
-        self, request: Request, *, session: Session | None = None, lifecycle: Lifecycle | None = None
-    ) -> Answer:
+    def submit(self, request: Request, *, session: Session | None = None) -> Answer:
         """Makes the answer of a request, which waits for its first step.
 
         Args:
           request: to answer.
           session: a conversation whose cache is used and extended.
-          lifecycle: hooks around the answer; None for no hooks.
 
         Raises:
           ConfigError, ContextOverflow: see `Request.require_served_by`.
         """
         decoding = self.decoding(request)
-        return Answer(decoding, self.tokenizer, request, session=session, lifecycle=lifecycle)
+        return Answer(decoding, self.tokenizer, request, session=session)

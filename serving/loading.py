@@ -167,8 +167,10 @@ class LoadedModel:
         """Puts a low-rank adapter on all levels (see `serving.engine.Engine.set_adapter`)."""
         if not self.options.adapter_rank:
             raise ConfigError("this engine takes no adapters; open it with EngineOptions(adapter_rank=...)")
+        # Answers go on while the files are read.
         lora, adapter = (None, {}) if folder is None else _read_adapter(Path(folder), self.bundle)
-        self.put_adapter(adapter, 1.0 if lora is None else lora.scaling)
+        with self.runner(WHOLE).lock:
+            self.put_adapter(adapter, 1.0 if lora is None else lora.scaling)
 
     def put_adapter(self, adapter: Adapter, scaling: float) -> None:
         """`set_adapter` with an adapter that was read."""

@@ -37,7 +37,7 @@ class PlannedCall(Lifecycle):
         """
         self.plan, self.objective = plan, objective
         self._profile, self._tokenize_ms, self._margin = profile, tokenize_ms, margin
-        self._saw_first = False
+        self._saw_first = self._saw_further = False
 
     def cost(self, run: Run) -> Cost:
         """The cost of an answer so far, from the request on; its energy comes from the profile."""
@@ -59,7 +59,9 @@ class PlannedCall(Lifecycle):
     def finish(self, run: Run) -> None:
         """Learns from the time per further token."""
         # A caller that iterates may pause between pieces: then the time per token is not the model's.
-        if run.taken_whole and run.finish_reason is not None and self._margin is not None:
+        whole = run.taken_whole and run.finish_reason is not None
+        if whole and not self._saw_further and self._margin is not None:
+            self._saw_further = True
             self._margin.saw_further(self.plan.expected, self.cost(run))
 
 

@@ -11,7 +11,6 @@ from jaxllm.errors import JaxllmError
 from jaxllm.sampling import sampler_state
 from jaxllm.text.tokenizer import Tokenizer
 from serving.decoding import Decoding, pace
-from serving.host.forked import require_not_forked
 from serving.request import Request, Session
 from serving.runners.runner import PrefillChunk, Runner
 from serving.text_stream import TextStream
@@ -32,7 +31,9 @@ class Timings:
 
 
 class Lifecycle:
-    """Hooks around an answer; these do nothing. Called under the runner's lock."""
+    """Hooks around an answer, for the caller that requested it; this class does nothing. Called without the
+    runner's lock, except `sliding`. The last three may be called again, and then do nothing: an interrupt may
+    come anywhere."""
 
     def begin(self, run: "Run") -> None:
         """Called before anything is fed: restores the session."""
@@ -66,7 +67,7 @@ class Run:
       sequence: prompt and answer, without tokens that slid out of the window; the next turn continues it.
       text: the pieces of the answer that were taken so far.
       finish_reason: "stop" (end token or stop string), "length" (max_tokens or the window), or None
-        while running or when closed early.
+        while running or when closed before its last token.
       stop_string: the stop string that ended it, if one did.
       seed: of the draw; give it in `Sampling` to get the same answer again.
       timings: see `Timings`.
@@ -112,6 +113,8 @@ class Run:
         self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
         self.began_s = self.stepped_s = 0.0
         self.chunks: collections.deque[PrefillChunk] = collections.deque()
+        # While the sequence slides: what it will be.
+        self.slid: list[int] | None = None
         # The last token, as buckets take it.
         self.last_token: Any = None
         self.closed_because: JaxllmError | None = None
@@ -166,26 +169,6 @@ class Run:
         self.stop_string = self.stops.matched
         self.timings.total_ms = self.elapsed_ms
         self._push(piece)
-
-    def close(self, because: JaxllmError | None = None) -> None:
-        """Ends the run between two steps; tokens decoded so far stay in the session.
-
-        Args:
-          because: raised to a caller that goes on iterating; None for a normal end.
-        """
-        require_not_forked()
-        with self.runner.lock:
-            self.pieces.clear()
-            self.closed_because = because or self.closed_because
-            if self.stage != "ended":
-                self.stage = "ended"
-                self.lifecycle.finish(self)
-
-    def fail(self) -> None:
-        """Ends the run after an error or an interrupt."""
-        if self.stage != "ended":
-            self.stage = "ended"
-            self.lifecycle.failed(self)
 
     def _push(self, piece: str) -> None:
         if piece:

@@ -1,68 +1,102 @@
-"""Moves requests from stage to stage, one dispatch a step; this module alone has the order of the stages.
+"""Moves requests from stage to stage; this module alone has the order of the stages.
 
-  plan      chooses level and kept tokens, before the first step (`serving.planning.planner`)
-  begin     restores the request's context into its session (`serving.contexts`)
-  prefill   computes the prompt's tokens that the session lacks, chunk by chunk
-  decode    further tokens: plain, or a tree of drafts and its verification (`serving.speculation`)
-  finish    stores the context (`serving.contexts`)
+  begin     the request's context is restored into its session (`serving.contexts`)
+  prefill   the prompt's tokens that the session lacks are fed, chunk by chunk
+  decode    further tokens: a block, or a tree of drafts and its verification (`serving.speculation`)
+  finish    the context is stored (`serving.contexts`)
 
-Steps of other requests may come between any two steps of one.
+Steps of other requests may come between any two of a request. Who has an objective plans before
+(`serving.planning.planner`).
 """
 
 import collections
 import time
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from jaxllm.errors import ContextGone, NotFinite
+from jaxllm.errors import ContextGone, JaxllmError, NotFinite
 from jaxllm.sampling import NO_TOKEN
 from serving.decoding import pace
+from serving.host.forked import require_not_forked
 from serving.request import common_prefix
 from serving.run import Run
-from serving.runners.runner import PrefillChunk
 from serving.sliding import Sliding, kept_tokens, slid
 
 
 def step(*running: Run) -> Run:
-    """Runs one dispatch of the run that has waited longest.
+    """Takes one step of the run that has waited longest: restores its context and feeds the first chunk,
+    feeds a chunk, decodes a block or verifies a tree, or stores its context.
 
     Args:
       running: runs whose stage is not "ended".
 
     Returns:
-      The run that was stepped.
+      The run that took the step.
     """
     run = min(running, key=lambda each: each.stepped_s)
-    with run.runner.lock:
-        try:
-            match run.stage:
-                case "begin":
-                    _begin(run)
-                case "prefill":
-                    _prefill(run)
-                case "decode":
-                    _decode(run)
-                case "finish":
-                    _finish(run)
-        except BaseException:
-            run.fail()
-            raise
-        finally:
-            run.stepped_s = time.perf_counter()
+    try:
+        match run.stage:
+            case "begin":
+                run.lifecycle.begin(run)
+                _dispatch(run, _begin)
+            case "prefill":
+                _dispatch(run, _prefill)
+            case "decode":
+                _dispatch(run, _decode)
+            case "finish":
+                _finish(run)
+    except BaseException:
+        fail(run)
+        raise
+    finally:
+        run.stepped_s = time.perf_counter()
     return run
 
 
+def close(run: Run, because: JaxllmError | None = None) -> None:
+    """Ends a run between two dispatches; the tokens so far stay in its session.
+
+    Args:
+      run: to end.
+      because: raised to whoever iterates further; None to end the iteration.
+    """
+    require_not_forked()
+    with run.runner.lock:
+        run.pieces.clear()
+        run.closed_because = because or run.closed_because
+        _end(run)
+    run.lifecycle.finish(run)
+
+
+def fail(run: Run) -> None:
+    """Ends a run after an error or an interrupt, which may come again in here."""
+    _end(run)
+    run.lifecycle.failed(run)
+
+
+def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
+    """Does the work of a stage under the model's lock."""
+    tokens = len(run.tokens)
+    with run.runner.lock:
+        if run.stage != "ended":
+            work(run)
+    if run.stage == "ended":
+        # Another thread closed the run, perhaps before its context was restored.
+        run.lifecycle.finish(run)
+    elif len(run.tokens) > tokens:
+        run.lifecycle.stepped(run)
+
+
 def _begin(run: Run) -> None:
-    """Restores the context, and cuts the missing tokens of the prompt into chunks."""
-    run.lifecycle.begin(run)
+    """Cuts the tokens that the session lacks into chunks, and feeds the first."""
     run.began_s = time.perf_counter()
     session, runner, prompt = run.session, run.runner, run.sequence
     cached, cache = session.take()
     if session.weights_version != runner.weights_version:
-        # Keys and values of other weights are invalid, and another level's have other shapes.
+        # Keys and values of other weights are of no use, and those of another level have other shapes.
         cached, cache, session.weights_version = [], None, runner.weights_version
-    # The last token is always fed, for its logits.
+    # The last token is always fed: the answer begins with its logits.
     run.reused_tokens = min(common_prefix(cached, prompt), len(prompt) - 1)
     room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
@@ -75,13 +109,23 @@ def _begin(run: Run) -> None:
 
 
 def _prefill(run: Run) -> None:
-    """Feeds the next chunk; after the last one, samples the first token."""
+    """Feeds the next chunk; after the last one, draws the first token."""
+    _require_same_weights(run)
+    session, at = run.session, len(run.session.tokens)
+    # The last token of a sequence that slides is decoded from, not fed.
+    sequence = run.sequence if run.slid is None else run.slid[:-1]
     chunk = run.chunks.popleft()
-    logits = _feed(run, chunk, len(run.sequence))
+    cached, cache = session.take()
+    tokens = sequence[at : at + chunk.tokens]
+    logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
+    session.tokens = cached + tokens
     if run.chunks:
         return
+    if run.slid is not None:
+        run.sequence, run.slid, run.stage = run.slid, None, "decode"
+        return
     token, run.sampler = run.runner.sample(logits, run.sampler)
-    # The transfer waits for the device: only now could a user see the token.
+    # Reading the token waits for the device: a user can see it from here on.
     first = _finite(run, [int(np.asarray(token)[0])])
     run.timings.ttft_ms = run.elapsed_ms
     run.stage = "decode"
@@ -89,10 +133,11 @@ def _prefill(run: Run) -> None:
 
 
 def _decode(run: Run) -> None:
-    """Runs one dispatch of further tokens: plain, or a draft and its verification."""
+    """Decodes a block, or drafts and verifies; makes room first where the window is full."""
     _require_same_weights(run)
     if run.room_tokens <= 0 and run.request.sliding is not None:
         _slide(run, run.request.sliding)
+        return
     began = time.perf_counter()
     session, decoding = run.session, run.decoding
     limit = decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
@@ -114,7 +159,6 @@ def _take(run: Run, block: list[int]) -> None:
     # Streamed weights may have failed while the block was computed.
     run.runner.require_usable()
     run.take(block)
-    run.lifecycle.stepped(run)
     full = run.room_tokens <= 0 and run.request.sliding is None
     if run.finish_reason is None and (run.wanted_tokens <= 0 or full):
         run.finish_reason = "length"
@@ -124,31 +168,28 @@ def _take(run: Run, block: list[int]) -> None:
 
 
 def _finish(run: Run) -> None:
-    """Ends the run: its lifecycle stores the context."""
-    run.stage = "ended"
+    """Ends the run; its lifecycle stores the context."""
+    _end(run)
     run.lifecycle.finish(run)
 
 
-def _feed(run: Run, chunk: PrefillChunk, end: int) -> Any:
-    """Feeds the next chunk of the sequence's first `end` tokens; returns the logits after it."""
-    _require_same_weights(run)
-    session, at = run.session, len(run.session.tokens)
-    cached, cache = session.take()
-    tokens = run.sequence[at : min(at + chunk.tokens, end)]
-    logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
-    session.tokens = cached + tokens
-    return logits
+def _end(run: Run) -> None:
+    run.stage = "ended"
+    if run.slid is not None:
+        # The cache has a part of what the sequence was about to be.
+        run.slid = None
+        run.session.take()
 
 
 def _slide(run: Run, sliding: Sliding) -> None:
-    """Drops the middle of the sequence, and feeds its newest tokens at their new positions."""
+    """Drops the middle of the sequence, and begins to feed its newest tokens at their new positions."""
     session, runner, sinks = run.session, run.runner, sliding.sink_tokens
     run.lifecycle.sliding(run)
-    kept = slid(run.sequence, sink_tokens=sinks, most=kept_tokens(runner.options.context_tokens))
-    run.sequence, session.tokens = kept, kept[:sinks]
-    # The last token is not in the cache: decoding feeds it.
-    for chunk in runner.prefill_chunks(len(kept) - 1 - sinks):
-        _feed(run, chunk, len(kept) - 1)
+    run.slid = slid(run.sequence, sink_tokens=sinks, most=kept_tokens(runner.options.context_tokens))
+    session.tokens = run.slid[:sinks]
+    run.chunks = collections.deque(runner.prefill_chunks(len(run.slid) - 1 - sinks))
+    run.stage = "prefill"
+    _prefill(run)
 
 
 def _require_same_weights(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
@@ -11,6 +12,7 @@ from serving.contexts.record import Record
 from serving.contexts.restore import Restoration
 from serving.contexts.turn import Turn
 from serving.run import Lifecycle, Run
+from serving.step import close
 
 
 class ContextCall(Lifecycle):
@@ -51,14 +53,13 @@ class ContextCall(Lifecycle):
             most_tokens=self._most_tokens,
             base=None if self._base is record else self._base,
         )
-        # Weak, because the contexts keep `stop`, and a run without other references is over.
-        run_ref = weakref.ref(run)
-        self._turn.stop = lambda: None if (there := run_ref()) is None else lambda: self._stop(there)
+        self._turn.stop = _stop(weakref.ref(run), record.name)
         self.restoration = self._turn.restoration
 
     def stepped(self, run: Run) -> None:
         """See `Lifecycle`."""
-        assert self._turn is not None
+        if self._turn is None:
+            return
         began = time.perf_counter()
         self._contexts.grow(self._turn, len(run.sequence))
         self.finish_ms += 1000 * (time.perf_counter() - began)
@@ -95,14 +96,6 @@ class ContextCall(Lifecycle):
         if self._turn is not None and not self._contexts.forked:
             self.failed(run)
 
-    def _stop(self, run: Run) -> None:
-        run.close(
-            ConfigError(
-                f"the answer in the context {self._record.name} was ended by its service; its tokens so far "
-                "are kept"
-            )
-        )
-
 
 class ContextAnswer(Answer):
     """An answer in a context: iterate over its pieces of text, then read its attributes.
@@ -124,3 +117,18 @@ class ContextAnswer(Answer):
     def finish_ms(self) -> float:
         """Time to store the context (see `ContextCall`)."""
         return self._call.finish_ms
+
+
+def _stop(run_ref: weakref.ref[Run], name: str) -> Callable[[], Callable[[], None] | None]:
+    """`Turn.stop` of a run. It refers to neither the run nor its lifecycle: a dropped answer is over."""
+
+    def stop() -> Callable[[], None] | None:
+        run = run_ref()
+        if run is None:
+            return None
+        error = ConfigError(
+            f"the answer in the context {name} was ended by its service; its tokens so far are kept"
+        )
+        return lambda: close(run, error)
+
+    return stop

@@ -11,16 +11,21 @@ from serving.contexts.manager import Contexts
 from serving.contexts.root import PREVIOUS, RECORD
 from serving.request import GenerationConfig
 
-# Whatever a call of a context runs through in this process.
+# All files that a call of a context runs through in this process.
 FILES = (
     *(
         f"/serving/contexts/{name}.py"
         for name in (
-            "context", "manager", "turn", "writing", "memory", "growth", "restore", "store", "stored",
-            "segment", "record", "record_file", "catalog", "loading", "pins", "lock",
+            "answer", "catalog", "chunk_io", "context", "growth", "loading", "lock", "manager", "memory",
+            "pending_errors", "pins", "record", "record_file", "restore", "segment", "store", "stored",
+            "turn", "turn_ids", "writing",
         )
     ),
-    "/serving/generation.py", "/serving/text.py", "/jaxllm/files/atomic.py",
+    *(
+        f"/serving/{name}.py"
+        for name in ("answer", "decoding", "request", "run", "sliding", "step", "text_stream")
+    ),
+    "/jaxllm/files/atomic.py",
 )  # fmt: skip
 _FIRST, _NEXT = [*range(20, 57)], [7, 9, 11]
 

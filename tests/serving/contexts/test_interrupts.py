@@ -18,6 +18,10 @@ ROOT = Path(__file__).parents[3]
 PLACES = int(os.environ.get("JAXLLM_TEST_PLACES", "8"))
 
 
+def test_interrupts_come_in_files_that_exist():
+    assert [file for file in FILES if not Path(f"{ROOT}{file}").exists()] == []
+
+
 @pytest.mark.parametrize("deed", DEEDS)
 def test_an_interrupt_leaves_a_context_before_a_call_or_after_it(kept, deed):
     """It comes out as the interrupt, and whoever is next is answered at once."""
