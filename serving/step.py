@@ -125,7 +125,7 @@ def _prefill(run: Run) -> None:
         run.sequence, run.slid, run.stage = run.slid, None, "decode"
         return
     token, run.sampler = run.runner.sample(logits, run.sampler)
-    # Reading the token waits for the device: a user can see it from here on.
+    # The transfer waits for the device: only now could a user see the token.
     first = _finite(run, [int(np.asarray(token)[0])])
     run.timings.ttft_ms = run.elapsed_ms
     run.stage = "decode"
