@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +81,7 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
 def questions_digest(questions: Sequence[Question]) -> str:
     """A hexadecimal name for questions as a model reads them."""
     return _digest(
-        text for each in questions for text in (each.prompt.text.encode(), repr(each.example).encode())
+        text.encode() for each in questions for text in (each.prompt.text, _as_text(each.example))
     )
 
 
@@ -153,7 +153,13 @@ def _key(example: TaskExample) -> str:
     return f"{example.answer}\0{example.user.partition(chr(10))[0]}"
 
 
-def _digest(parts) -> str:
+def _as_text(example: TaskExample) -> str:
+    """All of an example. Spelled out, for files of earlier runs are found by it, however the class changes."""
+    names = ("user", "answer", "system", "options", "references", "form")
+    return f"TaskExample({', '.join(f'{name}={getattr(example, name)!r}' for name in names)})"
+
+
+def _digest(parts: Iterable[bytes]) -> str:
     whole = hashlib.blake2b(digest_size=16)
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)
