@@ -13,6 +13,7 @@ from benchmarks.commands.options import (
     device_option,
     model_options,
     parts_option,
+    parts_without,
     report_options,
     tell,
 )
@@ -65,6 +66,8 @@ def contexts_command(
     from benchmarks.contexts.figures import draw
     from benchmarks.measuring.storage import named_devices
 
+    if subject.shape is not None:
+        parts = parts_without(parts, ("quality",), "random weights have none")
     plan = run.Plan.quick() if report.quick else run.Plan()
     chosen = tuple(sorted(set(counts))) or plan.contexts
     plan = dataclasses.replace(
@@ -82,8 +85,6 @@ def contexts_command(
         weights = subject.weights if subject.shape else None
         if plan.timed:
             rows += run.run(path, weights, plan, progress, tell)
-        if "quality" in parts and subject.shape is None:
+        if "quality" in parts:
             rows += quality.quality_rows(path, data, sizes, progress)
-        elif "quality" in parts:
-            tell("without quality: random weights have none")
     report.emit("contexts", rows, draw)

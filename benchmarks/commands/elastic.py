@@ -12,8 +12,8 @@ from benchmarks.commands.options import (
     data_option,
     model_options,
     parts_option,
+    parts_without,
     report_options,
-    tell,
 )
 from benchmarks.elastic import PARTS
 from serving.commands.console import progress_bars
@@ -83,12 +83,12 @@ def elastic_command(
 
     if subject.shape is not None and timed_shape is not None:
         raise click.UsageError("--trace-times-of goes with a --model, whose trace it times")
+    if subject.shape is not None:
+        parts = parts_without(parts, ("accuracy", "trace"), "random weights have no right answers")
     plan = dataclasses.replace(run.Plan.quick() if report.quick else run.Plan(), parts=parts)
     with progress_bars() as progress:
         if subject.shape is not None:
             model = elastic_shape(subject.shape, subject.weights, progress)
-            plan = dataclasses.replace(plan, parts=tuple({*parts} & {"costs"}))
-            tell("without accuracy and trace: random weights have no right answers")
         else:
             assert subject.model is not None
             model = subject.model

@@ -13,6 +13,7 @@ from benchmarks.commands.options import (
     device_option,
     model_options,
     parts_option,
+    parts_without,
     report_options,
     text_option,
 )
@@ -70,16 +71,22 @@ def experts_command(
 
     if subject.shape is not None and (checkpoint is not None or others or text is not None):
         raise click.UsageError("--shape goes with none of --checkpoint, --other-loss and --text")
+    if subject.shape is not None:
+        parts = parts_without(parts, ("losses",), "random weights are not calibrated")
     plan = run.Plan.quick() if report.quick else run.Plan()
     plan = dataclasses.replace(plan, devices=named_devices(devices) or plan.devices, parts=parts)
     cache = cache_folder() / "benchmarks" / "experts"
+    again = False
     with progress_bars() as progress:
         if subject.shape is not None:
             folder = subject.path(progress)
             model = random_mixed(folder, cache / f"{subject.shape}.jaxllm", progress)
         else:
             model = subject.path(progress)
+            if checkpoint is None:
+                # Bundles of a checkpoint are others than those of the same model's dequantized weights.
+                cache, again = cache / "dequantized", Checkpoint.find(model).quantized
             folder = checkpoint or Checkpoint.find(model).folder(progress)
-            plan = dataclasses.replace(plan, text=text or stories_file(None))
+            plan = dataclasses.replace(plan, text=text or stories_file(None), quantized_again=again)
         rows = run.run(folder, (model, *others), cache, plan, progress)
     report.emit("experts", rows, draw)

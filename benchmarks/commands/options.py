@@ -158,6 +158,21 @@ def parts_option(parts: Sequence[str]) -> Decorator:
     )
 
 
+def parts_without(parts: tuple[str, ...], left_out: Sequence[str], why: str) -> tuple[str, ...]:
+    """The parts without those that cannot be measured; tells which ones these are.
+
+    Raises:
+      UsageError: none remains.
+    """
+    unmeasured = [each for each in parts if each in left_out]
+    if not unmeasured:
+        return parts
+    if len(unmeasured) == len(parts):
+        raise click.UsageError(f"--only {' --only '.join(parts)} measures nothing here: {why}")
+    tell(f"without {' and '.join(unmeasured)}: {why}")
+    return tuple(each for each in parts if each not in left_out)
+
+
 def device_option(names: Sequence[str], quick: str = "real") -> Decorator:
     """Storage to measure on, of these names in `DEVICES`: parameter `devices`, empty unless chosen."""
     return click.option(

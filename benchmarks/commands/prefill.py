@@ -12,8 +12,8 @@ from benchmarks.commands.options import (
     data_option,
     model_options,
     parts_option,
+    parts_without,
     report_options,
-    tell,
 )
 from benchmarks.prefill import PARTS
 from serving.commands.console import progress_bars
@@ -40,10 +40,9 @@ def prefill_command(
     """
     from benchmarks.prefill import run
 
-    plan = run.Plan.quick() if report.quick else run.Plan()
-    if subject.shape is not None and "accuracy" in parts:
-        tell("without accuracy: random weights have none")
-        parts = tuple(each for each in parts if each != "accuracy")
+    plan = run.Plan.quick(tasks=data is not None) if report.quick else run.Plan()
+    if subject.shape is not None:
+        parts = parts_without(parts, ("accuracy",), "random weights have none")
     plan = dataclasses.replace(plan, parts=parts)
     with progress_bars() as progress:
         rows = run.run(subject.model, subject.shape, data, plan, progress)

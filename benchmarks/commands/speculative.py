@@ -79,12 +79,15 @@ def speculative_command(
       jaxllm bench speculative --enlarge 4 --memory-share 25% --device eufs
     """
     from benchmarks.measuring.storage import named_devices
+    from benchmarks.models.checkpoint import Checkpoint
     from benchmarks.speculative import run
     from benchmarks.speculative.enlarged import enlarged_bundle
     from serving.bundles import find_model
 
     if enlarge is not None and subject.shape is not None:
         raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
+    if subject.shape is not None and parts != PARTS:
+        raise click.UsageError("--only is for a --model; of a --shape the memory of a process is measured")
     with progress_bars() as progress:
         if subject.shape is not None:
             rows = _shape_rows(subject, shares or _SHAPE_SHARES, progress)
@@ -97,11 +100,15 @@ def speculative_command(
                 devices=named_devices(devices) or plan.devices,
                 parts=parts,
             )
-            narrow = run.four_bit_bundle(subject.model, progress)
             target = subject.model
+            narrow = run.four_bit_bundle(target, progress) if "systems" in parts else None
+            again = Checkpoint.find(target).quantized
             if enlarge is not None:
-                target, narrow = (enlarged_bundle(each, enlarge, progress) for each in (target, narrow))
-            asked = run.Subject(model=target, draft=find_model(draft), narrow=narrow, data=data)
+                target = enlarged_bundle(target, enlarge, progress)
+                narrow = narrow and enlarged_bundle(narrow, enlarge, progress)
+            asked = run.Subject(
+                model=target, draft=find_model(draft), narrow=narrow, data=data, narrow_again=again
+            )
             rows = run.run(asked, plan, progress)
     report.emit("speculative", rows)
 

@@ -66,7 +66,7 @@ class Plan:
     def quick(cls) -> "Plan":
         """Fits in a minute for the packaged model."""
         return cls(
-            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(),
+            patterns=("random",), contexts=(4,), fitting=4, calls=10, devices=(REAL,), chunk_tokens=(32,),
             repeats=2,
         )  # fmt: skip
 
@@ -212,7 +212,7 @@ def run(
         cell = Cell(plan.patterns[0], contexts, device, budget)
         if "ablations" in plan.parts:
             rows += _variant_rows("ablation", cell, _ablated(bench, cell), tell)
-        if "chunk-sizes" in plan.parts and plan.chunk_tokens and device is plan.devices[0]:
+        if "chunk-sizes" in plan.parts and device is plan.devices[0]:
             rows += _variant_rows("chunk size", cell, _chunked(bench, cell), tell)
     if "answering" in plan.parts:
         rows += speed_rows(bench.engine(SYSTEMS[0].codec), bench.engine(""), plan.repeats, plan.seed)

@@ -158,7 +158,7 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
     Args:
       engine: serves the whole model.
       importance: of each layer.
-      subsets: how many numbers of layers, spread evenly; 0 takes every one.
+      subsets: how many numbers of layers, spread evenly from a quarter of them up; 0 takes every one.
 
     Raises:
       ConfigError: there is not one importance per layer.
@@ -176,10 +176,7 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
         runners[level] = ResidentRunner(model, table)
 
     add(WHOLE, cfg, params)
-    counts = range(1, min(cfg.layers, WHOLE))
-    if subsets:
-        counts = sorted({*np.linspace(1, counts[-1], min(subsets, len(counts))).round().astype(int).tolist()})
-    for count in counts:
+    for count in layer_counts(cfg.layers, subsets):
         kept = sorted(np.argsort(-np.asarray(importance), kind="stable")[:count].tolist())
         part = dataclasses.replace(
             cfg,
@@ -193,6 +190,15 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
     other = Engine(model)
     other.warm_up()
     return [Size(f"{runners[each].cfg.layers} layers", other, each) for each in sorted(runners)]
+
+
+def layer_counts(layers: int, subsets: int = 0) -> list[int]:
+    """Numbers of layers of LE's sub-models (see `layer_wise`)."""
+    counts = range(1, min(layers, WHOLE))
+    if not subsets or not counts:
+        return list(counts)
+    spread = np.linspace(max(1, layers // 4), counts[-1], min(subsets, len(counts)))
+    return sorted({*spread.round().astype(int).tolist()})
 
 
 def _of_layers(params: Params, kept: Sequence[int]) -> Params:

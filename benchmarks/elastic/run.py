@@ -56,7 +56,7 @@ class Plan:
       rounds: pairs of requests that change to each level and that stay.
       requests: of the trace.
       questions: of each task, that the trace draws from.
-      layer_subsets: sizes of the baseline that leaves out layers; 0 takes all.
+      layer_subsets: models of the baseline that leaves out layers, besides the whole one; 0 takes all.
       replayed: requests that are really answered, to see which objectives are met.
       seed: of the trace.
       parts: of `PARTS`, those to run.
@@ -74,7 +74,7 @@ class Plan:
     @classmethod
     def quick(cls) -> "Plan":
         """Fits in a minute for the packaged model."""
-        return cls(repeats=2, rounds=3, requests=60, questions=3, layer_subsets=2, replayed=12)
+        return cls(repeats=2, rounds=3, requests=60, questions=3, layer_subsets=4, replayed=12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,10 +204,14 @@ def _cost_rows(
 def _remarks(engine: Engine, others: dict[str, list[Size]]) -> dict[str, str]:
     """Notes on baselines that differ from ours in more than their decisions."""
     remarks = {
-        LAYERS: "the layers that remain as they are, no recovery training",
         SHORTENED: "no contextual sparsity, times per token taken as met",
         PRUNED: widths(engine, others[PRUNED]),
     }
+    if LAYERS in others:
+        names = ", ".join(each.name for each in others[LAYERS])
+        remarks[LAYERS] = (
+            f"{len(others[LAYERS])} models: {names}; the layers that remain as they are, no recovery training"
+        )
     if SWAP in others:
         changes = ", ".join(f"{each.name} {each.change_ms:.1f}" for each in others[SWAP])
         remarks[RESIDENT] = f"{sizes_beside(engine, others[SWAP])}, {widths(engine, others[SWAP])}"

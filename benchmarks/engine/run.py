@@ -167,7 +167,7 @@ def run(
         )
         for width in widths:
             name, group = f"{checkpoint.name} {width}", systems.beside(width)
-            rows += size_rows(name, group, again=checkpoint.stored not in (None, "f32"))
+            rows += size_rows(name, group, again=checkpoint.quantized)
             for tokens in plan.prompt_tokens:
                 rows += speed_rows(name, group, results, tokens, plan.decode_tokens)
             rows += memory_rows(name, group)

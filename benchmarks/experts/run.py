@@ -9,6 +9,7 @@ import numpy as np
 from benchmarks.experts import PARTS
 from benchmarks.experts.replay import COMPARED, hit_ratio, watch
 from benchmarks.experts.systems import (
+    FOUR_BIT,
     OURS,
     SYSTEMS,
     Setting,
@@ -48,6 +49,8 @@ class Plan:
       watched_tokens: by which predictors and policies are judged.
       parts: of `PARTS`, those to run; all but systems on the first storage alone.
       text: UTF-8, whose pieces are the prompts; None draws tokens, for random weights.
+      quantized_again: whether the folder's weights have been quantized, so that baselines of fewer bits are
+        quantized a second time.
     """
 
     devices: tuple[Device, ...] = named_devices(BOARDS)
@@ -60,6 +63,7 @@ class Plan:
     watched_tokens: int = 400
     parts: tuple[str, ...] = PARTS
     text: Path | None = None
+    quantized_again: bool = False
 
     @classmethod
     def quick(cls) -> "Plan":
@@ -159,8 +163,10 @@ def _prompts(engine: Engine, plan: Plan) -> list[list[int]]:
     return ids[at[:, None] + np.arange(plan.prompt_tokens)].tolist()
 
 
-def _note(engine: Engine, device: Device) -> str:
+def _note(name: str, engine: Engine, device: Device, plan: Plan) -> str:
     parts = [device.note] if device.note else []
+    if plan.quantized_again and name in FOUR_BIT:
+        parts.append("weights quantized twice")
     if engine.model.streamed is not None:
         facts = engine.model.streamed.facts()
         parts.append(f"{facts['caching']} reads")
@@ -172,7 +178,9 @@ def _note(engine: Engine, device: Device) -> str:
 def _timed(names: Sequence[str], setting: Setting, device: Device, plan: Plan, case: str) -> list[Row]:
     engines = {name: opened(name, setting) for name in names}
     times = _token_ms(engines, plan)
-    notes: dict[str, str | None] = {name: _note(engine, device) for name, engine in engines.items()}
+    notes: dict[str, str | None] = {
+        name: _note(name, engine, device, plan) for name, engine in engines.items()
+    }
     rows = compared(
         times, ours=OURS, case=case, metric="tpot_ms", unit="ms", notes=notes, lower_is_better=True
     )

@@ -132,6 +132,8 @@ def opened(name: str, setting: Setting) -> Engine:
 
 
 SYSTEMS = (OURS, "IO-FREE", "IO-EXP", "IO-QEXP", "STI")
+# Whose weights at 4 bits are made of the checkpoint, not of our bundle.
+FOUR_BIT = ("IO-QEXP", "STI", f"{OURS}-no-widths")
 _ABLATIONS = ("no-widths", "no-preloading", "no-buffer", "lru")
 # These predict by the statistics of a text.
 _BY_STATISTICS = ("paths", "tokens")

@@ -1,7 +1,7 @@
 """Provides a model's float checkpoint, from which all peers are made: they compute with the same weights.
 
 A Hugging Face folder is one. A bundle is written as a folder, once, into the user's cache directory: exactly
-if it holds float32; a narrower one is dequantized, so that a peer of the same width quantizes a second time
+if it holds floats; a quantized one is dequantized, so that a peer of the same width quantizes a second time
 (rows then say so).
 """
 
@@ -33,6 +33,11 @@ class Checkpoint:
     model: Path
     cfg: ModelConfig
     stored: str | None
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its weights have been quantized: those of a peer of few bits are then quantized twice."""
+        return self.stored not in (None, "f32", "bf16")
 
     @classmethod
     def find(cls, model: Path | None) -> "Checkpoint":

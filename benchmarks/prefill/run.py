@@ -35,10 +35,12 @@ class Plan:
     parts: tuple[str, ...] = PARTS
 
     @classmethod
-    def quick(cls) -> "Plan":
-        """Fits in a minute for small shapes and models, once their files are made."""
+    def quick(cls, *, tasks: bool = False) -> "Plan":
+        """Fits in a minute for small shapes and models, once their files are made; `tasks` judges accuracy by
+        a task's questions, too."""
         return cls(
-            speed=SpeedPlan(lengths=(256,), repeats=2, chunk_tokens=(64,)), accuracy=AccuracyPlan.quick()
+            speed=SpeedPlan(lengths=(256,), repeats=2, chunk_tokens=(64,)),
+            accuracy=AccuracyPlan.quick(tasks=tasks),
         )
 
 

@@ -14,6 +14,7 @@ from benchmarks.speculative.systems import (
     OURS,
     SP_LENGTHS,
     STDPL,
+    STI,
     Setting,
     fixed_lines,
     plain,
@@ -71,14 +72,16 @@ class Subject:
     Attributes:
       model: the target, a bundle.
       draft: a small model of its tokenizer.
-      narrow: the target at 4 bits, for STI.
+      narrow: the target at 4 bits, for STI; None where no baselines are measured.
+      narrow_again: whether the 4 bits were made of weights that had been quantized before.
       data: the folder of the tasks' files; None takes packaged samples.
     """
 
     model: Path
     draft: Path
-    narrow: Path
+    narrow: Path | None
     data: Path | None
+    narrow_again: bool = False
 
 
 def four_bit_bundle(model: Path, progress: Progress | None = None) -> Path:
@@ -137,6 +140,7 @@ class _Systems:
         self._tried = {task: each[: plan.tried] for task, each in prompts.items()}
         self._timed = {task: each[plan.tried :] for task, each in prompts.items()}
         self._config = GenerationConfig(max_tokens=plan.tokens)
+        self._narrow_again = subject.narrow_again
 
     def rows(self, case: str) -> list[Row]:
         """Times per token of every system, what drafts came to, and answers that nobody can guess."""
@@ -145,7 +149,10 @@ class _Systems:
             length = self._open_sp() if "systems" in timed else 0
             label = f"Measuring on {self._device.name}"
             answers = _answers(self.engines, self._timed, self._config, label, self._progress)
-            rows += _time_rows(case, answers, _notes(self.engines, answers, self._device, length))
+            notes = _notes(self.engines, answers, self._device, length)
+            if STI in notes and self._narrow_again:
+                notes[STI] += "; weights quantized twice"
+            rows += _time_rows(case, answers, notes)
             rows += _draft_rows(self.engines, case)
         if "unguessable" in self._plan.parts:
             rows += self._unguessable_rows(case)
@@ -249,7 +256,7 @@ def _notes(
             parts.append(f"{facts['resident_layers']} pieces are resident, {facts['caching']} reads")
         if name == SP:
             parts.append(f"lines of {length}, the best of {SP_LENGTHS} on other prompts")
-        if name in ("BLD", "STI"):
+        if name in ("BLD", STI):
             parts.append(f"{_agreement(answers[name], answers[STDPL]):.0%} of tokens as the target's")
         notes[name] = "; ".join(parts)
     return notes

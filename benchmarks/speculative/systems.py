@@ -36,7 +36,7 @@ from serving.speculation.speculation import Speculation
 from serving.weights.footprint import drafter_bytes, fixed_bytes, whole_budget
 from serving.weights.prefetch import Meanwhile
 
-OURS, STDPL = "jaxllm", "StdPL"
+OURS, STDPL, STI = "jaxllm", "StdPL", "STI"
 # Lengths of SP's drafts; the best one, on prompts that are not counted, is shown.
 SP_LENGTHS = (2, 4, 7)
 # BLD's thresholds: the least probability at which the small model goes on alone, and the most nats of a token
@@ -51,7 +51,7 @@ class Setting:
     Attributes:
       model: the target, a bundle.
       draft: a small model of its tokenizer.
-      narrow: the target at 4 bits, for STI.
+      narrow: the target at 4 bits, for STI; None where no baselines are opened.
       weights_bytes: memory for weights, the draft's included; caches and activations come on top.
       context_tokens: of every context.
       storage: that weights are read from.
@@ -59,7 +59,7 @@ class Setting:
 
     model: Path
     draft: Path
-    narrow: Path
+    narrow: Path | None
     weights_bytes: int
     context_tokens: int
     storage: Storage
@@ -124,7 +124,7 @@ def systems(*, baselines: bool = True, ablations: bool = True) -> dict[str, Open
             "Std": lambda s: plain(s, read_ahead=False),
             STDPL: plain,
             "BLD": big_little,
-            "STI": lambda s: plain(s, model=s.narrow),
+            STI: lambda s: plain(s, model=s.narrow),
         }
     if not ablations:
         return found

@@ -8,6 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import speculative
 from benchmarks.cli import SECTIONS, bench_command
 from benchmarks.commands import contexts, engine, options
 from benchmarks.measuring import storage
@@ -74,3 +75,36 @@ def test_the_long_run_is_asked_for_in_one_way(name):
         command = bench_command.get_command(context, name)
     (option,) = (each for each in command.params if each.name == "quick")
     assert (option.opts, option.secondary_opts, option.default) == (["--quick"], ["--full"], True)
+
+
+def test_parts_that_random_weights_lack_are_left_out_aloud(capsys):
+    assert options.parts_without(("a", "b", "c"), ("b", "d"), "no reason") == ("a", "c")
+    assert capsys.readouterr().err == "without b: no reason\n"
+    assert options.parts_without(("a",), ("b",), "no reason") == ("a",)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("elastic", "trace"),
+        ("contexts", "quality"),
+        ("prefill", "accuracy"),
+        ("experts", "losses"),
+        ("speculative", "systems"),
+    ],
+)
+def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
+    shape = "moe-1b" if name == "experts" else "110m"
+    got = CliRunner().invoke(cli, ["bench", name, "--shape", shape, "--only", part])
+    assert got.exit_code == 2
+    assert "--only" in got.stderr
+
+
+@pytest.mark.parametrize("part", [each for each in speculative.PARTS if each != "systems"])
+def test_baselines_are_made_where_they_are_measured(part, monkeypatch):
+    seen = []
+    monkeypatch.setattr("benchmarks.speculative.run.run", lambda subject, *_: seen.append(subject) or [])
+    got = CliRunner().invoke(cli, ["bench", "speculative", "--only", part], catch_exceptions=False)
+    assert got.exit_code == 0
+    assert seen[0].narrow is None

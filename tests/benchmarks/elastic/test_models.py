@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.elastic import run
-from benchmarks.elastic.baselines import plain_models
+from benchmarks.elastic.baselines import layer_counts, plain_models
 from benchmarks.elastic.levels import move
 from benchmarks.elastic.random_model import elastic_shape
 from benchmarks.elastic.variants import right_answers
@@ -119,6 +119,13 @@ def test_files_are_read_for_a_swap_before_they_are_mapped(tmp_path, monkeypatch)
     assert str(paths[0]) in Path("/proc/self/maps").read_text()
 
 
+def test_few_sub_models_are_spread_over_those_that_may_answer():
+    assert layer_counts(8) == [1, 2, 3, 4, 5, 6, 7]
+    assert layer_counts(8, run.Plan.quick().layer_subsets) == [2, 4, 5, 7]
+    assert layer_counts(2, 4) == [1]
+    assert layer_counts(1, 4) == []
+
+
 def write_questions(folder, monkeypatch):
     """Eight questions, of which no context holds the last one, for a trace of one task."""
     (folder / "tasks" / "sst2").mkdir(parents=True)
@@ -159,6 +166,7 @@ def test_the_whole_bench(elastic, tmp_path, monkeypatch):
     both = {row["system"] for row in rows if row["metric"] == "right_and_met"}
     assert both == systems
     notes = {row["system"]: row["note"] for row in rows if row["case"] == "trace all six"}
+    assert "2 models: 1 layers, 2 layers; " in notes["LE (no recovery)"]
     assert "no recovery training" in notes["LE (no recovery)"]
     # One model of less than ours, by its own parameters.
     share = parameter_count(Bundle.open(plain).cfg) / parameter_count(TINY)
