@@ -112,6 +112,8 @@ def repair_command(folder: Path, as_json: bool) -> None:
 def purge_command(folder: Path, as_json: bool) -> None:
     """Delete the files that repairs have set aside in FOLDER.
 
+    Keeps files whose names are not those of the store's own files, and exits with 1 then.
+
     \b
     Example:
       jaxllm contexts purge DIR
@@ -119,12 +121,19 @@ def purge_command(folder: Path, as_json: bool) -> None:
     from serving.contexts.root import delete_quarantined, quarantined
 
     with _opened(folder):
-        aside = [str(each.relative_to(folder)) for each in quarantined(folder)]
-        delete_quarantined(folder)
+        aside = quarantined(folder)
+        left = delete_quarantined(folder)
+    deleted = [str(each.relative_to(folder)) for each in aside if each not in left]
+    names = [str(each.relative_to(folder)) for each in left]
     if as_json:
-        print_json({"deleted": aside})
+        print_json({"deleted": deleted, "left": names})
     else:
-        click.echo(f"{len(aside)} deleted")
+        click.echo(f"{len(deleted)} deleted")
+    if left:
+        raise CheckpointError(
+            f"{len(left)} stay in {folder}, for they hold files of other names: {', '.join(names)}; look at "
+            "them and remove them yourself"
+        )
 
 
 def _verify(folder: Path, *, repair: bool, as_json: bool) -> None:

@@ -64,8 +64,8 @@ def import_jax() -> None:
     """Imports JAX without two things that take a tenth of a start each.
 
     Importing JAX makes half a million objects that live as long as the process: the collector would walk
-    them again and again. And NumPy's BLAS starts a thread per core, which all spin for work at first; no
-    command of this package has any for it.
+    them again and again. And NumPy's BLAS starts a thread per core, which all spin for work at first; what
+    commands multiply in NumPy is small and never timed.
     """
     if "jax" in sys.modules:
         return

@@ -91,7 +91,7 @@ def make_slo_command(
     from serving.traces.trace import TRACE_TASKS, make_trace, write_trace
 
     questions = read_questions(names or TRACE_TASKS, data)
-    trace = make_trace(questions.examples, requests=requests, alpha=skew, rate_per_s=rate_per_s, seed=seed)
+    trace = make_trace(questions.examples, requests=requests, skew=skew, rate_per_s=rate_per_s, seed=seed)
     write_trace(output, trace)
     click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {output}")
 
@@ -189,7 +189,7 @@ def convert_mooncake_command(
     """
     from serving.traces.switching import read_mooncake
 
-    _write(output, read_mooncake(mooncake, slower=time_scale, token_scale=token_scale)[:calls])
+    _write(output, read_mooncake(mooncake, time_scale=time_scale, token_scale=token_scale)[:calls])
 
 
 @trace_command.command("replay", cls=EngineCommand)

@@ -241,9 +241,10 @@ def record_of(facts: Any, *, app_folder: str, name: str) -> Record:
     seen = _row(facts, "seen", _is_attention, count)
     files = _row(facts, "files", lambda each: each == "" or _is_segment(each), count)
     _require("files", all((width == LOST) == (not file) for width, file in zip(bits, files, strict=True)))
-    checksums = facts[_FILE_NAMES["checksums"]]
-    _require("checksums", isinstance(checksums, dict) and checksums.keys() == set(files) - {""})
-    _require("checksums", all(_is_text(each) for each in checksums.values()))
+    key = _FILE_NAMES["checksums"]
+    checksums = facts[key]
+    _require(key, isinstance(checksums, dict) and checksums.keys() == set(files) - {""})
+    _require(key, all(_is_text(each) for each in checksums.values()))
     _require("pinned", type(facts["pinned"]) is bool)
     _require("used", type(facts["used"]) is int and 0 <= facts["used"] <= MOST_USED)
     return Record(
@@ -276,7 +277,7 @@ def _row(
 
 def _require(name: str, good: bool) -> None:
     if not good:
-        raise ValueError(f"its {name} cannot be valid")
+        raise ValueError(f"malformed {name}")
 
 
 def _is_app(app: Any, folder: str) -> bool:

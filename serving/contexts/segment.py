@@ -269,7 +269,7 @@ def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     Raises:
       ValueError: it is not an index, or its parts do not fit each other.
     """
-    _require("parts", isinstance(index, dict) and index.keys() == {"chunks", "blob_bytes", "checksums"})
+    _require("fields", isinstance(index, dict) and index.keys() == {"chunks", "blob_bytes", "checksums"})
     chunks, sizes, checksums = index["chunks"], index["blob_bytes"], index["checksums"]
     _require(
         "chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MOST_CHUNKS and all(map(_is_chunk, chunks))
@@ -277,11 +277,11 @@ def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     numbers = [number for number, *_ in chunks]
     _require("chunks", all(a < b for a, b in itertools.pairwise(numbers)))
     widths = {bits for _, bits, _ in chunks}
-    _require("sizes", isinstance(sizes, dict) and sizes.keys() == set(map(str, widths)))
-    _require("layers", isinstance(checksums, list) and 0 < len(checksums) <= _MOST_LAYERS)
+    _require("blob_bytes", isinstance(sizes, dict) and sizes.keys() == set(map(str, widths)))
+    _require("checksums", isinstance(checksums, list) and 0 < len(checksums) <= _MOST_LAYERS)
     for of in sizes.values():
-        _require("sizes", isinstance(of, list) and len(of) == len(checksums))
-        _require("sizes", all(type(size) is int and 0 < size <= _MOST_BLOB_BYTES for size in of))
+        _require("blob_bytes", isinstance(of, list) and len(of) == len(checksums))
+        _require("blob_bytes", all(type(size) is int and 0 < size <= _MOST_BLOB_BYTES for size in of))
     for of in checksums:
         _require("checksums", isinstance(of, list) and len(of) == len(chunks))
         _require("checksums", all(type(each) is str for each in of))
@@ -307,7 +307,7 @@ def _is_chunk(each: Any) -> bool:
 
 def _require(name: str, good: bool) -> None:
     if not good:
-        raise ValueError(f"its {name} cannot be valid")
+        raise ValueError(name)
 
 
 def _runs(places: Sequence[int], starts: Sequence[int]) -> list[list[int]]:

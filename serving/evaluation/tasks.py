@@ -99,7 +99,10 @@ def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questio
         except DataMissing:
             missing.append(name)
     if not examples:
-        raise ConfigError(f"{data} has files of no task; docs/guides/evaluation.md says how to lay them out")
+        raise ConfigError(
+            f"{data} has files of no task; give the folder that holds tasks/, with a task's files, such as "
+            "tasks/sst2/valid.jsonl"
+        )
     return Questions(examples=examples, missing=tuple(missing))
 
 

@@ -67,8 +67,8 @@ class LiteRtExecutor:
         """
         if importlib.util.find_spec("ai_edge_litert") is None:
             raise ConfigError(
-                "ai-edge-litert is not installed; run `pip install 'jaxllm[export]'`, in an environment of "
-                "its own (see docs/guides/export.md)"
+                "ai-edge-litert is not installed; run `pip install 'jaxllm[export]'`, in a virtual "
+                "environment of its own, for packages of other extras may exclude it"
             )
         from ai_edge_litert.compiled_model import CompiledModel
         from ai_edge_litert.cpu_options import CpuOptions

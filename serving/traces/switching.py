@@ -181,7 +181,7 @@ def read_azure_lengths(path: Path) -> list[Lengths]:
     return [(prompt, answer) for prompt, answer in lengths if prompt > 0 and answer > 0]
 
 
-def read_mooncake(path: Path, *, slower: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:
+def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:
     """The calls of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
     and hash_ids, which name the blocks of the prompt by all that precedes them).
 
@@ -190,13 +190,13 @@ def read_mooncake(path: Path, *, slower: float = 1.0, token_scale: float = 1.0) 
 
     Args:
       path: the file.
-      slower: times are multiplied by this.
+      time_scale: times are multiplied by this.
       token_scale: lengths are multiplied by this.
 
     Raises:
       ConfigError: it cannot be read or is malformed, or a number is out of its domain.
     """
-    for name, value in (("slower", slower), ("token_scale", token_scale)):
+    for name, value in (("time_scale", time_scale), ("token_scale", token_scale)):
         if not 0 < value < float("inf"):
             raise ConfigError(f"{name} must be above 0, got {value}")
     of_block: dict[int, int] = {}
@@ -218,7 +218,7 @@ def read_mooncake(path: Path, *, slower: float = 1.0, token_scale: float = 1.0) 
         conversation_tokens[context] = prompt + answer
         of_block.update(dict.fromkeys(own, context))
         return ContextCall(
-            time_s=time_s * slower,
+            time_s=time_s * time_scale,
             context=context,
             prompt_tokens=max(1, round(added * token_scale)),
             answer_tokens=max(1, round(answer * token_scale)),

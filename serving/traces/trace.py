@@ -91,7 +91,7 @@ def make_trace(
     *,
     requests: int,
     slos: Sequence[Slo] = SLOS,
-    alpha: float = 0.0,
+    skew: float = 0.0,
     rate_per_s: float = 1.0,
     seed: int = 0,
 ) -> list[TraceRequest]:
@@ -101,8 +101,8 @@ def make_trace(
       questions: by task; all tasks are equally likely, as are the questions of one.
       requests: number of requests.
       slos: of the apps, one app each.
-      alpha: skew; app i makes requests in proportion to (i + 1)^-alpha: 0 is even, a positive one gives the
-        first apps more, a negative one the last.
+      skew: app i makes requests in proportion to (i + 1)^-skew: 0 is even, a positive one gives the first
+        apps more, a negative one the last.
       rate_per_s: mean arrivals per second of the Poisson process.
       seed: of the draw.
 
@@ -113,10 +113,10 @@ def make_trace(
         raise ConfigError("a trace needs questions of at least one task")
     if not 1 <= requests <= MAX_ENTRIES:
         raise ConfigError(f"a trace has 1 to {MAX_ENTRIES} requests, got {requests}")
-    if not 0 < rate_per_s < float("inf") or not -100 <= alpha <= 100:
-        raise ConfigError(f"rate {rate_per_s} must be above 0, and alpha {alpha} in [-100, 100]")
+    if not 0 < rate_per_s < float("inf") or not -100 <= skew <= 100:
+        raise ConfigError(f"rate {rate_per_s} must be above 0, and skew {skew} in [-100, 100]")
     draw = random.Random(seed)
-    weights = [(place + 1) ** -alpha for place in range(len(slos))]
+    weights = [(place + 1) ** -skew for place in range(len(slos))]
     tasks, time_s, trace = sorted(questions), 0.0, []
     for _ in range(requests):
         time_s += draw.expovariate(rate_per_s)

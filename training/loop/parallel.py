@@ -67,7 +67,7 @@ def make_mesh(shape: MeshShape, rows: int) -> Mesh:
     if count > len(devices) or (jax.process_count() > 1 and count != len(devices)):
         raise ConfigError(
             f"a mesh of data={data}, fsdp={shape.fsdp}, tensor={shape.tensor} is {count} devices, there are "
-            f"{len(devices)}; on CPUs --devices makes more"
+            f"{len(devices)}; on CPUs --cpu-devices makes more"
         )
     if rows % (data * shape.fsdp):
         raise ConfigError(

@@ -80,9 +80,7 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
 
 def questions_digest(questions: Sequence[Question]) -> str:
     """A hexadecimal name for questions as a model reads them."""
-    return _digest(
-        text.encode() for each in questions for text in (each.prompt.text, _as_text(each.example))
-    )
+    return _digest(text.encode() for each in questions for text in (each.prompt.text, _as_text(each.example)))
 
 
 def kept_answers(
@@ -154,7 +152,7 @@ def _key(example: TaskExample) -> str:
 
 
 def _as_text(example: TaskExample) -> str:
-    """All of an example. Spelled out, for files of earlier runs are found by it, however the class changes."""
+    """All of an example, field by field: the class may change, files of earlier runs must still be found."""
     names = ("user", "answer", "system", "options", "references", "form")
     return f"TaskExample({', '.join(f'{name}={getattr(example, name)!r}' for name in names)})"
 

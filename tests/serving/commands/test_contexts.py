@@ -104,11 +104,30 @@ def test_what_cannot_be_read_is_listed_and_set_aside_before_it_is_deleted(
     assert not held.exists()
     assert answer(run("contexts", "list", folder, "--json"))["damaged"] == []
     facts = answer(run("contexts", "purge", folder, "--json"))
-    assert facts["deleted"] == [str(moved.relative_to(folder))]
+    assert facts == {"deleted": [str(moved.relative_to(folder))], "left": []}
     assert not (folder / "quarantine").exists()
     assert [each["app"] for each in answer(run("contexts", "list", folder, "--json"))["contexts"]] == [
         "calendar"
     ]
+
+
+def test_files_of_others_are_not_purged(run: Run, kept: tuple[Path, Record]) -> None:
+    folder, record = kept
+    damage_record(folder, record, "record")
+    succeeded(run("contexts", "repair", folder))
+    (ours,) = (folder / "quarantine" / "app-mail").iterdir()
+    theirs = folder / "quarantine" / "app-mail" / "mine"
+    theirs.mkdir()
+    (theirs / "notes.txt").write_text("mine")
+    outcome = run("contexts", "purge", folder)
+    assert outcome.code == 1
+    assert outcome.out == "1 deleted\n"
+    assert str(theirs.relative_to(folder)) in outcome.err
+    assert not ours.exists()
+    again = run("contexts", "purge", folder, "--json")
+    assert again.code == 1
+    assert json.loads(again.out) == {"deleted": [], "left": [str(theirs.relative_to(folder))]}
+    assert (theirs / "notes.txt").read_text() == "mine"
 
 
 def test_the_record_before_stands_for_a_damaged_one(run: Run, kept: tuple[Path, Record]) -> None:

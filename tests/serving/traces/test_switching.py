@@ -125,14 +125,14 @@ def test_conversations_of_mooncakes_trace(tmp_path):
     ]
     path = tmp_path / "mooncake.jsonl"
     path.write_text("\n".join(map(json.dumps, requests)))
-    trace = read_mooncake(path, slower=10)
+    trace = read_mooncake(path, time_scale=10)
     assert [each.context for each in trace] == [0, 1, 0, 1, 2]
     assert [each.prompt_tokens for each in trace] == [1000, 900, 450, 700, 30]
     assert [each.time_s for each in trace] == [0, 5, 20, 30, 40]
     half = read_mooncake(path, token_scale=0.01)
     assert [(each.prompt_tokens, each.answer_tokens) for each in half][:3] == [(10, 1), (9, 1), (4, 1)]
-    with pytest.raises(ConfigError, match="slower must be above 0"):
-        read_mooncake(path, slower=0)
+    with pytest.raises(ConfigError, match="time_scale must be above 0"):
+        read_mooncake(path, time_scale=0)
     path.write_text('{"timestamp": 0}')
     with pytest.raises(ConfigError, match="line 1: malformed request"):
         read_mooncake(path)

@@ -50,11 +50,11 @@ def test_arrivals_apps_and_tasks_are_drawn_as_asked():
 
 
 def test_skew_favours_the_first_apps_or_the_last():
-    first = Counter(each.app for each in make_trace(QUESTIONS, requests=6000, alpha=1.0))
+    first = Counter(each.app for each in make_trace(QUESTIONS, requests=6000, skew=1.0))
     # 1, 1/2, ... 1/6 of 2.45.
     assert first["app-1"] / 6000 == pytest.approx(1 / 2.45, rel=0.05)
     assert first["app-6"] / 6000 == pytest.approx(1 / 6 / 2.45, rel=0.15)
-    last = Counter(each.app for each in make_trace(QUESTIONS, requests=6000, alpha=-1.0))
+    last = Counter(each.app for each in make_trace(QUESTIONS, requests=6000, skew=-1.0))
     assert last["app-6"] > last["app-3"] > last["app-1"]
 
 
@@ -63,7 +63,7 @@ def test_skew_favours_the_first_apps_or_the_last():
     [
         ({"requests": 0}, "1 to 1000000 requests"),
         ({"rate_per_s": 0.0}, "must be above 0"),
-        ({"alpha": float("nan")}, "alpha nan"),
+        ({"skew": float("nan")}, "skew nan"),
         ({"questions": {}}, "needs questions"),
         ({"questions": {"news": []}}, "needs questions"),
     ],

@@ -97,7 +97,7 @@ def test_a_mesh_is_read_from_text():
 
 def test_a_mesh_must_fit_devices_and_rows():
     assert make_mesh(MeshShape(), 4).axis_names == AXES
-    with pytest.raises(ConfigError, match="--devices makes more"):
+    with pytest.raises(ConfigError, match="--cpu-devices makes more"):
         make_mesh(MeshShape(data=4096), 4096)
     with pytest.raises(ConfigError, match="there are"):
         make_mesh(MeshShape(fsdp=64, tensor=64), 64)
