@@ -33,8 +33,8 @@ def require_extra(extra: str, *modules: str) -> None:
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; run "
-            f"`pip install 'jaxllm[{extra}]'`, in a virtual environment of its own, for packages of other extras "
-            "may exclude it"
+            f"`pip install 'jaxllm[{extra}]'`, in a virtual environment of its own, for packages of other "
+            "extras may exclude it"
         )
 
 

@@ -43,11 +43,11 @@ class Histories:
           seed: of the draw.
           progress: called with ("prefill", tokens fed, tokens in all).
         """
-        draw, table = np.random.default_rng(seed), engine.runner
+        draw, runner = np.random.default_rng(seed), engine.runner
         tokens, caches, done = [], [], 0
         for length in lengths:
             ids = random_tokens(engine, length, draw)
-            _, cache = prefill_prompt(table, table.start(engine.options.context_tokens), ids, 0)
+            _, cache = prefill_prompt(runner, runner.start(engine.options.context_tokens), ids, 0)
             tokens.append(ids)
             caches.append(jax.block_until_ready(cache))
             done += length

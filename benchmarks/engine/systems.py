@@ -35,8 +35,8 @@ class Conditions:
 class OpenSystems:
     """Open systems. A context manager: leaving it ends all of their processes."""
 
-    def __init__(self, circumstances: Conditions, progress: Progress) -> None:
-        self._given = circumstances
+    def __init__(self, conditions: Conditions, progress: Progress) -> None:
+        self._given = conditions
         self._progress = progress
         self._stack = contextlib.ExitStack()
         self._children: dict[tuple[str, str], Child] = {}

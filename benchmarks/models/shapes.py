@@ -73,7 +73,6 @@ SHAPES = {
     "moe-1b": Shape(D=1024, L=16, N=16, K=4, H=64, F=1408, E=16, choices=2),
 }
 MIXTURES = tuple(name for name, shape in SHAPES.items() if shape.E)
-DENSE = tuple(name for name in SHAPES if name not in MIXTURES)
 
 
 def shape_folder(name: str, progress: Progress) -> Path:

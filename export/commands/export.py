@@ -93,7 +93,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.IntRange(min=0),
     metavar="TOKENS",
     help="Make programs over caches of this length, too, which attend over less than the whole context; 0 "
-    "for the whole context alone. Repeatable.  [default: 512 and four times more each time; none for iree and litertlm]",
+    "for the whole context alone. Repeatable.  [default: 512 and four times more each time; for iree and "
+    "litertlm none]",
 )
 @click.option(
     "--verify-tokens",

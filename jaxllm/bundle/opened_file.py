@@ -35,10 +35,6 @@ class OpenedFile:
                 "the model; open it again, and replace such a file by renaming another one over it"
             )
 
-    def is_at(self, number: int) -> bool:
-        """Whether a file descriptor refers to this file, not to another file that has taken its name."""
-        return os.path.sameopenfile(self._number, number)
-
 
 def _facts(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_size, facts.st_mtime_ns

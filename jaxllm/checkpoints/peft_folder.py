@@ -60,10 +60,6 @@ class _Module:
     width: int
     by_units: bool
 
-    def our_name(self, param: str) -> str:
-        """The name of the part of `param` in this map, for messages."""
-        return param if self.tensor.expert is None else f"{param}[{self.tensor.expert}]"
-
 
 def write_adapter(
     folder: Path, cfg: ModelConfig, lora: LoraConfig, adapter: Adapter, *, base: str | None = None

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-MAX_TOKENIZER_BYTES = 1 << 28
 _MAX_CHAIN = 16
 _MAX_WORD = 64
 # Longest piece of a unigram model: at each character of a text all pieces that begin there are tried.

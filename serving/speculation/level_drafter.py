@@ -38,9 +38,9 @@ def level_drafter(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
-    weights, wide = streamed.level_weights(), target.options
-    shared = ModelLevel(target.bundle.cfg, dataclasses.replace(whole, whole=weights), wide)
+    weights = streamed.level_weights()
+    shared = ModelLevel(target.bundle.cfg, dataclasses.replace(whole, whole=weights), target.options)
     part = dataclasses.replace(part, whole=weights)
-    own = ModelLevel(runner.cfg, part, wide, level=options.level, whole=shared)
+    own = ModelLevel(runner.cfg, part, target.options, level=options.level, whole=shared)
     buckets = BucketTable(shared.shapes, runner.buckets.store())
     return ModelDrafter(ResidentRunner(own, buckets), options.trees)

@@ -144,12 +144,12 @@ def answer_metrics(
     default = lightest(np.zeros_like(correct), *choices)
     questions, objectives = np.ogrid[: len(chosen), : len(slos)]
     meets = allowed_choices(*choices)[questions, objectives, chosen[..., 0], chosen[..., 1]]
-    ways = {
+    decisions = {
         "decided": np.where(meets[..., None], chosen, default),
         "default": default,
         "best": lightest(correct, *choices),
     }
-    right = {name: correct[questions, way[..., 0], way[..., 1]].mean(0) for name, way in ways.items()}
+    right = {name: correct[questions, each[..., 0], each[..., 1]].mean(0) for name, each in decisions.items()}
     return {
         str(slo): {name: round(float(each[number]), 4) for name, each in right.items()}
         for number, slo in enumerate(slos)

@@ -205,9 +205,9 @@ def _support(
         logs = jax.nn.log_softmax(decoder.logits(params, hidden, cfg=cfg))
         return jnp.sum(jnp.take_along_axis(logs, targets[..., None], -1)[..., 0] * weights)
 
-    def step(place: jax.Array) -> jax.Array:
-        return jax.grad(likely)(embedded - (np.float32(1) - place) * change)
+    def step(fraction: jax.Array) -> jax.Array:
+        return jax.grad(likely)(embedded - (np.float32(1) - fraction) * change)
 
-    way = (np.arange(steps, dtype=np.float32) + np.float32(0.5)) / np.float32(steps)
-    mean = jax.lax.map(step, jnp.asarray(way)).mean(0)
+    fractions = (np.arange(steps, dtype=np.float32) + np.float32(0.5)) / np.float32(steps)
+    mean = jax.lax.map(step, jnp.asarray(fractions)).mean(0)
     return (mean * change).sum(-1).reshape(tokens.shape)
