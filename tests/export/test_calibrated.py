@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
-from export.folder import finish
+from export.folder import ProgramKind, finish
 from export.quantized import left_out
 from export.signatures import ExportPlan
 from export.subject import read_subject
@@ -39,11 +39,9 @@ def test_products_in_integers_are_refused_without_their_shadow(bundle, tmp_path)
         subject,
         plan,
         plan.signatures(100, lambda _: "model.tflite"),
-        kind="tflite",
-        precision="w8a8",
-        cache_dtype="float32",
-        platforms=("cpu",),
-        holds_weights=True,
+        ProgramKind(
+            format="tflite", precision="w8a8", cache_dtype="float32", platforms=("cpu",), holds_weights=True
+        ),
     )
     assert Manifest.read(tmp_path).left_out == ("the calibration of integer prefill, and its shadow",)
 
