@@ -1,9 +1,9 @@
 """Latency objectives of requests (SLOs): their marks for the tiny LM, and the choices that meet them.
 
-ELMS (arXiv 2409.09071, sections 2 and 3.3): an SLO limits the time to the first token (TTFT) and the time per
-further token (TPOT), each as a share of the whole model's with the whole prompt. The tiny LM gets it as two
-tokens in front of the prompt, its marks. Nominal costs here count parameters and tokens; measured costs are
-in the device's profile.
+ELMS (arXiv 2409.09071, sections 3.1 and 3.3): an SLO limits the time to the first token (TTFT) and the time
+per further token (TPOT), each as a share of the whole model's with the whole prompt. The tiny LM gets it as
+two tokens in front of the prompt, its marks. Nominal costs here count parameters and tokens; measured costs
+are in the device's profile.
 """
 
 import dataclasses

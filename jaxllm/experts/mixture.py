@@ -9,9 +9,8 @@ stored in the order of pairs, so that visits take no more memory than pairs. Til
 - all at once, as products with a batch axis over tiles: differentiable, for training;
 - one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
   decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
-  output does not depend
-  on other tokens, nor on how many share its tile: products are always `rowwise` (see `linear.py`), so that
-    prefill, tree and decode give it bit for bit the same.
+  output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
+  `linear.py`), so that prefill, tree and decode give it bit for bit the same.
 """
 
 import dataclasses

@@ -16,7 +16,7 @@ from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.codecs import ChunkFormat, ChunkShape
 
-# Default tokens of a chunk (LLMS, section 3.2).
+# Default tokens of a chunk (LLMS, section 4).
 CHUNK_TOKENS = 16
 
 # One layer's keys and values.

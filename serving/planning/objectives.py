@@ -1,7 +1,7 @@
 """Objectives of an answer's time or energy, expected costs, and whether a cost meets an objective.
 
 Ratios are relative to the whole model with the whole prompt on this device (ELMS, arXiv 2409.09071, section
-2); 100 % asks for nothing. Milliseconds, end-to-end times and joules are absolute.
+3.1); 100 % asks for nothing. Milliseconds, end-to-end times and joules are absolute.
 """
 
 import dataclasses

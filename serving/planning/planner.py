@@ -1,6 +1,6 @@
 """Plans requests: chooses the level that answers, and the tokens of the prompt that are kept.
 
-ELMS (arXiv 2409.09071, section 3.4). The tiny LM proposes; a proposal that would miss the objective by the
+ELMS (arXiv 2409.09071, section 3.3). The tiny LM proposes; a proposal that would miss the objective by the
 device's profile, planning included, is replaced by the largest choice that meets it. The tiny LM is asked
 only where its own time can pay: where a shorter prompt allows a larger level than the whole prompt without
 it.

@@ -1,6 +1,6 @@
 """Makes and reads traces of apps that switch between contexts: the time, context and lengths of each call.
 
-LLMS (arXiv 2403.11805, section 5.1): some active contexts, called over 72 hours in one of three patterns.
+LLMS (arXiv 2403.11805, section 4): some active contexts, called over 72 hours in one of three patterns.
 Lengths are drawn from those of real calls. Traces of real services can be read instead; their requests come
 much faster and are much longer, so that they are slowed down and scaled.
 """

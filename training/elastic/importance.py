@@ -1,4 +1,4 @@
-"""Measures how much units and layers matter to a model's loss on a calibration text (ELMS, section 3.1).
+"""Measures how much units and layers matter to a model's loss on a calibration text (ELMS, section 3.2).
 
 A unit's importance is the change of the next-token loss by its removal, to first order: the absolute value of
 the sum over its weights of gradient times weight (equation 2), averaged over batches. A layer's importance is

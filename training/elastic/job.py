@@ -1,4 +1,4 @@
-"""Defines the training of all levels together, which recovers what smaller levels lose (ELMS, section 3.3).
+"""Defines the training of all levels together, which recovers what smaller levels lose (ELMS, section 3.2).
 
 Every step trains the whole model on the text, and the smallest level and one other, drawn at random, on the
 whole model's distribution (the sandwich rule of universally slimmable networks, arXiv 1903.05134, with nested

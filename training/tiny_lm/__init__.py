@@ -1,4 +1,4 @@
-"""Trains the tiny LM that plans requests (ELMS, arXiv 2409.09071, section 3.4).
+"""Trains the tiny LM that plans requests (ELMS, arXiv 2409.09071, section 3.3).
 
 In this order: `recipe` describes a run, `sources` reads what it learns from (`keep_labels` of shortened
 texts, `questions` of tasks) and `start` the tiny LM before training; `self_labels` has an elastic model label

@@ -1,6 +1,6 @@
 """Trains a tiny LM: first the score head on kept words, then the decision head on self-induced labels.
 
-ELMS (arXiv 2409.09071, section 3.4), with the score head's data and loss from LLMLingua-2 (arXiv 2403.12968,
+ELMS (arXiv 2409.09071, section 3.3), with the score head's data and loss from LLMLingua-2 (arXiv 2403.12968,
 section 3.3). The layers that both heads share are trained with the score head and frozen for the decision
 head, so that learning to decide changes no score. Training starts from nothing, or from a trained MobileBERT.
 

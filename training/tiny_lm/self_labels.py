@@ -1,6 +1,6 @@
 """Labels the tiny LM's decisions by an elastic model's own answers.
 
-Self-induced labelling (ELMS, arXiv 2409.09071, section 3.4): a question with a right answer is put to every
+Self-induced labelling (ELMS, arXiv 2409.09071, section 3.3): a question with a right answer is put to every
 sub-model with its prompt at every length. The label of a question under an SLO is the lightest choice that
 meets the SLO and still answers right; where none does, the SLO's default: the largest sub-model that meets
 it, with the longest prompt that does. `answer` finds which choices answer right, `lightest` makes labels of
