@@ -7,7 +7,7 @@ out here; `tests/benchmarks/commands/test_options.py` compares them.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,15 +146,20 @@ def model_options(
     return lambda command: _with_options(_gathered(command, "subject", make, names), options)
 
 
-def parts_option(parts: Sequence[str]) -> Decorator:
-    """The parts of a benchmark to run: parameter `parts`, all of them unless some are chosen."""
+def parts_option(parts: Mapping[str, str]) -> Decorator:
+    """The parts of a benchmark to run: parameter `parts`, all of them unless some are chosen.
+
+    Args:
+      parts: name -> what it measures.
+    """
+    explained = "; ".join(f"{name}: {what}" for name, what in parts.items())
     return click.option(
         "--only",
         "parts",
-        type=click.Choice(parts),
+        type=click.Choice(list(parts)),
         multiple=True,
         callback=lambda _context, _parameter, chosen: chosen or tuple(parts),
-        help="Run this part alone. Repeatable.  [default: all parts]",
+        help=f"Run this part alone ({explained}). Repeatable.  [default: all parts]",
     )
 
 

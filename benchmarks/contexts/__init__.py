@@ -1,7 +1,7 @@
 """`jaxllm bench contexts`: switching between the contexts of apps in a tight memory budget.
 
 All systems are one manager, one store and the same kernels under other options, so that they differ in their
-idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 5.1):
+idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 
 - LMK: raw chunks; when memory is short a whole context is dropped, and computed again from its text at its
   next call.
@@ -17,5 +17,11 @@ written if they were not written ahead, and missing chunks are restored into the
 that was called last is no switch. Contexts are computed once, and stored and kept by each system.
 """
 
-# That a run may be limited to.
-PARTS = ("switching", "ablations", "chunk-sizes", "answering", "quality")
+# That a run may be limited to: name -> what is measured, for the help text.
+PARTS = {
+    "switching": "time to switch contexts, on every system",
+    "ablations": "the same without each of our techniques",
+    "chunk-sizes": "the same with chunks of other lengths",
+    "answering": "speed of answers in a context and without one",
+    "quality": "perplexity, accuracy and recall of compressed contexts",
+}

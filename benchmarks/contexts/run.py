@@ -53,7 +53,7 @@ class Plan:
     calls: int = 30
     devices: tuple[Device, ...] = named_devices(PHONES)
     chunk_tokens: tuple[int, ...] = (8, 32, 64)
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = tuple(PARTS)
     repeats: int = 5
     seed: int = 0
 

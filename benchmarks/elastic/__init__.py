@@ -22,5 +22,9 @@ and `right_and_met`, of right answers in time. Intervals, and comparisons with o
 requests (`bootstrap.py`).
 """
 
-# That a run may be limited to.
-PARTS = ("costs", "accuracy", "trace")
+# That a run may be limited to: name -> what is measured, for the help text.
+PARTS = {
+    "costs": "times and memory of levels, and of changing them",
+    "accuracy": "right answers of every level",
+    "trace": "right answers in time, on every system",
+}

@@ -69,7 +69,7 @@ class Plan:
     layer_subsets: int = 0
     replayed: int = 150
     seed: int = 0
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = tuple(PARTS)
 
     @classmethod
     def quick(cls) -> "Plan":

@@ -61,7 +61,7 @@ class Plan:
     share: float = 0.25
     buffers: tuple[int, ...] = (2, 5, 10, 20)
     watched_tokens: int = 400
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = tuple(PARTS)
     text: Path | None = None
     quantized_again: bool = False
 

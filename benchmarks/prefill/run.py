@@ -32,7 +32,7 @@ class Plan:
     speed: SpeedPlan = dataclasses.field(default_factory=SpeedPlan)
     accuracy: AccuracyPlan = dataclasses.field(default_factory=AccuracyPlan)
     simulated_tokens: tuple[int, ...] = (256, 512, 1024)
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = tuple(PARTS)
 
     @classmethod
     def quick(cls, *, tasks: bool = False) -> "Plan":

@@ -56,7 +56,7 @@ class Plan:
     context_tokens: int = 512
     shares: tuple[float, ...] = (0.5,)
     devices: tuple[Device, ...] = named_devices(PHONES)
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = tuple(PARTS)
     seed: int = 0
 
     @classmethod

@@ -40,7 +40,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     required=True,
     type=click.Path(path_type=Path),
     metavar="PATH",
-    help="The folder to write, or the file of a LiteRT-LM bundle.",
+    help="The folder to write, or the LiteRT-LM file.",
 )
 @click.option(
     "--format",
@@ -48,7 +48,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(list(FORMATS)),
     default="stablehlo",
     show_default=True,
-    help="StableHLO for JAX, a TFLite model for LiteRT, a bundle for LiteRT-LM, or modules of IREE.",
+    help="StableHLO for JAX, a TFLite model for LiteRT, one LiteRT-LM file, or modules of IREE.",
 )
 @click.option(
     "--precision",

@@ -94,10 +94,10 @@ def verify_command(folder: Path, as_json: bool) -> None:
 @_folder_argument
 @json_option
 def repair_command(folder: Path, as_json: bool) -> None:
-    """Set damaged files in FOLDER aside, and have damaged chunks computed again.
+    """Set damaged files in FOLDER aside.
 
-    Moves damaged files into FOLDER/quarantine, where `jaxllm contexts purge` deletes them. Files that storage
-    refuses stay as they are.
+    Moves them into FOLDER/quarantine, where `jaxllm contexts purge` deletes them, and has damaged chunks
+    computed again when their context is called. Files that cannot be read are left alone.
 
     \b
     Example:

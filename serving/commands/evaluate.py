@@ -90,7 +90,7 @@ def agreement_command(
     window_tokens: int,
     as_json: bool,
 ) -> None:
-    """Measure how often another model would choose the same next token.
+    """Measure how often two models choose the same next token.
 
     Reads TEXT, a UTF-8 file or - for standard input. OTHER is a bundle, a Hugging Face folder or a packaged
     model's name, of the same tokenizer. Writes the share of tokens that both models' greedy choices agree on.
@@ -175,7 +175,10 @@ def routing_command(choice: ModelChoice, text: Path, separator: str | None, as_j
     metavar="FILE",
     help="Write every answer to FILE, a JSON line per question.",
 )
-@prefill_option
+@prefill_option(
+    "Feed questions in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "
+    "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: float]"
+)
 @model_options
 @json_option
 def tasks_command(

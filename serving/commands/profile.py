@@ -22,7 +22,10 @@ REPEATS = 5
 @click.command("profile", cls=EngineCommand)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @context_option
-@prefill_option
+@prefill_option(
+    "Measure prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "
+    "both, for services to choose by.  [default: float; int8 with --processors 2]"
+)
 @processors_option
 @click.option(
     "--repeats",

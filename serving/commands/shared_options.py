@@ -46,13 +46,11 @@ context_option = click.option(
     help="Most tokens of prompt and answer together.  [default: the model's window, up to 2048]",
 )
 
-prefill_option = click.option(
-    "--prefill",
-    type=click.Choice(PREFILL_MODES),
-    help="Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "
-    "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: float; "
-    "int8 with --processors 2]",
-)
+
+def prefill_option(text: str) -> Callable[[Command], Command]:
+    """--prefill, with the help text of a command."""
+    return click.option("--prefill", type=click.Choice(PREFILL_MODES), help=text)
+
 
 processors_option = click.option(
     "--processors",
@@ -99,7 +97,11 @@ _RUNNING_OPTIONS = (
         "--program a folder of programs), a level of the model itself (level:PERCENT), or earlier "
         "continuations in the text (ngram). The answer stays the same.",
     ),
-    prefill_option,
+    prefill_option(
+        "Compute prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate-prefill`), or in "
+        "whichever is faster for a prompt (takes times of `jaxllm profile --prefill auto`).  [default: "
+        "float; int8 with --processors 2]"
+    ),
     processors_option,
     click.option(
         "--integer-device",

@@ -179,7 +179,7 @@ def make_switching_command(
 def convert_mooncake_command(
     mooncake: Path, output: Path, calls: int, time_scale: float, token_scale: float
 ) -> None:
-    """Convert Mooncake's conversation trace to one of switching contexts.
+    """Convert Mooncake's trace to one of contexts.
 
     Reads MOONCAKE, its JSON lines, and writes the first calls to FILE, with their own contexts and lengths.
 
@@ -208,10 +208,11 @@ def convert_mooncake_command(
 def replay_command(
     trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool
 ) -> None:
-    """Replay a trace on a service, and print how many answers were right and how many in time.
+    """Replay a trace on a service.
 
     Reads TRACE, made by `jaxllm trace make-slo`, makes its calls one after another, and writes a row per
-    objective. <100,100> asks for nothing and is always met: `limited` are the calls that ask for something.
+    objective: how many answers were right and how many in time. The row `limited` sums up the calls whose
+    objective can be missed, that is, all but <100,100>.
 
     \b
     Example:

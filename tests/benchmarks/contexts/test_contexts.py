@@ -140,7 +140,7 @@ def test_the_whole_bench(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
     plan = run.Plan(patterns=("markov",), contexts=(2, 4), fitting=4, calls=8, chunk_tokens=(8,), repeats=1)
     monkeypatch.setattr(run.Plan, "quick", classmethod(lambda _: plan))
-    parts = [each for part in run.PARTS[:-1] for each in ("--only", part)]
+    parts = [each for part in list(run.PARTS)[:-1] for each in ("--only", part)]
     command = ["bench", "contexts", "--json", *parts]
     result = CliRunner().invoke(
         cli, [*command, "-m", str(tiny), "--plot", str(tmp_path)],
