@@ -1,4 +1,4 @@
-"""Generates text with the packaged model: as a stream, drawn with a seed, and as a conversation.
+"""Generates text with the packaged model: as a stream, and drawn with a seed.
 
 python examples/generate.py
 """

@@ -5,6 +5,7 @@ A comment before a block says how it is run:
   <!-- slow -->            by the full suite alone
   <!-- needs: data -->     where that is: `data` (the folder JAXLLM_DATA), or a Python package
   <!-- input: text -->     with this text on standard input
+  <!-- prints: text -->    what each of its commands prints has this text
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ SHOWN = ("text", "json", "toml", "yaml", "markdown", "kotlin")
 
 _FENCE = re.compile(r"^(?P<ticks>```+)(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=ticks)[ ]*$", re.M | re.S)
 _MARKS = re.compile(r"((?:<!--[^>]*-->\s*)+)\Z")
-_MARK = re.compile(r"<!--\s*(?P<name>excerpt|slow|needs|input)\b:?\s*(?P<value>.*?)\s*-->")
+_MARK = re.compile(r"<!--\s*(?P<name>excerpt|slow|needs|input|prints)\b:?\s*(?P<value>.*?)\s*-->")
 _INLINE = re.compile(r"(?<!`)`(jaxllm [^`]+)`(?!`)")
 
 

@@ -67,7 +67,6 @@ PROPS: dict[str, Callable[[Path], None]] = {
     "path/to/folder": _folder,
     "path/to/mixture": _mixture,
     "model.jaxllm": _packaged,
-    "target.jaxllm": _packaged,
     "text.txt": _text,
     "DIR": _data,
 }
@@ -94,7 +93,11 @@ class World:
                 self._run_python(block)
             else:
                 for command in commands_of(block):
-                    self._run_command(command, block)
+                    printed = self._run_command(command, block)
+                    wanted = block.marks.get("prints", "")
+                    assert wanted in printed, (
+                        f"{block.place}: {command}: does not print {wanted}: {printed[-2000:]}"
+                    )
 
     def close(self) -> None:
         """Closes what Python blocks have opened, so that no store stays locked."""
@@ -125,7 +128,8 @@ class World:
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(source, block.page, "exec"), self._names)
 
-    def _run_command(self, command: str, block: Block) -> None:
+    def _run_command(self, command: str, block: Block) -> str:
+        """Runs a command, and returns its standard output."""
         words = shlex.split(command, comments=True)
         settings = {}
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -133,8 +137,7 @@ class World:
             settings[name] = value
         assert words[:1] == ["jaxllm"], f"{block.place}: {command}: only jaxllm is run; mark it as an excerpt"
         if words[1] in OWN_PROCESS or "--processors" in words:
-            run_in_a_process(words[1:], os.environ | settings, f"{block.place}: {command}")
-            return
+            return run_in_a_process(words[1:], os.environ | settings, f"{block.place}: {command}")
         with pytest.MonkeyPatch.context() as patch:
             for name, value in settings.items():
                 patch.setenv(name, value)
@@ -142,12 +145,14 @@ class World:
         if ended.exception is not None and not isinstance(ended.exception, SystemExit | click.ClickException):
             raise AssertionError(f"{block.place}: {command}: {ended.exception}") from ended.exception
         assert ended.exit_code == 0, f"{block.place}: {command}: {ended.output[-2000:]}"
+        return ended.stdout
 
 
-def run_in_a_process(arguments: list[str], settings: dict[str, str], place: str) -> None:
-    """Runs `jaxllm` in a process of its own, in the folder that is current."""
+def run_in_a_process(arguments: list[str], settings: dict[str, str], place: str) -> str:
+    """Runs `jaxllm` in a process of its own, in the folder that is current; returns its standard output."""
     ran = subprocess.run(
         [sys.executable, "-m", "serving.entry", *arguments],
         env=settings | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, f"{place}: {ran.stderr[-2000:]}"
+    return ran.stdout
