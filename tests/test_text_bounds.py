@@ -126,6 +126,7 @@ def changed(**parts):
     return json.dumps({**json.loads(LIBRARY.to_str()), **parts})
 
 
+@pytest.mark.slow
 @needs_limits
 @pytest.mark.parametrize(
     "parts",
@@ -236,6 +237,7 @@ def test_a_panic_is_an_error():
 # The child.
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").exists(), reason="needs /proc")
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_child_dies_with_its_parent(busy):

@@ -308,6 +308,7 @@ def places(node: Any, *at: Any) -> Iterator[tuple[Any, ...]]:
 ROLES = ("embed.tokens", "layers.0.attn.q", "layers.0.ffn.down", "final_norm.scale")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "int4"])
 def test_any_value_anywhere_is_refused_or_runs(tmp_path: Path, weights: WeightFormat) -> None:
     """What a bundle with one wrong value does not refuse as such, its own config can run."""

@@ -3,20 +3,26 @@
 import functools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 
-@pytest.fixture(scope="module")
-def kept_buckets(own_compilations: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compiled buckets and profiles are kept in a cache folder of this run's documentation, and profiles are
-    measured once over."""
-    from serving.planning.profiling import measure
-
+@pytest.fixture(scope="session")
+def documentation_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache folder that pages and examples of this run share: what one has compiled, the others read."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return shared / "documentation-cache"
+
+
+@pytest.fixture(scope="module")
+def kept_buckets(own_compilations: None, documentation_cache: Path) -> Iterator[None]:
+    """Compiled buckets and profiles are kept, and profiles are measured once over."""
+    from serving.planning.profiling import measure
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAXLLM_CACHE", str(shared / "documentation-cache"))
+        patch.setenv("JAXLLM_CACHE", str(documentation_cache))
         patch.delenv("JAXLLM_BUCKETS_BYTES")
         patch.setattr("serving.service.measure", functools.partial(measure, repeats=1))
         yield

@@ -23,18 +23,16 @@ NEEDS = {"export_device": "flatbuffers"}
 
 
 @pytest.fixture(scope="session")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def settings(tmp_path_factory: pytest.TempPathFactory, documentation_cache: Path) -> dict[str, str]:
     """The environment of an installed package: `jaxllm` is on the path."""
     bin_folder = tmp_path_factory.mktemp("bin")
     command = bin_folder / "jaxllm"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m serving.entry "$@"\n', encoding="utf-8")
     command.chmod(0o755)
-    # Compiled once, then read by the other examples.
-    cache = str(tmp_path_factory.mktemp("cache"))
     own = {
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "JAXLLM_CACHE": cache,
+        "JAXLLM_CACHE": str(documentation_cache),
     }
     # What this suite sets for its own process is nothing that a reader has.
     ours = ("JAXLLM_BUCKETS_BYTES", "JAX_NUMPY_DTYPE_PROMOTION")

@@ -76,6 +76,7 @@ def all_counts() -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_unused_words_become_fewer() -> None:
     assert {word: number for word, number in all_counts().items() if number > COUNTS.get(word, 0)} == {}
 

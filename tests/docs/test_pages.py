@@ -33,7 +33,9 @@ def run_blocks(blocks: list[Block], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("page", RUNNABLE)
-def test_quick_blocks_run(page: str, tmp_path: Path) -> None:
+def test_quick_blocks_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if page in SLOW and "not slow" not in request.config.option.markexpr:
+        pytest.skip("all blocks of this page run in another test")
     run_blocks([block for block in blocks_of(page) if block.runs and "slow" not in block.marks], tmp_path)
 
 

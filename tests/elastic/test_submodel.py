@@ -42,6 +42,7 @@ def pointers(weight):
     return [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weight)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("level", [20, 50])
 def test_a_level_computes_what_its_units_alone_compute(name, level):
@@ -56,6 +57,7 @@ def test_a_level_computes_what_its_units_alone_compute(name, level):
         np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_levels_of_quantized_weights(name, bits):
@@ -71,6 +73,7 @@ def test_levels_of_quantized_weights(name, bits):
 DENSE = [name for name, cfg in MODELS.items() if not cfg.experts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "bits", "kernels"),
     [*((name, 8, "native") for name in DENSE), ("llama", 4, "native"), ("llama", 8, "xla")],
@@ -134,6 +137,7 @@ def test_experts_and_floats_are_not_counted():
     assert not can_be_counted(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), LLAMA)
 
 
+@pytest.mark.slow
 def test_a_cache_of_a_level_has_its_kv_groups_and_decodes_what_documents_say():
     cfg = sub_config(LLAMA, LADDER, 40)
     parts = shared_sub_model(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), cfg)
@@ -179,6 +183,7 @@ def test_a_graph_takes_blocks_as_they_are():
     assert all(a is b for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(params), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["f32", "bf16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
 def test_other_devices_slice_in_the_graph(monkeypatch, form, name):

@@ -141,6 +141,7 @@ def test_gradients_are_those_of_the_definition():
     chex.assert_trees_all_close(*gradients, atol=2e-4, rtol=1e-7, strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("neurons", [F, 24], ids=["whole-panels", "shared-panels"])
 @pytest.mark.parametrize("form", ["bf16", "columns", "blocks"])
 @pytest.mark.parametrize("bits", [8, 4])
@@ -237,6 +238,7 @@ def test_padding_is_read_by_no_expert():
     assert set(visited.tolist()) == set(ids[:2].reshape(-1).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experts", "choices", "tokens"), [(8, 2, 64), (128, 8, 64), (64, 8, 64), (8, 1, 3)])
 def test_visits_take_a_row_for_each_pair(experts, choices, tokens):
     """Whatever tiles leave free."""
@@ -301,6 +303,7 @@ def apart(dense, widths, hold=Apart):
     return block, FeedForward(*wide)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("lie", ["together", "apart"])
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -325,6 +328,7 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
         np.testing.assert_array_equal(layer(x[:, :tokens]), alone[:, :tokens])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
 @pytest.mark.parametrize("widths", [[8, 4, 2, 8], [32, 8, 32, 4]], ids=["levels", "with-floats"])
 def test_experts_apart_compute_what_they_stand_for(widths, native, monkeypatch):

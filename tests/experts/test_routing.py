@@ -130,6 +130,7 @@ def test_routing_passes_through_graphs():
     chex.assert_trees_all_equal(same, routing, strict=True)
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_token_of_many_is_routed_as_it_is_alone():
     """To the bit, by routers of any width: a near tie among experts is the same tie in a tree."""

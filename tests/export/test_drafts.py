@@ -24,6 +24,7 @@ def plain(stablehlo):
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [100, 40, 0])
 def test_answers_are_those_without_drafts(plain, level):
     own = {"drafter": "level", "level": level} if level else {"drafter": "ngram"}

@@ -72,6 +72,7 @@ def test_a_live_executor_answers_alike(engine):
     assert answers(Engine(ProgramModel(executor, engine.tokenizer))) == answers(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_nothing_is_compiled_under_a_request(stablehlo, compiles, drafter):
     drafts = None if drafter == "none" else SpeculationOptions(drafter="ngram", pausing=False)

@@ -195,6 +195,7 @@ def _write_folder(path: Path) -> None:
 
 
 # Where an interrupt hits the very end of a `with`, the file is closed when it is collected, which warns.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("write", [_write, _write_folder], ids=["file", "folder"])
 def test_an_interrupt_at_any_line_leaves_the_old_or_the_new_and_nothing_beside_it(

@@ -89,6 +89,7 @@ def test_outliers_are_found():
     assert found.loss(50) == np.inf
 
 
+@pytest.mark.slow
 def test_the_shadow_brings_the_function_back():
     """With outliers 8 bits of whole tensors are far off; with their shadow they are near."""
     params, floats = stored(), {name: jnp.asarray(each) for name, each in outlying().items()}

@@ -59,6 +59,7 @@ def test_steps_become_finer_where_shadows_are_not_enough(fitted):
     assert len(tried) == len(set(tried))
 
 
+@pytest.mark.slow
 def test_what_no_choice_can_do(fitted):
     """The whole model by which it loses least; a level that always loses too much leaves the others."""
     found, _ = fitted(lambda whole, shadows, rows: (0.5 - 0.1 * shadows, 0.0))

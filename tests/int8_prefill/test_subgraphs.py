@@ -106,6 +106,7 @@ def _run(params, known, cfg, layer, step, *operands):
     return step(params, known, *operands, cfg=cfg, layer=layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_subgraphs_are_the_layers(name):
     """Two chunks of different lengths, the second padded, give what one pass over the text gives."""

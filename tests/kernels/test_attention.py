@@ -121,6 +121,7 @@ def test_tokens_anywhere(T, K, G, S, window, half, real, seed):
     run(case(seed, T=T, K=K, G=G, S=S, at=at, valid=round(real * T), half=half, window=window, rotary=8))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     B=st.integers(1, 2), T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8),

@@ -43,6 +43,7 @@ def door(name):
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("width", [4, 16, 20, 64, 96])
@@ -122,6 +123,7 @@ def test_heads_that_a_cache_has_not_are_refused(heads):
         jax.block_until_ready(jax.jit(door)(jnp.array([[heads, 1, 1]], jnp.int32)))
 
 
+@pytest.mark.slow
 def test_blobs_by_value_are_what_blobs_by_address_are():
     """The way of processes without native kernels."""
     draw, form = np.random.default_rng(4), ChunkFormat.named("kivi", C)

@@ -185,6 +185,7 @@ def test_layers_by_kernel_and_by_xla(T, longest, native_too, monkeypatch):
     close(graph(*args), expected(*args, 0.25))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"softcap": 3.0}, {"window": 7}, {"window": 150, "softcap": 5.0}])
 def test_what_the_kernel_has_not_is_by_xla(options):
     q, k, v, starts, dout = case(6, T=300, longest=200)

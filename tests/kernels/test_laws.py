@@ -138,6 +138,7 @@ def assert_prefix(weight, x, units, fresh):
     same(answers(door, x, part), answers(door, x, fresh))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=12)
 @given(
     width=st.sampled_from(WIDTHS), axis=st.sampled_from([-1, -2]), units=st.integers(1, 130),

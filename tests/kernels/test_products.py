@@ -183,6 +183,7 @@ def test_feed_forward(form, rows, activation):
     check_feed_forward(70, 300, rows, form, 0, gated=False, add=False, **options)
 
 
+@pytest.mark.slow
 @needs_native
 @fuzz
 @given(

@@ -69,6 +69,7 @@ def test_embedding_is_the_same_without_kernels(width, monkeypatch):
 SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-37, 3e38]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.sampled_from(SPECIAL), min_size=1, max_size=700),

@@ -39,6 +39,7 @@ def test_shapes_are_those_of_each_layer():
     assert chunk_shapes(cfg, tokens=C, dtype="float16")[0].values == cfg.kv_heads * C * cfg.head_dim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_missing_chunks_are_computed_as_if_never_lost(name):
     """Layer by layer, each token at its place among those that are there: exactly what a prefill gives."""
@@ -66,6 +67,7 @@ def test_missing_chunks_are_computed_as_if_never_lost(name):
         chex.assert_trees_all_close(past, expected, atol=2e-5, rtol=1e-4, strict=True)
 
 
+@pytest.mark.slow
 def test_mass_is_the_same_in_chunks():
     """What each position was attended to, prefilled whole or token by token; every row's sum is 1."""
     cfg = dataclasses.replace(CONFIGS["plain"], window_tokens=16)

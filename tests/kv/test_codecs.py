@@ -111,6 +111,7 @@ def test_a_level_is_found_in_its_place():
     np.testing.assert_array_equal(packed, [0b10010011, 0b01101100, 0b00000101, 0b11111010])
 
 
+@pytest.mark.slow
 def test_outliers_stay_in_their_channel_or_are_spread():
     """A channel a hundred times as large as others ruins scales per token, unless it is rotated away."""
     rng = np.random.default_rng(5)

@@ -60,6 +60,7 @@ def plain(name, params):
     return decoder.logits(params, decoder.forward(params, TOKENS, cfg=cfg)[0], cfg=cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_parameters_are_the_forwards(name):
     params, initial = params_of(name), MODULES[name][2]
@@ -78,6 +79,7 @@ def test_param_dtype(module):
     assert {leaf.dtype for leaf in made.values()} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_outputs_are_the_forwards(name):
     module, inputs, _ = MODULES[name]
@@ -109,6 +111,7 @@ def test_packed_documents_do_not_see_each_other():
     np.testing.assert_allclose(packed[:, 4:], alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_mixture_gives_its_routing_to_losses():
     def loss_of(params):
         logits, state = DecoderLM(MIXTURE).apply({"params": params}, TOKENS, mutable="intermediates")
@@ -151,6 +154,7 @@ def next_token_loss(module, params):
     return optax.softmax_cross_entropy_with_integer_labels(logits, TOKENS[:, 1:]).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decoder", "mixture"])
 def test_training_reduces_the_loss(name):
     _, losses, gradients = train(MODULES[name][0], params_of(name), next_token_loss, 20)
@@ -159,6 +163,7 @@ def test_training_reduces_the_loss(name):
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.slow
 def test_training_teaches_both_heads_of_the_tiny_lm():
     keep = np.random.default_rng(1).integers(0, 2, TOKENS.shape).astype(np.float32)
     levels = np.array([0, 2], np.int32)
@@ -187,6 +192,7 @@ def test_wrong_tokens_are_told_in_one_line():
         Encoder(MOBILE).apply({"params": params_of("encoder")}, TOKENS, MASK[:, :8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, 4])
 def test_trained_parameters_are_served_as_they_are(experts, tmp_path):
     """A bundle of them answers as the module does, and holds the very numbers."""

@@ -73,6 +73,7 @@ def stored(tmp_path_factory):
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", [TINY, MOE], ids=["dense", "experts"])
 def test_a_new_adapter_changes_nothing_and_another_does(cfg):
     params = {name: jnp.asarray(value) for name, value in tiny_params(cfg).items()}
@@ -111,6 +112,7 @@ def test_each_target_alone_is_the_sum_of_its_matrices(target):
     assert np.abs(logits(beside, cfg) - logits(params, cfg)).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["int8-rows", "int8", "int4"])
 @pytest.mark.parametrize("cfg", [TINY, MOE], ids=["dense", "experts"])
 def test_adapters_stand_beside_quantized_weights(cfg, width, stored):
@@ -128,6 +130,7 @@ def test_adapters_stand_beside_quantized_weights(cfg, width, stored):
     np.testing.assert_allclose(by_cache, expected, atol=0.12 * expected.std())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", ["f32", "bf16", "int8", "int4", "int8-rows"])
 @pytest.mark.parametrize("cfg", [TINY, MOE], ids=["dense", "experts"])
 def test_gradients_pass_through_every_form_of_weight(cfg, width, stored):

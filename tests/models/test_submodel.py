@@ -76,6 +76,7 @@ def logits_after(params, cfg, tokens):
     return np.asarray(out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 def test_half_a_model_is_the_model_of_its_units(bits):
     """The same answers as a model that only ever had those units, to the bit."""
@@ -123,6 +124,7 @@ def compiled_step(params, cfg):
     return decode_step(cfg).lower(params, jax.ShapeDtypeStruct((1, 1), jnp.int32), cache).compile()
 
 
+@pytest.mark.slow
 def test_half_a_model_allocates_no_weights():
     """A step takes the whole buffers as arguments and has no room for a copy of any matrix."""
     cfg = dataclasses.replace(CFG, hidden_size=256, ffn_size=1024)

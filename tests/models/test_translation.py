@@ -252,6 +252,7 @@ def test_gemma2_windows_alternate():
     assert cfg.attention_windows == (9, 0, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["llama-yarn-mscale", "phi3-partial", "gemma3-linear-rope"])
 def test_old_spelling_of_what_transformers_writes(variant, tmp_path):
     """transformers 5 writes `rope_parameters`; the keys that version 4 wrote give the same model."""

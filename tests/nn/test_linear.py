@@ -139,6 +139,7 @@ WIDTH = converted.BLOCK_BYTES // (4 * BLOCK_ROWS)
 AROUND_A_BLOCK = [*((kind, n) for kind in ("int8", "int4") for n in (255, 256, 257, 513)), ("bits", 257)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "count"), AROUND_A_BLOCK)
 def test_rows_by_blocks(kind, count):
     weight, x = stored(kind, normal(count, WIDTH), -1), normal(2, WIDTH, seed=1)

@@ -86,6 +86,7 @@ def greedy(params, prompt, valid, *, cfg):
     return story
 
 
+@pytest.mark.slow
 def test_greedy_stories(model, theirs, documents):
     import torch
 

@@ -17,6 +17,7 @@ def expected(weight, *, last: bool) -> np.ndarray:
     return (dense.T if last else dense)[INDEX]
 
 
+@pytest.mark.slow
 @every_variant
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 def test_blocks(width, variant):

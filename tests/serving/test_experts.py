@@ -48,6 +48,7 @@ def plain_loop(params):
     return tokens[0, len(PROMPT) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHT_FORMATS)
 def test_answers_are_those_of_the_plain_loop(folder, tmp_path, weights, monkeypatch):
     if weights.startswith("int4"):

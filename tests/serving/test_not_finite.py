@@ -58,6 +58,7 @@ def opened(way, path) -> Engine:
     return Engine.open(path, options=options, speculation=speculation, warm_up=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_an_answer_of_no_numbers_is_an_error(way, tmp_path):
     engine = opened(way, tmp_path / "overflowing.jaxllm")

@@ -191,6 +191,7 @@ def test_a_plain_bundle_is_served_whole(tmp_path):
     assert (answer.plan.level, answer.plan.source) == (100, "nearest")
 
 
+@pytest.mark.slow
 def test_apps_own_contexts_that_outlive_the_service(path, service, tmp_path):
     with pytest.raises(ConfigError, match="keeps no contexts"):
         service.new_context("mail")

@@ -20,6 +20,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_every_node_is_followed_by_what_plain_decoding_says_there(sampling):
     draw = np.random.default_rng(0)

@@ -31,6 +31,7 @@ def rows_of(cache, rows):
     return jax.tree.map(lambda each: each[:, :, rows], (cache.keys, cache.values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("name", DENSE)
 def test_a_tree_is_its_tokens_one_by_one(name, bits):

@@ -69,6 +69,7 @@ def test_a_tree_reads_as_each_of_its_paths_alone():
         np.testing.assert_allclose(out[node], expected, atol=2e-4 * float(jnp.abs(expected).max()))
 
 
+@pytest.mark.slow
 def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
     tree = tree_of(PARENTS, TOKENS, room=ROOM)
     cache = cache_of(CFG, PARAMS, PROMPT)
@@ -136,6 +137,7 @@ def plain(sampling, count):
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling",
     [

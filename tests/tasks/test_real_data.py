@@ -8,6 +8,7 @@ from jaxllm.tasks.files import DataMissing
 VALIDATION_ALONE = ("chat-summary", "lambada")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_reads(data_dir, name):
     task = TASKS[name]

@@ -97,6 +97,7 @@ def tiny(tmp_path_factory):
     return write_tiny_bundle(tmp_path_factory.mktemp("contexts") / "tiny.jaxllm", "int8")
 
 
+@pytest.mark.slow
 def test_caches_are_restored_from_each_encoding(tiny):
     options = EngineOptions(kv_codec="channel", chunk_tokens=(16,), cache_tokens=(128,), buckets_bytes=0)
     chunk_io = ChunkIO(Engine.open(tiny, options=options).runner)

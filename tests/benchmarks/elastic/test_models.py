@@ -38,6 +38,7 @@ def elastic(tmp_path_factory):
     return write_tiny_bundle(tmp_path_factory.mktemp("elastic") / "e.jaxllm", cfg=TINY, parts=parts)
 
 
+@pytest.mark.slow
 def test_a_shape_has_every_level_and_its_adapter(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path))
     small = Shape(D=32, L=6, N=8, K=8, H=4, F=640, V=40, window_tokens=64)

@@ -31,6 +31,7 @@ def opened(peer, model, **options):
     return SYSTEMS[peer].open(opening, lambda *_: None)
 
 
+@pytest.mark.slow
 def test_all_forms_of_a_model_answer_alike(bundle, tmp_path):
     plan = ExportPlan(chunk_tokens=(16,))
     export_stablehlo(read_subject(bundle), tmp_path / "programs", plan, platforms=("cpu",))

@@ -35,6 +35,7 @@ def test_prompts() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_prompts_are_from_no_data_set(data_dir: Path) -> None:
     texts = {each.example.user for each in demo_prompts()}
     for name in ("sentiment", "news", "emotion", "ui-step", "api-choice", "shorten"):
@@ -42,6 +43,7 @@ def test_prompts_are_from_no_data_set(data_dir: Path) -> None:
             assert not texts & {each.user for each in TASKS[name].read(data_dir, split)}
 
 
+@pytest.mark.slow
 def test_demo(run: Run, roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving.bundles, "default_bundle", lambda: roomy)
     got = answer(run("demo", "-n", 3, "--json"))

@@ -39,6 +39,7 @@ def talked(kept, **options):
     return contexts, mine, how
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("system", [*SYSTEMS, *ABLATIONS], ids=lambda system: system.name)
 def test_every_system_goes_on_as_one_conversation(kept, system):
     options = system.options("", 1, ContextOptions(folder="").storage)
@@ -114,6 +115,7 @@ def test_what_is_written_when_it_leaves_is_not_written_before(kept):
     assert [contexts.store.record(context.name).files.count(name) for name in ("0.kv", "1.kv")] == [2, 1]
 
 
+@pytest.mark.slow
 def test_widths_never_rise_where_chunks_are_in_memory_alone(kept):
     contexts = kept("kivi", ratio=0.6, writing="never")
     context = new(contexts)

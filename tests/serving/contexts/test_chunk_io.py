@@ -50,6 +50,7 @@ def test_chunks_come_back_as_their_codec_has_them(engine_of):
         np.testing.assert_allclose(got[:, :, 16:32], whole[:, :, 16:32], atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
 def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, weights, compiles):
     """As a prefill has them: two buckets for three layers, in a pass with room for no more, and for more."""
@@ -93,6 +94,7 @@ def test_blobs_that_have_not_the_bytes_of_their_width_are_refused(engine_of):
             chunk_io.restore_layer(layer, chunk_io.embed(TOKENS, at), at, runner.start(60), there)
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_level_stores_the_heads_that_it_uses(engine_of):
     """Although its cache has room for those of the whole model."""

@@ -59,6 +59,7 @@ def test_the_context_that_ran_last_is_still_there(kept):
     assert said.reused_tokens == 37 + 6 + 5 + 6 - 1
 
 
+@pytest.mark.slow
 def test_a_fresh_process_goes_on_token_for_token(kept, tmp_path):
     contexts = kept()
     wanted = answers_without_contexts(contexts.engine, TURNS[0])
@@ -116,6 +117,7 @@ def test_an_answer_that_is_dropped_holds_nobody_up(kept):
     assert len(context.tokens) > 37
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", pytest.param("int8", marks=needs_native)])
 def test_levels_keep_contexts_of_their_own(kept, weights):
     """With chunk_io of each level's own, and with one set for all."""

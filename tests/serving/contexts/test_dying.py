@@ -22,6 +22,7 @@ OPTIONS = EngineOptions(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lane", "kills"), [(0, 3), *(pytest.param(lane, KILLS // LANES, marks=LONG) for lane in range(LANES))]
 )

@@ -48,6 +48,7 @@ def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
     assert say(found(contexts, context), TURNS[0][2]).tokens == wanted[2]
 
 
+@pytest.mark.slow
 def test_so_it_is_where_weights_come_from_storage_too(kept, compiles):
     wanted = answers_without_contexts(kept(weights="int8").engine, TURNS[0])
     contexts = kept(weights="int8", share=0.8)

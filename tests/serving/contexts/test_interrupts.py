@@ -22,6 +22,7 @@ def test_interrupts_come_in_files_that_exist():
     assert [file for file in FILES if not Path(f"{ROOT}{file}").exists()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deed", DEEDS)
 def test_an_interrupt_leaves_a_context_before_a_call_or_after_it(kept, deed):
     """It comes out as the interrupt, and whoever is next is answered at once."""
@@ -56,6 +57,7 @@ def test_an_interrupt_leaves_a_context_before_a_call_or_after_it(kept, deed):
         assert store.records() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("deed", ["say", "slide", "pin", "create", "delete"])
 def test_a_failing_device_loses_nothing_and_is_told(kept, deed, error):

@@ -176,6 +176,7 @@ def test_a_record_that_cannot_be_written_leaves_no_segment(tmp_path):
             holds(store, record.name, salt=1)
 
 
+@pytest.mark.slow
 def test_closing_at_exit_says_nothing(tmp_path, engine_of):
     """An answer that nobody ended is kept."""
     engine = engine_of("raw")

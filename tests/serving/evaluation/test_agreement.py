@@ -64,6 +64,7 @@ def test_other_tokenizers_are_refused(engines, tmp_path):
         greedy_agreement(engines[0], other, TEXTS)
 
 
+@pytest.mark.slow
 def test_experts_are_counted(tmp_path):
     engine = opened(tmp_path / "moe", cfg=MOE)
     use = expert_use(engine, TEXTS)

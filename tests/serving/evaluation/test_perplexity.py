@@ -64,6 +64,7 @@ def test_a_window_must_fit_the_context(engine, window):
         perplexity(engine, DOCUMENTS, window_tokens=window)
 
 
+@pytest.mark.slow
 def test_a_short_document_needs_no_graph_of_its_own(tiny_bundle):
     """Caches that other requests made ready, shorter than the window's, have no graph that scores."""
     options = EngineOptions(context_tokens=128, chunk_tokens=(32,), cache_tokens=(32, 128), decode_block=1)

@@ -48,6 +48,7 @@ def engine(known, tmp_path_factory):
     return Engine.open(path, options=options, warm_up=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [50, 100])
 def test_each_level_is_read_as_calibrated(engine, known, level):
     runner = engine.runner_at(level)

@@ -66,6 +66,7 @@ def test_two_are_as_one(calibrated_bundle, order, integer_bytes):
     assert 1.0 not in found["weights"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="takes two cores"
 )

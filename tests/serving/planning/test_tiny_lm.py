@@ -48,6 +48,7 @@ def read_by_hand(prompt, slo, length=64):
     return forward_both(TINY_LM.params, marked(rows, slo, TINY_LM.mark_ids), mask, cfg=TINY_LM.cfg)
 
 
+@pytest.mark.slow
 def test_scores_are_the_probabilities_of_the_prompts_tokens(planner, prompt):
     keep, _ = read_by_hand(prompt, SLOS[2])
     expected = 1 / (1 + np.exp(-np.asarray(keep)[0, 2 : 2 + len(prompt.ids)]))
@@ -93,6 +94,7 @@ def test_only_what_is_allowed_is_proposed(planner, prompt):
             assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slo", [SLOS[1], SLOS[4]])
 def test_a_long_prompt_is_read_in_rows_as_it_was_trained_and_all_of_them_decide(prompt, slo):
     row_tokens = 20
@@ -134,6 +136,7 @@ def test_long_prompts_take_several_passes(planner):
     assert planner.planning_ms(10) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_compilations")
 def test_a_service_plans_with_the_bundles_tiny_lm(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))

@@ -87,6 +87,7 @@ def open_drafted(folder, plain, options, share=0.0, *, warm_up=False):
     return engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "share"),
     [
@@ -120,6 +121,7 @@ def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0, 0.7])
 def test_one_request_takes_buckets_of_one_cache(folder, plain, share):
     options = speculation(folder, "small")
@@ -130,6 +132,7 @@ def test_one_request_takes_buckets_of_one_cache(folder, plain, share):
     assert engine.speculation.counts.verifications
 
 
+@pytest.mark.slow
 def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
     line = dataclasses.replace(TREES, branches=1, tips=1)
     for options in (
@@ -141,6 +144,7 @@ def test_lines_and_fixed_thresholds_give_the_same_answer(folder, plain):
         assert engine.generate(PROMPT, GREEDY).tokens == plain.generate(PROMPT, GREEDY).tokens
 
 
+@pytest.mark.slow
 def test_conversations_stops_and_full_contexts(folder, plain):
     engine = open_drafted(folder, plain, speculation(folder, "itself"), warm_up=True)
     found = []
@@ -157,6 +161,7 @@ def test_conversations_stops_and_full_contexts(folder, plain):
     assert found[1][4] == "length"
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
     engine = open_drafted(folder, plain, speculation(folder, "itself"))
     session = Session()
@@ -171,6 +176,7 @@ def test_an_answer_that_is_left_harms_no_later_one(folder, plain):
     )
 
 
+@pytest.mark.slow
 def test_drafts_that_never_help_are_given_up(folder, plain):
     # Of another random model nothing is right.
     engine = open_drafted(folder, plain, speculation(folder, "small", pausing=True))
@@ -227,6 +233,7 @@ def test_there_is_no_such_drafter(folder, plain):
         open_drafted(folder, plain, SpeculationOptions(drafter="oracle"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_attention_is_counted_as_without_drafts(folder, plain, share):
     """Contexts choose widths by it: nodes that are not kept have attended to nothing."""

@@ -132,6 +132,7 @@ def test_levels_hold_no_weights_of_their_own(tmp_path, weights):
         assert places(40) == places(70) == places(100)
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, monkeypatch, weights, compiles):
@@ -156,6 +157,7 @@ def test_one_set_of_buckets_serves_all_levels_of_weights_in_blocks(tmp_path, mon
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @needs_native
 def test_an_adapter_goes_beside_recoveries_of_other_matrices_in_one_set_of_buckets(
     tmp_path, monkeypatch, compiles
@@ -212,6 +214,7 @@ def test_nothing_is_compiled_for_a_level_that_was_warmed_up_alone(path, compiles
     assert count() == 0
 
 
+@pytest.mark.slow
 def test_an_adapter_is_cut_to_every_level(path, tmp_path):
     from jaxllm.checkpoints.peft_folder import write_adapter
 
@@ -226,6 +229,7 @@ def test_an_adapter_is_cut_to_every_level(path, tmp_path):
         assert ask(engine, level).tokens == ask(plain, level).tokens
 
 
+@pytest.mark.slow
 def test_an_adapter_follows_the_order_of_units(tmp_path):
     from jaxllm.checkpoints.peft_folder import write_adapter
 

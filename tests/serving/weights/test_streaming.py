@@ -33,6 +33,7 @@ def answer(engine, config=CONFIG, prompt=PROMPT, **more):
     return engine.stream(prompt, config, **more).result().tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
 def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, weights):
     whole = resident_of(weights)
@@ -49,6 +50,7 @@ def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, weights):
     streamed.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_architecture_streams(bundle_of, resident_of, name):
     cfg = CONFIGS[name]
@@ -80,6 +82,7 @@ def test_a_long_prompt_reads_each_layer_once(bundle_of, resident_of):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_and_a_stop_string_ends_it(bundle_of, resident_of):
     whole = resident_of()
     streamed = open_streamed(bundle_of(), whole)
@@ -97,6 +100,7 @@ def test_a_conversation_goes_on_and_a_stop_string_ends_it(bundle_of, resident_of
     streamed.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "int8"])
 def test_a_level_reads_only_its_part(bundle_of, resident_of, weights, monkeypatch):
     # Layers so small would be read whole: a seek takes longer.
@@ -112,6 +116,7 @@ def test_a_level_reads_only_its_part(bundle_of, resident_of, weights, monkeypatc
     streamed.close()
 
 
+@pytest.mark.slow
 def test_without_native_kernels_it_is_the_same(bundle_of, monkeypatch):
     fall_back(monkeypatch)
     whole = Engine.open(bundle_of("int4"), options=OPTIONS, warm_up=False)
@@ -123,6 +128,7 @@ def test_without_native_kernels_it_is_the_same(bundle_of, monkeypatch):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_without_native_kernels_so_is_a_level(bundle_of, monkeypatch):
     fall_back(monkeypatch)
     options = dataclasses.replace(OPTIONS, levels=(40,))

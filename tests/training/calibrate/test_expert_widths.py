@@ -90,6 +90,7 @@ def calibrated(folder, text, run_dir, out, weights=None, **how):
     )
 
 
+@pytest.mark.slow
 def test_widths_keep_the_loss(folder, text, run_dir, tmp_path):
     out = tmp_path / "mixed.jaxllm"
     most = calibrated(folder, text, run_dir, out, uniform=2)["loss"] / 2
@@ -172,6 +173,7 @@ def test_impossible_wishes_are_refused(folder, text, run_dir, tmp_path, how, mes
         calibrated(folder, text, run_dir, tmp_path / "a.jaxllm", **how(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_bundle_is_calibrated_as_its_weights_are(folder, text, tmp_path):
     """Experts get narrower, never wider; all else, and who keeps its width, stays byte for byte."""
     source, out, run = tmp_path / "source.jaxllm", tmp_path / "out.jaxllm", tmp_path / "run"

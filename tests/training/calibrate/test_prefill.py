@@ -35,6 +35,7 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_folder(text, tmp_path):
     """Its float rows are the checkpoint's, and channels with outliers are among them."""
     folder = write_tiny_folder(tmp_path / "hf", params=outlying())
@@ -52,6 +53,7 @@ def test_a_folder(text, tmp_path):
     assert facts["channels"] > 0 < facts["row_bytes"]
 
 
+@pytest.mark.slow
 def test_an_elastic_bundle(text, tmp_path):
     """Every level has steps and losses of its own; no shadow where nothing is to be lost without."""
     ladder = Ladder(levels=(50, 100), anchors=())
@@ -66,6 +68,7 @@ def test_an_elastic_bundle(text, tmp_path):
         assert found.losses.keys() == {50, 100}
 
 
+@pytest.mark.slow
 def test_the_command(text, tmp_path):
     """With one scale per tensor: that of a product's weight is the same for all outputs, no other weight
     changes, and the bundle says so."""
@@ -93,6 +96,7 @@ def test_the_command(text, tmp_path):
         assert CliRunner().invoke(cli, ["calibrate-prefill", *args, *wrong]).exit_code == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_loses_too_much_makes_no_bundle(text, tmp_path):
     """What is written is what an engine takes without being told to allow more."""
     path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8", params=outlying())

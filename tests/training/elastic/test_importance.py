@@ -63,6 +63,7 @@ def scaled_unit(params, name_of_part, layer, unit, factor):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cfg", SMALL, ids=lambda cfg: cfg.model_type)
 def test_importance_is_the_slope_of_the_loss_along_a_unit(cfg):
     params, of = scaled_params(cfg), batch()

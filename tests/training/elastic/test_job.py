@@ -28,6 +28,7 @@ def first_batch():
     return next(iter(held_out_of(RECIPE)()))
 
 
+@pytest.mark.slow
 def test_a_step_has_the_whole_the_smallest_and_one_between(params):
     cfg, batch = RECIPE.model, first_batch()
     job = joint_job(cfg, params, LADDER, RECIPE)
@@ -54,6 +55,7 @@ def test_a_step_has_the_whole_the_smallest_and_one_between(params):
     np.testing.assert_allclose(held_out, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_all_levels_learn_from_the_given_weights(params, tmp_path):
     recipe = dataclasses.replace(
         RECIPE, steps=30, checkpoint_steps=30, peak_learning_rate=1e-2, warmup_steps=2

@@ -69,6 +69,7 @@ def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "int8"])
 def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, weights, monkeypatch):
     facts = run(RECIPE, model, data, tmp_path, weights=weights)
@@ -93,6 +94,7 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, w
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == facts
 
 
+@pytest.mark.slow
 def test_the_whole_model_is_what_it_was(model, data, tmp_path):
     run(dataclasses.replace(RECIPE, recovery="none"), model, data, tmp_path)
     with Bundle.open(tmp_path / "out.jaxllm") as bundle:
@@ -108,6 +110,7 @@ def test_the_whole_model_is_what_it_was(model, data, tmp_path):
     assert "layers.0.ffn.up" in moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["magnitude", "random"])
 def test_other_orders_are_the_same_whole_model(model, data, tmp_path, order):
     quick = dataclasses.replace(RECIPE, recovery="none", calibration_tokens=512)
@@ -122,6 +125,7 @@ def test_other_orders_are_the_same_whole_model(model, data, tmp_path, order):
     assert bundles[1].layout.parts["elastic"].facts["order"] == order
 
 
+@pytest.mark.slow
 def test_levels_can_be_trained_together(model, data, tmp_path):
     facts = run(dataclasses.replace(RECIPE, recovery="joint"), model, data, tmp_path)
     with Bundle.open(tmp_path / "out.jaxllm") as bundle:
@@ -186,6 +190,7 @@ def test_what_the_tiny_lm_lacks_is_said_before_the_work(model, data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_the_command(model, data, tmp_path, monkeypatch):
     # Devices are made once in a process.
     monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
@@ -218,6 +223,7 @@ def test_the_command(model, data, tmp_path, monkeypatch):
         assert message in result.output + str(result.exception)
 
 
+@pytest.mark.slow
 def test_the_command_takes_texts_instead_of_the_recipes_sources(model, tmp_path, monkeypatch):
     monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
     text = tmp_path / "mine.txt"

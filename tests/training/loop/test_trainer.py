@@ -46,6 +46,7 @@ def test_loss_falls_and_the_best_checkpoint_is_kept(tmp_path):
         assert checkpoints.best() == min(held_out.items(), key=lambda item: item[1])
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_to_the_same_bits(tmp_path):
     whole = train(SMOKE, tmp_path / "whole")
 
@@ -122,6 +123,7 @@ def test_a_checkpoint_in_writing_does_not_see_the_next_steps(tmp_path):
         assert_same_bits(checkpoints.restore(0, trainer.abstract()), before)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_told(tmp_path):
     train(dataclasses.replace(SMOKE, steps=2), tmp_path)
     for file in (tmp_path / "2").rglob("*"):
@@ -131,6 +133,7 @@ def test_a_damaged_checkpoint_is_told(tmp_path):
         train(SMOKE, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_step_in_parts_equals_the_whole_step():
     whole = dataclasses.replace(SMOKE, batch=8)
     parts = dataclasses.replace(whole, accumulate=4)
@@ -147,6 +150,7 @@ def test_a_step_in_parts_equals_the_whole_step():
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_remat_changes_no_gradient_and_bfloat16_little():
     losses = {}
     for name, change in {"plain": {}, "remat": {"remat": True}, "bf16": {"precision": "bfloat16"}}.items():
@@ -181,6 +185,7 @@ def test_weight_decay_is_on_matrices_only():
         np.testing.assert_allclose(update, -0.05 * params[name] if decayed[name] else 0 * update)
 
 
+@pytest.mark.slow
 def test_muon_moves_matrices_by_their_directions_and_leaves_the_rest_to_adamw():
     cfg = dataclasses.replace(SMOKE.model, qkv_bias=True)
     moe = dataclasses.replace(cfg, experts=2, experts_per_token=1, qkv_bias=False)
@@ -214,6 +219,7 @@ def test_muon_moves_matrices_by_their_directions_and_leaves_the_rest_to_adamw():
         assert np.quantile(embedding, 0.99) < 1.01 * np.quantile(embedding, 0.01)
 
 
+@pytest.mark.slow
 def test_experts_learn_and_their_load_is_reported_apart(tmp_path):
     model = dataclasses.replace(SMOKE.model, model_type="mixtral", experts=4, experts_per_token=2)
     recipe = dataclasses.replace(

@@ -38,6 +38,7 @@ def run(recipe, model, data, folder, **options):
     return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, console=QUIET, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 def test_an_adapter_learns_over_every_width(model, data, tmp_path, weights):
     folder = run(RECIPE, model, data, tmp_path / "run", weights=weights)
@@ -55,6 +56,7 @@ def test_an_adapter_learns_over_every_width(model, data, tmp_path, weights):
         run(other, model, data, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_more_steps(model, data, tmp_path):
     """And is then the longer run, where learning rates still warm up and do not depend on its length."""
     longer = dataclasses.replace(RECIPE, steps=4, warmup_steps=4, checkpoint_steps=2, log_steps=2)
@@ -92,6 +94,7 @@ def test_a_bundle_is_trained_on_as_it_is(data, tmp_path):
         FrozenModel.read(tmp_path / "none.jaxllm")
 
 
+@pytest.mark.slow
 def test_rows_are_no_longer_than_the_models_window(model, data, tmp_path):
     recipe = dataclasses.replace(RECIPE, steps=1, batch=1, row_tokens=300)
     assert recipe.within(300) is recipe

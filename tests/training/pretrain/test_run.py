@@ -25,6 +25,7 @@ from training.pretrain.run import PretrainTexts, export_best, pretrain
 QUIET = Console(quiet=True)
 
 
+@pytest.mark.slow
 def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
     read, opened = TokenizedDocuments.read, []
     monkeypatch.setattr(
@@ -71,6 +72,7 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
         pretrain(dataclasses.replace(longer, seed=1), run, texts=PretrainTexts(train=[valid]), console=QUIET)
 
 
+@pytest.mark.slow
 def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"cat number {i} sat on mat {i * 7 % 10}" for i in range(300)))

@@ -48,6 +48,7 @@ def learn(job, settings, rows, folder):
     return train(trainer, rows.batch_at, rows.held_out, folder, lambda progress: None).params
 
 
+@pytest.mark.slow
 def test_the_score_head_learns_which_words_stay(tmp_path):
     settings = dataclasses.replace(HEAD, steps=120, batch=16, checkpoint_steps=120)
     start = Start.of(dataclasses.replace(TLM_RECIPE, score=settings), TOKENIZER)
@@ -66,6 +67,7 @@ def test_the_score_head_learns_which_words_stay(tmp_path):
     assert untrained["f1"] < 0.9
 
 
+@pytest.mark.slow
 def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path):
     settings = dataclasses.replace(HEAD, steps=200, batch=32, row_tokens=8, checkpoint_steps=200)
     recipe = dataclasses.replace(TLM_RECIPE, score=settings, decide=settings)
@@ -88,6 +90,7 @@ def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path
     assert (chosen == other.labels).all(-1).mean() > 0.95
 
 
+@pytest.mark.slow
 def test_every_row_of_a_prompt_decides_and_batches_hold_prompts_of_as_many():
     draw = np.random.default_rng(0)
     counts = (2, 1, 3, 1, 2)

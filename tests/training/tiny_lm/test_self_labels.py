@@ -135,6 +135,7 @@ def one_by_one(question, scores, ratio):
     return [question.example.options[place] == question.example.answer for place in np.argmax(likely, 0)]
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_one_sequence_at_a_time():
     draw, options = np.random.default_rng(0), ("yes", "not", "any")
     users = ["he is well", "the hill", "tell me more of the hills", "x", "a b c d e f", "why not?"]

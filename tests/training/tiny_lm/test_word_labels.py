@@ -39,6 +39,7 @@ def question(user, system="Is it?"):
     )
 
 
+@pytest.mark.slow
 def test_support_adds_up_to_what_all_words_change():
     """Completeness (arXiv 1703.01365, proposition 1)."""
     asked = [question(user) for user in ("he is well", "a hill of them " * 8)]

@@ -106,6 +106,7 @@ def slow_but(cases, *quick):
     return [each if each in quick else pytest.param(*each, marks=pytest.mark.slow) for each in cases]
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize(
     ("width", "streamed", "drafter"),

@@ -52,6 +52,7 @@ def scores(engine):
     return np.stack([np.asarray(first), np.asarray(second)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "apart"), [(4, False), (8, False), ("mixed", True), (16, True)])
 def test_the_answer_is_that_of_the_whole_model(bundle_of, resident_of, width, apart):
     """Of the same widths; uniform ones against experts that are stored together, as they always were."""
@@ -80,6 +81,7 @@ def test_logits_are_the_same(bundle_of, resident_of):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_without_native_kernels(bundle_of, resident_of, monkeypatch):
     fall_back(monkeypatch)
     whole = Engine.open(bundle_of("mixed"), options=OPTIONS, warm_up=False)
@@ -144,6 +146,7 @@ def test_a_conversation_goes_on(bundle_of, resident_of):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_drafts_are_verified(bundle_of, resident_of):
     whole = resident_of("mixed")
     speculation = SpeculationOptions(drafter="ngram")
@@ -156,6 +159,7 @@ def test_drafts_are_verified(bundle_of, resident_of):
     streamed.close()
 
 
+@pytest.mark.slow
 def test_contexts_come_back(bundle_of, resident_of, tmp_path):
     """Their chunks read or computed again, they go on as conversations whose cache stayed."""
     whole = resident_of("mixed")

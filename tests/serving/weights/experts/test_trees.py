@@ -31,6 +31,7 @@ def line(tokens):
     )
 
 
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_a_tree_is_read_as_its_tokens_one_by_one(bundle_of, width):
