@@ -86,7 +86,7 @@ def speculative_command(
 
     if enlarge is not None and subject.shape is not None:
         raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
-    if subject.shape is not None and parts != PARTS:
+    if subject.shape is not None and parts != tuple(PARTS):
         raise click.UsageError("--only is for a --model; of a --shape the memory of a process is measured")
     with progress_bars() as progress:
         if subject.shape is not None:

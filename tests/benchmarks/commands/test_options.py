@@ -101,6 +101,12 @@ def test_a_part_that_random_weights_lack_cannot_be_chosen(name, part):
     assert "--only" in got.stderr
 
 
+def test_random_weights_are_measured_without_choosing_a_part(monkeypatch):
+    monkeypatch.setattr("benchmarks.commands.speculative._shape_rows", lambda *_: [])
+    got = CliRunner().invoke(cli, ["bench", "speculative", "--shape", "110m"], catch_exceptions=False)
+    assert got.exit_code == 0
+
+
 @pytest.mark.parametrize("part", [each for each in speculative.PARTS if each != "systems"])
 def test_baselines_are_made_where_they_are_measured(part, monkeypatch):
     seen = []
