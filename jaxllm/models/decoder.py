@@ -28,7 +28,7 @@ from jaxllm.models.layer import (
     run_layer,
 )
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import (
     normalize,
@@ -302,7 +302,7 @@ def _forward_documents(
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig, rowwise: bool = False) -> jax.Array:
     """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` see `linear.py`."""
     Axes("logits", D=cfg.hidden_size).check(jnp.floating, "... D", hidden=hidden)
-    head = params["embed.tokens" if cfg.tied_head else "head"]
+    head = params[head_name(cfg)]
     out = to_units(hidden, head, rowwise=rowwise).astype(jnp.float32)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)

@@ -37,6 +37,11 @@ class ParamSpec:
     role: Role
 
 
+def head_name(cfg: ModelConfig) -> str:
+    """Name of the parameter `[V, D]` that gives logits: the embedding if the head is tied to it."""
+    return "embed.tokens" if cfg.tied_head else "head"
+
+
 def param_specs(cfg: ModelConfig) -> dict[str, ParamSpec]:
     """Specs of every parameter of the model by name, in the order in which a forward pass uses them."""
     width = cfg.hidden_size

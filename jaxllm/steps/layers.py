@@ -20,7 +20,7 @@ from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import FeedForward
 from jaxllm.quant import Weight
@@ -51,7 +51,7 @@ def head_piece(head: Weight, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
     """
     Axes("head_piece", D=cfg.hidden_size).check(jnp.floating, "n D", hidden=hidden)
     # Several rows are the nodes of a tree.
-    return logits({"embed.tokens" if cfg.tied_head else "head": head}, hidden, cfg=cfg, rowwise=True)
+    return logits({head_name(cfg): head}, hidden, cfg=cfg, rowwise=True)
 
 
 @jax.tree_util.register_dataclass

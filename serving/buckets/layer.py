@@ -5,15 +5,17 @@ Layers of the same form share their buckets.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
 from jaxllm.elastic.submodel import whole_params
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.models.decoder import embed_tokens, forward_layer
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, head_name
 from jaxllm.steps.layers import final_rows, head_piece
 from serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
-from serving.buckets.parts import embedding_params, head_name, layer_shapes, norm_params, row_step, some_rows
+from serving.buckets.parts import embedding_params, layer_shapes, norm_params, row_step, some_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,13 +73,8 @@ class LayerBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass) -> x, keys and values, mass."""
-        step = functools.partial(forward_layer, cfg=model.cfg, layer=self.layer, padded=self.tokens > 1)
         cache = model.cache(self.cache_tokens)
-        weights = layer_shapes(model.params, self.layer)
-        past, at = (cache.keys[self.layer], cache.values[self.layer]), position_shapes(self.tokens)
-        return model.jitted_part(step, 1, 3, 4).lower(
-            weights, model.hidden(self.tokens), at, past, cache.mass
-        )
+        return _lowered_layer(model, self.layer, self.tokens, position_shapes(self.tokens), cache, cache.mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,12 +93,8 @@ class LayerTreeBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass by node) -> x, keys and values, mass."""
-        step = functools.partial(forward_layer, cfg=model.cfg, layer=self.layer, padded=self.nodes > 1)
-        cache = model.cache(self.cache_tokens)
-        weights = layer_shapes(model.params, self.layer)
-        past, at = (cache.keys[self.layer], cache.values[self.layer]), position_shapes(self.nodes, tree=True)
-        mass = mass_by_node(cache, self.nodes)
-        return model.jitted_part(step, 1, 3, 4).lower(weights, model.hidden(self.nodes), at, past, mass)
+        cache, at = model.cache(self.cache_tokens), position_shapes(self.nodes, tree=True)
+        return _lowered_layer(model, self.layer, self.nodes, at, cache, mass_by_node(cache, self.nodes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +129,16 @@ class HeadBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(piece of the head, hidden rows) -> logits."""
-        head = some_rows(whole_params(model.params)[head_name(model.cfg.tied_head)], self.vocab_tokens)
+        head = some_rows(whole_params(model.params)[head_name(model.cfg)], self.vocab_tokens)
         hidden = jax.ShapeDtypeStruct((self.rows, model.cfg.hidden_size), model.dtype)
         return jax.jit(functools.partial(head_piece, cfg=model.cfg)).lower(head, hidden)
+
+
+def _lowered_layer(
+    model: ModelShapes, layer: int, tokens: int, at: TokenPositions, cache: KVCache, mass: Any
+) -> jax.stages.Lowered:
+    """One layer over `tokens` tokens at positions, with attention mass by position or by node."""
+    step = functools.partial(forward_layer, cfg=model.cfg, layer=layer, padded=tokens > 1)
+    past = cache.keys[layer], cache.values[layer]
+    weights = layer_shapes(model.params, layer)
+    return model.jitted_part(step, 1, 3, 4).lower(weights, model.hidden(tokens), at, past, mass)

@@ -73,11 +73,6 @@ def norm_params(params: Params | CountedSubModel) -> dict[str, Any]:
     return {name: each for name, each in whole_params(params).items() if name.startswith("final_norm.")}
 
 
-def head_name(tied: bool) -> str:
-    """Name of the parameter `[V, D]` that gives logits: the embedding if the head is tied to it."""
-    return "embed.tokens" if tied else "head"
-
-
 def row_step(weight: Weight) -> int:
     """Number of rows of a `[V, D]` weight that are stored together."""
     return PANEL if isinstance(weight, BlockedArray | QArray) else 1

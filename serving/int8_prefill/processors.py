@@ -71,7 +71,7 @@ def require_gpu() -> Device:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SubgraphRun:
     """The time span of a subgraph, in milliseconds since its prompt began."""
 
     index: int
@@ -88,7 +88,7 @@ class Trace:
       decision_us: median time of a scheduling decision, in microseconds.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[SubgraphRun, ...]
     decision_us: float
 
     @property
@@ -231,7 +231,7 @@ class TwoProcessors:
             index, start, spent_ms = self._answer(len(PROCESSORS) - len(free))
             free.add(dispatcher.subgraphs[index].processor)
             start_ms = 1000 * (start - began)
-            runs.append(Run(index, start_ms, start_ms + spent_ms))
+            runs.append(SubgraphRun(index, start_ms, start_ms + spent_ms))
             dispatcher.finish(index)
         return Trace(tuple(runs), 1e6 * statistics.median(decisions))
 

@@ -65,7 +65,7 @@ class ExpertLayers:
     streams_weights = False
 
     def __init__(self, model: ModelLevel, buckets: BucketTable, weights: ExpertWeights) -> None:
-        """`model` is the whole model; its parameters are all but the experts."""
+        """`model` is the whole model or a level; its parameters are all but the experts."""
         self.head = self.experts = weights
         self._model, self._buckets = model, buckets
         self._embedding = embedding_params(model.params)

@@ -24,6 +24,7 @@ from jaxllm.int8_prefill.shadow import rooms
 from jaxllm.int8_prefill.stages import Stage, stages_of
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import KVCache
+from jaxllm.models.parameters import head_name
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
@@ -37,14 +38,14 @@ from serving.buckets.integer_stage import (
     without_blocks,
 )
 from serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
-from serving.buckets.parts import embedding_params, head_name, norm_params
+from serving.buckets.parts import embedding_params, norm_params
 from serving.host.device import Device
 from serving.int8_prefill.modes import PrefillMode
 from serving.int8_prefill.prompt_pass import PromptPass
 from serving.int8_prefill.shared import Int8Shared
 from serving.int8_prefill.subgraph_times import measured_times
 from serving.runners.chunks import placed_chunks, plan_chunks
-from serving.runners.runner import PrefillChunk
+from serving.runners.runner import PrefillChunk, chunks_of
 from serving.weights.model_level import ModelLevel
 
 _TIMED_RUNS = 3
@@ -212,9 +213,7 @@ class Int8Prefill:
         """See `Runner`: a single one on two processors, which run stages of all chunks side by side."""
         if self.shared.processors is not None:
             return [PrefillChunk(tokens=tokens, last=True, mode="int8")]
-        lengths = plan_chunks(tokens, self.model.options.chunk_tokens)
-        last = len(lengths) - 1
-        return [PrefillChunk(tokens=each, last=n == last, mode="int8") for n, each in enumerate(lengths)]
+        return chunks_of(plan_chunks(tokens, self.model.options.chunk_tokens), mode="int8")
 
     def prefill(
         self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
@@ -311,7 +310,7 @@ class Int8Prefill:
         if self._ready_for == model.weights_version:
             return
         self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
-        self._head = whole_params(model.params)[head_name(model.cfg.tied_head)]
+        self._head = whole_params(model.params)[head_name(model.cfg)]
         self._known = self.calibration.layers(model.level, model.bucket_cfg)
         self._kept: dict[_Case, tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]] = {}
         self._placed_weights: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}

@@ -21,7 +21,7 @@ from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import GrowBucket, StartBucket
 from serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
-from serving.buckets.decode import DecodeBucket, SampleBucket
+from serving.buckets.decode import SampleBucket
 from serving.buckets.parts import counts_alone
 from serving.host.progress import Progress
 from serving.options import EngineOptions
@@ -99,6 +99,11 @@ class LevelRunner(abc.ABC):
         In the order in which the request needs them; of one step the slowest to build first.
         """
 
+    def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """Those of `request_buckets` that the first token does not need; a runner may have none."""
+        del prompt_tokens, max_tokens
+        return []
+
     @abc.abstractmethod
     def tree_buckets(self, nodes: int, caches: Sequence[int] | None = None) -> list[Bucket]:
         """The buckets that verify token trees of `nodes` nodes in caches of the lengths `caches`, or of all
@@ -146,7 +151,8 @@ class LevelRunner(abc.ABC):
     def prepare(self, prompt_tokens: int, max_tokens: int, progress: Progress | None = None) -> None:
         """Prepares one request: waits for the buckets of its first token, and builds the others meanwhile."""
         needed = self.request_buckets(prompt_tokens, max_tokens)
-        self.fill([each for each in needed if not isinstance(each, DecodeBucket)], progress, later=needed)
+        later = self.later_buckets(prompt_tokens, max_tokens)
+        self.fill([each for each in needed if each not in later], progress, later=needed)
         self.time_prompt(prompt_tokens, max_tokens)
 
     def time_prompt(self, prompt_tokens: int, max_tokens: int) -> None:

@@ -25,7 +25,7 @@ from serving.int8_prefill.modes import PrefillMode
 from serving.runners.chunks import padded, plan_chunks
 from serving.runners.int8_prefill import Int8Prefill
 from serving.runners.level_runner import LevelRunner, Past
-from serving.runners.runner import PrefillChunk
+from serving.runners.runner import PrefillChunk, chunks_of
 from serving.runners.scorer import Scorer
 from serving.runners.verdict import Verdict
 from serving.speculation.options import TreeShape
@@ -75,8 +75,13 @@ class ResidentRunner(LevelRunner):
             *self._prompt_buckets(prompt_tokens, cache),
             SampleBucket(),
             StartBucket(cache_tokens=cache, level=self.model.bucket_level),
-            *([] if max_tokens == 1 else [self._decode_bucket(cache)]),
+            *self.later_buckets(prompt_tokens, max_tokens),
         ]
+
+    def later_buckets(self, prompt_tokens: int, max_tokens: int) -> list[Bucket]:
+        """See `LevelRunner`: what decodes."""
+        cache = self.cache_for(prompt_tokens + max_tokens)
+        return [] if max_tokens == 1 else [self._decode_bucket(cache)]
 
     def _prompt_buckets(self, tokens: int, cache: int) -> list[Bucket]:
         chunks = dict.fromkeys(plan_chunks(tokens, self.options.chunk_tokens))
@@ -119,9 +124,7 @@ class ResidentRunner(LevelRunner):
         """`prefill_chunks` in a given mode."""
         if self.int8 is not None and mode == "int8":
             return self.int8.prefill_chunks(tokens)
-        lengths = plan_chunks(tokens, self.options.chunk_tokens)
-        last = len(lengths) - 1
-        return [PrefillChunk(tokens=each, last=number == last) for number, each in enumerate(lengths)]
+        return chunks_of(plan_chunks(tokens, self.options.chunk_tokens))
 
     def prefill(
         self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk

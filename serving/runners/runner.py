@@ -37,6 +37,14 @@ class PrefillChunk:
     mode: Literal["int8", "float"] = "float"
 
 
+def chunks_of(lengths: Sequence[int], mode: Literal["int8", "float"] = "float") -> list[PrefillChunk]:
+    """The chunks of a prompt, of these lengths."""
+    last = len(lengths) - 1
+    return [
+        PrefillChunk(tokens=tokens, last=number == last, mode=mode) for number, tokens in enumerate(lengths)
+    ]
+
+
 class Runner(Protocol):
     """Runs one level of a model. One call at a time: the caller takes `lock`.
 

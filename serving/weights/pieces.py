@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import ClassVar
 
 from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor
 from jaxllm.bundle.rows import rows_at
 from jaxllm.config import ModelConfig
-from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, head_name, param_specs
 from jaxllm.quant import blocked_shapes
 
 # The rows of a head piece are a multiple of this, for panels and alignment.
@@ -58,7 +59,7 @@ class LayerPiece:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadPiece:
-    """Rows `[first, first + count)` of the head.
+    """Rows `[first, first + count)` of the head; all of them are read.
 
     Attributes:
       first: token id of the first row.
@@ -73,6 +74,10 @@ class HeadPiece:
     extents: tuple[Extent, ...]
     ranges: tuple[Range, ...]
     memory_bytes: int
+
+    # As `LayerPiece` has them.
+    kept: ClassVar[tuple[Range, ...]] = ()
+    kept_bytes: ClassVar[int] = 0
 
 
 Piece = LayerPiece | HeadPiece
@@ -171,7 +176,7 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
 def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:
     """The head in equal pieces, except for the last, of at most `most_bytes` unless a single step of rows is
     longer."""
-    head = layout.tensors["embed.tokens" if layout.cfg.tied_head else "head"]
+    head = layout.tensors[head_name(layout.cfg)]
     rows = layout.cfg.vocab_size
     row_bytes = head.size_bytes / rows
     steps = max(1, int(most_bytes / row_bytes) // _ROW_STEP)

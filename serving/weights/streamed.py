@@ -15,7 +15,7 @@ from jaxllm.bundle.rows import rows_alone
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.submodel import CountedSubModel, shared_part
 from jaxllm.errors import ConfigError
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, head_name
 from jaxllm.quant import Adapted, AdaptedFromBuffer, Weight
 from serving.buckets.parts import layer_params
 from serving.host.direct_io import PieceReader, Storage
@@ -77,7 +77,7 @@ class StreamedWeights:
         # Else whole layers are read at every level.
         if bundle.read_in_place and self._level is None:
             self._pieces |= {cfg: [*layer_pieces(bundle.layout, cfg), *self.head] for cfg in levels}
-        sizes = [each.memory_bytes - getattr(each, "kept_bytes", 0) for each in streamed]
+        sizes = [each.memory_bytes - each.kept_bytes for each in streamed]
         kept_bytes = min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * bundle.weight_bytes))
         fixed_bytes = budget.fixed_bytes + kept_bytes + (self._level.size_bytes if self._level else 0)
         self.plan: MemoryPlan = plan_memory(
@@ -96,7 +96,7 @@ class StreamedWeights:
         staying = self._stream.staying()
         for number, memory in staying.items():
             piece = streamed[number]
-            first_read.keep((*piece.ranges, *getattr(piece, "kept", ())), memory)
+            first_read.keep((*piece.ranges, *piece.kept), memory)
         for pieces in self._pieces.values():
             for number, piece in enumerate(pieces):
                 if number not in staying:
@@ -189,7 +189,7 @@ class StreamedWeights:
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """The weight of one piece of `head`, valid until the context ends."""
-        piece, name = self.head[number], "embed.tokens" if self._bundle.cfg.tied_head else "head"
+        piece, name = self.head[number], head_name(self._bundle.cfg)
         if self._level is not None:
             yield self._level.weights[name]
             return

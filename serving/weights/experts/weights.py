@@ -10,6 +10,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.experts import read_path_counts, read_token_experts
 from jaxllm.errors import BudgetExceeded
 from jaxllm.experts.eviction import eviction_policy
+from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from serving.buckets.parts import any_expert
 from serving.host.direct_io import PieceReader, Storage
@@ -133,7 +134,7 @@ class ExpertWeights:
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """The weight of the head."""
         del number, meanwhile
-        yield self._hot["embed.tokens" if self._bundle.cfg.tied_head else "head"]
+        yield self._hot[head_name(self._bundle.cfg)]
 
     def expect(self, tokens: np.ndarray) -> None:
         """Announces a pass of the tokens `[M]`: prefetches the predicted experts of its first layers."""
