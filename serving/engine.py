@@ -18,11 +18,11 @@ from serving.request import GenerationConfig, Request, Session
 from serving.runners.runner import Runner
 from serving.sliding import Sliding
 from serving.speculation.options import SpeculationOptions
-from serving.speculation.speculation import Speculation
 
 if TYPE_CHECKING:
     from serving.loading import LoadedModel
     from serving.programs.model import ProgramModel
+    from serving.speculation.speculation import Speculation
 
 
 class Model(Protocol):
@@ -42,7 +42,7 @@ class Model(Protocol):
     def warm_up(  # noqa: D102
         self,
         level: int,
-        speculation: Speculation | None,
+        speculation: "Speculation | None",
         *,
         prompt_tokens: int | None,
         max_tokens: int,
@@ -72,7 +72,7 @@ class Engine(Generic[AnyModel]):
       speculation: drafts the answers of this level; None for no drafts.
     """
 
-    def __init__(self, model: AnyModel, level: int = WHOLE, speculation: Speculation | None = None) -> None:
+    def __init__(self, model: AnyModel, level: int = WHOLE, speculation: "Speculation | None" = None) -> None:
         """See the class.
 
         Raises:
@@ -113,7 +113,6 @@ class Engine(Generic[AnyModel]):
         """
         # Here, because what loads bundles need not be imported for a program, nor the other way.
         from serving.loading import load_model
-        from serving.speculation.drafters import make_drafter
 
         loaded = load_model(
             model,
@@ -127,6 +126,10 @@ class Engine(Generic[AnyModel]):
         try:
             drafts = None
             if speculation is not None:
+                # Here, because a start without drafts should not wait for their import.
+                from serving.speculation.drafters import make_drafter
+                from serving.speculation.speculation import Speculation
+
                 drafter = make_drafter(loaded, level, speculation, progress)
                 drafts = Speculation(loaded.runner(level), drafter, speculation)
             engine = Engine(loaded, level, drafts)

@@ -1,4 +1,4 @@
-"""Keeps chunks in memory within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, sections 3.1 and 3.4).
+"""Keeps chunks in memory within a budget of bytes: Claim, Load, Reclaim and Fault (LLMS, 3.1 and 3.4).
 
     claim     a context is about to run: locks its chunks; the missing ones are its faults
     load      a missing chunk has been read or computed: makes room for it, and takes it

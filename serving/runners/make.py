@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.prefill import release_prefill
@@ -16,23 +17,21 @@ from serving.buckets.store import BucketStore
 from serving.host.progress import Progress
 from serving.int8_prefill.choice import chosen_prefill
 from serving.int8_prefill.modes import PrefillModes
-from serving.int8_prefill.processors import TwoProcessors
-from serving.int8_prefill.shared import Int8Shared, placed_stages
-from serving.int8_prefill.subgraph_times import SubgraphTimes, times_path
 from serving.options import EngineOptions
-from serving.runners.expert_layers import ExpertLayers
-from serving.runners.int8_prefill import Int8Prefill
-from serving.runners.layerwise import LayerwiseRunner
 from serving.runners.level_runner import LevelRunner
 from serving.runners.resident import ResidentRunner
-from serving.runners.streamed_layers import StreamedLayers
-from serving.weights.experts.weights import ExpertWeights
 from serving.weights.levels import Levels
 from serving.weights.model_level import ModelLevel
-from serving.weights.streamed import StreamedWeights
+
+if TYPE_CHECKING:
+    from serving.int8_prefill.processors import TwoProcessors
+    from serving.int8_prefill.shared import Int8Shared
+    from serving.runners.int8_prefill import Int8Prefill
+    from serving.runners.layerwise import LayerwiseRunner
+    from serving.weights.experts.weights import ExpertWeights
+    from serving.weights.streamed import StreamedWeights
 
 LevelParams = Mapping[int, Params | CountedSubModel]
-Streamed = StreamedWeights | ExpertWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Runners:
     resident: Mapping[int, ResidentRunner]
     buckets: BucketTable
     modes: PrefillModes | None = None
-    processors: TwoProcessors | None = None
+    processors: "TwoProcessors | None" = None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -117,7 +116,11 @@ class Runners:
 
 
 def make_runners(
-    bundle: Bundle, options: EngineOptions, levels: Levels, params: LevelParams, streamed: Streamed | None
+    bundle: Bundle,
+    options: EngineOptions,
+    levels: Levels,
+    params: LevelParams,
+    streamed: "StreamedWeights | ExpertWeights | None",
 ) -> Runners:
     """A runner for each level.
 
@@ -145,14 +148,35 @@ def make_runners(
     runners: dict[int, LevelRunner] = {}
     resident: dict[int, ResidentRunner] = {}
     for level, model in models.items():
-        if isinstance(streamed, ExpertWeights):
-            runners[level] = LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))
-        elif streamed is not None:
-            runners[level] = LayerwiseRunner(model, buckets, StreamedLayers(model, buckets, streamed))
-        else:
-            prefill = None if int8 is None else Int8Prefill(model, buckets, int8)
-            runners[level] = resident[level] = ResidentRunner(model, buckets, prefill)
+        if streamed is not None:
+            runners[level] = _layerwise(model, buckets, streamed)
+            continue
+        runners[level] = resident[level] = ResidentRunner(model, buckets, _prefill(model, buckets, int8))
     return Runners(runners, resident, buckets, modes, None if int8 is None else int8.processors)
+
+
+# What few models need is imported where they need it, because a start waits for imports.
+
+
+def _layerwise(
+    model: ModelLevel, buckets: BucketTable, streamed: "StreamedWeights | ExpertWeights"
+) -> "LayerwiseRunner":
+    from serving.runners.expert_layers import ExpertLayers
+    from serving.runners.layerwise import LayerwiseRunner
+    from serving.runners.streamed_layers import StreamedLayers
+    from serving.weights.experts.weights import ExpertWeights
+
+    if isinstance(streamed, ExpertWeights):
+        return LayerwiseRunner(model, buckets, ExpertLayers(model, buckets, streamed))
+    return LayerwiseRunner(model, buckets, StreamedLayers(model, buckets, streamed))
+
+
+def _prefill(model: ModelLevel, buckets: BucketTable, shared: "Int8Shared | None") -> "Int8Prefill | None":
+    if shared is None:
+        return None
+    from serving.runners.int8_prefill import Int8Prefill
+
+    return Int8Prefill(model, buckets, shared)
 
 
 def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
@@ -171,8 +195,12 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
     return buckets
 
 
-def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> Int8Shared:
+def _share_int8(bundle: Bundle, whole: ModelLevel, modes: PrefillModes) -> "Int8Shared":
     """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
+    from serving.int8_prefill.processors import TwoProcessors
+    from serving.int8_prefill.shared import Int8Shared, placed_stages
+    from serving.int8_prefill.subgraph_times import SubgraphTimes, times_path
+
     prefill, shared = whole.options.prefill, Int8Shared(modes)
     if prefill.processors > 1:
         shared.placed = placed_stages(whole, modes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -23,14 +24,16 @@ from serving.buckets.prefill import PrefillBucket
 from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
 from serving.runners.chunks import padded, plan_chunks
-from serving.runners.int8_prefill import Int8Prefill
 from serving.runners.level_runner import LevelRunner, Past
 from serving.runners.runner import PrefillChunk, chunks_of
-from serving.runners.scorer import Scorer
 from serving.runners.verdict import Verdict
 from serving.speculation.options import TreeShape
 from serving.text_stream import MAX_STOP_IDS
 from serving.weights.model_level import ModelLevel
+
+if TYPE_CHECKING:
+    from serving.runners.int8_prefill import Int8Prefill
+    from serving.runners.scorer import Scorer
 
 
 class ResidentRunner(LevelRunner):
@@ -40,7 +43,7 @@ class ResidentRunner(LevelRunner):
         self,
         model: ModelLevel,
         buckets: BucketTable,
-        int8: Int8Prefill | None = None,
+        int8: "Int8Prefill | None" = None,
     ) -> None:
         """See the class and `LevelRunner`; `int8` prefills in integers."""
         super().__init__(model, buckets)
@@ -292,6 +295,9 @@ class ResidentRunner(LevelRunner):
 
     # -- scoring ----------------------------------------------------------------------------------
 
-    def scorer(self) -> Scorer:
+    def scorer(self) -> "Scorer":
         """See `LevelRunner`."""
+        # Here, because a start should not wait for its import.
+        from serving.runners.scorer import Scorer
+
         return Scorer(self)

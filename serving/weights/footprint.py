@@ -1,6 +1,7 @@
 """Computes the memory of a model besides its weights, and streams the weights if the budget requires it."""
 
 import logging
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,10 +14,12 @@ from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.speculation.options import SpeculationOptions
 from serving.weights.experts.store import hot_bytes
-from serving.weights.experts.weights import ExpertWeights
 from serving.weights.prefetch_plan import MemoryBudget
 from serving.weights.runtime_share import runtime_bytes, whole_budget
-from serving.weights.streamed import StreamedWeights
+
+if TYPE_CHECKING:
+    from serving.weights.experts.weights import ExpertWeights
+    from serving.weights.streamed import StreamedWeights
 
 _log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
@@ -29,7 +32,7 @@ def streamed_weights(
     *,
     reserved_bytes: int = 0,
     level: ModelConfig | None = None,
-) -> StreamedWeights | ExpertWeights | None:
+) -> "StreamedWeights | ExpertWeights | None":
     """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or if
     there is no budget.
 
@@ -58,6 +61,10 @@ def streamed_weights(
             bundle.path,
             expert_widths(bundle).max(),
         )
+    # Here, because a start of a model that fits should not wait for their import.
+    from serving.weights.experts.weights import ExpertWeights
+    from serving.weights.streamed import StreamedWeights
+
     parts = f"a context of {options.context_tokens} tokens, activations, "
     parts += "the draft and the runtime" if reserved_bytes else "and the runtime"
     budget = MemoryBudget(options.memory_bytes, fixed, parts)
