@@ -50,7 +50,8 @@ class Axes:
             lengths = {axis: found.get(axis) for axis in named} | self._lengths
             try:
                 chex.assert_shape(array, tuple(_expected(axis, lengths) for axis in axes))
-                chex.assert_type(array, dtype)
+                # The dtype alone: chex 0.1.90 converts arrays to dtypes, which JAX deprecates.
+                chex.assert_type(getattr(array, "dtype", array), dtype)
             except AssertionError:
                 raise ConfigError(self._told(name, array, axes, dtype)) from None
             self._lengths = lengths
