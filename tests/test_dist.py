@@ -1,4 +1,4 @@
-"""What `make dist` built is installed in fresh environments away from the sources, and runs there."""
+"""Installs the distributions of `make dist` in fresh environments away from the sources, and runs them."""
 
 import json
 import os

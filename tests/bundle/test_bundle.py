@@ -1,4 +1,4 @@
-"""What is written into a bundle comes back, from the places where it should lie."""
+"""Tests that a bundle gives back what was written into it, from the right places of the file."""
 
 import dataclasses
 import gc

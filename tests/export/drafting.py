@@ -1,4 +1,4 @@
-"""What holds for drafted answers of programs, whatever runs them."""
+"""Checks drafted answers of programs, for every runtime."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Which operators a `.tflite` model runs."""
+"""Lists the operators that a `.tflite` model runs."""
 
 import dataclasses
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What decoders differ in, through TFLite: the same answers as the steps that it was made of."""
+"""Tests the features of decoders in TFLite: the same answers as the steps that were exported."""
 
 import dataclasses
 

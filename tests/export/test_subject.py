@@ -1,4 +1,4 @@
-"""What of a bundle goes out."""
+"""Tests which parts of a bundle are exported."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which calibration is taken: the first that loses little enough on both texts, at all levels."""
+"""Tests the choice of a calibration: the first that loses little enough on both texts, at all levels."""
 
 import jax.numpy as jnp
 import numpy as np

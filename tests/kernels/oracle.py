@@ -1,4 +1,4 @@
-"""What the native kernels must compute, in numpy and float64, and how far off they may be.
+"""Computes in numpy and float64 what the native kernels must give, and bounds of their error.
 
 A product's activations are rounded to 8 bits, one scale for each 256 inputs of a row. In float32 this
 rounding is exact, so what is left is the rounding of float sums: `ULPS` of the sum of magnitudes. Where the

@@ -1,4 +1,4 @@
-"""Which kernels compute while a test runs."""
+"""Switches the kernels that compute while a test runs."""
 
 import contextlib
 from collections.abc import Iterator

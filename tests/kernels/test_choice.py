@@ -1,4 +1,4 @@
-"""Which kernels a process takes, on how many threads, what it says when it cannot, and how they are built."""
+"""Tests the choice of kernels and threads, its messages, and the build."""
 
 import json
 import os

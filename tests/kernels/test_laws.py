@@ -1,4 +1,4 @@
-"""What holds between the kernels' answers: any threads, any company in the batch, any processor, any time."""
+"""Tests that kernels give the same answers with any threads, batch, processor and time."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Where a step begins and ends: rows of an embedding, and the likeliest token."""
+"""Tests the first and last kernels of a step: rows of an embedding, and the likeliest token."""
 
 import jax
 import jax.numpy as jnp

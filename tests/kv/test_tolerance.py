@@ -1,4 +1,4 @@
-"""Which chunks get how many bits: by hand, against all possibilities, and at the bounds."""
+"""Tests the bits of chunks: by hand, against all possibilities, and at the bounds."""
 
 import itertools
 

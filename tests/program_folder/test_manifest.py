@@ -1,4 +1,4 @@
-"""What a folder of programs says of itself, and folders that must not be believed."""
+"""Tests the manifest of a folder of programs, and refuses folders that must not be believed."""
 
 import dataclasses
 import json

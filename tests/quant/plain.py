@@ -1,4 +1,4 @@
-"""What stored weights stand for, in numpy and float64, without the code under test."""
+"""Computes the values of stored weights in numpy and float64, without the code under test."""
 
 from typing import Any
 

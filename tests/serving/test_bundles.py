@@ -1,4 +1,4 @@
-"""What a user may name as a model, and the cache of prepared folders behind it."""
+"""Tests the names that a user may give a model, and the cache of prepared folders."""
 
 import os
 import shutil

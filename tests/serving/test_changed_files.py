@@ -1,4 +1,4 @@
-"""What becomes of an engine whose file is changed, in a forked process, and when it is closed."""
+"""Tests an engine whose file is changed, in a forked process, and when it is closed."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""What is accepted: plain decoding's own answer, or tokens of the target's distribution."""
+"""Tests what is accepted: plain decoding's own answer, or tokens of the target's distribution."""
 
 import chex
 import jax

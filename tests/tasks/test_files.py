@@ -1,4 +1,4 @@
-"""What is wrong with a file is said with its name and line; missing and malformed are told apart."""
+"""Tests errors of task files: file and line are named, and missing is told apart from malformed."""
 
 import pytest
 

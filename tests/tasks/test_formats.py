@@ -1,4 +1,4 @@
-"""What each form of file becomes, on hand-made lines."""
+"""Tests each form of task file on hand-made lines."""
 
 import pytest
 

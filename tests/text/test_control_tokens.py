@@ -1,4 +1,4 @@
-"""What users write spells no special token, whatever the template and the tokenizer make of it."""
+"""Tests that a user's text spells no special token, with any template and tokenizer."""
 
 import dataclasses
 from typing import Any

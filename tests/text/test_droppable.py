@@ -1,4 +1,4 @@
-"""What of a prompt may go: the rule by hand, and that what is not the user's stays."""
+"""Tests which tokens of a prompt may be dropped: the rule by hand, and that only the user's text is."""
 
 import dataclasses
 from datetime import datetime

@@ -1,4 +1,4 @@
-"""What tests of whole runs share: a tiny folder of data, and recipes that are done within seconds."""
+"""Shares a tiny folder of data and recipes of a few seconds between tests of whole runs."""
 
 import functools
 import json

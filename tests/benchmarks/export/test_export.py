@@ -1,4 +1,4 @@
-"""What `jaxllm bench export` measures: forms of one model that must answer alike, and its rows."""
+"""Tests `jaxllm bench export`: forms of one model that must answer alike, and its rows."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a benchmark measures: folders, bundles written back as folders, and random shapes."""
+"""Tests the models of benchmarks: folders, bundles written back as folders, and random shapes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which executable belongs to which bucket, and engines that find theirs on disk."""
+"""Tests the keys of compiled buckets on disk, and engines that find theirs."""
 
 import dataclasses
 import os

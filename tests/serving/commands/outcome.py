@@ -1,4 +1,4 @@
-"""How a command ended, and what every ending must look like."""
+"""Describes the end of a command, and checks what every end must look like."""
 
 import dataclasses
 import json

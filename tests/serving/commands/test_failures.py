@@ -1,4 +1,4 @@
-"""What users do wrong: one line on stderr, exit code 1, and nothing half-written."""
+"""Tests mistakes of users: one line on stderr, exit code 1, and nothing half-written."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What an app does with contexts, interrupted or failing anywhere, and what must hold afterwards."""
+"""Runs calls of contexts that are interrupted or fail anywhere, and checks the contexts afterwards."""
 
 import contextlib
 import gc

@@ -1,5 +1,5 @@
-"""What is damaged is told apart from what storage refuses: the one is set aside and computed again, the other
-stays as it is until it can be read."""
+"""Tests that damage is told apart from what storage refuses: the one is set aside and computed again, the
+other stays as it is until it can be read."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What calls of contexts hold, and for how long: answers after their service, pins, and what slides."""
+"""Tests how long calls of contexts hold what they hold: answers after their service, pins, slides."""
 
 import gc
 import logging

@@ -1,4 +1,4 @@
-"""When prompts are read in integers, and what is said where they cannot be."""
+"""Tests when prompts are prefilled in integers, and the messages where they cannot be."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Which objectives cannot be met, as people are told it."""
+"""Tests the report of objectives that cannot be met."""
 
 import pytest
 

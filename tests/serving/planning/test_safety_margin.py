@@ -1,4 +1,4 @@
-"""What is learned from answers that took longer than expected."""
+"""Tests learning from answers that took longer than expected."""
 
 import random
 import statistics

@@ -1,4 +1,4 @@
-"""What tests of runners share with those of other rooms."""
+"""Shares fixtures of other rooms with tests of runners."""
 
 from tests.serving.int8_prefill.conftest import calibrated_bundle
 

@@ -1,4 +1,4 @@
-"""What rounds learn from a verdict, and how plain tokens come while drafting pauses."""
+"""Tests what a verdict teaches, and how plain tokens come while drafting pauses."""
 
 import dataclasses
 import threading

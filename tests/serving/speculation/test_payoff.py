@@ -1,4 +1,4 @@
-"""When drafting is given up, and tried again."""
+"""Tests when drafting is given up, and tried again."""
 
 from serving.speculation.payoff import Payoff
 

@@ -1,4 +1,4 @@
-"""What trees of each size take: learned from any of them, and not unlearned by a stall."""
+"""Tests the times of trees by size: learned from any of them, and not unlearned by a stall."""
 
 import numpy as np
 import pytest

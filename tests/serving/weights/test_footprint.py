@@ -1,4 +1,4 @@
-"""What a budget counts besides weights, against what graphs take."""
+"""Tests the memory that a budget counts besides weights, against what buckets take."""
 
 import dataclasses
 

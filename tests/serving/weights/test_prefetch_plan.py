@@ -1,4 +1,4 @@
-"""How a budget is spent, in exact small cases."""
+"""Tests the division of a budget, in exact small cases."""
 
 import pytest
 

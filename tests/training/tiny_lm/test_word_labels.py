@@ -1,4 +1,4 @@
-"""What words say for an answer: against differences of losses, and labels by hand."""
+"""Tests the support of words for an answer: against differences of losses, and labels by hand."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Who is foreseen, by whom, and how far."""
+"""Tests which experts each predictor foresees, and how far ahead."""
 
 import numpy as np
 
