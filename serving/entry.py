@@ -3,8 +3,10 @@
 This module imports only what Python has loaded anyway, so that the handler is installed before the imports
 that take most of a start. During an import the handler ends the process at once: an exception while NumPy or
 JAX are imported leaves them incomplete, which ends in crashes. Everywhere else it raises KeyboardInterrupt,
-so that unfinished files are removed, and commands may continue (`jaxllm chat`). After an interrupt nothing is
-torn down: threads of compilers and readers still run, and must not outlive what they use.
+so that unfinished files are removed, and commands may continue (`jaxllm chat`). Python drops an exception
+that is raised in a finalizer or in a callback of the garbage collector: the interrupt is then sent again,
+until it meets code that can end. After an interrupt nothing is torn down: threads of compilers and readers
+still run, and must not outlive what they use.
 """
 
 import os
@@ -14,6 +16,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 INTERRUPTED = 130
+_AGAIN_S = 0.001
 _IMPORTING = "<frozen importlib._bootstrap>"
 
 
@@ -22,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The parent process may have it ignore Ctrl-C (`nohup`, a shell's background).
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGALRM, _interrupt)
+        sys.unraisablehook = _dropped
     try:
         from serving import cli
 
@@ -29,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SystemExit as end:
         if end.code != INTERRUPTED:
             # The command has ended: an interrupt from here on would only disturb the exit.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _ignore_interrupts()
             raise
     except KeyboardInterrupt:
         pass
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Handles SIGINT."""
+    """Handles SIGINT, and the timer that sends it again."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:
             _end(INTERRUPTED)
@@ -45,9 +50,23 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _dropped(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Sends an interrupt again that Python has dropped; reports every other exception as Python does."""
+    if unraisable.exc_type is KeyboardInterrupt:
+        # Not at once: this hook itself runs where exceptions are dropped.
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
+def _ignore_interrupts() -> None:
+    for number in (signal.SIGINT, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _end(code: int) -> None:
     """Flushes the output streams and ends the process at once."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _ignore_interrupts()
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -118,6 +118,46 @@ entry.main()
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("finalizer", ["weakref.finalize(a, interrupt)", "weakref.ref(a, interrupt)"])
+def test_in_a_finalizer(finalizer: str) -> None:
+    """Python drops exceptions there, the interrupt must not be dropped."""
+    script = f"""
+import os, signal, sys, time, weakref
+from serving import cli, entry
+class A: pass
+def interrupt(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)
+def command(arguments):
+    a = A()
+    kept = {finalizer}
+    print("began")
+    del a
+    time.sleep(60)
+cli.main = command
+entry.main()
+"""
+    assert ended(started(script=script)) == (entry.INTERRUPTED, "began\n", "")
+
+
+def test_other_exceptions_in_a_finalizer_are_reported() -> None:
+    script = """
+import sys
+from serving import cli, entry
+class A:
+    def __del__(self):
+        raise ValueError("of a finalizer")
+def command(arguments):
+    A()
+    sys.exit(0)
+cli.main = command
+entry.main()
+"""
+    code, out, err = ended(started(script=script))
+    assert (code, out) == (0, "")
+    assert "ValueError: of a finalizer" in err
+
+
 def test_behind_the_end_of_the_command() -> None:
     script = """
 import atexit, os, signal, sys
