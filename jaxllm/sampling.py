@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
-from jaxllm.kernels import native
+from jaxllm.kernels import native, native_products
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
@@ -224,7 +224,7 @@ def largest(logits: jax.Array) -> jax.Array:
 
     if not native.kernels().native:
         return in_two_passes(logits)
-    return jax.lax.platform_dependent(logits, cpu=native.largest, default=in_two_passes)
+    return jax.lax.platform_dependent(logits, cpu=native_products.largest, default=in_two_passes)
 
 
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:

@@ -12,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kernels import native_experts
+from jaxllm.kernels.native_call import value
 from jaxllm.kernels.platforms import natively
+from jaxllm.kernels.weight_table import TableArray
 from jaxllm.nn.layers import Norm
 from jaxllm.nn.layers import normalize as normalized
 from jaxllm.nn.linear import to_units
@@ -42,7 +44,7 @@ class Routing:
 
 def route(
     x: jax.Array,
-    router: Weight,
+    router: Weight | TableArray,
     *,
     experts_per_token: int,
     normalize: bool,
@@ -64,17 +66,17 @@ def route(
       bit for bit what it is alone, because a near tie that flips changes the answer.
     """
 
-    def by_xla(x: jax.Array, router: Weight, norm: Norm | None) -> Routing:
-        logits = to_units(x if norm is None else normalized(x, norm), router)
+    def by_xla(x: jax.Array, router: Weight | TableArray, norm: Norm | None) -> Routing:
+        logits = to_units(x if norm is None else normalized(x, norm), _matrix(router))
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
         if normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         return Routing(logits=logits, ids=ids, weights=weights)
 
-    def by_kernel(x: jax.Array, router: Weight, norm: Norm | None) -> Routing:
+    def by_kernel(x: jax.Array, router: Weight | TableArray, norm: Norm | None) -> Routing:
         logits, weights, ids = native_experts.route(
             x.reshape(-1, x.shape[-1]),
-            dequantize(router, jnp.dtype(jnp.float32)),
+            router if isinstance(router, TableArray) else dequantize(router, jnp.dtype(jnp.float32)),
             experts_per_token=experts_per_token,
             normalize=normalize,
             norm_scale=None if norm is None else norm.scale,
@@ -87,6 +89,10 @@ def route(
     if differentiable or (norm is not None and norm.bias is not None):
         return by_xla(x, router, norm)
     return natively(by_kernel, by_xla, x, router, norm)
+
+
+def _matrix(router: Weight | TableArray) -> Weight:
+    return value(router) if isinstance(router, TableArray) else router
 
 
 def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:

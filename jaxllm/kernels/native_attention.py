@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.kernels.native import optional, target, unit_counts
+from jaxllm.kernels.native import target
+from jaxllm.kernels.native_call import call
+from jaxllm.kernels.native_operands import count_operand, counts_operand, optional
 from jaxllm.kernels.used_units import UsedUnits
 
 
@@ -22,6 +24,7 @@ def attention(
     valid: jax.Array,
     mass: jax.Array | None = None,
     *,
+    slot: jax.Array | None = None,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,
@@ -34,89 +37,85 @@ def attention(
       q: queries `[B, T, K, G, H]` float32.
       k, v: new keys and values `[B, T, K, H]` float32.
       rotary: cos and sin `[T, R]`, or None.
-      keys, values: the cache `[B, K, S, H]`, float32 or float16; updated in place.
+      keys, values: the cache `[B, K, S, H]`, or a stack of them `[n, B, K, S, H]`, float32 or float16;
+        updated in place.
       positions: `[T]` int32, ascending.
       valid: int32 scalar; the first `valid` tokens are real, the others are neither written nor counted.
       mass: `[B, S]` float32, to which the attention of valid queries is added; for a tree `[B, 1 + T, S]`,
         where that of token t is added to entry 1 + t; or None.
+      slot: int32 scalar, which of the stack; None without one.
       scale, softcap, window: see `jaxllm.nn.layers.cached_attention`.
       used: how many of the K kv heads are written and attended to; outputs of the others are undefined.
       tree: rows of the new tokens `[T]` int32, ascending; the base row, int32 scalar, before which all rows
         are attended to; and which of the N rows from the base on each token attends to, `[T, N]` bool.
 
     Returns:
-      Outputs `[B, T, K, G, H]` float32; keys, values and mass.
+      Outputs `[B, T, K, G, H]` float32, undefined for tokens of a single sequence that are not valid; keys,
+      values and mass.
     """
     seen = optional(mass)
-    counts, indices = unit_counts(used)
     nothing = (positions, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.bool_))
     rows, base, told = nothing if tree is None else tree
-    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)]
-    call = jax.ffi.ffi_call(target("attention"), results, input_output_aliases={5: 1, 6: 2, 7: 3})
     cos, sin = (None, None) if rotary is None else rotary
     out, keys, values, seen = call(
-        q,
-        k,
-        v,
-        optional(cos),
-        optional(sin),
-        keys,
-        values,
-        seen,
-        rows,
-        positions,
-        valid,
-        base,
-        told,
-        counts,
+        "attention",
+        [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen)],
+        (
+            q, k, v, optional(cos), optional(sin), keys, values, seen, count_operand(slot), rows, positions,
+            valid, base, told,
+        ),
+        (counts_operand(used),),
+        aliases={5: 1, 6: 2, 7: 3},
         scale=np.float32(scale),
         softcap=np.float32(softcap),
         window=np.int64(window),
-        heads_at=indices["units_at"],
-    )
+        heads_at=np.int64(-1 if used is None else used.column),
+    )  # fmt: skip
     return out, keys, values, None if mass is None else seen
 
 
 def load_chunks(
-    pasts: Sequence[tuple[jax.Array, jax.Array]],
+    stacks: Sequence[tuple[jax.Array, jax.Array]],
+    places: Sequence[tuple[int, int]],
     extents: jax.Array,
     bits: jax.Array,
+    counts: jax.Array | None = None,
     *,
     tokens: int,
     keys_by_token: bool,
     values_by_token: bool,
     rotated: bool,
-    used: Sequence[UsedUnits | None] = (),
 ) -> tuple[tuple[jax.Array, jax.Array], ...]:
     """Decodes chunks of `tokens` tokens into the caches of some layers, in place.
 
     The caller must keep the blobs in memory, unchanged, until the dispatch has ended.
 
     Args:
-      pasts: per layer, keys and values `[1, K, S, H]`; S and H are the same for all layers.
+      stacks: keys and values of stacks of layers, `[n, 1, K, S, H]`; S and H are the same for all.
+      places: per layer, its stack and its slot in it.
       extents: `[L, N, 3]` uint32, of chunk i of layer l the lower and the upper half of its address in this
         process, and its size in bytes, which must be that of its width: a blob of `jaxllm.kv.codecs`.
       bits: `[N]` int32, width of each chunk; 0 for raw floats, negative for no chunk.
+      counts: `[L]` int32, how many of the K kv heads a layer's blobs have; None: all.
       tokens: of a chunk (C).
       keys_by_token, values_by_token, rotated: see `jaxllm.kv.codecs.Codec`.
-      used: per layer, how many of the K kv heads its blobs have; empty: all.
     """
-    counts, indices = zip(*[unit_counts(each) for each in used or [None] * len(pasts)], strict=True)
-    flat = [rows for past in pasts for rows in past]
+    flat = [rows for stack in stacks for rows in stack]
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in flat]
     aliases = {3 + place: place for place in range(len(flat))}
-    call = jax.ffi.ffi_call(target("load_chunks"), results, input_output_aliases=aliases)
-    loaded = call(
+    kernel = jax.ffi.ffi_call(target("load_chunks"), results, input_output_aliases=aliases)
+    loaded = kernel(
         extents,
         bits,
-        # The counts are those of the whole model, the same array for all layers.
-        counts[0],
+        count_operand(counts),
         *flat,
         tokens=np.int64(tokens),
         keys_by_token=keys_by_token,
         values_by_token=values_by_token,
         rotated=rotated,
-        heads_at=np.array([each["units_at"] for each in indices], np.int64),
+        heads_at=np.arange(len(places), dtype=np.int64),
+        stacks=np.array([stack for stack, _ in places], np.int64),
+        slots=np.array([slot for _, slot in places], np.int64),
     )
     return tuple(zip(loaded[::2], loaded[1::2], strict=True))
 

@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import Activation
-from jaxllm.kernels.native import ACTIVATIONS, optional, target
+from jaxllm.kernels.native import target
+from jaxllm.kernels.native_call import call
+from jaxllm.kernels.native_operands import ACTIVATIONS, nothing, optional
+from jaxllm.kernels.weight_table import Operand
 from jaxllm.quant import BlockedArray
 
 # Gate, up and down of one expert.
@@ -19,27 +22,29 @@ ExpertBlocks = tuple[BlockedArray, BlockedArray, BlockedArray]
 
 def route(
     x: jax.Array,
-    router: jax.Array,
+    router: Operand,
     *,
     experts_per_token: int,
     normalize: bool,
-    norm_scale: jax.Array | None = None,
+    norm_scale: Operand | None = None,
     norm_eps: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The routing of tokens `x` `[M, D]` float32, after an RMS norm if given, by a router `[E, D]` float32:
     logits `[M, E]` float32, weights `[M, k]` float32 and ids `[M, k]` int32 (see
     `jaxllm.experts.routing.route`)."""
     chosen = (x.shape[0], experts_per_token)
-    call = jax.ffi.ffi_call(
-        target("route"),
+    logits, weights, ids = call(
+        "route",
         [
             jax.ShapeDtypeStruct((x.shape[0], router.shape[0]), jnp.float32),
             jax.ShapeDtypeStruct(chosen, jnp.float32),
             jax.ShapeDtypeStruct(chosen, jnp.int32),
         ],
+        (x,),
+        (optional(norm_scale), router),
+        eps=np.float32(norm_eps),
+        normalized=normalize,
     )
-    eps = np.float32(norm_eps)
-    logits, weights, ids = call(x, optional(norm_scale), router, eps=eps, normalized=normalize)
     return logits, weights, ids
 
 
@@ -47,11 +52,11 @@ def visits(
     x: jax.Array,
     tiles: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     experts: Sequence[ExpertBlocks],
-    adapters: Sequence[tuple[jax.Array, jax.Array] | None],
+    adapters: Sequence[tuple[Operand, Operand] | None],
     pairs: int,
     *,
     activation: Activation,
-    norm_scale: jax.Array | None,
+    norm_scale: Operand | None,
     norm_eps: float,
 ) -> jax.Array:
     """The outputs of experts for tokens `x`, after an RMS norm if given.
@@ -65,18 +70,18 @@ def visits(
       pairs: rows of the result.
       activation, norm_scale, norm_eps: see `native.feed_forward`.
     """
-    call = jax.ffi.ffi_call(target("experts"), jax.ShapeDtypeStruct((pairs, x.shape[-1]), jnp.float32))
-    nothing = jnp.zeros((0,), jnp.float32)
-    sides = [each or (nothing, nothing) for each in adapters]
+    sides = [each or (nothing(), nothing()) for each in adapters]
     return call(
-        x,
-        optional(norm_scale),
-        *tiles,
-        *(side.astype(jnp.float32) for both in sides for side in both),
-        *(part for expert in experts for weight in expert for part in (weight.data, weight.scale)),
+        "experts",
+        jax.ShapeDtypeStruct((pairs, x.shape[-1]), jnp.float32),
+        (x, *tiles),
+        (
+            optional(norm_scale),
+            *(side for both in sides for side in both),
+            *(part for expert in experts for weight in expert for part in (weight.data, weight.scale)),
+        ),
         bits=np.array([expert[0].bits for expert in experts], np.int64),
         groups=np.array([expert[0].group for expert in experts], np.int64),
-        ranks=np.array([0 if each is None else each[0].shape[1] for each in adapters], np.int64),
         units=np.int64(experts[0][1].shape[0]),
         activation=np.int64(ACTIVATIONS.index(activation)),
         eps=np.float32(norm_eps),
@@ -89,5 +94,5 @@ def sum_visits(
     """Each token's sum of its rows in `visits` `[P, D]` float32, at indices `places` `[M, k]` int32, by
     `weights` `[M, k]` float32, plus `residual` `[M, D]` float32 if given: `[M, D]` float32."""
     shape = jax.ShapeDtypeStruct((places.shape[0], visits.shape[-1]), jnp.float32)
-    call = jax.ffi.ffi_call(target("sum_visits"), shape)
-    return call(visits, places, weights, optional(residual))
+    kernel = jax.ffi.ffi_call(target("sum_visits"), shape)
+    return kernel(visits, places, weights, optional(residual))

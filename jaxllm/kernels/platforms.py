@@ -8,15 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.kernels import native
+from jaxllm.kernels.weight_table import TableArray
 
 Out = TypeVar("Out")
 
 
 def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:
     """`by_kernel` with x in float32 if the step is compiled for a CPU with native kernels, else `by_xla`.
-    Floats of the result have the dtype of x."""
+    Floats of the result have the dtype of x. Operands in a weight table take `by_kernel`, which alone reads
+    them."""
+    in_table = any(map(_in_table, jax.tree.leaves(operands, is_leaf=_in_table)))
     # XLA cannot partition an FFI call over the devices of a mesh.
-    if not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1:
+    elsewhere = not native.kernels().native or jax.sharding.get_abstract_mesh().size > 1
+    if elsewhere and not in_table:
         return by_xla(x, *operands)
     dtype = x.dtype
 
@@ -26,7 +30,11 @@ def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.A
     def widened(x: jax.Array, *operands: Any) -> Out:
         return jax.tree.map(typed, by_kernel(x.astype(jnp.float32), *operands))
 
-    return on_platform(widened, by_xla, (x, *operands))
+    return widened(x, *operands) if in_table else on_platform(widened, by_xla, (x, *operands))
+
+
+def _in_table(operand: Any) -> bool:
+    return isinstance(operand, TableArray)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -16,8 +16,7 @@ from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
-from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.layer import (
     Attend,
     attend_cache,
@@ -28,6 +27,7 @@ from jaxllm.models.layer import (
     run_layer,
 )
 from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_stack import over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import (
@@ -119,14 +119,17 @@ def forward_at(
     at.check(axes)
     cache.check(axes)
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
-    kept, mass = [], cache.mass
-    for layer in range(cfg.layers):
-        past = (cache.keys[layer], cache.values[layer])
-        x, past, mass = forward_layer(params, x, at, past, mass, cfg=cfg, layer=layer, padded=padded)
-        kept.append(past)
-    x = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
-    keys, values = zip(*kept, strict=True)
-    return x, KVCache(keys=keys, values=values, length=cache.length, mass=mass)
+
+    def layer(
+        carry: tuple[jax.Array, KVCache], weights: LayerParams, like: int, number: jax.Array | int
+    ) -> tuple[jax.Array, KVCache]:
+        x, cache = carry
+        past = cache.past(like, number)
+        x, past, mass = forward_layer(weights, x, at, past, cache.mass, cfg=cfg, layer=like, padded=padded)
+        return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
+
+    x, cache = over_layers(params, cfg, layer, (x, cache))
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), cache
 
 
 def embed_tokens(
@@ -147,16 +150,16 @@ def embed_tokens(
 
 
 def forward_layer(
-    params: Params,
+    weights: LayerParams,
     x: jax.Array,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     mass: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     layer: int,
     padded: bool = True,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
+) -> tuple[jax.Array, Past, jax.Array | None]:
     """One layer of `forward`, over new tokens at any positions of a cache.
 
     The positions need not be consecutive. Keys and values of the new tokens are written first; then each
@@ -164,44 +167,42 @@ def forward_layer(
     what each would give alone, bit for bit where native kernels compute them.
 
     Args:
-      params: at least the layer's parameters.
+      weights: the layer's parameters.
       x: `[B, T, D]`, the layer's input.
       at: positions of the tokens.
-      past: keys and values of this layer `[B, K, S, H]`.
+      past: keys and values of this layer.
       mass: see `KVCache`; None if attention mass is not counted.
       cfg: the model.
-      layer: its index.
-      padded: whether some tokens may be padding.
+      layer: its index, or that of a layer that equals it.
+      padded: whether some tokens may be padding; outputs of padding are undefined.
 
-      Returns:
+    Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
-    live = jnp.arange(x.shape[1], dtype=jnp.int32) < at.valid if padded else None
-    weights, rowwise = LayerParams(params, f"layers.{layer}."), at.tree is not None
-    x, (keys, values, mass), _ = run_layer(weights, x, cfg, layer, attend, live=live, rowwise=rowwise)
-    return x, (keys, values), mass
+    valid = at.valid if padded else None
+    x, (past, mass), _ = run_layer(weights, x, cfg, layer, attend, valid=valid, rowwise=at.tree is not None)
+    return x, past, mass
 
 
 def forward_to_experts(
-    params: Params,
+    weights: LayerParams,
     x: jax.Array,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     mass: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[jax.Array, Routing, tuple[jax.Array, jax.Array], jax.Array | None]:
+) -> tuple[jax.Array, Routing, Past, jax.Array | None]:
     """`forward_layer` of a sparse layer up to its experts.
 
     Returns:
       The input of the experts, the routing of the tokens, the updated keys and values, and the updated mass.
     """
-    weights = LayerParams(params, f"layers.{layer}.")
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
-    x, (keys, values, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None)
-    return x, chosen_experts(weights, x, cfg), (keys, values), mass
+    x, (past, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None)
+    return x, chosen_experts(weights, x, cfg), past, mass
 
 
 def forward_documents(
@@ -293,7 +294,7 @@ def _forward_documents(
             _document_layer, cfg=cfg, layer=layer, attend=attend, differentiable=differentiable
         )
         # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
-        weights = {name: params[name] for name in params if name.startswith(prefix) or name == PARAMETER}
+        weights = {name: params[name] for name in params if name.startswith(prefix)}
         x, routing = (jax.checkpoint(run) if remat else run)(weights, x)
         routings += [] if routing is None else [routing]
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), routings

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import Routing, route
-from jaxllm.kernels.used_units import UsedUnits, used_in_layer
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import (
@@ -37,29 +37,44 @@ def run_layer(
     layer: int,
     attend: Attend[Kept],
     *,
-    live: jax.Array | None = None,
+    valid: jax.Array | None = None,
     differentiable: bool = False,
     rowwise: bool = False,
 ) -> tuple[jax.Array, Kept, Routing | None]:
     """One layer of `x` `[B, T, D]`: its output, what `attend` keeps, and the routing if it is sparse.
 
-    `live` `[T]` bool: which tokens are real; experts skip the others. For `rowwise` see `linear.py`.
+    The first `valid` of the T tokens, an int32 scalar, are real: outputs of the others are undefined. For
+    `rowwise` see `linear.py`.
     """
-    x, kept = attended(weights, x, cfg, layer, attend, rowwise)
+    live = live_rows(x, valid)
+    x, kept = attended(weights, x, cfg, layer, attend, rowwise, valid)
     routing = None
     if cfg.is_sparse(layer):
-        mixed, routing = _experts(weights, x, cfg, live=live, differentiable=differentiable)
+        real = None if valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < valid
+        mixed, routing = _experts(weights, x, cfg, live=real, differentiable=differentiable)
     else:
-        mixed = _ffn(weights, x, cfg, used_in_layer(weights.counts, layer)[1], rowwise)
-    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+        mixed = _ffn(weights, x, cfg, rowwise, live)
+    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), live) if cfg.post_norms else mixed
     return x, kept, routing
 
 
+def live_rows(x: jax.Array, valid: jax.Array | None) -> jax.Array | None:
+    """How many rows of `x` `[B, T, D]` products compute, if the first `valid` of the T tokens are real: of
+    several sequences all."""
+    return valid if x.shape[0] == 1 else None
+
+
 def attended(
-    weights: LayerParams, x: jax.Array, cfg: ModelConfig, layer: int, attend: Attend[Kept], rowwise: bool
+    weights: LayerParams,
+    x: jax.Array,
+    cfg: ModelConfig,
+    layer: int,
+    attend: Attend[Kept],
+    rowwise: bool,
+    valid: jax.Array | None = None,
 ) -> tuple[jax.Array, Kept]:
     """The first half of a layer: attention, and what `attend` keeps."""
-    groups, _ = used_in_layer(weights.counts, layer)
+    live, (groups, _) = live_rows(x, valid), weights.used
     q, k, v = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
@@ -67,6 +82,7 @@ def attended(
         [weights.vector(f"attn.{name}_bias") for name in "qkv"],
         used=groups,
         rowwise=rowwise,
+        live=live,
     )
     out, kept = attend(normed_heads(weights, q, k, v, cfg), groups)
     out = out.reshape(*out.shape[:3], -1)
@@ -79,8 +95,11 @@ def attended(
         residual=residual,
         used=groups,
         rowwise=rowwise,
+        live=live,
     )
-    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed, kept
+    if not cfg.post_norms:
+        return mixed, kept
+    return add_normed(x, mixed, weights.norm("attn_post_norm", cfg), live), kept
 
 
 def normed_heads(weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig) -> Heads:
@@ -109,22 +128,22 @@ def attend_cache(
     cfg: ModelConfig,
     layer: int,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     mass: jax.Array | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array | None]]:
+) -> tuple[jax.Array, tuple[Past, jax.Array | None]]:
     """Attention of new tokens over a cache, into which their keys and values are written; for the other
     arguments see `decoder.forward_layer`.
 
     Returns:
-      Outputs in the shape of the queries; and the updated keys, values and mass.
+      Outputs in the shape of the queries; and the updated keys and values, and mass.
     """
     window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
     # XLA computes angles and masks that layers share only once.
     rotary = None if rope is None else rotary_cos_sin(at.positions, rope)
-    mask = at.visible(past[0].shape[2], window)
+    mask = at.visible(past.capacity_tokens, window)
     options = AttentionOptions(scale=cfg.attention_scale, softcap=cfg.attention_softcap, window=window)
-    out, keys, values, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
-    return out, (keys, values, mass)
+    out, past, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
+    return out, (past, mass)
 
 
 def attend_documents(
@@ -156,7 +175,7 @@ def rotary_by_rope(positions: jax.Array, cfg: ModelConfig) -> dict[RopeConfig | 
 
 
 def _ffn(
-    weights: LayerParams, x: jax.Array, cfg: ModelConfig, used: UsedUnits | None, rowwise: bool
+    weights: LayerParams, x: jax.Array, cfg: ModelConfig, rowwise: bool, live: jax.Array | None
 ) -> jax.Array:
     """Feed-forward block of `x` `[B, T, D]`, gated or plain; x is added here unless a norm comes between."""
     gated = cfg.gated_ffn
@@ -168,9 +187,10 @@ def _ffn(
         down_bias=weights.vector("ffn.down_bias"),
         gate_bias=weights.vector("ffn.gate_bias") if gated else None,
     )
-    norm = weights.norm("ffn_norm", cfg)
+    norm, (_, used) = weights.norm("ffn_norm", cfg), weights.used
+    add_input = not cfg.post_norms
     return feed_forward(
-        x, norm, block, cfg.activation, add_input=not cfg.post_norms, used=used, rowwise=rowwise
+        x, norm, block, cfg.activation, add_input=add_input, used=used, rowwise=rowwise, live=live
     )
 
 

@@ -1,11 +1,14 @@
 """Looks up the parameters of one layer by their names within it."""
 
+from collections.abc import Mapping
+
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.models.parameters import Params
+from jaxllm.kernels.native_call import value
+from jaxllm.kernels.used_units import PARAMETER, UsedUnits, used_units
+from jaxllm.kernels.weight_table import Operand, TableArray
 from jaxllm.nn.layers import Norm
 from jaxllm.quant import Weight
 
@@ -13,28 +16,32 @@ from jaxllm.quant import Weight
 class LayerParams:
     """The parameters under one prefix."""
 
-    def __init__(self, params: Params, prefix: str) -> None:
+    def __init__(self, params: Mapping[str, Weight | Operand], prefix: str) -> None:
         self._params, self._prefix = params, prefix
 
     def __getitem__(self, name: str) -> Weight:
-        return self._params[self._prefix + name]
+        return self._params[self._prefix + name]  # pyright: ignore[reportReturnType]: of a router, an operand
 
     @property
-    def counts(self) -> jax.Array | None:
-        """Counts of used units of all layers, where units are used in part (see
+    def used(self) -> tuple[UsedUnits | None, UsedUnits | None]:
+        """The used kv groups and the used neurons, None where all are used (see
         `jaxllm.kernels.used_units`)."""
-        found = self._params.get(PARAMETER)
-        assert found is None or isinstance(found, jax.Array | np.ndarray)
+        return used_units(self.operand(PARAMETER))
+
+    def operand(self, name: str) -> Operand | None:
+        """A parameter that is a vector or small matrix, as native kernels take it; None if the model does not
+        have it."""
+        found = self._params.get(self._prefix + name)
+        assert found is None or isinstance(found, jax.Array | np.ndarray | TableArray)
         return found
 
     def vector(self, name: str) -> jax.Array | None:
         """A parameter that is a vector, such as a bias; None if the model does not have it."""
-        found = self._params.get(self._prefix + name)
-        assert found is None or isinstance(found, jax.Array | np.ndarray)
-        return found
+        found = self.operand(name)
+        return None if found is None else value(found)
 
     def norm(self, name: str, cfg: ModelConfig) -> Norm:
         """A norm's scale, and its bias if it has one."""
-        scale = self.vector(f"{name}.scale")
+        scale = self.operand(f"{name}.scale")
         assert scale is not None
-        return Norm(scale=scale, bias=self.vector(f"{name}.bias"), eps=cfg.norm_eps)
+        return Norm(scale=scale, bias=self.operand(f"{name}.bias"), eps=cfg.norm_eps)

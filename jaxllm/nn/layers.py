@@ -13,8 +13,10 @@ import numpy as np
 
 from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native, native_attention
+from jaxllm.kernels.native_call import value
 from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kernels.weight_table import Operand, TableArray
+from jaxllm.kv.cache import Past, TokenPositions
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -25,16 +27,16 @@ MASKED = -1e30
 class Norm:
     """A norm over the last axis: layer norm where there is a `bias`, else root-mean-square norm."""
 
-    scale: jax.Array
-    bias: jax.Array | None
+    scale: Operand
+    bias: Operand | None
     eps: float = dataclasses.field(metadata={"static": True})
 
 
 def normalize(x: jax.Array, norm: Norm) -> jax.Array:
     """`norm` of `x` `[..., D]`."""
     if norm.bias is None:
-        return rms_norm(x, norm.scale, norm.eps)
-    return layer_norm(x, norm.scale, norm.bias, norm.eps)
+        return rms_norm(x, value(norm.scale), norm.eps)
+    return layer_norm(x, value(norm.scale), value(norm.bias), norm.eps)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -211,14 +213,14 @@ class AttentionOptions:
 def cached_attention(
     new: Heads,
     rotary: tuple[jax.Array, jax.Array] | None,
-    cache: tuple[jax.Array, jax.Array],
+    past: Past,
     mask: jax.Array,
     at: TokenPositions,
     mass: jax.Array | None = None,
     *,
     options: AttentionOptions,
     used: UsedUnits | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, Past, jax.Array | None]:
     """Rotates queries and new keys, writes new keys and values into a layer's cache, and attends over it.
 
     The native kernel reads only the positions in use; XLA, whose shapes are static, reads the whole cache.
@@ -226,7 +228,7 @@ def cached_attention(
     Args:
       new: queries, and keys and values to write.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
-      cache: keys and values `[B, K, S, H]`.
+      past: the layer's keys and values.
       mask: `[T, S]` bool, `at.visible` with the same window.
       at: positions of the new tokens in the cache, and how many of them are real; the others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 + T,
@@ -236,44 +238,48 @@ def cached_attention(
         they add nothing to the mass.
 
     Returns:
-      Outputs `[B, T, K, G, H]` in q's dtype, the updated keys and values of the cache, and the updated mass.
+      Outputs `[B, T, K, G, H]` in q's dtype (undefined for tokens that are not real), the updated keys and
+      values, and the updated mass.
     """
     q, k, v = new
     scale, softcap, window = options.scale, options.softcap, options.window
 
-    def by_kernel(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
+    def by_kernel(q: jax.Array, past: Past, mass: jax.Array | None):
         wide = jnp.float32
         out, keys, values, mass = native_attention.attention(
             q.astype(wide),
             k.astype(wide),
             v.astype(wide),
             rotary,
-            keys,
-            values,
+            past.keys,
+            past.values,
             at.positions,
             at.valid,
             mass,
+            slot=past.slot,
             tree=None if at.tree is None else (at.tree.rows, at.tree.base, at.tree.mask),
             scale=scale,
             softcap=softcap,
             window=window,
             used=used,
         )
-        return out.astype(q.dtype), keys, values, mass
+        return out.astype(q.dtype), dataclasses.replace(past, keys=keys, values=values), mass
 
-    def by_xla(q: jax.Array, keys: jax.Array, values: jax.Array, mass: jax.Array | None):
+    def by_xla(q: jax.Array, past: Past, mass: jax.Array | None):
         turned = k if rotary is None else rotate(k, *rotary)
         q = q if rotary is None else rotate(q, *rotary)
-        keys = at.write(keys, turned.transpose(0, 2, 1, 3))
-        values = at.write(values, v.transpose(0, 2, 1, 3))
+        past = past.written(at, turned.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+        keys, values = past.own
         weights = _weights(q, keys, mask, scale=scale, softcap=softcap)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
             seen = jnp.where(real[None, None, :, None, None], weights, 0.0)
             seen = seen if used is None else used.only(seen, 1)
             mass = mass + seen.sum((1, 2, 3)) if mass.ndim == 2 else mass.at[:, 1:].add(seen.sum((1, 3)))
-        return _weighted(values, weights, q), keys, values, mass
+        return _weighted(values, weights, q), past, mass
 
-    if not native.kernels().native or cache[0].dtype not in (jnp.float32, jnp.float16):
-        return by_xla(q, *cache, mass)
-    return jax.lax.platform_dependent(q, *cache, mass, cpu=by_kernel, default=by_xla)
+    if not native.kernels().native or past.keys.dtype not in (jnp.float32, jnp.float16):
+        return by_xla(q, past, mass)
+    if used is not None and isinstance(used.counts, TableArray):
+        return by_kernel(q, past, mass)
+    return jax.lax.platform_dependent(q, past, mass, cpu=by_kernel, default=by_xla)

@@ -17,6 +17,9 @@ With a `step`, activations are quantized to 8-bit integer multiples of it, clipp
 weight's format (mllm-NPU, arXiv 2407.05858, equation 1, without its outliers: see
 `jaxllm.int8_prefill.shadow`).
 
+With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
+result are undefined. Native products alone save this work.
+
 With `rowwise`, native products give each token bit for bit what it gets alone, which verification of drafted
 tokens needs. 8-bit products always do; at fewer bits products of many tokens are slower this way.
 
@@ -29,18 +32,20 @@ their activations, and in float weights.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxllm.config import Activation
-from jaxllm.kernels import converted, native, stepwise
+from jaxllm.kernels import converted, native_products, stepwise
+from jaxllm.kernels.native import kernels
+from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.nn.layers import Norm, activate, normalize
 from jaxllm.quant import (
     Adapted,
-    AdaptedFromBuffer,
     BlockedArray,
     FirstUnits,
     OwnProduct,
@@ -77,6 +82,32 @@ class FeedForward:
         return any(bias is not None for bias in (self.up_bias, self.down_bias, self.gate_bias))
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """What a product may be given besides activations and weights (see the module docstring)."""
+
+    used: UsedUnits | None
+    step: jax.Array | None
+    live: jax.Array | None
+
+    def named(self) -> dict[str, Any]:
+        return {"used": self.used, "step": self.step, "live": self.live}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _BlockOptions:
+    """`_Options` of a feed-forward block."""
+
+    used: UsedUnits | None
+    steps: Steps | None
+    live: jax.Array | None
+
+    def named(self) -> dict[str, Any]:
+        return {"used": self.used, "steps": self.steps, "live": self.live}
+
+
 def to_units(
     x: jax.Array,
     weight: Weight,
@@ -85,24 +116,23 @@ def to_units(
     used: UsedUnits | None = None,
     rowwise: bool = False,
     step: jax.Array | None = None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     rows = x.reshape(-1, width)
 
-    def by_kernel(
-        rows: jax.Array, weight: native.Adaptable, used: UsedUnits | None, step: jax.Array | None
-    ) -> jax.Array:
-        return native.to_units(rows, [weight], used=used, rowwise=rowwise, step=step)[0]
+    def by_kernel(rows: jax.Array, weight: Adaptable, options: _Options) -> jax.Array:
+        return native_products.to_units(rows, [weight], rowwise=rowwise, **options.named())[0]
 
-    def by_xla(rows: jax.Array, weight: Weight, used: UsedUnits | None, step: jax.Array | None) -> jax.Array:
-        del used
-        return _to_units_by_xla(rows, weight, step)
+    def by_xla(rows: jax.Array, weight: Weight, options: _Options) -> jax.Array:
+        return _to_units_by_xla(rows, weight, options.step)
 
+    options = _Options(used, step, live)
     if in_blocks(weight):
-        out = natively(by_kernel, by_xla, rows, weight, used, step)
+        out = natively(by_kernel, by_xla, rows, weight, options)
     else:
-        out = by_xla(rows, weight, used, step)
+        out = by_xla(rows, weight, options)
     return _with_bias(out.reshape(*x.shape[:-1], *units), bias)
 
 
@@ -115,35 +145,31 @@ def normed_to_units(
     used: UsedUnits | None = None,
     rowwise: bool = False,
     step: jax.Array | None = None,
+    live: jax.Array | None = None,
 ) -> list[jax.Array]:
     """`to_units` of `norm(x)` with each weight."""
 
-    def apart(
-        x: jax.Array, norm: Norm, weights: Sequence[Weight], used: UsedUnits | None, step: jax.Array | None
-    ) -> list[jax.Array]:
+    def apart(x: jax.Array, norm: Norm, weights: Sequence[Weight], options: _Options) -> list[jax.Array]:
         normed = normalize(x, norm)
-        return [to_units(normed, weight, used=used, rowwise=rowwise, step=step) for weight in weights]
+        return [to_units(normed, weight, rowwise=rowwise, **options.named()) for weight in weights]
 
     def together(
-        x: jax.Array,
-        norm: Norm,
-        weights: Sequence[native.Adaptable],
-        used: UsedUnits | None,
-        step: jax.Array | None,
+        x: jax.Array, norm: Norm, weights: Sequence[Adaptable], options: _Options
     ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        products = native.to_units(
-            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, used=used, rowwise=rowwise, step=step
+        products = native_products.to_units(
+            rows, weights, norm_scale=norm.scale, norm_eps=norm.eps, rowwise=rowwise, **options.named()
         )
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
         ]
 
+    options = _Options(used, step, live)
     if norm.bias is None and _one_format(weights):
-        outs = natively(together, apart, x, norm, list(weights), used, step)
+        outs = natively(together, apart, x, norm, list(weights), options)
     else:
-        outs = apart(x, norm, weights, used, step)
+        outs = apart(x, norm, weights, options)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
 
 
@@ -156,6 +182,7 @@ def from_units(
     used: UsedUnits | None = None,
     rowwise: bool = False,
     step: jax.Array | None = None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
     `[..., D]` if there is one: `[..., D]`."""
@@ -163,31 +190,22 @@ def from_units(
     batch = h.shape[: h.ndim - len(units)]
 
     def by_kernel(
-        h: jax.Array,
-        weight: native.Adaptable,
-        residual: jax.Array | None,
-        used: UsedUnits | None,
-        step: jax.Array | None,
+        h: jax.Array, weight: Adaptable, residual: jax.Array | None, options: _Options
     ) -> jax.Array:
         rows = h.reshape(-1, math.prod(units))
         add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-        return native.from_units(rows, weight, residual=add, used=used, rowwise=rowwise, step=step)
+        return native_products.from_units(rows, weight, residual=add, rowwise=rowwise, **options.named())
 
-    def by_xla(
-        h: jax.Array,
-        weight: Weight,
-        residual: jax.Array | None,
-        used: UsedUnits | None,
-        step: jax.Array | None,
-    ) -> jax.Array:
-        h = h if used is None else used.only(h, len(batch))
-        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, step)
+    def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, options: _Options) -> jax.Array:
+        h = h if options.used is None else options.used.only(h, len(batch))
+        out = _from_units_by_xla(h.reshape(-1, math.prod(units)), weight, options.step)
         return out if residual is None else residual.reshape(out.shape) + out
 
+    options = _Options(used, step, live)
     if in_blocks(weight):
-        out = natively(by_kernel, by_xla, h, weight, residual, used, step)
+        out = natively(by_kernel, by_xla, h, weight, residual, options)
         return _with_bias(out.reshape(*batch, width), bias)
-    out = _with_bias(by_xla(h, weight, None, used, step).reshape(*batch, width), bias)
+    out = _with_bias(by_xla(h, weight, None, options).reshape(*batch, width), bias)
     return out if residual is None else residual + out
 
 
@@ -201,40 +219,30 @@ def feed_forward(
     used: UsedUnits | None = None,
     rowwise: bool = False,
     steps: Steps | None = None,
+    live: jax.Array | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`. `steps`: of
     the input of the first products, and of the input of `down` (see the module docstring)."""
 
-    def apart(
-        x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None, steps: Steps | None
-    ) -> jax.Array:
-        step, hidden_step = steps or (None, None)
+    def apart(x: jax.Array, norm: Norm, weights: FeedForward, options: _BlockOptions) -> jax.Array:
+        step, hidden_step = options.steps or (None, None)
+        shared = {"used": options.used, "live": options.live, "rowwise": rowwise}
         if weights.gate is None:
-            (up,) = normed_to_units(
-                x, norm, (weights.up,), (weights.up_bias,), used=used, rowwise=rowwise, step=step
-            )
+            (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), step=step, **shared)
             hidden = activate(up, activation)
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
-            gate, up = normed_to_units(x, norm, both, biases, used=used, rowwise=rowwise, step=step)
+            gate, up = normed_to_units(x, norm, both, biases, step=step, **shared)
             hidden = activate(gate, activation) * up
         residual = x if add_input else None
         return from_units(
-            hidden,
-            weights.down,
-            weights.down_bias,
-            residual=residual,
-            used=used,
-            rowwise=rowwise,
-            step=hidden_step,
+            hidden, weights.down, weights.down_bias, residual=residual, step=hidden_step, **shared
         )
 
-    def together(
-        x: jax.Array, norm: Norm, weights: FeedForward, used: UsedUnits | None, steps: Steps | None
-    ) -> jax.Array:
+    def together(x: jax.Array, norm: Norm, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         fused = norm.bias is None
         rows = (x if fused else normalize(x, norm)).reshape(-1, x.shape[-1])
-        out = native.feed_forward(
+        out = native_products.feed_forward(
             rows,
             weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
             weights.up,  # pyright: ignore[reportArgumentType]
@@ -243,32 +251,35 @@ def feed_forward(
             norm_scale=norm.scale if fused else None,
             norm_eps=norm.eps,
             residual=add_input and fused,
-            used=used,
             rowwise=rowwise,
-            steps=steps,
+            **options.named(),
         ).reshape(x.shape)
         return x + out if add_input and not fused else out
 
+    options = _BlockOptions(used, steps, live)
     if weights.biased or not _one_format(weights.weights):
-        return apart(x, norm, weights, used, steps)
-    return natively(together, apart, x, norm, weights, used, steps)
+        return apart(x, norm, weights, options)
+    return natively(together, apart, x, norm, weights, options)
 
 
-def add_normed(residual: jax.Array, x: jax.Array, norm: Norm) -> jax.Array:
+def add_normed(
+    residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None
+) -> jax.Array:
     """`residual + norm(x)`, `[..., D]`. Where native kernels run, each token's result is bit for bit what it
     is alone; XLA's would vary with what it fuses them with."""
 
-    def by_xla(x: jax.Array, residual: jax.Array, norm: Norm) -> jax.Array:
+    def by_xla(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
+        del live
         return residual + normalize(x, norm)
 
-    def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm) -> jax.Array:
+    def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
         rows = (-1, x.shape[-1])
         wide = residual.astype(jnp.float32).reshape(rows)
-        return native.add_normed(wide, x.reshape(rows), norm.scale, norm.eps).reshape(x.shape)
+        return native_products.add_normed(wide, x.reshape(rows), norm.scale, norm.eps, live).reshape(x.shape)
 
     if norm.bias is not None:
-        return by_xla(x, residual, norm)
-    return natively(by_kernel, by_xla, x, residual, norm)
+        return by_xla(x, residual, norm, live)
+    return natively(by_kernel, by_xla, x, residual, norm, live)
 
 
 def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype) -> jax.Array:
@@ -277,12 +288,12 @@ def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype) -> jax.Array:
     def by_xla(tokens: jax.Array) -> jax.Array:
         return embedding_rows(embedding, tokens, dtype)
 
-    if not isinstance(embedding, BlockedArray) or not native.kernels().native:
+    if not isinstance(embedding, BlockedArray) or not kernels().native:
         return by_xla(tokens)
     blocked = embedding
 
     def by_kernel(tokens: jax.Array) -> jax.Array:
-        return native.unit_rows(blocked, tokens).astype(dtype)
+        return native_products.unit_rows(blocked, tokens).astype(dtype)
 
     return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
 
@@ -302,14 +313,12 @@ def _one_format(weights: Sequence[Weight]) -> bool:
 
 def _stored(weight: Weight) -> Weight:
     """The weight without its adapter."""
-    return weight.base if isinstance(weight, Adapted | AdaptedFromBuffer) else weight
+    return weight.base if isinstance(weight, Adapted) else weight
 
 
 def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
     """Activations `[M, D]` times a weight `[*U, D]`: `[M, prod(U)]`."""
     width = weight.shape[-1]
-    if isinstance(weight, AdaptedFromBuffer):
-        return _to_units_by_xla(rows, weight.apart, step)
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -1)
     if isinstance(weight, Adapted):
@@ -335,8 +344,6 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = N
 def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = None) -> jax.Array:
     """Activations `[M, prod(U)]` times a weight `[*U, D]`: `[M, D]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
-    if isinstance(weight, AdaptedFromBuffer):
-        return _from_units_by_xla(rows, weight.apart, step)
     if isinstance(weight, OwnProduct):
         return weight.product(rows, dequantize(weight.base, rows.dtype).reshape(-1, width), -2)
     if isinstance(weight, FirstUnits):

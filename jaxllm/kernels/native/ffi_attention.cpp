@@ -6,23 +6,28 @@
 namespace jaxllm {
 namespace {
 
-// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H], mass [B, S] or
-// of a tree [B, 1 + T, S] or nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing,
-// and counts -> y like q, and caches and mass, in place. Of the K heads counts[heads_at] are used.
+// q [B, T, K, G, H], new k and v [B, T, K, H], cos and sin [T, rotary], caches [B, K, S, H] or of several
+// layers [n, B, K, S, H] and the layer's slot [] among them, mass [B, S] or of a tree [B, 1 + T, S] or
+// nothing, rows and positions [T], valid [], base [] and seen [T, N] or nothing -> y like q, and caches and
+// mass, in place. Operand: counts. Of the K heads counts[heads_at] are used. Outputs of one sequence's tokens
+// that are not valid are left as they are.
 Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin, AnyBuffer keys,
-                     AnyBuffer values, AnyBuffer mass, AnyBuffer rows, AnyBuffer positions, AnyBuffer valid,
-                     AnyBuffer base, AnyBuffer seen, AnyBuffer counts, ffi::Result<AnyBuffer> y,
-                     ffi::Result<AnyBuffer> new_keys, ffi::Result<AnyBuffer> new_values,
-                     ffi::Result<AnyBuffer> new_mass, float scale, float softcap, int64_t window,
-                     int64_t heads_at) {
+                     AnyBuffer values, AnyBuffer mass, AnyBuffer slot, AnyBuffer rows, AnyBuffer positions,
+                     AnyBuffer valid, AnyBuffer base, AnyBuffer seen, AnyBuffer table, AnyBuffer row,
+                     ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::Result<AnyBuffer> new_keys,
+                     ffi::Result<AnyBuffer> new_values, ffi::Result<AnyBuffer> new_mass, float scale,
+                     float softcap, int64_t window, int64_t heads_at, Columns columns) {
   const Timer timer;
+  Operands in;
+  if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
   const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
-  if (rank(q) != 5 || rank(k) != 4 || rank(keys) != 4 || !is_float(q) || !is_float(k) || !is_float(v) ||
-      q.element_count() == 0) {
+  const size_t stacked = slot.element_count() != 0;
+  if (rank(q) != 5 || rank(k) != 4 || rank(keys) != 4 + stacked || !is_float(q) || !is_float(k) ||
+      !is_float(v) || q.element_count() == 0) {
     return wrong("queries must be float32 [B, T, K, G, H], new keys and values [B, T, K, H]");
   }
   const size_t batch = dim(q, 0), tokens = dim(q, 1), kv_heads = dim(q, 2), width = dim(q, 4),
-               capacity = dim(keys, 2);
+               capacity = dim(keys, stacked + 2), layers = stacked ? dim(keys, 0) : 1;
   if (dim(k, 0) != batch || dim(k, 1) != tokens || dim(k, 2) != kv_heads || dim(k, 3) != width ||
       v.element_count() != k.element_count()) {
     return wrong("new keys and values do not fit the queries");
@@ -30,9 +35,9 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   const auto type = keys.element_type();
   if ((type != ffi::DataType::F32 && type != ffi::DataType::F16) || values.element_type() != type)
     return wrong("a cache must be float32 or float16");
-  if (dim(keys, 0) != batch || dim(keys, 1) != kv_heads || dim(keys, 3) != width || capacity == 0 ||
-      values.element_count() != keys.element_count() || new_keys->size_bytes() != keys.size_bytes() ||
-      new_values->size_bytes() != values.size_bytes()) {
+  if (dim(keys, stacked) != batch || dim(keys, stacked + 1) != kv_heads || dim(keys, stacked + 3) != width ||
+      capacity == 0 || values.element_count() != keys.element_count() ||
+      new_keys->size_bytes() != keys.size_bytes() || new_values->size_bytes() != values.size_bytes()) {
     return wrong("the cache does not fit the queries");
   }
   const size_t rotary = cos.element_count() / tokens;
@@ -56,8 +61,11 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
       (nodes && (!is_int(base, 1) || *base.reinterpret_data<int32_t>() < 0))) {
     return wrong("what is seen of a tree must be bool [T, N], and its first row one int32");
   }
+  const int32_t layer = stacked && is_int(slot, 1) ? *slot.reinterpret_data<int32_t>() : 0;
+  if (stacked && (!is_int(slot, 1) || layer < 0 || static_cast<size_t>(layer) >= layers))
+    return wrong("a cache has no such layer");
   size_t used_heads;
-  if (!read_count(counts, heads_at, 1, kv_heads, used_heads)) return wrong("a count is out of range");
+  if (!read_count(in[0], heads_at, 1, kv_heads, used_heads)) return wrong("a count is out of range");
   float* attended = nullptr;
   const bool by_node = rank(mass) == 3;
   if (mass.element_count() != 0) {
@@ -68,8 +76,13 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
     attended = static_cast<float*>(in_place(mass, new_mass));
   }
   if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
+  // Rows of other sequences would begin elsewhere.
+  const size_t computed = batch == 1 && count > 0 ? static_cast<size_t>(count) : tokens;
+  const size_t offset = keys.size_bytes() / layers * static_cast<size_t>(layer);
+  char* const key_cache = static_cast<char*>(in_place(keys, new_keys)) + offset;
+  char* const value_cache = static_cast<char*>(in_place(values, new_values)) + offset;
   const AttentionShape shape{batch,
-                             tokens,
+                             computed,
                              kv_heads,
                              dim(q, 3),
                              width,
@@ -89,8 +102,8 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                              by_node};
   return result(attention(q.reinterpret_data<float>(), k.reinterpret_data<float>(),
                           v.reinterpret_data<float>(), cos.reinterpret_data<float>(),
-                          sin.reinterpret_data<float>(), in_place(keys, new_keys),
-                          in_place(values, new_values), shape, y->reinterpret_data<float>(), attended));
+                          sin.reinterpret_data<float>(), key_cache, value_cache, shape,
+                          y->reinterpret_data<float>(), attended));
 }
 
 }  // namespace
@@ -111,6 +124,9 @@ XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
@@ -118,7 +134,8 @@ XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                            .Attr<float>("scale")
                            .Attr<float>("softcap")
                            .Attr<int64_t>("window")
-                           .Attr<int64_t>("heads_at"));
+                           .Attr<int64_t>("heads_at")
+                           .Attr<Columns>("columns"));
 
 const Target kAttentionTargets[] = {
     {"jaxllm_attention", reinterpret_cast<void*>(+AttentionHandler)},

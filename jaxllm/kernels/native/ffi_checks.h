@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ffi.h"
+#include "operands.h"
 #include "ops.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -45,13 +46,13 @@ inline void* in_place(const AnyBuffer& argument, ffi::Result<AnyBuffer>& replace
   return replaced->untyped_data();
 }
 
-// An optional float vector or matrix: an empty buffer stands for none.
-inline bool read_floats(const AnyBuffer& buffer, size_t count, const float*& out) {
+// An optional float vector or matrix: an empty array stands for none.
+inline bool read_floats(const Array& array, size_t count, const float*& out) {
   out = nullptr;
-  if (buffer.element_type() != ffi::DataType::F32) return false;
-  if (buffer.element_count() == 0) return true;
-  out = buffer.reinterpret_data<float>();
-  return buffer.element_count() == count;
+  if (array.type != Type::kF32) return false;
+  if (array.count == 0) return true;
+  out = array.as<float>();
+  return array.count == count;
 }
 
 // Rows of a matrix [..., width].
@@ -65,35 +66,39 @@ inline bool read_rows(const AnyBuffer& x, ffi::DataType type, size_t& rows, size
 
 inline size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 
-// How many of something count at run time: a number in [least, all] of an int32 buffer; all where that is
+// Of `rows` the first that are computed: all where `live` is empty.
+inline bool read_live(const AnyBuffer& live, size_t& rows) {
+  if (live.element_type() != ffi::DataType::S32) return false;
+  if (live.element_count() == 0) return true;
+  const int32_t count = *live.reinterpret_data<int32_t>();
+  if (live.element_count() != 1 || count < 1 || static_cast<size_t>(count) > rows) return false;
+  rows = static_cast<size_t>(count);
+  return true;
+}
+
+// How many of something count at run time: a number in [least, all] of an int32 array; all where that is
 // empty.
-inline bool read_count(const AnyBuffer& counts, int64_t at, size_t least, size_t all, size_t& out) {
+inline bool read_count(const Array& counts, int64_t at, size_t least, size_t all, size_t& out) {
   out = all;
-  if (counts.element_type() != ffi::DataType::S32) return false;
-  if (counts.element_count() == 0) return true;
-  if (at < 0 || static_cast<size_t>(at) >= counts.element_count()) return false;
-  const int32_t count = counts.reinterpret_data<int32_t>()[at];
+  if (counts.type != Type::kS32) return false;
+  if (counts.count == 0) return true;
+  if (at < 0 || static_cast<size_t>(at) >= counts.count) return false;
+  const int32_t count = counts.as<int32_t>()[at];
   out = static_cast<size_t>(count);
   return count >= 0 && out >= least && out <= all;
 }
 
 // A weight [panels, blocks, bytes] whose units are outputs; false where its shapes disagree.
-bool read_units(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group, size_t inputs,
+bool read_units(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t inputs,
                 size_t outputs, Units& out);
 
 // A weight [segments, blocks, panels, bytes] whose units are inputs; `segments` of `length` are used.
-bool read_reduction(const AnyBuffer& data, const AnyBuffer& scale, int64_t bits, int64_t group,
-                    size_t segments, size_t length, size_t outputs, Reduction& out);
+bool read_reduction(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t segments,
+                    size_t length, size_t outputs, Reduction& out);
 
-// Of each adapter, where its left and its right side begin in their buffers, and its rank (0: there is none).
-using Places = ffi::Span<const int64_t>;
+// An adapter's sides: left [ranks, units] and right [ranks, width]. Empty arrays are none.
+bool read_adapter(const Array& left, const Array& right, size_t units, size_t width, Adapter& out);
 
-// The adapter whose three `places` begin at `i`: left [ranks, units] and right [ranks, width], of which
-// counts[rank_at] are used, or all if there are fewer.
-bool read_adapter(const AnyBuffer& left, const AnyBuffer& right, Places places, size_t i, size_t units,
-                  size_t width, const AnyBuffer& counts, int64_t rank_at, Adapter& out);
-// Its sides, `left_at` and `right_at` in their buffers.
-bool read_sides(const AnyBuffer& left, const AnyBuffer& right, int64_t left_at, int64_t right_at,
-                int64_t ranks, size_t units, size_t width, Adapter& out);
+constexpr const char* kOperands = "an operand is missing, or its weight table is closed";
 
 }  // namespace jaxllm

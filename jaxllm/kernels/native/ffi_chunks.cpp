@@ -12,15 +12,18 @@ using Places = ffi::Span<const int64_t>;
 constexpr int64_t kMostTokens = 1 << 20;
 
 // extents uint32 [L, N, 3] (an address, its lower half first, and the bytes there) and bits int32 [N] of each
-// layer's N blobs in this process's memory, counts, then keys and values [1, K, S, H] of each layer -> keys
-// and values with their rows, in place. Blobs of layer l are of the first counts[heads_at[l]] of its K heads.
+// layer's N blobs in this process's memory, counts, then keys and values of stacks of layers, [n, 1, K, S, H]
+// -> keys and values with their rows, in place. Layer l is number slots[l] of stack stacks[l]. Its blobs are
+// of the first counts[heads_at[l]] of its K heads.
 Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer counts, ffi::RemainingArgs caches,
                        ffi::RemainingRets results, int64_t tokens, bool keys_by_token, bool values_by_token,
-                       bool rotated, Places heads_at) {
+                       bool rotated, Places heads_at, Places stacks, Places slots) {
   const Timer timer;
-  const size_t layers = caches.size() / 2, count = bits.element_count();
-  if (layers == 0 || caches.size() != 2 * layers || results.size() != 2 * layers || heads_at.size() != layers)
-    return wrong("each layer needs keys and values, and as many results");
+  const size_t layers = heads_at.size(), count = bits.element_count();
+  if (layers == 0 || caches.size() % 2 || results.size() != caches.size() || stacks.size() != layers ||
+      slots.size() != layers) {
+    return wrong("each stack needs keys and values, and as many results");
+  }
   if (bits.element_type() != ffi::DataType::S32 || extents.element_type() != ffi::DataType::U32 ||
       extents.element_count() != 3 * count * layers || tokens < 1 || tokens > kMostTokens) {
     return wrong("chunks must have an address and a size uint32 [L, N, 3] and bits int32 [N] each");
@@ -38,31 +41,42 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer counts, ffi:
   }
   ChunksShape shape{static_cast<size_t>(tokens), 0, 0, false, keys_by_token, values_by_token, rotated};
   std::vector<ChunksLayer> all(layers);
+  std::vector<char*> memory(caches.size());
+  for (size_t i = 0; i < memory.size(); i++) {
+    auto cache = caches.get<AnyBuffer>(i);
+    auto replaced = results.get<AnyBuffer>(i);
+    if (!cache || !replaced || (*replaced)->size_bytes() != cache->size_bytes())
+      return wrong("a cache is missing");
+    memory[i] = static_cast<char*>(in_place(*cache, *replaced));
+  }
   for (size_t l = 0; l < layers; l++) {
-    auto keys = caches.get<AnyBuffer>(2 * l), values = caches.get<AnyBuffer>(2 * l + 1);
-    auto new_keys = results.get<AnyBuffer>(2 * l), new_values = results.get<AnyBuffer>(2 * l + 1);
-    if (!keys || !values || !new_keys || !new_values) return wrong("a cache is missing");
+    if (stacks[l] < 0 || static_cast<size_t>(stacks[l]) >= caches.size() / 2)
+      return wrong("a stack is missing");
+    const size_t at = 2 * static_cast<size_t>(stacks[l]);
+    auto keys = caches.get<AnyBuffer>(at), values = caches.get<AnyBuffer>(at + 1);
     const auto type = keys->element_type();
-    if (rank(*keys) != 4 || dim(*keys, 0) != 1 || keys->element_count() == 0 ||
+    if (rank(*keys) != 5 || dim(*keys, 1) != 1 || keys->element_count() == 0 ||
         values->element_type() != type || (type != ffi::DataType::F32 && type != ffi::DataType::F16) ||
-        dim(*keys, 3) % 4 || values->element_count() != keys->element_count() ||
-        (*new_keys)->size_bytes() != keys->size_bytes() ||
-        (*new_values)->size_bytes() != values->size_bytes()) {
-      return wrong("a cache to load chunks into must be float32 or float16 [1, K, S, H], H a multiple of 4");
+        dim(*keys, 4) % 4 || values->element_count() != keys->element_count()) {
+      return wrong(
+          "a cache to load chunks into must be float32 or float16 [n, 1, K, S, H], H a multiple of 4");
     }
-    const size_t capacity = dim(*keys, 2), width = dim(*keys, 3);
+    if (slots[l] < 0 || static_cast<size_t>(slots[l]) >= dim(*keys, 0))
+      return wrong("a stack has no such layer");
+    const size_t capacity = dim(*keys, 3), width = dim(*keys, 4);
     const bool half = type == ffi::DataType::F16;
     if (l && (capacity != shape.capacity || width != shape.width || half != shape.half))
       return wrong("layers must have caches of one length, width and type");
     shape.capacity = capacity, shape.width = width, shape.half = half;
     all[l].blobs = blobs.data() + l * count;
-    if (!read_count(counts, heads_at[l], 1, dim(*keys, 1), all[l].kv_heads))
+    if (!read_count(array_of(counts), heads_at[l], 1, dim(*keys, 2), all[l].kv_heads))
       return wrong("a count is out of range");
     for (size_t i = 0; i < count; i++) {
       if (widths[i] >= 0 && places[3 * (l * count + i) + 2] != blob_bytes(shape, all[l].kv_heads, widths[i]))
         return wrong("a chunk has not the bytes of its width");
     }
-    all[l].keys = in_place(*keys, *new_keys), all[l].values = in_place(*values, *new_values);
+    const size_t offset = keys->size_bytes() / dim(*keys, 0) * static_cast<size_t>(slots[l]);
+    all[l].keys = memory[at] + offset, all[l].values = memory[at + 1] + offset;
   }
   return result(load_chunks(all.data(), layers, widths, count, shape));
 }
@@ -80,7 +94,9 @@ XLA_FFI_DEFINE_HANDLER(LoadChunks, load_chunks_call,
                            .Attr<bool>("keys_by_token")
                            .Attr<bool>("values_by_token")
                            .Attr<bool>("rotated")
-                           .Attr<Places>("heads_at"));
+                           .Attr<Places>("heads_at")
+                           .Attr<Places>("stacks")
+                           .Attr<Places>("slots"));
 
 const Target kChunkTargets[] = {
     {"jaxllm_load_chunks", reinterpret_cast<void*>(+LoadChunks)},

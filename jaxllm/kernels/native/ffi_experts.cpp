@@ -6,31 +6,38 @@
 namespace jaxllm {
 namespace {
 
+using Numbers = ffi::Span<const int64_t>;
+
 bool is_indices(const AnyBuffer& buffer, size_t count) {
   return buffer.element_type() == ffi::DataType::S32 && buffer.element_count() == count;
 }
 
-// x [rows, width], norm scale or nothing, router [experts, width] -> logits [rows, experts], weights and ids
-// [rows, choices].
-Error route_call(AnyBuffer x, AnyBuffer norm, AnyBuffer router, ffi::Result<AnyBuffer> logits,
-                 ffi::Result<AnyBuffer> weights, ffi::Result<AnyBuffer> ids, float eps, bool normalized) {
+// x [rows, width] -> logits [rows, experts], weights and ids [rows, choices]. Operands: norm scale or
+// nothing, router [experts, width].
+Error route_call(AnyBuffer x, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers,
+                 ffi::Result<AnyBuffer> logits, ffi::Result<AnyBuffer> weights, ffi::Result<AnyBuffer> ids,
+                 float eps, bool normalized, Columns columns) {
   const Timer timer;
-  size_t rows, width, experts, router_width, out_rows, choices;
+  Operands in;
+  if (!in.read(table, row, buffers, columns) || in.size() != 2) return wrong(kOperands);
+  size_t rows, width, out_rows, choices;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
     return wrong("activations must be float32 with at least one row");
-  if (!read_rows(router, ffi::DataType::F32, experts, router_width) || router_width != width)
+  const Array& router = in[1];
+  if (router.type != Type::kF32 || router.rank != 2 || router.dim(1) != width || router.dim(0) == 0)
     return wrong("a router must be float32 of the activations' width");
+  const size_t experts = router.dim(0);
   Norm applied{nullptr, eps};
-  if (!read_floats(norm, width, applied.scale))
+  if (!read_floats(in[0], width, applied.scale))
     return wrong("a norm's scale must be float32 of the activations' width");
   if (logits->element_type() != ffi::DataType::F32 || logits->element_count() / experts != rows ||
       !read_rows(*weights, ffi::DataType::F32, out_rows, choices) || out_rows != rows || choices > experts ||
       !is_indices(*ids, rows * choices)) {
     return wrong("the choices have other shapes");
   }
-  return result(route(x.reinterpret_data<float>(), rows, width, applied, router.reinterpret_data<float>(),
-                      experts, choices, normalized, logits->reinterpret_data<float>(),
-                      weights->reinterpret_data<float>(), ids->reinterpret_data<int32_t>()));
+  return result(route(x.reinterpret_data<float>(), rows, width, applied, router.as<float>(), experts, choices,
+                      normalized, logits->reinterpret_data<float>(), weights->reinterpret_data<float>(),
+                      ids->reinterpret_data<int32_t>()));
 }
 
 // The tiles of `pairs` rows of x [rows, width], of which each begins where the one before ends; false where
@@ -59,26 +66,40 @@ bool read_tiles(const AnyBuffer& token, const AnyBuffer& expert, const AnyBuffer
   return true;
 }
 
-// x [rows, width], norm scale or nothing, the tiles' tokens, experts, sizes and count, then both sides of the
-// adapters of gate, up and down, [experts, rank, units] and [experts, rank, width] (empty: none), then data
-// and scale of gate, up and down of each expert -> y [pairs, width], zeros behind the last tile.
-Error experts_call(AnyBuffer x, AnyBuffer norm, AnyBuffer token, AnyBuffer expert, AnyBuffer size,
-                   AnyBuffer count, ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, int64_t units,
-                   int64_t activation, float eps, Places bits, Places groups, Places ranks) {
+// Factors of the adapters of all experts, [experts, rank, width]: those of one of them.
+bool expert_side(const Array& sides, size_t expert, size_t experts, Array& out) {
+  out = sides;
+  if (sides.count == 0) return true;
+  if (sides.rank != 3 || sides.dim(0) != experts || sides.type != Type::kF32) return false;
+  out.rank = 2;
+  out.dims[0] = sides.dim(1), out.dims[1] = sides.dim(2);
+  out.count = sides.count / experts;
+  out.data = sides.as<float>() + expert * out.count;
+  return true;
+}
+
+// x [rows, width], the tiles' tokens, experts, sizes and count -> y [pairs, width], zeros behind the last
+// tile. Operands: norm scale or nothing, both sides of the adapters of gate, up and down, [experts, rank,
+// units] and [experts, rank, width] (empty: none), then data and scale of gate, up and down of each expert.
+Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer size, AnyBuffer count,
+                   AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
+                   int64_t units, int64_t activation, float eps, Numbers bits, Numbers groups,
+                   Columns columns) {
   const Timer timer;
+  constexpr size_t kSides = 1, kFirst = 7;
+  Operands in;
+  if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
   size_t rows, width, pairs, out_width;
   if (!read_rows(x, ffi::DataType::F32, rows, width))
     return wrong("activations must be float32 with at least one row");
   if (!read_rows(*y, ffi::DataType::F32, pairs, out_width) || out_width != width)
     return wrong("the result has another width");
-  Norm applied{nullptr, eps};
-  if (!read_floats(norm, width, applied.scale))
-    return wrong("a norm's scale must be float32 of the activations' width");
   const size_t experts = bits.size();
-  if (units <= 0 || experts == 0 || groups.size() != experts || ranks.size() != 3 ||
-      weights.size() != 6 * experts + 6) {
+  if (units <= 0 || experts == 0 || groups.size() != experts || in.size() != kFirst + 6 * experts)
     return wrong("each expert needs data and scales of three weights");
-  }
+  Norm applied{nullptr, eps};
+  if (!read_floats(in[0], width, applied.scale))
+    return wrong("a norm's scale must be float32 of the activations' width");
   std::vector<Tile> tiles;
   if (!read_tiles(token, expert, size, count, rows, pairs, experts, tiles))
     return wrong("a tile lies outside of its tokens, experts or results");
@@ -88,18 +109,16 @@ Error experts_call(AnyBuffer x, AnyBuffer norm, AnyBuffer token, AnyBuffer exper
     Block& block = blocks[e];
     Adapter* const adapters[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
     for (size_t i = 0; i < 3; i++) {
-      auto data = weights.get<AnyBuffer>(6 + 6 * e + 2 * i),
-           scale = weights.get<AnyBuffer>(7 + 6 * e + 2 * i);
-      auto left = weights.get<AnyBuffer>(2 * i), right = weights.get<AnyBuffer>(2 * i + 1);
-      if (!data || !scale || !left || !right) return wrong("a weight is missing");
+      const Array &data = in[kFirst + 6 * e + 2 * i], &scale = in[kFirst + 6 * e + 2 * i + 1];
       Units& outwards = i == 0 ? block.gate : block.up;
-      if (i == 2 ? !read_reduction(*data, *scale, bits[e], groups[e], 1, all, width, block.down)
-                 : !read_units(*data, *scale, bits[e], groups[e], width, all, outwards)) {
+      if (i == 2 ? !read_reduction(data, scale, bits[e], groups[e], 1, all, width, block.down)
+                 : !read_units(data, scale, bits[e], groups[e], width, all, outwards)) {
         return wrong("a weight's shape does not fit");
       }
-      const int64_t at = static_cast<int64_t>(e) * ranks[i];
-      if (!read_sides(*left, *right, at * units, at * static_cast<int64_t>(width), ranks[i], all, width,
-                      *adapters[i])) {
+      Array left, right;
+      if (!expert_side(in[kSides + 2 * i], e, experts, left) ||
+          !expert_side(in[kSides + 2 * i + 1], e, experts, right) ||
+          !read_adapter(left, right, all, width, *adapters[i])) {
         return wrong("an adapter does not fit");
       }
     }
@@ -124,7 +143,7 @@ Error sum_visits_call(AnyBuffer visits, AnyBuffer places, AnyBuffer weights, Any
     return wrong("the places and weights of visits have other shapes");
   }
   const float* add;
-  if (!read_floats(residual, rows * width, add)) return wrong("the residual has another shape");
+  if (!read_floats(array_of(residual), rows * width, add)) return wrong("the residual has another shape");
   const int32_t* at = places.reinterpret_data<int32_t>();
   for (size_t i = 0; i < rows * choices; i++) {
     if (at[i] < 0 || static_cast<size_t>(at[i]) >= pairs) return wrong("a place lies outside of the visits");
@@ -141,13 +160,16 @@ XLA_FFI_DEFINE_HANDLER(Route, route_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Attr<float>("eps")
-                           .Attr<bool>("normalized"));
+                           .Attr<bool>("normalized")
+                           .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
                        ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
@@ -159,9 +181,9 @@ XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("activation")
                            .Attr<float>("eps")
-                           .Attr<Places>("bits")
-                           .Attr<Places>("groups")
-                           .Attr<Places>("ranks"));
+                           .Attr<Numbers>("bits")
+                           .Attr<Numbers>("groups")
+                           .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(
     SumVisits, sum_visits_call,
     ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());

@@ -1,13 +1,16 @@
 // Products as XLA calls them.
+//
+// Rows of activations are buffers; of `rows` rows the first `live` are computed. Everything else may be an
+// entry of a weight table (see Operands), and is listed with its shape behind "operands".
 #include "ffi_checks.h"
 
 namespace jaxllm {
 namespace {
 
 // Steps that activations are quantized by: `count` positive numbers, or none for scales of their own (zeros).
-bool read_steps(const AnyBuffer& buffer, size_t count, Step* out) {
+bool read_steps(const Array& array, size_t count, Step* out) {
   const float* steps;
-  if (!read_floats(buffer, count, steps)) return false;
+  if (!read_floats(array, count, steps)) return false;
   for (size_t i = 0; i < count; i++) {
     out[i] = {steps ? steps[i] : 0.0f, nullptr, nullptr};
     // False for NaN, too; a step whose reciprocal overflows would make NaN of zeros.
@@ -18,20 +21,18 @@ bool read_steps(const AnyBuffer& buffer, size_t count, Step* out) {
 
 // What a step clips is multiplied in floats: each of `width` channels' row in the weights' float rows (or
 // below 0), and where the number of channels with outliers goes.
-bool read_shadow(const AnyBuffer& place, size_t width, int64_t bits, int64_t group, int32_t* count,
-                 Step& step) {
+bool read_shadow(const Array& place, size_t width, int64_t bits, int64_t group, int32_t* count, Step& step) {
   if (bits != 8 || group != 0 || step.size == 0) return false;
-  if (place.element_type() != ffi::DataType::S32 || place.element_count() != width) return false;
-  step.place = place.reinterpret_data<int32_t>();
+  if (place.type != Type::kS32 || place.count != width) return false;
+  step.place = place.as<int32_t>();
   step.channels = count;
   return true;
 }
 
 // Float rows [rows, all outputs] of a weight of which the first `outputs` are used.
-bool read_float_rows(const AnyBuffer& buffer, size_t outputs, FloatRows& out) {
-  if (buffer.element_type() != ffi::DataType::F16 || rank(buffer) != 2 || dim(buffer, 1) < outputs)
-    return false;
-  out = {static_cast<const uint16_t*>(buffer.untyped_data()), dim(buffer, 0), dim(buffer, 1)};
+bool read_float_rows(const Array& array, size_t outputs, FloatRows& out) {
+  if (array.type != Type::kF16 || array.rank != 2 || array.dim(1) < outputs) return false;
+  out = {array.as<uint16_t>(), array.dim(0), array.dim(1)};
   return true;
 }
 
@@ -43,109 +44,107 @@ int32_t* read_channels(ffi::RemainingRets& results, size_t at, size_t count) {
   return (*out)->reinterpret_data<int32_t>();
 }
 
+constexpr const char* kActivations = "activations must be float32 with at least one row";
+constexpr const char* kLive = "the number of rows is out of range";
+constexpr const char* kNorm = "a norm's scale must be float32 of the activations' width";
 constexpr const char* kShadow = "a shadow does not fit";
 constexpr const char* kSteps = "steps must be numbers in [1e-30, 1e30]";
 constexpr const char* kMisfit = "an adapter does not fit";
 constexpr const char* kCount = "a count is out of range";
 
-// x, norm scale, counts, step, then data, scale and both sides of an adapter of each weight -> one result per
-// weight. Weights have `units` units each, of which counts[units_at] are computed; adapters have
-// counts[rank_at] ranks. With a shadow each channel's place in float rows and these rows of each weight
-// follow, and the last result is how many channels had outliers.
-Error to_units_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer steps,
-                    ffi::RemainingArgs weights, ffi::RemainingRets results, int64_t bits, int64_t group,
-                    bool widen, float eps, int64_t units, int64_t units_at, int64_t rank_at,
-                    Places adapters) {
+// x, live -> one result per weight. Operands: norm scale, counts, step, then data, scale and both sides of an
+// adapter of each weight. Weights have `units` units each, of which counts[units_at] are computed. With a
+// shadow each channel's place in float rows and these rows of each weight follow, and the last result is how
+// many channels had outliers.
+Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers,
+                    ffi::RemainingRets results, int64_t bits, int64_t group, bool widen, float eps,
+                    int64_t units, int64_t units_at, bool shadowed, Columns columns) {
   const Timer timer;
   constexpr size_t kMost = 8;
+  Operands in;
+  if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
   size_t rows, width;
-  if (!read_rows(x, ffi::DataType::F32, rows, width))
-    return wrong("activations must be float32 with at least one row");
-  Norm applied{nullptr, eps};
-  if (!read_floats(norm, width, applied.scale))
-    return wrong("a norm's scale must be float32 of the activations' width");
-  Step step;
-  if (!read_steps(steps, 1, &step)) return wrong(kSteps);
-  const size_t count = adapters.size() / 3;
-  const bool shadowed = weights.size() == 5 * count + 1;
-  if (count == 0 || count > kMost || results.size() != count + shadowed || adapters.size() != 3 * count ||
-      weights.size() != (shadowed ? 5 * count + 1 : 4 * count)) {
+  if (!read_rows(x, ffi::DataType::F32, rows, width)) return wrong(kActivations);
+  const size_t per_weight = shadowed ? 5 : 4, others = shadowed ? 4 : 3;
+  const size_t count = in.size() < others ? 0 : (in.size() - others) / per_weight;
+  if (count == 0 || count > kMost || results.size() != count + shadowed ||
+      in.size() != others + per_weight * count) {
     return wrong("each weight needs data, scales, an adapter and a result");
   }
+  const size_t all_rows = rows;
+  if (!read_live(live, rows)) return wrong(kLive);
+  Norm applied{nullptr, eps};
+  if (!read_floats(in[0], width, applied.scale)) return wrong(kNorm);
+  Step step;
+  if (!read_steps(in[2], 1, &step)) return wrong(kSteps);
+  const size_t first = 3, shadow = first + 4 * count;
   if (shadowed) {
-    auto place = weights.get<AnyBuffer>(4 * count);
     int32_t* const channels = read_channels(results, count, 1);
-    if (!place || !channels || !read_shadow(*place, width, bits, group, channels, step))
-      return wrong(kShadow);
+    if (!channels || !read_shadow(in[shadow], width, bits, group, channels, step)) return wrong(kShadow);
   }
   size_t used;
-  if (units <= 0 || !read_count(counts, units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
+  if (units <= 0 || !read_count(in[1], units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
   Outputs to[kMost];
   for (size_t i = 0; i < count; i++) {
-    auto data = weights.get<AnyBuffer>(4 * i), scale = weights.get<AnyBuffer>(4 * i + 1);
-    auto left = weights.get<AnyBuffer>(4 * i + 2), right = weights.get<AnyBuffer>(4 * i + 3);
+    const size_t at = first + 4 * i;
     auto out = results.get<AnyBuffer>(i);
-    if (!data || !scale || !left || !right || !out) return wrong("a weight or a result is missing");
+    if (!out) return wrong("a result is missing");
     size_t out_rows, outputs;
-    if (!read_rows(**out, ffi::DataType::F32, out_rows, outputs) || out_rows != rows)
+    if (!read_rows(**out, ffi::DataType::F32, out_rows, outputs) || out_rows != all_rows)
       return wrong("a result has other rows");
-    if (!read_units(*data, *scale, bits, group, width, outputs, to[i].weight))
+    if (!read_units(in[at], in[at + 1], bits, group, width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
     to[i].weight.widen = widen;
-    if (!read_adapter(*left, *right, adapters, 3 * i, outputs, width, counts, rank_at, to[i].adapter))
-      return wrong(kMisfit);
+    if (!read_adapter(in[at + 2], in[at + 3], outputs, width, to[i].adapter)) return wrong(kMisfit);
     if (outputs % units) return wrong("the outputs do not divide into units");
     to[i].outputs = outputs / units * used;
     to[i].stride = outputs;
     to[i].y = (*out)->reinterpret_data<float>();
     to[i].floats = {};
-    if (shadowed) {
-      auto floats = weights.get<AnyBuffer>(4 * count + 1 + i);
-      if (!floats || !read_float_rows(*floats, outputs, to[i].floats)) return wrong(kShadow);
-    }
+    if (shadowed && !read_float_rows(in[shadow + 1 + i], outputs, to[i].floats)) return wrong(kShadow);
   }
   return result(to_units(x.reinterpret_data<float>(), rows, applied, step, to, count));
 }
 
-// h [rows, segments * length], data, scale, both sides of an adapter, residual or nothing, counts, step -> y
-// [rows, outputs]. Of the segments, or of the inputs of the only one, counts[units_at] are summed. With a
-// shadow each channel's place in float rows and these rows follow, and how many channels had outliers.
-Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer left, AnyBuffer right,
-                      AnyBuffer residual, AnyBuffer counts, AnyBuffer steps, ffi::RemainingArgs shadow,
-                      ffi::Result<AnyBuffer> y, ffi::RemainingRets channels, int64_t bits, int64_t group,
-                      bool widen, int64_t segments, bool stacked, int64_t units_at, int64_t rank_at,
-                      Places adapters) {
+// h [rows, segments * length], live, residual or nothing -> y [rows, outputs]. Operands: data, scale, both
+// sides of an adapter, counts, step. Of the segments, or of the inputs of the only one, counts[units_at] are
+// summed. With a shadow each channel's place in float rows and these rows follow, and how many channels had
+// outliers.
+Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer table, AnyBuffer row,
+                      ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::RemainingRets channels,
+                      int64_t bits, int64_t group, bool widen, int64_t segments, bool stacked,
+                      int64_t units_at, Columns columns) {
   const Timer timer;
+  Operands in;
+  if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
+  const bool shadowed = in.size() == 8;
+  if (in.size() != (shadowed ? 8 : 6) || channels.size() != shadowed)
+    return wrong("a product needs data, scales and an adapter");
   size_t rows, width, out_rows, outputs;
-  if (!read_rows(h, ffi::DataType::F32, rows, width))
-    return wrong("activations must be float32 with at least one row");
+  if (!read_rows(h, ffi::DataType::F32, rows, width)) return wrong(kActivations);
   if (!read_rows(*y, ffi::DataType::F32, out_rows, outputs) || out_rows != rows)
     return wrong("the result has other rows");
+  const float* add;
+  if (!read_floats(array_of(residual), rows * outputs, add)) return wrong("the residual has another shape");
+  if (!read_live(live, rows)) return wrong(kLive);
   if (segments <= 0 || width % segments || (segments > 1 && !stacked))
     return wrong("the activations do not divide into segments");
   size_t count = static_cast<size_t>(segments), length = width / count;
   Reduction weight;
-  if (!read_reduction(data, scale, bits, group, count, length, outputs, weight))
+  if (!read_reduction(in[0], in[1], bits, group, count, length, outputs, weight))
     return wrong("the weight's shape does not fit");
   weight.widen = widen;
   Adapter adapter;
-  if (adapters.size() != 3 ||
-      !read_adapter(left, right, adapters, 0, width, outputs, counts, rank_at, adapter)) {
-    return wrong(kMisfit);
-  }
+  if (!read_adapter(in[2], in[3], width, outputs, adapter)) return wrong(kMisfit);
   size_t& units = stacked ? count : length;
-  if (!read_count(counts, units_at, 1, units, units)) return wrong(kCount);
-  const float* add;
-  if (!read_floats(residual, rows * outputs, add)) return wrong("the residual has another shape");
+  if (!read_count(in[4], units_at, 1, units, units)) return wrong(kCount);
   Step step;
-  if (!read_steps(steps, 1, &step)) return wrong(kSteps);
+  if (!read_steps(in[5], 1, &step)) return wrong(kSteps);
   FloatRows floats{};
-  if (shadow.size() || channels.size()) {
-    auto place = shadow.get<AnyBuffer>(0), rows_of = shadow.get<AnyBuffer>(1);
+  if (shadowed) {
     int32_t* const found = read_channels(channels, 0, 1);
-    if (shadow.size() != 2 || channels.size() != 1 || !place || !rows_of || !found ||
-        !read_shadow(*place, width, bits, group, found, step) ||
-        !read_float_rows(*rows_of, outputs, floats)) {
+    if (!found || !read_shadow(in[6], width, bits, group, found, step) ||
+        !read_float_rows(in[7], outputs, floats)) {
       return wrong(kShadow);
     }
   }
@@ -153,77 +152,79 @@ Error from_units_call(AnyBuffer h, AnyBuffer data, AnyBuffer scale, AnyBuffer le
                            length, outputs, add, y->reinterpret_data<float>()));
 }
 
-// x [rows, width], norm scale, counts, steps (of x, of what down takes), then data, scale and both sides of
-// an adapter of gate (empty: none), up and down -> y [rows, width]. Of the `units` counts[units_at] are
-// computed. With a shadow places of x's channels, float rows of gate (empty: none) and of up, places of units
-// and float rows of down follow, and how many channels of x and how many units had outliers.
-Error feed_forward_call(AnyBuffer x, AnyBuffer norm, AnyBuffer counts, AnyBuffer both,
-                        ffi::RemainingArgs weights, ffi::Result<AnyBuffer> y, ffi::RemainingRets channels,
+// x [rows, width], live -> y [rows, width]. Operands: norm scale, counts, steps (of x, of what down takes),
+// then data, scale and both sides of an adapter of gate (empty: none), up and down. Of the `units`
+// counts[units_at] are computed. With a shadow places of x's channels, float rows of gate (empty: none) and
+// of up, places of units and float rows of down follow, and how many channels of x and how many units had
+// outliers.
+Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
+                        ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, ffi::RemainingRets channels,
                         int64_t bits, int64_t group, bool widen, int64_t units, int64_t activation,
-                        bool residual, float eps, int64_t units_at, int64_t rank_at, Places adapters) {
+                        bool residual, float eps, int64_t units_at, Columns columns) {
   const Timer timer;
+  constexpr size_t kFirst = 3, kShadowed = 15;
+  Operands in;
+  if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
+  const bool shadowed = in.size() == kShadowed + 5;
+  if (in.size() != (shadowed ? kShadowed + 5 : kShadowed) || channels.size() != shadowed)
+    return wrong("a block has three weights, each with scales and an adapter");
   size_t rows, width;
-  if (!read_rows(x, ffi::DataType::F32, rows, width))
-    return wrong("activations must be float32 with at least one row");
+  if (!read_rows(x, ffi::DataType::F32, rows, width)) return wrong(kActivations);
   if (y->element_type() != ffi::DataType::F32 || y->element_count() != x.element_count())
     return wrong("the result has another shape");
+  if (!read_live(live, rows)) return wrong(kLive);
   Norm applied{nullptr, eps};
-  if (!read_floats(norm, width, applied.scale))
-    return wrong("a norm's scale must be float32 of the activations' width");
+  if (!read_floats(in[0], width, applied.scale)) return wrong(kNorm);
   if (units <= 0) return wrong("a feed-forward block has at least one unit");
   const size_t all = static_cast<size_t>(units);
   size_t used;
-  if (!read_count(counts, units_at, 1, all, used)) return wrong(kCount);
-  const bool shadowed = weights.size() == 17;
-  if (weights.size() != (shadowed ? 17 : 12) || channels.size() != shadowed || adapters.size() != 9)
-    return wrong("a block has three weights, each with scales and an adapter");
+  if (!read_count(in[1], units_at, 1, all, used)) return wrong(kCount);
   Block block{};
   Adapter* const read[3] = {&block.gate_adapter, &block.up_adapter, &block.down_adapter};
   for (size_t i = 0; i < 3; i++) {
-    auto data = weights.get<AnyBuffer>(4 * i), scale = weights.get<AnyBuffer>(4 * i + 1);
-    auto left = weights.get<AnyBuffer>(4 * i + 2), right = weights.get<AnyBuffer>(4 * i + 3);
-    if (!data || !scale || !left || !right) return wrong("a weight is missing");
-    if (i == 0 && data->element_count() == 0) continue;
+    const size_t at = kFirst + 4 * i;
+    if (i == 0 && in[at].count == 0) continue;
     Units& outwards = i == 0 ? block.gate : block.up;
-    if (i == 2 ? !read_reduction(*data, *scale, bits, group, 1, all, width, block.down)
-               : !read_units(*data, *scale, bits, group, width, all, outwards)) {
+    if (i == 2 ? !read_reduction(in[at], in[at + 1], bits, group, 1, all, width, block.down)
+               : !read_units(in[at], in[at + 1], bits, group, width, all, outwards)) {
       return wrong("a weight's shape does not fit");
     }
-    if (!read_adapter(*left, *right, adapters, 3 * i, all, width, counts, rank_at, *read[i]))
-      return wrong(kMisfit);
+    if (!read_adapter(in[at + 2], in[at + 3], all, width, *read[i])) return wrong(kMisfit);
   }
   block.gate.widen = block.up.widen = block.down.widen = widen;
   Step steps[2];
-  if (!read_steps(both, 2, steps)) return wrong(kSteps);
+  if (!read_steps(in[2], 2, steps)) return wrong(kSteps);
   if (shadowed) {
     int32_t* const found = read_channels(channels, 0, 2);
-    auto outer = weights.get<AnyBuffer>(12), inner = weights.get<AnyBuffer>(15);
-    if (!found || !outer || !read_shadow(*outer, width, bits, group, found, steps[0])) return wrong(kShadow);
-    if (!inner || !read_shadow(*inner, all, bits, group, found + 1, steps[1])) return wrong(kShadow);
+    if (!found || !read_shadow(in[kShadowed], width, bits, group, found, steps[0])) return wrong(kShadow);
+    if (!read_shadow(in[kShadowed + 3], all, bits, group, found + 1, steps[1])) return wrong(kShadow);
     FloatRows* const rows_of[3] = {&block.gate_floats, &block.up_floats, &block.down_floats};
     for (size_t i = 0; i < 3; i++) {
       if (i == 0 && !block.gate.data) continue;
-      auto floats = weights.get<AnyBuffer>(i == 2 ? 16 : 13 + i);
-      if (!floats || !read_float_rows(*floats, i == 2 ? width : all, *rows_of[i])) return wrong(kShadow);
+      const Array& floats = in[kShadowed + (i == 2 ? 4 : 1 + i)];
+      if (!read_float_rows(floats, i == 2 ? width : all, *rows_of[i])) return wrong(kShadow);
     }
   }
   return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, {steps[0], steps[1]}, block,
                              used, static_cast<int>(activation), residual, y->reinterpret_data<float>()));
 }
 
-// x [rows, width], norm scale, residual like x -> y like x.
-Error add_normed_call(AnyBuffer x, AnyBuffer norm, AnyBuffer residual, ffi::Result<AnyBuffer> y, float eps) {
+// x [rows, width], residual like x, live -> y like x. Operand: norm scale.
+Error add_normed_call(AnyBuffer x, AnyBuffer residual, AnyBuffer live, AnyBuffer table, AnyBuffer row,
+                      ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, float eps, Columns columns) {
   const Timer timer;
+  Operands in;
+  if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
   size_t rows, width;
-  if (!read_rows(x, ffi::DataType::F32, rows, width))
-    return wrong("activations must be float32 with at least one row");
+  if (!read_rows(x, ffi::DataType::F32, rows, width)) return wrong(kActivations);
   if (y->element_type() != ffi::DataType::F32 || y->element_count() != x.element_count())
     return wrong("the result has another shape");
   Norm applied{nullptr, eps};
-  if (!read_floats(norm, width, applied.scale) || !applied.scale)
-    return wrong("a norm's scale must be float32 of the activations' width");
+  if (!read_floats(in[0], width, applied.scale) || !applied.scale) return wrong(kNorm);
   const float* more;
-  if (!read_floats(residual, rows * width, more) || !more) return wrong("the residual has another shape");
+  if (!read_floats(array_of(residual), rows * width, more) || !more)
+    return wrong("the residual has another shape");
+  if (!read_live(live, rows)) return wrong(kLive);
   add_normed(x.reinterpret_data<float>(), rows, width, applied, more, y->reinterpret_data<float>());
   return Error::Success();
 }
@@ -262,13 +263,10 @@ XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                            .Attr<float>("eps")
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("units_at")
-                           .Attr<int64_t>("rank_at")
-                           .Attr<Places>("adapters"));
+                           .Attr<bool>("shadowed")
+                           .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                        ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
@@ -283,8 +281,7 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Attr<int64_t>("segments")
                            .Attr<bool>("stacked")
                            .Attr<int64_t>("units_at")
-                           .Attr<int64_t>("rank_at")
-                           .Attr<Places>("adapters"));
+                           .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                        ffi::Ffi::Bind()
                            .Arg<AnyBuffer>()
@@ -302,11 +299,18 @@ XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                            .Attr<bool>("residual")
                            .Attr<float>("eps")
                            .Attr<int64_t>("units_at")
-                           .Attr<int64_t>("rank_at")
-                           .Attr<Places>("adapters"));
-XLA_FFI_DEFINE_HANDLER(
-    AddNormed, add_normed_call,
-    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>().Attr<float>("eps"));
+                           .Attr<Columns>("columns"));
+XLA_FFI_DEFINE_HANDLER(AddNormed, add_normed_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<AnyBuffer>()
+                           .Attr<float>("eps")
+                           .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(IntegerProduct, integer_product_call,
                        ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
 

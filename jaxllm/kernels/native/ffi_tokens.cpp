@@ -1,21 +1,39 @@
-// The two ends of a step as XLA calls them: rows of an embedding, and the likeliest token.
+// The two ends of a step as XLA calls them: rows of an embedding, and the likeliest token. And arrays of a
+// weight table for XLA's own code.
 #include "ffi_checks.h"
 
 namespace jaxllm {
 namespace {
 
-// index int32 [...], data and scale of a weight [outputs, inputs] -> y [..., inputs].
-Error unit_rows_call(AnyBuffer index, AnyBuffer data, AnyBuffer scale, ffi::Result<AnyBuffer> y, int64_t bits,
-                     int64_t group, int64_t outputs) {
+// index int32 [...] -> y [..., inputs]. Operands: data and scale of a weight [outputs, inputs].
+Error unit_rows_call(AnyBuffer index, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers,
+                     ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, int64_t outputs,
+                     Columns columns) {
   const Timer timer;
+  Operands in;
+  if (!in.read(table, row, buffers, columns) || in.size() != 2) return wrong(kOperands);
   size_t rows, width;
   if (!read_rows(*y, ffi::DataType::F32, rows, width)) return wrong("rows must be float32");
   if (index.element_type() != ffi::DataType::S32 || index.element_count() != rows)
     return wrong("indices must be int32, one for each row");
   Units weight;
-  if (outputs <= 0 || outputs > INT32_MAX || !read_units(data, scale, bits, group, width, outputs, weight))
+  if (outputs <= 0 || outputs > INT32_MAX || !read_units(in[0], in[1], bits, group, width, outputs, weight))
     return wrong("the weight's shape does not fit");
   unit_rows(index.reinterpret_data<int32_t>(), rows, weight, outputs, y->reinterpret_data<float>());
+  return Error::Success();
+}
+
+// -> y, the only operand.
+Error copy_call(AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y,
+                Columns columns) {
+  const Timer timer;
+  Operands in;
+  if (!in.read(table, row, buffers, columns) || in.size() != 1) return wrong(kOperands);
+  const Array to = array_of(*y);
+  bool same = to.type == in[0].type && to.rank == in[0].rank;
+  for (size_t i = 0; same && i < to.rank; i++) same = to.dim(i) == in[0].dim(i);
+  if (!same) return wrong("an array of a weight table has another shape");
+  memcpy(y->untyped_data(), in[0].data, y->size_bytes());
   return Error::Success();
 }
 
@@ -37,14 +55,21 @@ XLA_FFI_DEFINE_HANDLER(UnitRows, unit_rows_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
-                           .Attr<int64_t>("outputs"));
+                           .Attr<int64_t>("outputs")
+                           .Attr<Columns>("columns"));
+XLA_FFI_DEFINE_HANDLER(
+    Copy, copy_call,
+    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>().Attr<Columns>(
+        "columns"));
 XLA_FFI_DEFINE_HANDLER(Largest, largest_call, ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
 
 const Target kTokenTargets[] = {
     {"jaxllm_unit_rows", reinterpret_cast<void*>(+UnitRows)},
+    {"jaxllm_copy", reinterpret_cast<void*>(+Copy)},
     {"jaxllm_largest", reinterpret_cast<void*>(+Largest)},
     {nullptr, nullptr},
 };

@@ -2,9 +2,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <string.h>
+
+#include <unordered_map>
+#include <vector>
+
 #include "ffi.h"
 #include "ops.h"
 #include "pool.h"
+#include "weight_tables.h"
 
 namespace {
 
@@ -73,6 +79,127 @@ PyObject* read_all(PyObject*, PyObject* object) {
   return PyLong_FromLongLong(sum);
 }
 
+// The buffers that open tables read, by the tables' handles; under Python's lock.
+std::unordered_map<uint64_t, std::vector<Py_buffer>> held;
+
+void release(std::vector<Py_buffer>& buffers) {
+  for (Py_buffer& each : buffers) PyBuffer_Release(&each);
+  buffers.clear();
+}
+
+jaxllm::Type type_of(const Py_buffer& buffer) {
+  const char* format = buffer.format ? buffer.format : "B";
+  if (*format && strchr("@=<", *format)) format++;
+  if (!format[0] || format[1]) return jaxllm::Type::kNone;
+  switch (format[0]) {
+    case '?':
+      return jaxllm::Type::kBool;
+    case 'b':
+      return jaxllm::Type::kS8;
+    case 'B':
+      return jaxllm::Type::kU8;
+    case 'H':
+      return jaxllm::Type::kU16;
+    case 'e':
+      return jaxllm::Type::kF16;
+    case 'f':
+      return jaxllm::Type::kF32;
+    case 'i':
+    case 'l':
+      return buffer.itemsize == 4 ? jaxllm::Type::kS32 : jaxllm::Type::kNone;
+    default:
+      return jaxllm::Type::kNone;
+  }
+}
+
+// Reads what a Python buffer holds; false with a Python error where kernels cannot read it.
+bool read_array(PyObject* object, std::vector<Py_buffer>& buffers, jaxllm::Array& out) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(object, &buffer, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) < 0) return false;
+  buffers.push_back(buffer);
+  out.type = type_of(buffer);
+  out.data = buffer.buf;
+  const size_t size = jaxllm::bytes_of(out.type);
+  if (out.type == jaxllm::Type::kNone || size != static_cast<size_t>(buffer.itemsize) || buffer.ndim < 1 ||
+      buffer.ndim > static_cast<int>(jaxllm::kMostDimensions)) {
+    PyErr_SetString(PyExc_ValueError,
+                    "an array has a type or a number of dimensions that kernels do not read");
+    return false;
+  }
+  if (reinterpret_cast<uintptr_t>(buffer.buf) % size) {
+    PyErr_SetString(PyExc_ValueError, "an array is not aligned");
+    return false;
+  }
+  out.rank = static_cast<uint8_t>(buffer.ndim);
+  out.count = 1;
+  for (int i = 0; i < buffer.ndim; i++) {
+    out.dims[i] = static_cast<size_t>(buffer.shape[i]);
+    out.count *= out.dims[i];
+  }
+  if (out.count * size != static_cast<size_t>(buffer.len)) {
+    PyErr_SetString(PyExc_ValueError, "an array's size does not fit its shape");
+    return false;
+  }
+  return true;
+}
+
+// The arrays of rows, a sequence of sequences of buffers or None; false with a Python error.
+bool read_rows(PyObject* rows, std::vector<Py_buffer>& buffers, std::vector<jaxllm::Array>& arrays) {
+  const Py_ssize_t count = PySequence_Size(rows);
+  Py_ssize_t columns = -1;
+  for (Py_ssize_t i = 0; i < count; i++) {
+    PyObject* row = PySequence_GetItem(rows, i);
+    const Py_ssize_t own = row ? PySequence_Size(row) : -1;
+    bool good = own >= 0;
+    if (good && columns >= 0 && own != columns) {
+      PyErr_SetString(PyExc_ValueError, "rows of a weight table must have as many columns");
+      good = false;
+    }
+    columns = own;
+    for (Py_ssize_t j = 0; good && j < own; j++) {
+      PyObject* each = PySequence_GetItem(row, j);
+      jaxllm::Array array;
+      good = each && (Py_IsNone(each) || read_array(each, buffers, array));
+      Py_XDECREF(each);
+      arrays.push_back(array);
+    }
+    Py_XDECREF(row);
+    if (!good) return false;
+  }
+  return count >= 0;
+}
+
+PyObject* open_table(PyObject*, PyObject* rows) {
+  std::vector<Py_buffer> buffers;
+  std::vector<jaxllm::Array> arrays;
+  if (!read_rows(rows, buffers, arrays)) {
+    release(buffers);
+    return nullptr;
+  }
+  const uint64_t handle = jaxllm::open_table(std::move(arrays), static_cast<size_t>(PySequence_Size(rows)));
+  if (handle == 0) {
+    release(buffers);
+    PyErr_SetString(PyExc_ValueError,
+                    "a weight table needs a row and a column, and fewer tables must be open");
+    return nullptr;
+  }
+  held.emplace(handle, std::move(buffers));
+  return PyLong_FromUnsignedLongLong(handle);
+}
+
+PyObject* close_table(PyObject*, PyObject* number) {
+  const unsigned long long handle = PyLong_AsUnsignedLongLong(number);
+  if (PyErr_Occurred()) return nullptr;
+  bool closed;
+  Py_BEGIN_ALLOW_THREADS closed = jaxllm::close_table(handle);
+  Py_END_ALLOW_THREADS const auto found = held.find(handle);
+  if (closed && found != held.end()) {
+    release(found->second);
+    held.erase(found);
+  }
+  return PyBool_FromLong(closed);
+}
+
 PyMethodDef kMethods[] = {
     {"targets", targets, METH_NOARGS, "XLA FFI handlers by name, as capsules."},
     {"backends", backends, METH_NOARGS, "Names of the kernels that this processor runs, fastest first."},
@@ -82,6 +209,9 @@ PyMethodDef kMethods[] = {
     {"set_threads", set_threads, METH_O, "Sets their number, for the whole process."},
     {"busy_ns", busy_ns, METH_NOARGS, "Nanoseconds spent in kernels since the process began."},
     {"read_all", read_all, METH_O, "Reads a buffer once, by all threads; returns a sum nobody needs."},
+    {"open_table", open_table, METH_O,
+     "Opens a weight table of rows of buffers or None, which it holds; returns its handle."},
+    {"close_table", close_table, METH_O, "Closes a weight table; whether it was open."},
     {nullptr, nullptr, 0, nullptr},
 };
 
