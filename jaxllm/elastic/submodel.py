@@ -1,86 +1,28 @@
 """Makes sub-models of a whole model's parameters in memory, without copying weights.
 
 A sub-model is either views of prefixes of the whole model's buffers, with buckets of its own
-(`shared_sub_model`), or the whole parameters with counts of used units, for buckets that serve all levels
-(`counted_sub_model`).
+(`shared_sub_model`), or the whole model's buffers by address with counts of used units, for buckets that
+serve all levels (`addressed_params`).
 """
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.adapter_buffer import AdapterLocation
+from jaxllm.elastic.adapters_by_address import factors_of
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kernels.used_units import PARAMETER, counts_of
+from jaxllm.models.layer_stack import STACK, addressable, stack_by_address
+from jaxllm.models.lora import Adapter
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import AdaptedFromBuffer, BlockedArray, Weight, first_units, narrow, sliced, take_units
+from jaxllm.quant import Adapted, BlockedArray, Weight, first_units, narrow, sliced, take_units
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class CountedSubModel:
-    """The parameters of a sub-model for a bucket that serves all levels of a model.
-
-    Attributes:
-      whole: parameters of the whole model.
-      counts: `[L, 3]` int32, numbers of used units (see `jaxllm.kernels.used_units`).
-      adapters: `[N]` float32, the buffer of the sub-model's adapters in the shapes of the whole model's; None
-        without any.
-      locations: of each parameter's adapter in the buffer.
-    """
-
-    whole: Params
-    counts: jax.Array
-    adapters: jax.Array | None
-    locations: tuple[AdapterLocation, ...] = dataclasses.field(metadata={"static": True})
-
-    @property
-    def params(self) -> dict[str, Weight]:
-        """The parameters as the functions of `jaxllm.models` take them."""
-        params = {**self.whole, PARAMETER: self.counts}
-        if self.adapters is not None:
-            for name, offset, rank in self.locations:
-                params[name] = AdaptedFromBuffer(self.whole[name], self.adapters, offset, rank)
-        return params
-
-
-def layer_part(params: CountedSubModel, layer: int, like: int) -> CountedSubModel:
-    """One layer of a sub-model under the names of layer `like`, whose buckets it shares.
-
-    Its part of the adapter buffer has the same layout as that of every layer of the same kind.
-    """
-    own, other = f"layers.{layer}.", f"layers.{like}."
-    whole = {
-        other + name.removeprefix(own): each for name, each in params.whole.items() if name.startswith(own)
-    }
-    counts = np.array(params.counts)
-    counts[like] = counts[layer]
-    locations = [each for each in params.locations if each.name.startswith(own)]
-    if params.adapters is None or not locations:
-        return CountedSubModel(whole, jax.device_put(counts), None, ())
-    first, last = min(each.offset for each in locations), max(each.offset for each in locations)
-    after = [each.offset for each in params.locations if each.offset > last]
-    part = np.asarray(params.adapters)[first : min(after, default=None)]
-    moved = tuple(
-        each._replace(name=other + each.name.removeprefix(own), offset=each.offset - first)
-        for each in locations
-    )
-    return CountedSubModel(
-        whole, jax.device_put(counts), jax.device_put(part, jax.devices()[0], may_alias=True), moved
-    )
-
-
-def whole_params(params: Params | CountedSubModel) -> Params:
-    """The whole model's parameters of a `CountedSubModel`; other parameters unchanged."""
-    return params.whole if isinstance(params, CountedSubModel) else params
-
-
-def sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, Weight]:
+def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """The parameters of a sub-model: the first units of each parameter.
 
     Call it within a compiled step: weights in blocks are used in place, others are sliced. `shared_sub_model`
@@ -89,21 +31,21 @@ def sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, W
     Args:
       params: of the whole model, with its units in order; or of a larger sub-model with all of these units
         (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
-        `counted_sub_model`.
+        `addressed_params`, which is returned as it is.
       cfg: the sub-model.
 
     Raises:
       ConfigError: the parameters are those of a sub-model that lacks some of the units.
     """
-    if isinstance(params, CountedSubModel):
-        return params.params
+    if STACK in params:
+        return dict(params)
     return part_of_sub_model({name: params[name] for name in param_specs(cfg)}, cfg)
 
 
-def part_of_sub_model(params: Params | CountedSubModel, cfg: ModelConfig) -> dict[str, Weight]:
+def part_of_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """`sub_model` of some of the parameters, such as those of one layer."""
-    if isinstance(params, CountedSubModel):
-        return params.params
+    if STACK in params:
+        return dict(params)
     specs = param_specs(cfg)
     return {name: _cut(sliced(each), name, specs[name].shape, take_units) for name, each in params.items()}
 
@@ -145,40 +87,70 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     return {name: beginning(params[name], name) for name in shapes}
 
 
-def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
-    """Whether one bucket can serve all levels of a model, each at its own cost: on a CPU with native kernels,
-    if all units are in blocks and none are in experts."""
-    if cfg.experts or jax.default_backend() != "cpu" or not native.kernels().native:
+def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
+    """Whether native kernels read the layers of a model by address: on a CPU, if all matrices are in
+    blocks."""
+    if jax.default_backend() != "cpu" or not native.kernels().native:
         return False
-    return all(
-        isinstance(params[name], BlockedArray)
-        for name, spec in param_specs(cfg).items()
-        if is_unit_parameter(name) and spec.role != "vector"
-    )
+    vectors = [_within(name) for name, spec in param_specs(cfg).items() if spec.role == "vector"]
+    return all(addressable(layer, vectors) for layer in layers_of(params, cfg))
 
 
-def counted_sub_model(
+def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
+    """Whether one bucket can serve all levels of a model, each at its own cost: by address, if no units are in
+    experts."""
+    return not cfg.experts and can_be_addressed(params, cfg)
+
+
+def addressed_params(
     params: Params,
     cfg: ModelConfig,
     *,
-    locations: tuple[AdapterLocation, ...] = (),
-    adapters: np.ndarray | None = None,
-    rank: int = 0,
-) -> CountedSubModel:
-    """A sub-model as the whole model's parameters and counts of its units.
+    level: ModelConfig | None = None,
+    adapters: Sequence[tuple[Adapter, float]] = (),
+) -> dict[str, Weight]:
+    """A model's parameters with its layers by address (see `jaxllm.models.layer_stack`).
 
     Args:
-      params: of the whole model (see `can_be_counted`).
-      cfg: the sub-model.
-      locations: of adapters, the same for all sub-models that share buckets.
-      adapters: the buffer of adapters, if there are any (see `fill_buffer`).
-      rank: how many ranks of adapters are used; the others are zero.
+      params: of the whole model (see `can_be_addressed`).
+      cfg: the whole model.
+      level: the sub-model, for buckets that serve all levels; None without levels.
+      adapters: (adapter, scaling) pairs, of the whole model or the sub-model, which are added up. Parameters
+        of any rank, or without an adapter, have one form, so that they share buckets.
     """
-    units = [cfg.units(layer) for layer in range(cfg.layers)]
-    counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
-    device = jax.devices()[0]
-    buffer = None if adapters is None else jax.device_put(adapters, device, may_alias=True)
-    return CountedSubModel(params, jax.device_put(counts), buffer, locations)
+    layers = layers_of(params, cfg)
+    if level is not None:
+        units = [level.units(layer) for layer in range(cfg.layers)]
+        counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units])
+        for layer, own in zip(layers, counts, strict=True):
+            layer[PARAMETER] = own  # pyright: ignore[reportArgumentType]: of the host
+    for number, layer in enumerate(layers):
+        for name, weight in layer.items():
+            if isinstance(weight, BlockedArray):
+                left, right = factors_of(f"layers.{number}.{name}", weight.shape, adapters)
+                layer[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: of the host
+    kinds = [layer_kind(cfg, layer) for layer in range(cfg.layers)]
+    outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
+    return {**outer, STACK: stack_by_address(layers, kinds)}  # pyright: ignore[reportReturnType]
+
+
+def layer_kind(cfg: ModelConfig, layer: int) -> tuple[object, ...]:
+    """What tells layers of a model from each other, besides the forms of their parameters."""
+    return cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer)
+
+
+def layers_of(params: Params, cfg: ModelConfig) -> list[dict[str, Weight]]:
+    """Per layer, its parameters by their names within it."""
+    layers: list[dict[str, Weight]] = [{} for _ in range(cfg.layers)]
+    for name, each in params.items():
+        if name.startswith("layers."):
+            layers[int(name.split(".", 2)[1])][_within(name)] = each
+    return layers
+
+
+def _within(name: str) -> str:
+    """A parameter's name within its layer."""
+    return name.split(".", 2)[-1]
 
 
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:

@@ -1,10 +1,11 @@
-"""The parameters of all layers in forms that a loop over layers reads: by address, or stacked.
+"""The parameters of all layers by address, and a loop over layers.
 
 Layers are equal if their configs, and the names, types and shapes of their parameters are. A step has code for
 each run of equal layers, or of a repeated pattern of layers (`LayerRun`), instead of code for each layer.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,9 +17,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.kernels.weight_table import TableArray, WeightTable
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.quant import Weight
+from jaxllm.quant import Adapted, Apart, BlockedArray, Weight
 
-# Name of the parameter that has the layers.
+# Name of the parameter that has the layers: a `LayerStack`, or a `LayerAt` in a step of one layer.
 STACK = "layers"
 Carry = TypeVar("Carry")
 
@@ -38,16 +39,52 @@ class LayerForm:
 
     Attributes:
       names: of the parameters, within the layer.
-      structure: of the tree of all their arrays.
-      columns: per array its column in the weight table.
-      shapes, dtypes: per array.
+      structure: of the tree of all their arrays, each in the column of its index.
+      shapes, dtypes: per array. Factors of adapters have shape (): their rank is the table's.
     """
 
     names: tuple[str, ...]
     structure: Any
-    columns: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[np.dtype, ...]
+    dtypes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any]) -> "LayerForm":
+        """The form of a layer's parameters, or of their shapes, by their names within it."""
+        without = [_without_ranks(each) for each in params.values()]
+        arrays, structure = jax.tree.flatten(without, is_leaf=lambda each: each is _FACTOR)
+        shapes = tuple(() if each is _FACTOR else tuple(each.shape) for each in arrays)
+        dtypes = tuple("float32" if each is _FACTOR else np.dtype(each.dtype).name for each in arrays)
+        return cls(tuple(params), structure, shapes, dtypes)
+
+    def at(self, table: jax.Array, row: jax.Array) -> dict[str, Any]:
+        """The parameters, in a row of a weight table."""
+        specs = enumerate(zip(self.shapes, self.dtypes, strict=True))
+        arrays = [
+            TableArray(table, row, column, shape, jnp.dtype(dtype)) for column, (shape, dtype) in specs
+        ]
+        return dict(zip(self.names, jax.tree.unflatten(self.structure, arrays), strict=True))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerAt:
+    """The parameters of one layer by address.
+
+    Attributes:
+      table: `[2]` uint32, the handle of a weight table.
+      row: int32 scalar, the layer's row in the table.
+      form: of the parameters.
+    """
+
+    table: jax.Array
+    row: jax.Array | np.integer
+    form: LayerForm = dataclasses.field(metadata={"static": True})
+
+    @property
+    def params(self) -> LayerParams:
+        """The parameters, for a step."""
+        return LayerParams(self.form.at(self.table, jnp.asarray(self.row)), "")
 
 
 @jax.tree_util.register_dataclass
@@ -58,55 +95,69 @@ class LayerStack:
     Attributes:
       table: `[2]` uint32, the handle of a weight table with a row for each layer.
       alike: per layer, the first layer that equals it.
-      forms: per layer of `alike`'s distinct values, ascending, its form.
+      forms: of the distinct layers of `alike`, ascending.
     """
 
-    table: jax.Array | np.ndarray
+    table: jax.Array
     alike: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     forms: tuple[LayerForm, ...] = dataclasses.field(metadata={"static": True})
 
-    def layer(self, like: int, number: jax.Array | int) -> LayerParams:
-        """The parameters of layer `number`, int32 scalar, which equals layer `like`."""
-        form = self.forms[sorted(set(self.alike)).index(self.alike[like])]
-        row, table = jnp.asarray(number, jnp.int32), jnp.asarray(self.table)
-        arrays = [
-            TableArray(table, row, *each)
-            for each in zip(form.columns, form.shapes, form.dtypes, strict=True)
-        ]
-        weights = jax.tree.unflatten(form.structure, arrays)
-        return LayerParams(dict(zip(form.names, weights, strict=True)), "")
+    def at(self, layer: int, row: jax.Array | np.integer | None = None) -> LayerAt:
+        """The parameters of a layer; or of layer `row`, int32 scalar, which equals it."""
+        form = self.forms[sorted(set(self.alike)).index(self.alike[layer])]
+        return LayerAt(self.table, np.int32(layer) if row is None else row, form)
 
 
-def stack_by_address(
-    layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]
-) -> tuple[LayerStack, WeightTable]:
+def addressable(params: Mapping[str, Weight], vectors: Sequence[str]) -> bool:
+    """Whether native kernels read all of a layer's parameters by address: matrices in blocks.
+
+    Args:
+      params: by their names within the layer.
+      vectors: the names of parameters that are no matrices of products.
+    """
+
+    def in_blocks(weight: Weight) -> bool:
+        if isinstance(weight, Adapted) and weight.stacked:
+            return False
+        if isinstance(weight, Adapted | Apart):
+            return all(map(in_blocks, weight.matrices if isinstance(weight, Apart) else (weight.base,)))
+        return isinstance(weight, BlockedArray) and weight.ndim <= 3
+
+    plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+    return all(
+        isinstance(each, plain) and np.dtype(each.dtype) == np.float32 if name in vectors else in_blocks(each)
+        for name, each in params.items()
+    )
+
+
+def stack_by_address(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -> LayerStack:
     """Puts the arrays of all layers' parameters into a weight table.
+
+    The table is open, and holds the arrays, until the handle is collected (`LayerStack.table`, the array
+    itself).
 
     Args:
       layers: per layer its parameters by their names within it. Nothing is copied.
       kinds: per layer, what else makes layers equal.
-
-    Returns:
-      The stack, valid while the table is open.
     """
-    rows: list[list[Any]] = []
     firsts: dict[Any, int] = {}
-    forms: list[LayerForm] = []
-    alike = []
-    for number, (params, kind) in enumerate(zip(layers, kinds, strict=True)):
-        names = tuple(params)
-        arrays, structure = jax.tree.flatten([params[name] for name in names])
-        columns = tuple(range(len(arrays)))
-        shapes = tuple(tuple(each.shape) for each in arrays)
-        form = LayerForm(names, structure, columns, shapes, tuple(np.dtype(each.dtype) for each in arrays))
-        first = firsts.setdefault((kind, form), number)
-        if first == number:
-            forms.append(form)
-        alike.append(first)
-        rows.append(arrays)
+    forms = [LayerForm.of(params) for params in layers]
+    alike = [
+        firsts.setdefault((kind, form), number)
+        for number, (kind, form) in enumerate(zip(kinds, forms, strict=True))
+    ]
+    rows = [jax.tree.leaves(list(params.values())) for params in layers]
     most = max(map(len, rows))
     table = WeightTable([[*row, *[None] * (most - len(row))] for row in rows])
-    return LayerStack(table.operand, tuple(alike), tuple(forms)), table
+    handle = jax.device_put(table.operand, jax.devices()[0])
+    weakref.finalize(handle, table.close)
+    return LayerStack(handle, tuple(alike), tuple(forms[first] for first in sorted(set(alike))))
+
+
+def layer_of(params: Params, layer: int) -> LayerParams:
+    """The parameters of a layer: under its own names, or those of a step of one layer (`LayerAt`)."""
+    found: Any = params.get(STACK)
+    return found.params if isinstance(found, LayerAt) else LayerParams(params, f"layers.{layer}.")
 
 
 def over_layers(
@@ -124,17 +175,18 @@ def over_layers(
         number), where only the number may be known at run time alone.
       carry: for the first layer.
     """
-    stack = params.get(STACK)
+    stack: Any = params.get(STACK)
     if not isinstance(stack, LayerStack):
         for layer in range(cfg.layers):
-            carry = body(carry, LayerParams(params, f"layers.{layer}."), layer, layer)
+            carry = body(carry, layer_of(params, layer), layer, layer)
         return carry
     for run in layer_runs(stack.alike):
 
         def pattern(index: jax.Array | int, carry: Carry, run: LayerRun = run) -> Carry:
             for like in range(run.first, run.first + run.period):
                 number = like + index * run.period
-                carry = body(carry, stack.layer(like, number), like, number)
+                params = stack.at(like, jnp.asarray(number, jnp.int32)).params
+                carry = body(carry, params, like, number)
             return carry
 
         carry = pattern(0, carry) if run.repeats == 1 else jax.lax.fori_loop(0, run.repeats, pattern, carry)
@@ -160,3 +212,16 @@ def _runs(alike: tuple[int, ...]) -> Iterator[LayerRun]:
                 best = LayerRun(first, period, repeats)
         yield best
         first += best.repeats * best.period
+
+
+class _Factor:
+    """Stands for a factor of an adapter."""
+
+
+_FACTOR = _Factor()
+
+
+def _without_ranks(weight: Any) -> Any:
+    if not isinstance(weight, Adapted):
+        return weight
+    return dataclasses.replace(weight, base=_without_ranks(weight.base), left=_FACTOR, right=_FACTOR)  # pyright: ignore
