@@ -1,8 +1,8 @@
 """Makes sub-models of a whole model's parameters in memory, without copying weights.
 
 A sub-model is either views of prefixes of the whole model's buffers, with buckets of its own
-(`shared_sub_model`), or the whole model's buffers by address with counts of used units, for buckets that
-serve all levels (`addressed_params`).
+(`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that serve all
+levels (`counted_sub_model`).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,13 +11,11 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.adapters_by_address import factors_of
 from jaxllm.elastic.ladder import is_unit_parameter
 from jaxllm.errors import ConfigError
-from jaxllm.kernels import native
 from jaxllm.kernels.used_units import PARAMETER, counts_of
-from jaxllm.models.layer_stack import STACK, addressable, stack_by_address
-from jaxllm.models.lora import Adapter
+from jaxllm.models.layer_stack import STACK, can_be_addressed
+from jaxllm.models.lora import Adapter, summed_factors
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Adapted, BlockedArray, Weight, first_units, narrow, sliced, take_units
 
@@ -31,7 +29,7 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     Args:
       params: of the whole model, with its units in order; or of a larger sub-model with all of these units
         (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or
-        `addressed_params`, which is returned as it is.
+        of `by_address`, which is returned as it is.
       cfg: the sub-model.
 
     Raises:
@@ -87,70 +85,41 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     return {name: beginning(params[name], name) for name in shapes}
 
 
-def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
-    """Whether native kernels read the layers of a model by address: on a CPU, if all matrices are in
-    blocks."""
-    if jax.default_backend() != "cpu" or not native.kernels().native:
-        return False
-    vectors = [_within(name) for name, spec in param_specs(cfg).items() if spec.role == "vector"]
-    return all(addressable(layer, vectors) for layer in layers_of(params, cfg))
-
-
 def can_be_counted(params: Params, cfg: ModelConfig) -> bool:
-    """Whether one bucket can serve all levels of a model, each at its own cost: by address, if no units are in
-    experts."""
+    """Whether one bucket can serve all levels of a model, each at its own cost: if its layers are read by
+    address, and no units are in experts."""
     return not cfg.experts and can_be_addressed(params, cfg)
 
 
-def addressed_params(
+def counted_sub_model(
     params: Params,
     cfg: ModelConfig,
-    *,
     level: ModelConfig | None = None,
     adapters: Sequence[tuple[Adapter, float]] = (),
 ) -> dict[str, Weight]:
-    """A model's parameters with its layers by address (see `jaxllm.models.layer_stack`).
+    """A sub-model as the whole model's parameters and counts of its units.
+
+    All sub-models have one form, of whatever rank their adapters are, so that they share buckets.
 
     Args:
       params: of the whole model (see `can_be_addressed`).
       cfg: the whole model.
-      level: the sub-model, for buckets that serve all levels; None without levels.
-      adapters: (adapter, scaling) pairs, of the whole model or the sub-model, which are added up. Parameters
-        of any rank, or without an adapter, have one form, so that they share buckets.
+      level: the sub-model; None counts nothing.
+      adapters: (adapter, scaling) pairs for matrices of layers, of the whole model or the sub-model; they are
+        added up.
     """
-    layers = layers_of(params, cfg)
+    found: dict[str, Weight] = {}
+    for name, weight in params.items():
+        found[name] = weight
+        if isinstance(weight, BlockedArray) and name.startswith("layers."):
+            left, right = summed_factors(name, weight.shape, adapters)
+            found[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: of the host
     if level is not None:
         units = [level.units(layer) for layer in range(cfg.layers)]
         counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units])
-        for layer, own in zip(layers, counts, strict=True):
-            layer[PARAMETER] = own  # pyright: ignore[reportArgumentType]: of the host
-    for number, layer in enumerate(layers):
-        for name, weight in layer.items():
-            if isinstance(weight, BlockedArray):
-                left, right = factors_of(f"layers.{number}.{name}", weight.shape, adapters)
-                layer[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: of the host
-    kinds = [layer_kind(cfg, layer) for layer in range(cfg.layers)]
-    outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
-    return {**outer, STACK: stack_by_address(layers, kinds)}  # pyright: ignore[reportReturnType]
-
-
-def layer_kind(cfg: ModelConfig, layer: int) -> tuple[object, ...]:
-    """What tells layers of a model from each other, besides the forms of their parameters."""
-    return cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer)
-
-
-def layers_of(params: Params, cfg: ModelConfig) -> list[dict[str, Weight]]:
-    """Per layer, its parameters by their names within it."""
-    layers: list[dict[str, Weight]] = [{} for _ in range(cfg.layers)]
-    for name, each in params.items():
-        if name.startswith("layers."):
-            layers[int(name.split(".", 2)[1])][_within(name)] = each
-    return layers
-
-
-def _within(name: str) -> str:
-    """A parameter's name within its layer."""
-    return name.split(".", 2)[-1]
+        for layer, own in enumerate(counts):
+            found[f"layers.{layer}.{PARAMETER}"] = own  # pyright: ignore[reportArgumentType]: of the host
+    return found
 
 
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:

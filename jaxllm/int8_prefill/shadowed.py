@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from jaxllm.config import Activation
 from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
-from jaxllm.kernels import native, native_shadow
+from jaxllm.kernels import native_shadow
+from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.nn import linear
@@ -31,6 +32,7 @@ def normed_to_units(
     rows: FloatRows,
     *,
     used: UsedUnits | None = None,
+    live: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Products `[..., *U]` of `norm(x)` `[..., D]` with each weight `[*U, D]`, and the number of the D
     channels with outliers, `[1]` int32."""
@@ -42,8 +44,11 @@ def normed_to_units(
         used: UsedUnits | None,
         step: jax.Array,
         rows: FloatRows,
+        live: jax.Array | None,
     ) -> tuple[list[jax.Array], jax.Array]:
-        outs = linear.normed_to_units(x, norm, weights, [None] * len(weights), used=used, step=step)
+        outs = linear.normed_to_units(
+            x, norm, weights, [None] * len(weights), used=used, step=step, live=live
+        )
         shadows, count = added_by_shadow(normalize(x, norm), step, weights, rows, last=True)
         return [out + shadow.astype(out.dtype) for out, shadow in zip(outs, shadows, strict=True)], count[
             None
@@ -52,10 +57,11 @@ def normed_to_units(
     def inside(
         x: jax.Array,
         norm: Norm,
-        weights: Sequence[native.Adaptable],
+        weights: Sequence[Adaptable],
         used: UsedUnits | None,
         step: jax.Array,
         rows: FloatRows,
+        live: jax.Array | None,
     ) -> tuple[list[jax.Array], jax.Array]:
         products, count = native_shadow.to_units(
             x.reshape(-1, x.shape[-1]),
@@ -66,11 +72,12 @@ def normed_to_units(
             norm_scale=norm.scale,
             norm_eps=norm.eps,
             used=used,
+            live=live,
         )
         shapes = [(*x.shape[:-1], *weight.shape[:-1]) for weight in weights]
         return [out.reshape(shape) for out, shape in zip(products, shapes, strict=True)], count
 
-    operands = x, norm, list(weights), used, step, rows
+    operands = x, norm, list(weights), used, step, rows, live
     fused = norm.bias is None and _taken(weights)
     outs, count = natively(inside, beside, *operands) if fused else beside(*operands)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)], count
@@ -85,6 +92,7 @@ def from_units(
     *,
     residual: jax.Array | None = None,
     used: UsedUnits | None = None,
+    live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Product `[..., D]` of `h` `[..., *U]` with `weight` `[*U, D]`, plus `residual` if there is one, and the
     number of inputs with outliers, `[1]` int32."""
@@ -98,29 +106,31 @@ def from_units(
         used: UsedUnits | None,
         step: jax.Array,
         rows: FloatRows,
+        live: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        out = linear.from_units(h, weight, residual=residual, used=used, step=step)
+        out = linear.from_units(h, weight, residual=residual, used=used, step=step, live=live)
         seen = h if used is None else used.only(h, len(batch))
         (shadow,), count = added_by_shadow(seen.reshape(*batch, -1), step, [weight], rows, last=False)
         return out + shadow.astype(out.dtype), count[None]
 
     def inside(
         h: jax.Array,
-        weight: native.Adaptable,
+        weight: Adaptable,
         residual: jax.Array | None,
         used: UsedUnits | None,
         step: jax.Array,
         rows: FloatRows,
+        live: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         width = weight.shape[-1]
         add = None if residual is None else residual.reshape(-1, width).astype(h.dtype)
         flat = h.reshape(-1, int(rows.place.shape[0]))
         out, count = native_shadow.from_units(
-            flat, weight, step, rows.place, rows.rows[0], residual=add, used=used
+            flat, weight, step, rows.place, rows.rows[0], residual=add, used=used, live=live
         )
         return out.reshape(*batch, width), count
 
-    operands = h, weight, residual, used, step, rows
+    operands = h, weight, residual, used, step, rows, live
     out, count = natively(inside, beside, *operands) if _taken([weight]) else beside(*operands)
     return _with_bias(out, bias), count
 
@@ -135,6 +145,7 @@ def feed_forward(
     *,
     add_input: bool,
     used: UsedUnits | None = None,
+    live: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`linear.feed_forward` of `x` `[..., D]`, and the numbers of the D channels and of the F units with
     outliers, `[2]` int32; steps and rows are pairs, for both."""
@@ -146,15 +157,25 @@ def feed_forward(
         used: UsedUnits | None,
         steps: Steps,
         rows: tuple[FloatRows, FloatRows],
+        live: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         first = [weights.up] if weights.gate is None else [weights.gate, weights.up]
         biases = [weights.up_bias] if weights.gate is None else [weights.gate_bias, weights.up_bias]
-        products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], used=used)
+        products, outer = normed_to_units(
+            x, norm, first, biases, steps[0], rows[0], used=used, live=live
+        )
         hidden = activate(products[0], activation)
         hidden = hidden if weights.gate is None else hidden * products[1]
         residual = x if add_input else None
         out, inner = from_units(
-            hidden, weights.down, weights.down_bias, steps[1], rows[1], residual=residual, used=used
+            hidden,
+            weights.down,
+            weights.down_bias,
+            steps[1],
+            rows[1],
+            residual=residual,
+            used=used,
+            live=live,
         )
         return out, jnp.concatenate([outer, inner])
 
@@ -165,6 +186,7 @@ def feed_forward(
         used: UsedUnits | None,
         steps: Steps,
         rows: tuple[FloatRows, FloatRows],
+        live: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         out, counts = native_shadow.feed_forward(
             x.reshape(-1, x.shape[-1]),
@@ -179,10 +201,11 @@ def feed_forward(
             norm_eps=norm.eps,
             residual=add_input,
             used=used,
+            live=live,
         )
         return out.reshape(x.shape), counts
 
-    operands = x, norm, weights, used, steps, rows
+    operands = x, norm, weights, used, steps, rows, live
     fused = norm.bias is None and not weights.biased and _taken(weights.weights)
     return natively(inside, apart, *operands) if fused else apart(*operands)
 

@@ -20,10 +20,10 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.products import NARROW, OUT, PROJECT, WIDEN, contracts_last_axis, matrices_of
 from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
-from jaxllm.kernels.used_units import used_in_layer
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
@@ -71,7 +71,7 @@ def project(
 ) -> list[jax.Array]:
     """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]` of a layer's input `[1, T, D]`."""
     check_stage("project", calibration, cfg, x=x)
-    return _products(layer_weights(params, layer), calibration, PROJECT, x, cfg, layer)
+    return _products(layer_of(params, layer), calibration, PROJECT, x, cfg, layer)
 
 
 def project_shadow(
@@ -79,7 +79,7 @@ def project_shadow(
 ) -> tuple[list[jax.Array], jax.Array]:
     """The shadow of the products of `project`, and the number of channels with an outlier."""
     check_stage("project_shadow", calibration, cfg, x=x)
-    return _normed_shadow(layer_weights(params, layer), calibration, PROJECT, x, cfg)
+    return _normed_shadow(layer_of(params, layer), calibration, PROJECT, x, cfg)
 
 
 class Projected(NamedTuple):
@@ -99,12 +99,12 @@ def attend(
     calibration: LayerCalibration,
     projected: Projected,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     mass: jax.Array | None,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[jax.Array, jax.Array | None, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, Past, jax.Array | None, jax.Array | None]:
     """Attention of a chunk over the cache.
 
     Args:
@@ -123,19 +123,20 @@ def attend(
         axes.check(jnp.floating, "1 T K *", queries=q)
         axes.check(jnp.floating, "1 T K H", keys=k, values=v)
     check_past(axes, at, past, mass)
-    weights = layer_weights(params, layer)
+    weights = layer_of(params, layer)
     heads, shadows = projected
     q, k, v = heads if shadows is None else _sums(heads, shadows)
     new = normed_heads(weights, q, k, v, cfg)
-    groups, _ = used_in_layer(weights.counts, layer)
-    out, (*past_after, mass) = attend_cache(new, groups, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
-    out = out.reshape(*out.shape[:3], -1)
-    keys, values = past_after
+    groups, _ = weights.used
+    out, (past, mass) = attend_cache(new, groups, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    real = jnp.arange(out.shape[1], dtype=jnp.int32)[:, None, None] < at.valid
+    # Outputs of padding are undefined, and outliers in them would be counted.
+    out = jnp.where(real, out.reshape(*out.shape[:3], -1), jnp.zeros((), out.dtype))
     if not calibration.shadowed:
-        return out, None, (keys, values), mass, None
+        return out, None, past, mass, None
     used = out if groups is None else groups.only(out, 2)
     (added,), count = _shadow(weights, calibration, OUT, used.reshape(*out.shape[:2], -1), cfg)
-    return out, added, (keys, values), mass, count
+    return out, added, past, mass, count
 
 
 def finish(
@@ -150,9 +151,9 @@ def finish(
     """The next layer's input `[1, T, D]`, from the layer's input and the attention outputs."""
     axes = check_stage("finish", calibration, cfg, x=x)
     axes.check(jnp.floating, "1 T K *", out=out)
-    weights = layer_weights(params, layer)
+    weights = layer_of(params, layer)
     x = _added_output(weights, calibration, x, out, None, cfg, layer)
-    _, neurons = used_in_layer(weights.counts, layer)
+    _, neurons = weights.used
     steps = calibration.steps[WIDEN], calibration.steps[NARROW]
     mixed = feed_forward(
         x,
@@ -180,7 +181,7 @@ def widen(
     shadow from `attend`."""
     axes = check_stage("widen", calibration, cfg, x=x, added=added)
     axes.check(jnp.floating, "1 T K *", out=out)
-    weights = layer_weights(params, layer)
+    weights = layer_of(params, layer)
     x = _added_output(weights, calibration, x, out, added, cfg, layer)
     return x, _products(weights, calibration, WIDEN, x, cfg, layer)
 
@@ -191,7 +192,7 @@ def widen_shadow(
     """The shadow of the products of `widen`, from the block's input; and the number of channels with an
     outlier."""
     check_stage("widen_shadow", calibration, cfg, x=x)
-    return _normed_shadow(layer_weights(params, layer), calibration, WIDEN, x, cfg)
+    return _normed_shadow(layer_of(params, layer), calibration, WIDEN, x, cfg)
 
 
 def narrow(
@@ -209,9 +210,9 @@ def narrow(
     axes = check_stage("narrow", calibration, cfg, x=x)
     for each, shadow in zip(products, shadows, strict=True):
         axes.check(jnp.floating, "1 T F", product=each, shadow=shadow)
-    weights = layer_weights(params, layer)
+    weights = layer_of(params, layer)
     hidden = _hidden(_sums(products, shadows), cfg)
-    _, neurons = used_in_layer(weights.counts, layer)
+    _, neurons = weights.used
     out = from_units(
         hidden,
         weights["ffn.down"],
@@ -237,8 +238,8 @@ def narrow_shadow(
     channels with an outlier."""
     axes = check_stage("narrow_shadow", calibration, cfg, x=x, out=out)
     axes.check(jnp.floating, "1 T F", hidden=hidden)
-    weights = layer_weights(params, layer)
-    _, neurons = used_in_layer(weights.counts, layer)
+    weights = layer_of(params, layer)
+    _, neurons = weights.used
     used = hidden if neurons is None else neurons.only(hidden, 2)
     (added,), count = _shadow(weights, calibration, NARROW, used, cfg)
     out = out + added
@@ -253,18 +254,11 @@ def check_stage(step: str, calibration: LayerCalibration, cfg: ModelConfig, **hi
     return axes
 
 
-def check_past(
-    axes: Axes, at: TokenPositions, past: tuple[jax.Array, jax.Array], mass: jax.Array | None
-) -> None:
+def check_past(axes: Axes, at: TokenPositions, past: Past, mass: jax.Array | None) -> None:
     """Asserts positions and the part of the cache that a stage takes, where it is traced."""
     at.check(axes)
-    axes.check(jnp.floating, "1 K S H", keys=past[0], values=past[1])
+    past.check(axes)
     axes.check(jnp.float32, "1 S", mass=mass)
-
-
-def layer_weights(params: Params, layer: int) -> LayerParams:
-    """A layer's parameters by their names within it."""
-    return LayerParams(params, f"layers.{layer}.")
 
 
 def block_weights(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
@@ -290,7 +284,7 @@ def _added_output(
     layer: int,
 ) -> jax.Array:
     """A layer's input with its output product and that product's shadow added."""
-    groups, _ = used_in_layer(weights.counts, layer)
+    groups, _ = weights.used
     mixed = from_units(
         out,
         weights["attn.o"],
@@ -320,7 +314,7 @@ def _products(
 ) -> list[jax.Array]:
     """Products of the normalized `x`: of heads, or the first of the feed-forward block."""
     matrices, biases = matrices_of(weights, product, cfg)
-    groups, neurons = used_in_layer(weights.counts, layer)
+    groups, neurons = weights.used
     used = groups if product == PROJECT else neurons
     norm = weights.norm(_NORMS[product], cfg)
     return normed_to_units(x, norm, matrices, biases, used=used, step=calibration.steps[product])

@@ -19,11 +19,10 @@ from jaxllm.int8_prefill.subgraphs import (
     check_past,
     check_stage,
     finish,
-    layer_weights,
     project,
 )
-from jaxllm.kernels.used_units import used_in_layer
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.linear import add_normed
 
@@ -33,12 +32,12 @@ def pass_layer(
     calibration: LayerCalibration,
     x: jax.Array,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     mass: jax.Array | None,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None, jax.Array | None]:
+) -> tuple[jax.Array, Past, jax.Array | None, jax.Array | None]:
     """One layer over a chunk.
 
     Args:
@@ -58,8 +57,8 @@ def pass_layer(
         heads = project(params, plain, x, cfg=cfg, layer=layer)
         out, _, past, mass, _ = attend(params, plain, Projected(heads), at, past, mass, cfg=cfg, layer=layer)
         return finish(params, plain, x, out, cfg=cfg, layer=layer), past, mass, None
-    weights = layer_weights(params, layer)
-    groups, neurons = used_in_layer(weights.counts, layer)
+    weights = layer_of(params, layer)
+    groups, neurons = weights.used
     heads, projected = normed_to_units(
         x,
         weights.norm("attn_norm", cfg),
@@ -67,6 +66,7 @@ def pass_layer(
         steps[PROJECT],
         rows[PROJECT],
         used=groups,
+        live=at.valid,
     )
     out, _, past, mass, _ = attend(params, plain, Projected(heads), at, past, mass, cfg=cfg, layer=layer)
     residual = None if cfg.post_norms else x
@@ -78,8 +78,9 @@ def pass_layer(
         rows[OUT],
         residual=residual,
         used=groups,
+        live=at.valid,
     )
-    x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg)) if cfg.post_norms else mixed
+    x = add_normed(x, mixed, weights.norm("attn_post_norm", cfg), at.valid) if cfg.post_norms else mixed
     mixed, both = feed_forward(
         x,
         weights.norm("ffn_norm", cfg),
@@ -89,6 +90,7 @@ def pass_layer(
         (rows[WIDEN], rows[NARROW]),
         add_input=not cfg.post_norms,
         used=neurons,
+        live=at.valid,
     )
-    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg)) if cfg.post_norms else mixed
+    x = add_normed(x, mixed, weights.norm("ffn_post_norm", cfg), at.valid) if cfg.post_norms else mixed
     return x, past, mass, jnp.concatenate([projected, attended, both])

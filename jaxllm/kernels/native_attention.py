@@ -75,8 +75,9 @@ def attention(
 
 
 def load_chunks(
-    stacks: Sequence[tuple[jax.Array, jax.Array]],
-    places: Sequence[tuple[int, int]],
+    caches: Sequence[tuple[jax.Array, jax.Array]],
+    stacks: Sequence[int],
+    slots: jax.Array | np.ndarray,
     extents: jax.Array,
     bits: jax.Array,
     counts: jax.Array | None = None,
@@ -91,8 +92,9 @@ def load_chunks(
     The caller must keep the blobs in memory, unchanged, until the dispatch has ended.
 
     Args:
-      stacks: keys and values of stacks of layers, `[n, 1, K, S, H]`; S and H are the same for all.
-      places: per layer, its stack and its slot in it.
+      caches: keys and values of stacks of layers, `[n, 1, K, S, H]`; S and H are the same for all.
+      stacks: per layer, the index of its stack.
+      slots: `[L]` int32, per layer its index in its stack.
       extents: `[L, N, 3]` uint32, of chunk i of layer l the lower and the upper half of its address in this
         process, and its size in bytes, which must be that of its width: a blob of `jaxllm.kv.codecs`.
       bits: `[N]` int32, width of each chunk; 0 for raw floats, negative for no chunk.
@@ -100,22 +102,21 @@ def load_chunks(
       tokens: of a chunk (C).
       keys_by_token, values_by_token, rotated: see `jaxllm.kv.codecs.Codec`.
     """
-    flat = [rows for stack in stacks for rows in stack]
+    flat = [rows for cache in caches for rows in cache]
     results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in flat]
-    aliases = {3 + place: place for place in range(len(flat))}
+    aliases = {4 + place: place for place in range(len(flat))}
     kernel = jax.ffi.ffi_call(target("load_chunks"), results, input_output_aliases=aliases)
     loaded = kernel(
         extents,
         bits,
+        jnp.asarray(slots),
         count_operand(counts),
         *flat,
         tokens=np.int64(tokens),
         keys_by_token=keys_by_token,
         values_by_token=values_by_token,
         rotated=rotated,
-        heads_at=np.arange(len(places), dtype=np.int64),
-        stacks=np.array([stack for stack, _ in places], np.int64),
-        slots=np.array([slot for _, slot in places], np.int64),
+        stacks=np.array(stacks, np.int64),
     )
     return tuple(zip(loaded[::2], loaded[1::2], strict=True))
 

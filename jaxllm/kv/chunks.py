@@ -5,6 +5,7 @@ A chunk is C consecutive tokens of all layers: chunk number n has positions `[nÂ
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,11 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.kernels import native, native_attention
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kv.cache import KVCache, Past
 from jaxllm.kv.codecs import ChunkFormat, ChunkShape
 
 # Default tokens of a chunk (LLMS, section 4).
 CHUNK_TOKENS = 16
-
-# One layer's keys and values.
-Past = tuple[jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -60,13 +58,11 @@ def take_chunks(rows: jax.Array, first: jax.Array, *, count: int, tokens: int) -
     return run.reshape(heads, count, tokens, width).swapaxes(0, 1)
 
 
-def encode_chunks(
-    past: tuple[jax.Array, jax.Array], at: jax.Array, *, form: ChunkFormat, bits: int
-) -> jax.Array:
+def encode_chunks(past: Past, at: jax.Array, *, form: ChunkFormat, bits: int) -> jax.Array:
     """Encodes chunks of one layer.
 
     Args:
-      past: keys and values `[1, K, S, H]`.
+      past: the layer's keys and values, of one sequence.
       at: `[n]` int32, numbers of chunks in any order, all within the cache.
       form: codec and size of the chunks.
       bits: a width, or `RAW`.
@@ -74,64 +70,91 @@ def encode_chunks(
     Returns:
       Blobs `[n, bytes]` uint8.
     """
-    keys, values = past
-    axes = Axes("encode_chunks")
-    axes.check(jnp.floating, "1 K S H", keys=keys, values=values)
+    axes = Axes("encode_chunks", B=1)
+    past.check(axes)
     axes.check(jnp.int32, "n", at=at)
-    _, heads, _, width = keys.shape
-    shape = ChunkShape(heads=heads, tokens=form.tokens, width=width, dtype=keys.dtype.name)
+    heads, width = past.keys.shape[-3], past.keys.shape[-1]
+    shape = ChunkShape(heads=heads, tokens=form.tokens, width=width, dtype=past.keys.dtype.name)
     places = at[:, None] * form.tokens + jnp.arange(form.tokens, dtype=jnp.int32)
 
     def taken(rows: jax.Array) -> jax.Array:
-        return jnp.take(rows[0], places, axis=1).swapaxes(0, 1)
+        if past.slot is None:
+            return jnp.take(rows[0], places, axis=1).swapaxes(0, 1)
+        # Indices on both sides of a slice bring the chunks to the front: the stack is not copied.
+        return rows[past.slot, 0, :, places].swapaxes(1, 2)
 
-    return form.codec.encode(taken(keys), taken(values), shape, bits)
+    return form.codec.encode(taken(past.keys), taken(past.values), shape, bits)
 
 
 def load_chunks(
-    pasts: Sequence[Past],
+    cache: KVCache,
+    layers: Sequence[int],
     sources: jax.Array | Sequence[jax.Array],
     bits: jax.Array,
     *,
     form: ChunkFormat,
-    used: Sequence[UsedUnits | None] = (),
-) -> tuple[Past, ...]:
-    """Decodes stored chunks into the keys and values `[1, K, S, H]` of some layers.
+    heads: jax.Array | None = None,
+) -> KVCache:
+    """Decodes stored chunks into some layers of a cache.
 
     Args:
-      pasts: per layer, keys and values; donate them where `reads_addresses`.
+      cache: of one sequence; donate it where `reads_addresses`.
+      layers: their indices.
       sources: blobs of chunks 0, 1, ...: their addresses and sizes, uint32 `[L, n, 3]` (see
         `native_attention.load_chunks`); or per layer the blobs themselves, uint8 `[n, bytes]`, padded to the
         longest.
       bits: `[n]` int32, width of each chunk; negative: the chunk is not loaded.
       form: codec and size of the chunks.
-      used: per layer, how many of the K kv heads the blobs have; empty: all. Needs addresses as `sources`.
-
-    Returns:
-      Per layer, the updated keys and values.
+      heads: `[L]` int32, how many of the K kv heads the blobs have; None: all. Needs addresses as `sources`.
     """
-    codec = form.codec
-    axes = Axes("load_chunks", L=len(pasts))
-    for layer, (keys, values) in enumerate(pasts):
-        axes.check(jnp.floating, f"1 K{layer} S H", keys=keys, values=values)
+    axes = Axes("load_chunks", L=len(layers), B=1)
+    cache.check(axes)
     axes.check(jnp.int32, "n", bits=bits)
     if isinstance(sources, jax.Array):
         axes.check(jnp.uint32, "L n 3", sources=sources)
-        return native_attention.load_chunks(
-            pasts,
+        axes.check(jnp.int32, "L", heads=heads)
+        assert cache.places is not None
+        places = [cache.places[layer] for layer in layers]
+        stacks = native_attention.load_chunks(
+            list(zip(cache.keys, cache.values, strict=True)),
+            [stack for stack, _ in places],
+            np.array([slot for _, slot in places], np.int32),
             sources,
             bits,
-            tokens=form.tokens,
-            keys_by_token=codec.keys == "token",
-            values_by_token=codec.values == "token",
-            rotated=codec.rotated,
-            used=used,
+            heads,
+            **_native_form(form),
         )
-    for source in sources:
+        keys, values = zip(*stacks, strict=True)
+        return dataclasses.replace(cache, keys=keys, values=values)
+    for layer, source in zip(layers, sources, strict=True):
         axes.check(jnp.uint8, "n *", source=source)
-    return tuple(
-        _load_layer(past, source, bits, form=form) for past, source in zip(pasts, sources, strict=True)
+        cache = cache.with_past(layer, load_layer(cache.past(layer), source, bits, form=form))
+    return cache
+
+
+def load_layer(
+    past: Past, source: jax.Array, bits: jax.Array, *, form: ChunkFormat, heads: jax.Array | None = None
+) -> Past:
+    """`load_chunks` into one layer, from its addresses `[n, 3]` or its blobs; `heads` is an int32 scalar."""
+    if source.dtype == jnp.uint32:
+        assert past.slot is not None
+        caches, slots = [(past.keys, past.values)], jnp.asarray(past.slot)[None]
+        counts = None if heads is None else heads[None]
+        ((keys, values),) = native_attention.load_chunks(
+            caches, [0], slots, source[None], bits, counts, **_native_form(form)
+        )
+        return Past(keys, values, past.slot)
+    rows = past.keys, past.values
+    capacity = past.capacity_tokens
+    shape = ChunkShape(
+        heads=rows[0].shape[-3], tokens=form.tokens, width=rows[0].shape[-1], dtype=rows[0].dtype.name
     )
+    for width, size in form.sizes(shape).items():
+        # Chunks of other widths get a number outside of the cache, and are dropped.
+        at = jnp.where(bits == width, jnp.arange(len(bits), dtype=jnp.int32), capacity)
+        decoded = form.codec.decode(source[:, :size], shape, width)
+        rows = tuple(place_chunks(*each, at, past.slot) for each in zip(rows, decoded, strict=True))
+    return Past(*rows, past.slot)
 
 
 def reads_addresses(dtype: jnp.dtype) -> bool:
@@ -140,29 +163,32 @@ def reads_addresses(dtype: jnp.dtype) -> bool:
     return on_cpu and dtype in (jnp.float32, jnp.float16)
 
 
-def place_chunks(rows: jax.Array, chunks: jax.Array, at: jax.Array) -> jax.Array:
-    """Writes chunks `[n, K, C, H]` into one layer's keys or values `[1, K, S, H]`, at their numbers `at`
-    `[n]` int32.
+def place_chunks(
+    rows: jax.Array, chunks: jax.Array, at: jax.Array, slot: jax.Array | np.integer | None = None
+) -> jax.Array:
+    """Writes chunks `[n, K, C, H]` into one layer's keys or values `[1, K, S, H]`, or those of layer `slot` of
+    a stack `[n, 1, K, S, H]`, at their numbers `at` `[n]` int32.
 
     Chunks outside of the cache are dropped: a number of S or more stands for no chunk.
     """
     axes = Axes("place_chunks")
-    axes.check(jnp.floating, "1 K S H", rows=rows)
+    axes.check(jnp.floating, "1 K S H" if slot is None else "* 1 K S H", rows=rows)
     axes.check(jnp.floating, "n K C H", chunks=chunks)
     axes.check(jnp.int32, "n", at=at)
     count, heads, tokens, width = chunks.shape
     places = (at[:, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)).reshape(-1)
     flat = chunks.swapaxes(0, 1).reshape(heads, count * tokens, width)
-    return rows.at[0, :, places].set(flat.swapaxes(0, 1).astype(rows.dtype), mode="drop")
+    new = flat.swapaxes(0, 1).astype(rows.dtype)
+    if slot is None:
+        return rows.at[0, :, places].set(new, mode="drop")
+    return rows.at[slot, 0, :, places].set(new, mode="drop")
 
 
-def _load_layer(past: Past, source: jax.Array, bits: jax.Array, *, form: ChunkFormat) -> Past:
-    keys, values = past
-    capacity = keys.shape[2]
-    shape = ChunkShape(heads=keys.shape[1], tokens=form.tokens, width=keys.shape[3], dtype=keys.dtype.name)
-    for width, size in form.sizes(shape).items():
-        # Chunks of other widths get a number outside of the cache, and are dropped.
-        at = jnp.where(bits == width, jnp.arange(len(bits), dtype=jnp.int32), capacity)
-        of_keys, of_values = form.codec.decode(source[:, :size], shape, width)
-        keys, values = place_chunks(keys, of_keys, at), place_chunks(values, of_values, at)
-    return keys, values
+def _native_form(form: ChunkFormat) -> dict[str, Any]:
+    codec = form.codec
+    return {
+        "tokens": form.tokens,
+        "keys_by_token": codec.keys == "token",
+        "values_by_token": codec.values == "token",
+        "rotated": codec.rotated,
+    }

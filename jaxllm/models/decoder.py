@@ -6,6 +6,7 @@ it. Parameters are those of `parameters.py`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import overload
 
 import jax
@@ -18,7 +19,6 @@ from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.layer import (
-    Attend,
     attend_cache,
     attend_documents,
     attended,
@@ -27,7 +27,7 @@ from jaxllm.models.layer import (
     run_layer,
 )
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.layer_stack import over_layers
+from jaxllm.models.layer_stack import STACK, LayerStack, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import (
@@ -256,7 +256,7 @@ def forward_documents_with_routing(
     """
     if not cfg.experts:
         raise ConfigError("a model without experts has no routing; call forward_documents")
-    hidden, routings = _forward_documents(params, tokens, starts, None, cfg, dtype, remat, True)
+    hidden, routings = _forward_documents(params, tokens, starts, None, cfg, dtype, remat, True, routed=True)
     return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
 
 
@@ -269,8 +269,9 @@ def _forward_documents(
     dtype: jnp.dtype,
     remat: bool,
     differentiable: bool,
+    routed: bool = False,
 ) -> tuple[jax.Array, list[Routing]]:
-    """`forward_documents`, and the routing of each sparse layer."""
+    """`forward_documents`, and if `routed` the routing of each sparse layer."""
     axes = Axes("forward_documents")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
     if branches is not None:
@@ -279,25 +280,39 @@ def _forward_documents(
     positions = document_positions(starts, branches)
     rotaries = rotary_by_rope(positions, cfg)
     x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype)
-    routings = []
-    for layer in range(cfg.layers):
+
+    def run(weights: LayerParams, x: jax.Array, like: int) -> tuple[jax.Array, Routing | None]:
         attend = functools.partial(
             attend_documents,
             cfg=cfg,
-            rotary=rotaries.get(cfg.layer_rope(layer)),
+            rotary=rotaries.get(cfg.layer_rope(like)),
             starts=starts,
             branches=branches,
-            window=cfg.attention_windows[layer],
+            window=cfg.attention_windows[like],
         )
-        prefix = f"layers.{layer}."
-        run = functools.partial(
-            _document_layer, cfg=cfg, layer=layer, attend=attend, differentiable=differentiable
-        )
-        # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
-        weights = {name: params[name] for name in params if name.startswith(prefix)}
-        x, routing = (jax.checkpoint(run) if remat else run)(weights, x)
-        routings += [] if routing is None else [routing]
+        x, _, routing = run_layer(weights, x, cfg, like, attend, differentiable=differentiable)
+        return x, routing
+
+    routings: list[Routing] = []
+    if isinstance(params.get(STACK), LayerStack) and not routed:
+        x = over_layers(params, cfg, lambda x, weights, like, _: run(weights, x, like)[0], x)
+    else:
+        for layer, weights in enumerate(one_by_one(params, cfg)):
+            # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
+            step = functools.partial(_of_layer, run=run, like=layer)
+            x, routing = (jax.checkpoint(step) if remat else step)(weights, x)
+            routings += [] if routing is None else [routing]
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), routings
+
+
+def _of_layer(
+    weights: Params,
+    x: jax.Array,
+    *,
+    run: Callable[[LayerParams, jax.Array, int], tuple[jax.Array, Routing | None]],
+    like: int,
+) -> tuple[jax.Array, Routing | None]:
+    return run(layer_of(weights, like), x, like)
 
 
 def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig, rowwise: bool = False) -> jax.Array:
@@ -309,17 +324,3 @@ def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig, rowwise: bool
         cap = np.float32(cfg.logit_softcap)
         out = jnp.tanh(out / cap) * cap
     return out
-
-
-def _document_layer(
-    weights: Params,
-    x: jax.Array,
-    *,
-    cfg: ModelConfig,
-    layer: int,
-    attend: Attend[None],
-    differentiable: bool,
-) -> tuple[jax.Array, Routing | None]:
-    prefixed = LayerParams(weights, f"layers.{layer}.")
-    x, _, routing = run_layer(prefixed, x, cfg, layer, attend, differentiable=differentiable)
-    return x, routing

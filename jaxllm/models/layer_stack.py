@@ -6,7 +6,7 @@ each run of equal layers, or of a repeated pattern of layers (`LayerRun`), inste
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
+from jaxllm.kernels import native
+from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.kernels.weight_table import TableArray, WeightTable
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.parameters import Params
+from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Adapted, Apart, BlockedArray, Weight
 
 # Name of the parameter that has the layers: a `LayerStack`, or a `LayerAt` in a step of one layer.
@@ -108,26 +110,56 @@ class LayerStack:
         return LayerAt(self.table, np.int32(layer) if row is None else row, form)
 
 
-def addressable(params: Mapping[str, Weight], vectors: Sequence[str]) -> bool:
-    """Whether native kernels read all of a layer's parameters by address: matrices in blocks.
+def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
+    """Whether native kernels read all of a layer's parameters by address: matrices in blocks, experts apart.
 
     Args:
       params: by their names within the layer.
       vectors: the names of parameters that are no matrices of products.
     """
 
-    def in_blocks(weight: Weight) -> bool:
-        if isinstance(weight, Adapted) and weight.stacked:
-            return False
-        if isinstance(weight, Adapted | Apart):
-            return all(map(in_blocks, weight.matrices if isinstance(weight, Apart) else (weight.base,)))
-        return isinstance(weight, BlockedArray) and weight.ndim <= 3
+    def readable(name: str, weight: Weight) -> bool:
+        if name in vectors:
+            plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+            return isinstance(weight, plain) and np.dtype(weight.dtype) in (np.float32, np.int32)
+        if name.startswith("experts."):
+            return isinstance(weight, Apart) and all(isinstance(each, BlockedArray) for each in weight.matrices)
+        return isinstance(weight.base if isinstance(weight, Adapted) else weight, BlockedArray)
 
-    plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-    return all(
-        isinstance(each, plain) and np.dtype(each.dtype) == np.float32 if name in vectors else in_blocks(each)
-        for name, each in params.items()
-    )
+    return all(readable(*each) for each in params.items()) and _experts_agree(params)
+
+
+def by_address(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """A model's parameters with its layers as a `LayerStack` (see `can_be_addressed`)."""
+    kinds = [
+        (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
+        for layer in range(cfg.layers)
+    ]
+    outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
+    return {**outer, STACK: stack_by_address(layers_of(params, cfg), kinds)}  # pyright: ignore
+
+
+def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
+    """Whether native kernels read the layers of a model by address: on a CPU, see `addressable`."""
+    if jax.default_backend() != "cpu" or not native.kernels().native:
+        return False
+    specs = param_specs(cfg).items()
+    vectors = {PARAMETER, *(within_layer(name) for name, spec in specs if spec.role == "vector")}
+    return all(addressable(layer, vectors) for layer in layers_of(params, cfg))
+
+
+def layers_of(params: Params, cfg: ModelConfig) -> list[dict[str, Weight]]:
+    """Per layer, its parameters by their names within it."""
+    layers: list[dict[str, Weight]] = [{} for _ in range(cfg.layers)]
+    for name, each in params.items():
+        if name.startswith("layers."):
+            layers[int(name.split(".", 2)[1])][within_layer(name)] = each
+    return layers
+
+
+def within_layer(name: str) -> str:
+    """A parameter's name within its layer."""
+    return name.split(".", 2)[-1]
 
 
 def stack_by_address(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -> LayerStack:
@@ -158,6 +190,17 @@ def layer_of(params: Params, layer: int) -> LayerParams:
     """The parameters of a layer: under its own names, or those of a step of one layer (`LayerAt`)."""
     found: Any = params.get(STACK)
     return found.params if isinstance(found, LayerAt) else LayerParams(params, f"layers.{layer}.")
+
+
+def one_by_one(params: Params, cfg: ModelConfig) -> Iterator[Params]:
+    """Per layer its parameters alone, for `layer_of`."""
+    stack: Any = params.get(STACK)
+    for layer in range(cfg.layers):
+        if isinstance(stack, LayerStack):
+            yield {STACK: stack.at(layer)}  # pyright: ignore[reportReturnType]
+        else:
+            prefix = f"layers.{layer}."
+            yield {name: each for name, each in params.items() if name.startswith(prefix)}
 
 
 def over_layers(
@@ -212,6 +255,13 @@ def _runs(alike: tuple[int, ...]) -> Iterator[LayerRun]:
                 best = LayerRun(first, period, repeats)
         yield best
         first += best.repeats * best.period
+
+
+def _experts_agree(params: Mapping[str, Weight]) -> bool:
+    """Whether each expert's matrices have one format."""
+    stacks = [each.matrices for each in params.values() if isinstance(each, Apart)]
+    formats = [{(each.bits, each.group) for each in of} for of in zip(*stacks, strict=True)]  # pyright: ignore
+    return all(len(each) == 1 for each in formats)
 
 
 class _Factor:

@@ -12,7 +12,7 @@ step. Files are read and written by `checkpoints/peft_folder.py`.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,37 @@ def _beside(base: Weight, left: jax.Array | np.ndarray, right: jax.Array | np.nd
     # Two adapters are one adapter of the sum of their ranks.
     both = (jnp.concatenate(pair, axis=ranks) for pair in ((base.left, turned), (base.right, other)))
     return Adapted(base.base, *both)
+
+
+def summed_factors(
+    name: str, shape: tuple[int, ...], adapters: Sequence[tuple[Adapter, float]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The factors of the sum of some adapters for one matrix, on the host, as native kernels read them.
+
+    Args:
+      name: of the parameter.
+      shape: of the whole model's weight, `[*U, D]`.
+      adapters: (adapter, scaling) pairs, of the whole model or of a sub-model, as in `jaxllm.models.lora`.
+
+    Returns:
+      `left` `[r, *U]` float32, the scaling included and zero for units that a sub-model lacks, and `right`
+      `[r, D]` float32; r is the sum of the adapters' ranks, 0 without any. Zeros take no memory until they
+      are read.
+    """
+    own = [
+        (np.moveaxis(np.asarray(adapter[f"{name}.left"]), -1, 0), adapter[f"{name}.right"], scaling)
+        for adapter, scaling in adapters
+        if f"{name}.left" in adapter
+    ]
+    rank = sum(len(right) for _, right, _ in own)
+    left, right = np.zeros((rank, *shape[:-1]), np.float32), np.zeros((rank, shape[-1]), np.float32)
+    filled = 0
+    for given, other, scaling in own:
+        ranks = slice(filled, filled + len(other))
+        left[(ranks, *map(slice, given.shape[1:]))] = given * np.float32(scaling)
+        right[ranks] = other
+        filled = ranks.stop
+    return left, right
 
 
 def merge(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]:

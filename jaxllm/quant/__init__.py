@@ -17,7 +17,6 @@ from jaxllm.quant.formats import (
 from jaxllm.quant.parts import by_form, entry_of_form, first_units, narrow, sliced, take_units, unit_at
 from jaxllm.quant.weights import (
     Adapted,
-    AdaptedFromBuffer,
     Apart,
     Bfloat16Bits,
     ByForm,
@@ -33,7 +32,6 @@ __all__ = [
     "INT4_GROUP",
     "PANEL",
     "Adapted",
-    "AdaptedFromBuffer",
     "Apart",
     "Bfloat16Bits",
     "Bits",

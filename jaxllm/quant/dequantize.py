@@ -16,7 +16,6 @@ from jaxllm.quant.formats import QArray, packed_columns
 from jaxllm.quant.parts import entry_of_form, sliced
 from jaxllm.quant.weights import (
     Adapted,
-    AdaptedFromBuffer,
     Apart,
     Bfloat16Bits,
     ByForm,
@@ -30,8 +29,6 @@ from jaxllm.quant.weights import (
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`, any adapter included."""
-    if isinstance(weight, AdaptedFromBuffer):
-        return dequantize(weight.apart, dtype)
     if isinstance(weight, Adapted):
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, OwnProduct):

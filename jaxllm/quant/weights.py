@@ -1,7 +1,6 @@
 """Types of weights besides plain arrays: quantized, adapted, and parts of other weights."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -80,37 +79,6 @@ class Adapted(Changed):
         if self.stacked:
             return jnp.matrix_transpose(self.left) @ self.right
         return jnp.moveaxis(self.left, 0, -1) @ self.right
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AdaptedFromBuffer(Changed):
-    """`Adapted` with factors in a buffer that other weights share; only native products read it there.
-
-    Attributes:
-      base: `[*U, D]`, in any form, no stack.
-      buffer: `[N]` float32; `left` `[r, *U]` from index `at` on, directly followed by `right` `[r, D]`.
-      at: index of the first element of `left`.
-      rank: r.
-    """
-
-    base: "Weight"
-    buffer: jax.Array
-    at: int = dataclasses.field(metadata={"static": True})
-    rank: int = dataclasses.field(metadata={"static": True})
-
-    @property
-    def right_at(self) -> int:
-        """Index of the first element of `right`."""
-        return self.at + self.rank * math.prod(self.shape[:-1])
-
-    @property
-    def apart(self) -> Adapted:
-        """The weight with its factors as arrays of their own, which XLA copies."""
-        units, width = self.shape[:-1], self.shape[-1]
-        left = self.buffer[self.at : self.right_at].reshape(self.rank, *units)
-        right = self.buffer[self.right_at : self.right_at + self.rank * width].reshape(self.rank, width)
-        return Adapted(self.base, left, right)
 
 
 @jax.tree_util.register_dataclass
@@ -224,7 +192,6 @@ Weight = (
     | BlockedArray
     | Bfloat16Bits
     | Adapted
-    | AdaptedFromBuffer
     | Narrowed
     | FirstUnits
     | OwnProduct

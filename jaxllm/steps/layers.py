@@ -5,7 +5,6 @@ Pure functions of static shapes, as in `model.py`.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,15 @@ import jax.numpy as jnp
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
-from jaxllm.kernels.used_units import used_in_layer
-from jaxllm.kv.cache import KVCache, TokenPositions
-from jaxllm.kv.chunks import LayerChunks, Past, load_chunks
+from jaxllm.kernels.native_call import value
+from jaxllm.kernels.used_units import PARAMETER
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
+from jaxllm.kv.chunks import LayerChunks, load_chunks, load_layer
 from jaxllm.kv.codecs import ChunkFormat
 from jaxllm.models.decoder import forward_layer, forward_to_experts, logits
 from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams
+from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import FeedForward
@@ -87,12 +88,12 @@ def attend_layer(
     next_router: Params,
     x: jax.Array,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     mass: jax.Array | None,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
+) -> tuple[AtExperts, jax.Array, Past, jax.Array | None]:
     """A sparse layer up to its experts (see `decoder.forward_to_experts`).
 
     The next router is applied to this layer's hidden states: the residual stream changes so little from layer
@@ -107,7 +108,8 @@ def attend_layer(
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
     """
     _check_layer("attend_layer", x, at, past, cfg)
-    x, routing, past, mass = forward_to_experts(params, x, at, past, mass, cfg=cfg, layer=layer)
+    weights = layer_of(params, layer)
+    x, routing, past, mass = forward_to_experts(weights, x, at, past, mass, cfg=cfg, layer=layer)
     count = x.shape[1]
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
@@ -123,12 +125,12 @@ def attend_restored(
     next_router: Params,
     x: jax.Array,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     chunks: LayerChunks,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[AtExperts, jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[AtExperts, jax.Array, Past]:
     """`restore_layer` of a sparse layer up to its experts; see there and `attend_layer`."""
     past = _loaded_layer(params, past, chunks, layer)
     tokens, out, past, _ = attend_layer(params, next_router, x, at, past, None, cfg=cfg, layer=layer)
@@ -171,42 +173,35 @@ def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
 
 
 def load_cache(
-    params: Params,
+    heads: jax.Array | None,
     cache: KVCache,
     sources: jax.Array | tuple[jax.Array, ...],
     bits: jax.Array,
     *,
-    cfg: ModelConfig,
     form: ChunkFormat,
 ) -> KVCache:
     """Loads stored chunks into all layers of a cache.
 
     Args:
-      params: the counts of used units, if any (see `jaxllm.kernels.used_units`).
+      heads: `[L]` int32, the numbers of used kv heads, where levels share the bucket; else None.
       cache: of one sequence; donated. The caller sets its length.
       sources: blobs of all layers, or their addresses (see `load_chunks`).
       bits: their bitwidths (see `load_chunks`).
-      cfg: the model.
       form: format of the stored chunks.
     """
-    axes = Axes("load_cache", B=1, H=cfg.head_dim)
-    cache.check(axes)
-    axes.check(jnp.int32, "n", bits=bits)
-    pasts = list(zip(cache.keys, cache.values, strict=True))
-    keys, values = zip(*_loaded(params, pasts, sources, bits, range(cfg.layers), form=form), strict=True)
-    return dataclasses.replace(cache, keys=keys, values=values)
+    return load_chunks(cache, range(cache.layers), sources, bits, form=form, heads=heads)
 
 
 def restore_layer(
     params: Params,
     x: jax.Array,
     at: TokenPositions,
-    past: tuple[jax.Array, jax.Array],
+    past: Past,
     chunks: LayerChunks,
     *,
     cfg: ModelConfig,
     layer: int,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, Past]:
     """Restores one layer of a context: loads its stored chunks into the cache, then runs the tokens of the
     other chunks through the layer, which writes their keys and values (LLMS, section 3.3).
 
@@ -216,7 +211,7 @@ def restore_layer(
       params: of the layer, and the counts of used units, if any.
       x: `[1, T, D]`, the layer's input; donated.
       at: positions of the T tokens.
-      past: keys and values `[1, K, S, H]`; donated.
+      past: the layer's keys and values; donated.
       chunks: the stored ones.
       cfg: the model.
       layer: its index.
@@ -226,8 +221,25 @@ def restore_layer(
     """
     _check_layer("restore_layer", x, at, past, cfg)
     past = _loaded_layer(params, past, chunks, layer)
-    x, past, _ = forward_layer(params, x, at, past, cfg=cfg, layer=layer)
+    x, past, _ = forward_layer(layer_of(params, layer), x, at, past, cfg=cfg, layer=layer)
     return x, past
+
+
+def one_layer(
+    params: Params,
+    x: jax.Array,
+    at: TokenPositions,
+    past: Past,
+    mass: jax.Array | None,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+    padded: bool,
+) -> tuple[jax.Array, Past, jax.Array | None]:
+    """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
+    _check_layer("one_layer", x, at, past, cfg)
+    weights = layer_of(params, layer)
+    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, padded=padded)
 
 
 def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:
@@ -235,28 +247,11 @@ def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: M
     axes = Axes(step, B=1, D=cfg.hidden_size, H=cfg.head_dim)
     axes.check(jnp.floating, "B T D", x=x)
     at.check(axes)
-    axes.check(jnp.floating, "B K S H", keys=past[0], values=past[1])
+    past.check(axes)
 
 
 def _loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -> Past:
-    """`load_chunks` into one layer."""
-    source, bits = jnp.asarray(chunks.source), jnp.asarray(chunks.bits)
-    sources = source[None] if source.dtype == jnp.uint32 else (source,)
-    (past,) = _loaded(params, [past], sources, bits, [layer], form=chunks.form)
-    return past
-
-
-def _loaded(
-    params: Params,
-    pasts: Sequence[Past],
-    sources: jax.Array | tuple[jax.Array, ...],
-    bits: jax.Array,
-    layers: Sequence[int],
-    *,
-    form: ChunkFormat,
-) -> tuple[Past, ...]:
-    """`load_chunks` into some layers."""
-    counts = LayerParams(params, "").counts
-    # Blobs that are arguments have all of the cache's heads.
-    used = [used_in_layer(counts, layer)[0] for layer in layers] if isinstance(sources, jax.Array) else ()
-    return load_chunks(pasts, sources, bits, form=form, used=used)
+    """`load_layer` of the used kv heads."""
+    counts = layer_of(params, layer).operand(PARAMETER)
+    heads = None if counts is None else value(counts)[0]
+    return load_layer(past, jnp.asarray(chunks.source), jnp.asarray(chunks.bits), form=chunks.form, heads=heads)

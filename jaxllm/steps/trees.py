@@ -88,7 +88,11 @@ def _moved(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
     destination = TokenPositions(positions=cache.length + index, valid=count)
 
     def moved(values: jax.Array) -> jax.Array:
-        return destination.write(values, values[:, :, rows])
+        if cache.places is None:
+            return destination.write(values, values[:, :, rows])
+        # The heads of all layers of a stack alike.
+        flat = values.reshape(-1, *values.shape[-3:])
+        return destination.write(flat, flat[:, :, rows]).reshape(values.shape)
 
     keys, values = (tuple(map(moved, layers)) for layers in (cache.keys, cache.values))
     mass = cache.mass

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model, sub_model
-from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions, new_cache
+from jaxllm.elastic.submodel import part_of_sub_model, sub_model
+from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions, new_cache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree, new_tree
@@ -79,18 +79,22 @@ class ModelShapes:
 
     Attributes:
       cfg: the model, or the level's sub-model.
-      params: shapes of its parameters, or of the whole model's.
+      params: shapes of its parameters, or of the whole model's, as buckets take them.
       options: resolved options of the engine.
+      weights: shapes of its parameters by name, which are `params` unless these are by address.
     """
 
     cfg: ModelConfig
-    params: Params | CountedSubModel
+    params: Params
     options: EngineOptions
+    weights: Params
 
     @classmethod
-    def of(cls, cfg: ModelConfig, params: Params | CountedSubModel, options: EngineOptions) -> "ModelShapes":
+    def of(
+        cls, cfg: ModelConfig, params: Params, options: EngineOptions, weights: Params | None = None
+    ) -> "ModelShapes":
         """The shapes of a model's parameters."""
-        return cls(cfg, shapes_of(params), options)
+        return cls(cfg, shapes_of(params), options, shapes_of(params if weights is None else weights))
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -113,10 +117,10 @@ class ModelShapes:
         """Shapes of a cache of `tokens` positions."""
         return jax.eval_shape(functools.partial(self.empty_cache, tokens=tokens))
 
-    def layer_cache(self, layer: int, tokens: int) -> tuple[Any, Any]:
-        """Shapes of one layer's keys and values, `[1, K, S, H]` each."""
-        cache = self.cache(tokens)
-        return cache.keys[layer], cache.values[layer]
+    def past(self, layer: int, tokens: int) -> Past:
+        """Shapes of the keys and values of a layer of such a cache."""
+        past = self.cache(tokens).past(layer)
+        return dataclasses.replace(past, slot=None if past.slot is None else SCALAR)  # pyright: ignore
 
     @property
     def sampler(self) -> Any:
@@ -135,7 +139,7 @@ class ModelShapes:
           donated: indices of arguments whose buffers are reused.
         """
 
-        def run(params: Params | CountedSubModel, *rest: Any) -> Any:
+        def run(params: Params, *rest: Any) -> Any:
             return step(sub_model(params, self.cfg), *rest, cfg=self.cfg, dtype=self.dtype)
 
         return jax.jit(run, donate_argnums=donated)
@@ -143,7 +147,7 @@ class ModelShapes:
     def jitted_part(self, step: Callable[..., Any], *donated: int) -> Any:
         """Jits a step `(params, *rest)` of some of the parameters, such as one layer's."""
 
-        def run(params: Params | CountedSubModel, *rest: Any) -> Any:
+        def run(params: Params, *rest: Any) -> Any:
             return step(part_of_sub_model(params, self.cfg), *rest)
 
         return jax.jit(run, donate_argnums=donated)

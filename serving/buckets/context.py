@@ -12,7 +12,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, encode_chunks, reads_addresses
 from jaxllm.steps.layers import load_cache, restore_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, position_shapes
-from serving.buckets.parts import counts_alone, layer_shapes
+from serving.buckets.parts import layer_shapes
 from serving.options import EngineOptions
 
 # Chunks that are encoded in one dispatch.
@@ -30,16 +30,17 @@ class LoadBucket(Bucket):
     cache_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(counts, cache, sources, bits) -> cache."""
+        """(used kv heads, cache, sources, bits) -> cache."""
         cfg, options = model.cfg, model.options
         shapes = [source_shape(cfg, options, each, self.cache_tokens) for each in range(cfg.layers)]
         if reads_addresses(jnp.dtype(options.cache_dtype)):
             sources: Any = jax.ShapeDtypeStruct((cfg.layers, *shapes[0][0]), jnp.uint32)
+            heads = ids(cfg.layers)
         else:
-            sources = tuple(jax.ShapeDtypeStruct(*each) for each in shapes)
-        load = functools.partial(load_cache, cfg=cfg, form=options.chunk_format)
+            sources, heads = tuple(jax.ShapeDtypeStruct(*each) for each in shapes), None
+        load = functools.partial(load_cache, form=options.chunk_format)
         cache, bits = model.cache(self.cache_tokens), bits_shape(model, self.cache_tokens)
-        return jax.jit(load, donate_argnums=(1,)).lower(counts_alone(model.params), cache, sources, bits)
+        return jax.jit(load, donate_argnums=(1,)).lower(heads, cache, sources, bits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class RestoreBucket(Bucket):
             layer_shapes(model.params, layer),
             model.hidden(self.tokens),
             position_shapes(self.tokens, consecutive=False),
-            model.layer_cache(layer, self.cache_tokens),
+            model.past(layer, self.cache_tokens),
             layer_chunk_shapes(model, layer, self.cache_tokens),
         )
 
@@ -86,7 +87,7 @@ class EncodeBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(keys and values, numbers of chunks) -> chunks as bytes."""
         encode = functools.partial(encode_chunks, form=model.options.chunk_format, bits=self.bits)
-        return jax.jit(encode).lower(model.layer_cache(self.layer, self.cache_tokens), ids(ENCODED_CHUNKS))
+        return jax.jit(encode).lower(model.past(self.layer, self.cache_tokens), ids(ENCODED_CHUNKS))
 
 
 def source_shape(cfg: ModelConfig, options: EngineOptions, layer: int, cache_tokens: int) -> tuple[Any, ...]:

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxllm.elastic.submodel import whole_params
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.steps.layers import attend_layer, attend_restored, combine_experts, expert_tile
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, mass_by_node, position_shapes
 from serving.buckets.context import layer_chunk_shapes
@@ -32,8 +31,8 @@ class AttendBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next router, x, positions, keys and values, mass) -> tokens at experts, a
         buffer for their outputs, keys and values, mass."""
-        cache = model.cache(self.cache_tokens)
-        return _lower_attend(model, self.layer, position_shapes(self.tokens), cache, cache.mass)
+        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
+        return _lower_attend(model, self.layer, position_shapes(self.tokens), past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,8 +51,9 @@ class AttendTreeBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """See `AttendBucket`; the mass is by node."""
-        cache, at = model.cache(self.cache_tokens), position_shapes(self.nodes, tree=True)
-        return _lower_attend(model, self.layer, at, cache, mass_by_node(cache, self.nodes))
+        past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
+        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
+        return _lower_attend(model, self.layer, at, past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,11 +73,11 @@ class AttendRestoredBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next router, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
-        whole, layer = whole_params(model.params), self.layer
+        whole, layer = model.params, self.layer
         attend = functools.partial(attend_restored, cfg=model.cfg, layer=layer)
         at, past = (
             position_shapes(self.tokens, consecutive=False),
-            model.layer_cache(layer, self.cache_tokens),
+            model.past(layer, self.cache_tokens),
         )
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
             layer_params(whole, layer, layer),
@@ -103,7 +103,7 @@ class ExpertBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
-        whole, (before, out) = whole_params(model.params), _at_experts(model, self.tokens)
+        whole, (before, out) = model.params, _at_experts(model, self.tokens)
         expert = {name: whole[f"{any_expert(self.bits)}.{name}"] for name in EXPERT_PARTS}
         norm = expert_norm(router_params(whole, _first_sparse(model)))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
@@ -127,11 +127,10 @@ class CombineBucket(Bucket):
 
 
 def _lower_attend(
-    model: ModelShapes, layer: int, at: TokenPositions, cache: KVCache, mass: Any
+    model: ModelShapes, layer: int, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
-    whole = whole_params(model.params)
+    whole = model.params
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
-    past = cache.keys[layer], cache.values[layer]
     x = model.hidden(at.positions.shape[0])
     return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
         layer_params(whole, layer, layer), router_params(whole, layer), x, at, past, mass
@@ -140,9 +139,9 @@ def _lower_attend(
 
 def _at_experts(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
     """Shapes of tokens at experts, and of the experts' outputs."""
-    layer, whole = _first_sparse(model), whole_params(model.params)
+    layer, whole = _first_sparse(model), model.params
     # Any cache length gives the same shapes.
-    cache = model.cache(model.options.cache_tokens[0])
+    capacity = model.options.cache_tokens[0]
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
     before, out, *_ = jax.eval_shape(
         attend,
@@ -150,8 +149,8 @@ def _at_experts(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
         router_params(whole, layer),
         model.hidden(tokens),
         position_shapes(tokens),
-        (cache.keys[layer], cache.values[layer]),
-        cache.mass,
+        model.past(layer, capacity),
+        model.cache(capacity).mass,
     )
     return before, out
 

@@ -9,12 +9,14 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.submodel import CountedSubModel, part_of_sub_model
+from jaxllm.elastic.submodel import part_of_sub_model
 from jaxllm.int8_prefill import subgraphs, whole_layer
 from jaxllm.int8_prefill.products import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, product_sizes
 from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.stages import STAGE_PARAMETERS, Stage
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.kernels.used_units import PARAMETER
+from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
 from serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
@@ -65,12 +67,13 @@ class IntegerStageBucket(Bucket):
         """(stage's params, its calibration, operands...) -> see `subgraphs`."""
         weights = _of_stage(layer_shapes(model.params, self.layer), self.layer, self.stage)
         if not self.blocks:
+            weights = _of_stage(layer_shapes(model.weights, self.layer), self.layer, self.stage)
             weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
         # A bucket of all levels has the units of the whole model.
-        own = model.cfg.whole if isinstance(model.params, CountedSubModel) else model.cfg
+        own = model.cfg.whole if STACK in model.params else model.cfg
         step = _STEPS[self.stage]
 
-        def run(params: Params | CountedSubModel, *rest: Any) -> Any:
+        def run(params: Params, *rest: Any) -> Any:
             return step.run(part_of_sub_model(params, model.cfg), *rest, cfg=model.cfg, layer=self.layer)
 
         known = shapes_of(_calibration_shapes(self, own))
@@ -105,30 +108,26 @@ def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> 
 
 
 def stage_params(
-    params: Params | CountedSubModel, layer: int, like: int, stage: Stage
-) -> dict[str, Any] | CountedSubModel:
+    params: Params, layer: int, like: int, stage: Stage
+) -> dict[str, Any]:
     """The parameters of a stage of `layer`, under the names of layer `like`."""
     return _of_stage(layer_params(params, layer, like), like, stage)
 
 
 def _of_stage(
-    found: dict[str, Any] | CountedSubModel, like: int, stage: Stage
-) -> dict[str, Any] | CountedSubModel:
+    found: dict[str, Any], like: int, stage: Stage
+) -> dict[str, Any]:
     """The parameters of a stage among a layer's parameters or their shapes."""
     prefix = f"layers.{like}."
     starts = tuple(prefix + each for each in STAGE_PARAMETERS[stage])
-    if not isinstance(found, CountedSubModel):
-        return {name: each for name, each in found.items() if name.startswith(starts)}
-    whole = {name: each for name, each in found.whole.items() if name.startswith(starts)}
-    locations = tuple(each for each in found.locations if each.name in whole)
-    return dataclasses.replace(found, whole=whole, locations=locations)
+    if STACK in found:
+        return found
+    return {name: each for name, each in found.items() if name.startswith((*starts, prefix + PARAMETER))}
 
 
-def stage_bytes(params: Params | CountedSubModel, layer: int, stage: Stage) -> int:
+def stage_bytes(params: Params, layer: int, stage: Stage) -> int:
     """Size of the weights of a stage."""
-    found = stage_params(params, layer, layer, stage)
-    whole = found.whole if isinstance(found, CountedSubModel) else found
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(stage_params(params, layer, layer, stage)))
 
 
 def without_blocks(weights: Any) -> Any:
@@ -169,8 +168,8 @@ class _Operands:
         self.hidden = floats(units.neurons)
         self.products = [self.hidden] * (2 if cfg.gated_ffn else 1)
         self.at = position_shapes(tokens)
-        cache = model.cache(bucket.cache_tokens)
-        self.past, self.mass = (cache.keys[layer], cache.values[layer]), cache.mass
+        self.past = model.past(layer, bucket.cache_tokens)
+        self.mass = model.cache(bucket.cache_tokens).mass
 
 
 @dataclasses.dataclass(frozen=True)

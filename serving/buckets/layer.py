@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxllm.elastic.submodel import whole_params
-from jaxllm.kv.cache import KVCache, TokenPositions
-from jaxllm.models.decoder import embed_tokens, forward_layer
+from jaxllm.kv.cache import Past, TokenPositions
+from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.steps.layers import final_rows, head_piece
+from jaxllm.steps.layers import final_rows, head_piece, one_layer
 from serving.buckets.bucket import Bucket, ModelShapes, ids, mass_by_node, position_shapes
 from serving.buckets.parts import embedding_params, layer_shapes, norm_params, row_step, some_rows
 
@@ -50,7 +49,7 @@ class EmbedRowsBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(embedding with some rows, ids, positions) -> x."""
-        rows = whole_params(model.params)["embed.tokens"]
+        rows = model.params["embed.tokens"]
         embedding = embedding_params(model.params)
         embedding["embed.tokens"] = some_rows(rows, self.tokens * row_step(rows))
         step = jax.jit(functools.partial(embed_tokens, cfg=model.cfg, dtype=model.dtype))
@@ -59,7 +58,7 @@ class EmbedRowsBucket(Bucket):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerBucket(Bucket):
-    """Runs one layer over a chunk (see `models.decoder.forward_layer`).
+    """Runs one layer over a chunk (see `steps.layers.one_layer`).
 
     Attributes:
       tokens: length of the chunk, padding included.
@@ -73,13 +72,13 @@ class LayerBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass) -> x, keys and values, mass."""
-        cache = model.cache(self.cache_tokens)
-        return _lowered_layer(model, self.layer, self.tokens, position_shapes(self.tokens), cache, cache.mass)
+        past, mass = model.past(self.layer, self.cache_tokens), model.cache(self.cache_tokens).mass
+        return _lowered_layer(model, self.layer, self.tokens, position_shapes(self.tokens), past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTreeBucket(Bucket):
-    """Runs one layer over a token tree (see `models.decoder.forward_layer`).
+    """Runs one layer over a token tree (see `steps.layers.one_layer`).
 
     Attributes:
       nodes: capacity of the tree (M).
@@ -93,8 +92,9 @@ class LayerTreeBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, x, positions, keys and values, mass by node) -> x, keys and values, mass."""
-        cache, at = model.cache(self.cache_tokens), position_shapes(self.nodes, tree=True)
-        return _lowered_layer(model, self.layer, self.nodes, at, cache, mass_by_node(cache, self.nodes))
+        past, at = model.past(self.layer, self.cache_tokens), position_shapes(self.nodes, tree=True)
+        mass = mass_by_node(model.cache(self.cache_tokens), self.nodes)
+        return _lowered_layer(model, self.layer, self.nodes, at, past, mass)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,16 +129,15 @@ class HeadBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(piece of the head, hidden rows) -> logits."""
-        head = some_rows(whole_params(model.params)[head_name(model.cfg)], self.vocab_tokens)
+        head = some_rows(model.params[head_name(model.cfg)], self.vocab_tokens)
         hidden = jax.ShapeDtypeStruct((self.rows, model.cfg.hidden_size), model.dtype)
         return jax.jit(functools.partial(head_piece, cfg=model.cfg)).lower(head, hidden)
 
 
 def _lowered_layer(
-    model: ModelShapes, layer: int, tokens: int, at: TokenPositions, cache: KVCache, mass: Any
+    model: ModelShapes, layer: int, tokens: int, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
     """One layer over `tokens` tokens at positions, with attention mass by position or by node."""
-    step = functools.partial(forward_layer, cfg=model.cfg, layer=layer, padded=tokens > 1)
-    past = cache.keys[layer], cache.values[layer]
+    step = functools.partial(one_layer, cfg=model.cfg, layer=layer, padded=tokens > 1)
     weights = layer_shapes(model.params, layer)
     return model.jitted_part(step, 1, 3, 4).lower(weights, model.hidden(tokens), at, past, mass)

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.elastic.submodel import CountedSubModel, layer_part, whole_params
-from jaxllm.kernels.used_units import PARAMETER
+from jaxllm.config import ModelConfig
+from jaxllm.models.layer_stack import STACK, LayerStack
 from jaxllm.models.parameters import Params
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from serving.buckets.bucket import shapes_of
@@ -15,10 +15,11 @@ from serving.buckets.bucket import shapes_of
 EXPERT_PARTS = ("gate", "up", "down")
 
 
-def layer_params(params: Params | CountedSubModel, layer: int, like: int) -> dict[str, Any] | CountedSubModel:
-    """The parameters of `layer` under the names of layer `like`, whose buckets it shares."""
-    if isinstance(params, CountedSubModel):
-        return layer_part(params, layer, like)
+def layer_params(params: Params, layer: int, like: int) -> dict[str, Any]:
+    """The parameters of `layer` for buckets of layer `like`: by address, or under its names."""
+    stack: Any = params.get(STACK)
+    if isinstance(stack, LayerStack):
+        return {STACK: stack.at(layer)}
     prefix = f"layers.{layer}."
     return {
         f"layers.{like}.{name.removeprefix(prefix)}": each
@@ -27,14 +28,8 @@ def layer_params(params: Params | CountedSubModel, layer: int, like: int) -> dic
     }
 
 
-def layer_shapes(params: Params | CountedSubModel, layer: int) -> dict[str, Any] | CountedSubModel:
+def layer_shapes(params: Params, layer: int) -> dict[str, Any]:
     """The shapes of `layer_params` under the layer's own names, of parameters or their shapes."""
-    if isinstance(params, CountedSubModel):
-        # What tells parts from each other is read from these.
-        counts = np.zeros(params.counts.shape, params.counts.dtype)
-        buffer = params.adapters
-        buffer = None if buffer is None else np.zeros(buffer.shape, buffer.dtype)
-        params = dataclasses.replace(params, counts=counts, adapters=buffer)  # pyright: ignore
     return shapes_of(layer_params(params, layer, layer))
 
 
@@ -58,19 +53,19 @@ def expert_norm(router: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in router.items() if name != "router"}
 
 
-def counts_alone(params: Params | CountedSubModel) -> dict[str, Any]:
-    """The counts of used units; empty unless the parameters are a `CountedSubModel`."""
-    return {PARAMETER: params.counts} if isinstance(params, CountedSubModel) else {}
+def used_heads(cfg: ModelConfig) -> np.ndarray:
+    """The number of kv heads of each layer, `[L]` int32."""
+    return np.array([cfg.units(layer).kv_heads for layer in range(cfg.layers)], np.int32)
 
 
-def embedding_params(params: Params | CountedSubModel) -> dict[str, Any]:
+def embedding_params(params: Params) -> dict[str, Any]:
     """The parameters that embed tokens."""
-    return {name: each for name, each in whole_params(params).items() if name.startswith("embed.")}
+    return {name: each for name, each in params.items() if name.startswith("embed.")}
 
 
-def norm_params(params: Params | CountedSubModel) -> dict[str, Any]:
+def norm_params(params: Params) -> dict[str, Any]:
     """The norm after the last layer."""
-    return {name: each for name, each in whole_params(params).items() if name.startswith("final_norm.")}
+    return {name: each for name, each in params.items() if name.startswith("final_norm.")}
 
 
 def row_step(weight: Weight) -> int:

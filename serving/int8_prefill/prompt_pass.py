@@ -1,5 +1,6 @@
 """Runs one prompt through the layers, subgraph by subgraph, in any valid order."""
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 
 from jaxllm.int8_prefill.schedule import Subgraph
 from jaxllm.int8_prefill.subgraphs import Projected
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 
 
 class PromptPass:
@@ -41,8 +42,7 @@ class PromptPass:
         self.counts: list[tuple[Subgraph, Any]] = []
         self.capacity = cache.capacity_tokens
         self._call = call
-        self._pasts = list(zip(cache.keys, cache.values, strict=True))
-        self._mass, self._length = cache.mass, cache.length
+        self._cache = cache
         # Per chunk, the results of the stages of its current layer.
         self._values: list[dict[str, Any]] = [{} for _ in chunks]
         # Both processors append counts.
@@ -66,8 +66,10 @@ class PromptPass:
 
     def cache(self) -> KVCache:
         """The cache as it is now; the caller sets its length."""
-        keys, values = zip(*self._pasts, strict=True)
-        return KVCache(keys=keys, values=values, length=self._length, mass=self._mass)
+        return self._cache
+
+    def _keep(self, layer: int, past: Past, mass: jax.Array | None) -> None:
+        self._cache = dataclasses.replace(self._cache.with_past(layer, past), mass=mass)
 
     def _run(self, each: Subgraph, *operands: Any) -> Any:
         return self._call(each, self.x[each.chunk].shape[1], self.capacity, *operands)
@@ -78,8 +80,9 @@ class PromptPass:
 
     def _layer(self, each: Subgraph, at: dict[str, Any]) -> None:
         del at
-        operands = self.x[each.chunk], self.chunks[each.chunk], self._pasts[each.layer], self._mass
-        self.x[each.chunk], self._pasts[each.layer], self._mass, count = self._run(each, *operands)
+        operands = self.x[each.chunk], self.chunks[each.chunk], self._cache.past(each.layer), self._cache.mass
+        self.x[each.chunk], past, mass, count = self._run(each, *operands)
+        self._keep(each.layer, past, mass)
         if count is not None:
             self._counted(each, count)
 
@@ -93,8 +96,9 @@ class PromptPass:
     def _attend(self, each: Subgraph, at: dict[str, Any]) -> None:
         projected = Projected(at.pop("heads"), at.pop("head_shadows", None))
         positions = self.chunks[each.chunk]
-        operands = projected, positions, self._pasts[each.layer], self._mass
-        at["out"], at["added"], self._pasts[each.layer], self._mass, count = self._run(each, *operands)
+        operands = projected, positions, self._cache.past(each.layer), self._cache.mass
+        at["out"], at["added"], past, mass, count = self._run(each, *operands)
+        self._keep(each.layer, past, mass)
         if count is not None:
             self._counted(each, count)
 

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.elastic.submodel import whole_params
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.steps.layers import AtExperts
 from serving.buckets.bucket import Bucket
@@ -29,7 +28,6 @@ from serving.buckets.expert import (
 from serving.buckets.layer import EmbedBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params, expert_norm, layer_params, router_params
 from serving.runners.layerwise import Chunk
-from serving.runners.level_runner import Past
 from serving.weights.experts.weights import ExpertWeights
 from serving.weights.model_level import ModelLevel
 from serving.weights.prefetch import Meanwhile
@@ -125,28 +123,28 @@ class ExpertLayers:
         del meanwhile
         self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
         outputs = [self.embed(tokens, at) for tokens, at in chunks]
-        keys, values, mass = list(cache.keys), list(cache.values), cache.mass
+        mass = cache.mass
         visited: list[np.ndarray] = []
         for layer in range(self._model.cfg.layers):
-            past = keys[layer], values[layer]
+            past = cache.past(layer)
             if self._model.cfg.is_sparse(layer):
                 outputs, past, mass = self._sparse_layer(layer, chunks, outputs, past, mass, visited)
             else:
                 weights = self._parts.layers[layer]
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
-                    bucket = self._bucket(len(tokens), past[0].shape[2], layer, tree=tree)
+                    bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=tree)
                     compiled = self._buckets.get(bucket)
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
-            keys[layer], values[layer] = past
+            cache = cache.with_past(layer, past)
         self.experts.predictor.learn([each[-_LEARNT_TOKENS:] for each in visited])
-        return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
+        return outputs, dataclasses.replace(cache, mass=mass)
 
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
-        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
+        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past.capacity_tokens, layer))
         weights = self._parts.layers[layer]
         if not self._model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, chunks)
@@ -172,7 +170,7 @@ class ExpertLayers:
         outs: list[jax.Array] = []
         weights, router = self._parts.layers[layer], self._next_router(len(visited))
         for (tokens, at), x in zip(chunks, inputs, strict=True):
-            bucket = self._bucket(len(tokens), past[0].shape[2], layer, tree=at.tree is not None)
+            bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
             each, out, past, mass = self._buckets.get(bucket)(weights, router, x, at, past, mass)
             before.append(each)
             outs.append(out)
@@ -238,8 +236,8 @@ class ExpertLayers:
         """The parameters by layer, sorted once per version of the weights."""
         model = self._model
         if self._known is None or self._known[0] != model.weights_version:
-            params = whole_params(model.params)
-            layers = [layer_params(params, layer, like) for layer, like in enumerate(model.alike)]
+            params = model.weights
+            layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]
             routers = [router_params(params, layer) for layer in range(model.cfg.layers)]
             norms = [expert_norm(each) for each in routers]
             sparse = [routers[layer] for layer in self.experts.store.sparse]

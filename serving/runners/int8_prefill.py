@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.elastic.submodel import whole_params
 from jaxllm.int8_prefill.schedule import (
     Dispatcher,
     Subgraph,
@@ -310,7 +309,7 @@ class Int8Prefill:
         if self._ready_for == model.weights_version:
             return
         self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
-        self._head = whole_params(model.params)[head_name(model.cfg)]
+        self._head = model.params[head_name(model.cfg)]
         self._known = self.calibration.layers(model.level, model.bucket_cfg)
         self._kept: dict[_Case, tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]] = {}
         self._placed_weights: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}
@@ -327,7 +326,8 @@ class Int8Prefill:
             key = layer, stage, bucket.device
             if key not in self._placed_weights:
                 known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
-                weights = stage_params(self.model.params, layer, bucket.layer, stage)
+                own = self.model.params if bucket.blocks else self.model.weights
+                weights = stage_params(own, layer, bucket.layer, stage)
                 weights = weights if bucket.blocks else without_blocks(weights)
                 device = _device(bucket)
                 self._placed_weights[key] = _put(weights, device), _put(known, device)

@@ -12,7 +12,7 @@ from typing import Protocol
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
@@ -27,7 +27,7 @@ from serving.buckets.tree import KeepBucket, SettleBucket
 from serving.host.machine import give_back_memory
 from serving.host.progress import Progress
 from serving.runners.chunks import placed_chunks, plan_chunks
-from serving.runners.level_runner import LevelRunner, Past
+from serving.runners.level_runner import LevelRunner
 from serving.runners.runner import PrefillChunk
 from serving.runners.verdict import Verdict
 from serving.weights.model_level import ModelLevel

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
@@ -22,7 +21,7 @@ from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import GrowBucket, StartBucket
 from serving.buckets.context import ENCODED_CHUNKS, EncodeBucket, LoadBucket
 from serving.buckets.decode import SampleBucket
-from serving.buckets.parts import counts_alone
+from serving.buckets.parts import used_heads
 from serving.host.progress import Progress
 from serving.options import EngineOptions
 from serving.runners.runner import PrefillChunk
@@ -32,8 +31,6 @@ from serving.weights.model_level import ModelLevel
 if TYPE_CHECKING:
     from serving.runners.int8_prefill import Int8Prefill
     from serving.runners.scorer import Scorer
-
-Past = tuple[jax.Array, jax.Array]
 
 
 class LevelRunner(abc.ABC):
@@ -78,7 +75,7 @@ class LevelRunner(abc.ABC):
         return self.model.weights_version
 
     @property
-    def params(self) -> Params | CountedSubModel:
+    def params(self) -> Params:
         """The level's parameters."""
         return self.model.params
 
@@ -270,13 +267,14 @@ class LevelRunner(abc.ABC):
     def load_chunks(self, cache: KVCache, sources: Any, bits: np.ndarray) -> KVCache:
         """See `ContextRunner`."""
         load = self.buckets.get(self._load_bucket(cache.capacity_tokens))
-        return load(counts_alone(self.params), cache, sources, bits)
+        by_address = not isinstance(sources, tuple)
+        return load(used_heads(self.cfg) if by_address else None, cache, sources, bits)
 
     def encode_chunks(self, cache: KVCache, layer: int, bits: int, numbers: Sequence[int]) -> jax.Array:
         """See `ContextRunner`."""
         encode = self.buckets.get(self._encode_bucket(bits, cache.capacity_tokens, layer))
         padded = np.array([*numbers, *[numbers[0]] * (ENCODED_CHUNKS - len(numbers))], np.int32)
-        return encode((cache.keys[layer], cache.values[layer]), padded)
+        return encode(cache.past(layer), padded)
 
     @abc.abstractmethod
     def begin_layers(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree
@@ -24,7 +24,7 @@ from serving.buckets.prefill import PrefillBucket
 from serving.buckets.tree import DraftBucket, FollowBucket, VerifyBucket
 from serving.int8_prefill.modes import PrefillMode
 from serving.runners.chunks import padded, plan_chunks
-from serving.runners.level_runner import LevelRunner, Past
+from serving.runners.level_runner import LevelRunner
 from serving.runners.runner import PrefillChunk, chunks_of
 from serving.runners.verdict import Verdict
 from serving.speculation.options import TreeShape
@@ -199,7 +199,7 @@ class ResidentRunner(LevelRunner):
     ) -> tuple[jax.Array, Past]:
         """See `ContextRunner`."""
         self._sort_parameters()
-        bucket = self.restore_bucket(len(at.positions), past[0].shape[2], layer)
+        bucket = self.restore_bucket(len(at.positions), past.capacity_tokens, layer)
         return self.buckets.get(bucket)(self._layers[layer], x, at, past, chunks)
 
     def _embed(self, tokens: np.ndarray, at: TokenPositions) -> jax.Array:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from jaxllm.kv.cache import KVCache, TokenPositions
+from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
@@ -14,7 +14,6 @@ from serving.buckets.context import RestoreBucket
 from serving.buckets.layer import EmbedRowsBucket, LayerBucket, LayerTreeBucket
 from serving.buckets.parts import embedding_params
 from serving.runners.layerwise import Chunk
-from serving.runners.level_runner import Past
 from serving.weights.model_level import ModelLevel
 from serving.weights.prefetch import Meanwhile
 from serving.weights.streamed import StreamedWeights
@@ -65,9 +64,9 @@ class StreamedLayers:
         """See `LayerSource`."""
         self._weights.begin(self._model.cfg)
         outputs = [self._embed(tokens, at) for tokens, at in chunks]
-        keys, values, mass = list(cache.keys), list(cache.values), cache.mass
+        mass = cache.mass
         for layer in range(self._model.cfg.layers):
-            past = keys[layer], values[layer]
+            past = cache.past(layer)
             with self._weights.layer(self._model, layer, meanwhile) as weights:
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
@@ -76,14 +75,14 @@ class StreamedLayers:
                     outputs[number], past, mass = compiled(weights, outputs[number], at, past, mass)
                 # The next piece overwrites the memory of this one.
                 jax.block_until_ready(outputs)
-            keys[layer], values[layer] = past
-        return outputs, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), mass=mass)
+            cache = cache.with_past(layer, past)
+        return outputs, dataclasses.replace(cache, mass=mass)
 
     def restore(
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `LayerSource`."""
-        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past[0].shape[2], layer))
+        compiled = self._buckets.get(self.restore_bucket(len(at.positions), past.capacity_tokens, layer))
         with self._weights.layer(self._model, layer) as weights:
             # The next piece overwrites the memory of this one.
             return jax.block_until_ready(compiled(weights, x, at, past, chunks))

@@ -7,9 +7,9 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.elastic import Recovery, read_recovery, release_recovery, require_level
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.adapter_buffer import adapter_locations, fill_buffer
-from jaxllm.elastic.submodel import CountedSubModel, can_be_counted, counted_sub_model, shared_sub_model
-from jaxllm.models.lora import Adapter, adapt, parameters_of
+from jaxllm.elastic.submodel import can_be_counted, counted_sub_model, shared_sub_model
+from jaxllm.models.layer_stack import can_be_addressed
+from jaxllm.models.lora import Adapter, adapt, parameters_of, target_of
 from jaxllm.models.parameters import Params
 
 
@@ -37,20 +37,15 @@ class Levels:
         self._bundle, self._whole = bundle, bundle.cfg
         self.cfgs: Mapping[int, ModelConfig] = {level: require_level(bundle, level) for level in levels}
         self.counted = bool(levels) and can_be_counted(params, bundle.cfg)
+        self._addressed = can_be_addressed(params, bundle.cfg)
         self._recoveries: dict[int, Recovery] = {}
         for level in levels:
             if found := read_recovery(bundle, level):
                 self._recoveries[level] = found
             # It was read to check it and is not needed before `params`: at most one is in memory at a time.
             release_recovery(bundle, level)
-        # Parameter -> the highest rank of its adapters in all levels.
-        self._ranks: dict[str, int] = {}
-        for each in self._recoveries.values():
-            for name in parameters_of(each.adapter):
-                rank = each.adapter[f"{name}.right"].shape[-2]
-                self._ranks[name] = max(rank, self._ranks.get(name, 0))
 
-    def params(self, whole: Params, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
+    def params(self, whole: Params, adapter: Adapter, scaling: float) -> dict[int, Params]:
         """The parameters of all levels, 100 among them.
 
         Args:
@@ -59,7 +54,7 @@ class Levels:
           scaling: of the adapter's product.
         """
         cfgs = {WHOLE: self._whole, **self.cfgs}
-        if self.counted:
+        if self.counted or (self._addressed and not self.cfgs and _in_layers(adapter)):
             return self._counted(whole, cfgs, adapter, scaling)
         adapted, found = adapt(whole, adapter, scaling), {}
         for level, cfg in cfgs.items():
@@ -74,18 +69,20 @@ class Levels:
 
     def _counted(
         self, whole: Params, cfgs: Mapping[int, ModelConfig], adapter: Adapter, scaling: float
-    ) -> dict[int, Params | CountedSubModel]:
-        ranks = dict(self._ranks)
-        for name in parameters_of(adapter):
-            ranks[name] = ranks.get(name, 0) + adapter[f"{name}.right"].shape[-2]
-        locations, found = adapter_locations(self._whole, ranks), {}
+    ) -> dict[int, Params]:
+        found: dict[int, Params] = {}
+        outside = {name: each for name, each in adapter.items() if target_of(name).startswith("head.")}
+        whole = adapt(whole, outside, scaling)
         for level, cfg in cfgs.items():
             adapters = [(adapter, scaling)] if adapter else []
             if own := self._recoveries.get(level):
                 adapters.append((own.adapter, own.scaling))
-            buffer = fill_buffer(self._whole, locations, adapters) if locations else None
-            rank = max(ranks.values()) if adapters else 0
-            found[level] = counted_sub_model(whole, cfg, locations=locations, adapters=buffer, rank=rank)
-            # The buffer has a copy.
+            found[level] = counted_sub_model(whole, self._whole, cfg if self.counted else None, adapters)
+            # The parameters have a copy.
             release_recovery(self._bundle, level)
         return found
+
+
+def _in_layers(adapter: Adapter) -> bool:
+    """Whether an adapter changes no experts and no routers."""
+    return not any(target_of(name).startswith(("experts", "router")) for name in parameters_of(adapter))

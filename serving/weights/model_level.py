@@ -4,8 +4,8 @@ import functools
 from typing import Any
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
+from jaxllm.models.layer_stack import STACK, LayerStack, by_address, can_be_addressed
 from jaxllm.models.parameters import Params
 from serving.buckets.bucket import ModelShapes
 from serving.buckets.parts import layer_params
@@ -19,7 +19,8 @@ class ModelLevel:
     Attributes:
       level: in percent; 100 is the whole model.
       cfg: the model, or the level's sub-model.
-      params: its parameters; those of the whole model if its buckets slice them without a copy.
+      weights: its parameters by name; those of the whole model if its buckets slice them without a copy.
+      params: `weights` as buckets take them: by address where native kernels read them so.
       options: resolved options of the engine.
       weights_version: (level, number of swaps); identifies the weights that computed a cache.
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
@@ -29,7 +30,7 @@ class ModelLevel:
     def __init__(
         self,
         cfg: ModelConfig,
-        params: Params | CountedSubModel,
+        weights: Params,
         options: EngineOptions,
         *,
         level: int = WHOLE,
@@ -40,32 +41,38 @@ class ModelLevel:
         Raises:
           ConfigError: the parameters have another form than those of `whole`.
         """
-        self.cfg, self.params, self.options, self.level = cfg, params, options, level
+        self.cfg, self.options, self.level = cfg, options, level
         self.weights_version = (level, 0)
         self.bucket_level, self.bucket_cfg = level, cfg
         if whole is not None:
-            _require_same_form(params, whole.params)
             self.bucket_level, self.bucket_cfg = whole.level, whole.cfg
+        self.weights, self.params = weights, self._for_buckets(weights)
+        if whole is not None:
+            _require_same_form(self.params, whole.params)
 
-    def swap(self, params: Params | CountedSubModel) -> None:
+    def swap(self, weights: Params) -> None:
         """Replaces the parameters; the buckets stay.
 
         Raises:
           ConfigError: names, structure, shapes or dtypes differ.
         """
+        params = self._for_buckets(weights)
         _require_same_form(params, self.params)
-        self.params = params
+        self.weights, self.params = weights, params
         self.weights_version = (self.level, self.weights_version[1] + 1)
 
     @property
     def shapes(self) -> ModelShapes:
         """The shapes from which buckets of this level are lowered."""
-        return ModelShapes.of(self.cfg, self.params, self.options)
+        return ModelShapes.of(self.cfg, self.params, self.options, self.weights)
 
     @functools.cached_property
     def alike(self) -> tuple[int, ...]:
         """Per layer, the first layer that shares its buckets: with the same names and shapes of parameters
         and the same config."""
+        stack: Any = self.params.get(STACK)
+        if isinstance(stack, LayerStack):
+            return stack.alike
         firsts: dict[Any, int] = {}
         cfg = self.bucket_cfg
         kinds = [
@@ -80,12 +87,17 @@ class ModelLevel:
         ]
         return tuple(firsts.setdefault(kind, layer) for layer, kind in enumerate(kinds))
 
+    def _for_buckets(self, weights: Params) -> Params:
+        if can_be_addressed(weights, self.bucket_cfg):
+            return by_address(weights, self.bucket_cfg)
+        return weights
+
     @property
     def layer_kinds(self) -> list[int]:
         """The distinct layers of `alike`, ascending."""
         return sorted(set(self.alike))
 
 
-def _require_same_form(params: Params | CountedSubModel, others: Params | CountedSubModel) -> None:
+def _require_same_form(params: Params, others: Params) -> None:
     if params_digest(params) != params_digest(others):
         raise ConfigError("the new parameters are of another form than those that buckets were made for")

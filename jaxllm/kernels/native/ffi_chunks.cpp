@@ -12,18 +12,19 @@ using Places = ffi::Span<const int64_t>;
 constexpr int64_t kMostTokens = 1 << 20;
 
 // extents uint32 [L, N, 3] (an address, its lower half first, and the bytes there) and bits int32 [N] of each
-// layer's N blobs in this process's memory, counts, then keys and values of stacks of layers, [n, 1, K, S, H]
-// -> keys and values with their rows, in place. Layer l is number slots[l] of stack stacks[l]. Its blobs are
-// of the first counts[heads_at[l]] of its K heads.
-Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer counts, ffi::RemainingArgs caches,
-                       ffi::RemainingRets results, int64_t tokens, bool keys_by_token, bool values_by_token,
-                       bool rotated, Places heads_at, Places stacks, Places slots) {
+// layer's N blobs in this process's memory, slots int32 [L], counts int32 [L] or nothing, then keys and values
+// of stacks of layers, [n, 1, K, S, H] -> keys and values with their rows, in place. Layer l is number slots[l]
+// of stack stacks[l]. Its blobs are of the first counts[l] of its K heads.
+Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer slots, AnyBuffer counts,
+                       ffi::RemainingArgs caches, ffi::RemainingRets results, int64_t tokens,
+                       bool keys_by_token, bool values_by_token, bool rotated, Places stacks) {
   const Timer timer;
-  const size_t layers = heads_at.size(), count = bits.element_count();
-  if (layers == 0 || caches.size() % 2 || results.size() != caches.size() || stacks.size() != layers ||
-      slots.size() != layers) {
+  const size_t layers = stacks.size(), count = bits.element_count();
+  if (layers == 0 || caches.size() % 2 || results.size() != caches.size())
     return wrong("each stack needs keys and values, and as many results");
-  }
+  if (slots.element_type() != ffi::DataType::S32 || slots.element_count() != layers)
+    return wrong("each layer needs a slot, one int32");
+  const int32_t* const slot_of = slots.reinterpret_data<int32_t>();
   if (bits.element_type() != ffi::DataType::S32 || extents.element_type() != ffi::DataType::U32 ||
       extents.element_count() != 3 * count * layers || tokens < 1 || tokens > kMostTokens) {
     return wrong("chunks must have an address and a size uint32 [L, N, 3] and bits int32 [N] each");
@@ -61,7 +62,7 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer counts, ffi:
       return wrong(
           "a cache to load chunks into must be float32 or float16 [n, 1, K, S, H], H a multiple of 4");
     }
-    if (slots[l] < 0 || static_cast<size_t>(slots[l]) >= dim(*keys, 0))
+    if (slot_of[l] < 0 || static_cast<size_t>(slot_of[l]) >= dim(*keys, 0))
       return wrong("a stack has no such layer");
     const size_t capacity = dim(*keys, 3), width = dim(*keys, 4);
     const bool half = type == ffi::DataType::F16;
@@ -69,13 +70,13 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer counts, ffi:
       return wrong("layers must have caches of one length, width and type");
     shape.capacity = capacity, shape.width = width, shape.half = half;
     all[l].blobs = blobs.data() + l * count;
-    if (!read_count(array_of(counts), heads_at[l], 1, dim(*keys, 2), all[l].kv_heads))
+    if (!read_count(array_of(counts), static_cast<int64_t>(l), 1, dim(*keys, 2), all[l].kv_heads))
       return wrong("a count is out of range");
     for (size_t i = 0; i < count; i++) {
       if (widths[i] >= 0 && places[3 * (l * count + i) + 2] != blob_bytes(shape, all[l].kv_heads, widths[i]))
         return wrong("a chunk has not the bytes of its width");
     }
-    const size_t offset = keys->size_bytes() / dim(*keys, 0) * static_cast<size_t>(slots[l]);
+    const size_t offset = keys->size_bytes() / dim(*keys, 0) * static_cast<size_t>(slot_of[l]);
     all[l].keys = memory[at] + offset, all[l].values = memory[at + 1] + offset;
   }
   return result(load_chunks(all.data(), layers, widths, count, shape));
@@ -88,15 +89,14 @@ XLA_FFI_DEFINE_HANDLER(LoadChunks, load_chunks_call,
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attr<int64_t>("tokens")
                            .Attr<bool>("keys_by_token")
                            .Attr<bool>("values_by_token")
                            .Attr<bool>("rotated")
-                           .Attr<Places>("heads_at")
-                           .Attr<Places>("stacks")
-                           .Attr<Places>("slots"));
+                           .Attr<Places>("stacks"));
 
 const Target kChunkTargets[] = {
     {"jaxllm_load_chunks", reinterpret_cast<void*>(+LoadChunks)},
