@@ -13,7 +13,6 @@ import jax
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.elastic import read_order, require_level
 from jaxllm.config import WHOLE
-from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
@@ -179,7 +178,7 @@ class LoadedModel:
         self.runners.swap(self._adapted(adapter, scaling), adapted=bool(adapter))
         self.adapter_digest = adapter_digest(adapter, scaling) if adapter else ""
 
-    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params | CountedSubModel]:
+    def _adapted(self, adapter: Adapter, scaling: float) -> dict[int, Params]:
         """The parameters of all levels with this adapter, padded to the rank of the options, if they have
         one."""
         rank, targets = self.options.adapter_rank, self.options.adapter_targets

@@ -15,7 +15,6 @@ from benchmarks.elastic.levels import move
 from jaxllm.bundle import WeightFormat
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import layer_parameters
-from jaxllm.elastic.submodel import whole_params
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import Params, parameter_count
 from serving.buckets.bucket_table import BucketTable
@@ -167,7 +166,7 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
     if len(importance) != cfg.layers:
         raise ConfigError(f"{len(importance)} importances of layers for a model of {cfg.layers}")
     # A table of its own: numbers of layers are no levels.
-    params, store = whole_params(whole.params), whole.buckets.store()
+    params, store = whole.model.weights, whole.buckets.store()
     table, runners = BucketTable(), dict[int, ResidentRunner]()
 
     def add(level: int, part: ModelConfig, params: Params) -> None:

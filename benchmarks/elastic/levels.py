@@ -18,7 +18,6 @@ from benchmarks.measuring.memory import peak_resident_bytes
 from benchmarks.measuring.report import Row
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import is_unit_parameter
-from jaxllm.elastic.submodel import CountedSubModel, whole_params
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.parameters import Params, param_specs
 from serving.engine import Engine
@@ -95,7 +94,7 @@ def move(engine: Engine, level: int) -> tuple[float, int]:
     parts = [
         # As many bytes as the level has, from anywhere in the buffer.
         np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
-        for name, weight in whole_params(engine.runner_at(WHOLE).params).items()
+        for name, weight in engine.runner_at(WHOLE).model.weights.items()
         if is_unit_parameter(name)
         for leaf in jax.tree.leaves(getattr(weight, "base", weight))
     ]
@@ -108,9 +107,8 @@ def move(engine: Engine, level: int) -> tuple[float, int]:
     return statistics.median(times), sum(part.nbytes for part in parts)
 
 
-def _without_adapters(params: Params | CountedSubModel) -> list[Any]:
-    weights = [getattr(weight, "base", weight) for weight in whole_params(params).values()]
-    return [*weights, params.counts] if isinstance(params, CountedSubModel) else weights
+def _without_adapters(params: Params) -> list[Any]:
+    return [getattr(weight, "base", weight) for weight in params.values()]
 
 
 def _address(leaf: jax.Array) -> int:

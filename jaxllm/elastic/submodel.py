@@ -5,6 +5,7 @@ A sub-model is either views of prefixes of the whole model's buffers, with bucke
 levels (`counted_sub_model`).
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
@@ -120,6 +121,17 @@ def counted_sub_model(
         for layer, own in enumerate(counts):
             found[f"layers.{layer}.{PARAMETER}"] = own  # pyright: ignore[reportArgumentType]: of the host
     return found
+
+
+def with_weights(params: Params, weights: Params) -> dict[str, Weight]:
+    """A `counted_sub_model` with other weights: its adapters and counts stay."""
+
+    def rebased(name: str, weight: Weight) -> Weight:
+        if isinstance(weight, Adapted):
+            return dataclasses.replace(weight, base=rebased(name, weight.base))
+        return weights.get(name, weight)
+
+    return {name: rebased(name, each) for name, each in params.items()}
 
 
 def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weight, int], Weight]) -> Weight:

@@ -15,7 +15,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.products import PRODUCTS, contracts_last_axis, product_biases, product_matrices
 from jaxllm.int8_prefill.shadow import shadow_products
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
@@ -131,7 +131,7 @@ def _layer(
     shape = (1, len(at.positions), units.kv_heads, -1)
     heads = normed_heads(weights, q.reshape(shape), k.reshape(shape), v.reshape(shape), cfg)
     none = jnp.zeros((1, units.kv_heads, shape[1], cfg.head_dim), jnp.float32)
-    out, _ = attend_cache(heads, None, cfg=cfg, layer=layer, at=at, past=(none, none), mass=None)
+    out, _ = attend_cache(heads, None, cfg=cfg, layer=layer, at=at, past=Past(none, none), mass=None)
     x = with_residual(x, multiplied(1, out)[0], "attn_post_norm")
     products = multiplied(2, normalize(x, weights.norm("ffn_norm", cfg)))
     hidden = activate(products[0], cfg.activation)

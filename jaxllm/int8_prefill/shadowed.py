@@ -161,9 +161,7 @@ def feed_forward(
     ) -> tuple[jax.Array, jax.Array]:
         first = [weights.up] if weights.gate is None else [weights.gate, weights.up]
         biases = [weights.up_bias] if weights.gate is None else [weights.gate_bias, weights.up_bias]
-        products, outer = normed_to_units(
-            x, norm, first, biases, steps[0], rows[0], used=used, live=live
-        )
+        products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], used=used, live=live)
         hidden = activate(products[0], activation)
         hidden = hidden if weights.gate is None else hidden * products[1]
         residual = x if add_input else None

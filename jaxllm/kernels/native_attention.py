@@ -24,7 +24,7 @@ def attention(
     valid: jax.Array,
     mass: jax.Array | None = None,
     *,
-    slot: jax.Array | None = None,
+    slot: jax.Array | np.integer | None = None,
     scale: float,
     softcap: float = 0.0,
     window: int = 0,

@@ -18,10 +18,10 @@ from jaxllm.kernels.weight_table import Operand, TableArray
 def call(
     name: str,
     results: Any,
-    buffers: Sequence[jax.Array],
+    buffers: Sequence[Any],
     operands: Sequence[Operand],
     *,
-    aliases: dict[int, int] | None = None,
+    aliases: Any = None,
     **attributes: Any,
 ) -> Any:
     """Calls a kernel.

@@ -73,9 +73,9 @@ def counts_operand(used: UsedUnits | None) -> Operand:
     return jnp.zeros((0,), jnp.int32) if used is None else used.counts
 
 
-def count_operand(count: jax.Array | None) -> jax.Array:
-    """A number of rows as an operand, empty for all."""
-    return jnp.zeros((0,), jnp.int32) if count is None else count
+def count_operand(count: jax.Array | np.integer | None) -> jax.Array:
+    """A number, or numbers, as an operand, empty for none."""
+    return jnp.zeros((0,), jnp.int32) if count is None else jnp.asarray(count, jnp.int32)
 
 
 def steps_operand(*steps: jax.Array | None) -> jax.Array:

@@ -15,7 +15,19 @@ import numpy as np
 from jaxllm.config import Activation
 from jaxllm.kernels.native import target
 from jaxllm.kernels.native_call import call
-from jaxllm.kernels.native_operands import Adaptable, block_of, count_operand, counts_operand, format_of, nothing, optional, parts_of, segments_of, steps_operand, units_of
+from jaxllm.kernels.native_operands import (
+    Adaptable,
+    block_of,
+    count_operand,
+    counts_operand,
+    format_of,
+    nothing,
+    optional,
+    parts_of,
+    segments_of,
+    steps_operand,
+    units_of,
+)
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kernels.weight_table import Operand
 from jaxllm.quant import BlockedArray

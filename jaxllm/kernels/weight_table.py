@@ -1,9 +1,9 @@
-"""Weights by address: a table of the arrays of all layers, which native kernels look up by a handle and a row.
+"""Weights by address: a table of the arrays of all layers, which native kernels look up by handle and row.
 
 A compiled step takes the handle, 8 bytes, instead of hundreds of arrays, and its body can be a loop over
 layers. A kernel finds an array's address, type and shape in the table and checks them as those of an operand;
-a handle of no open table is an error before the kernel runs. Handles are worthless in other processes, so that
-buckets kept on disk hold none.
+a handle of no open table is an error before the kernel runs. Handles are worthless in other processes, so
+that buckets kept on disk hold none.
 """
 
 import dataclasses

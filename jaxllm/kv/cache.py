@@ -43,8 +43,8 @@ class Past:
 
     def written(self, at: "TokenPositions", keys: jax.Array, values: jax.Array) -> "Past":
         """With keys and values of new tokens `[B, K, T, H]` (see `TokenPositions.write`)."""
-        written = (self._written(at, *each) for each in ((self.keys, keys), (self.values, values)))
-        return Past(*written, self.slot)
+        new_keys, new_values = at.write(self.keys, keys, self.slot), at.write(self.values, values, self.slot)
+        return Past(new_keys, new_values, self.slot)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes them is traced."""
@@ -56,9 +56,6 @@ class Past:
         if self.slot is None:
             return rows
         return jax.lax.dynamic_index_in_dim(rows, self.slot, axis=0, keepdims=False)
-
-    def _written(self, at: "TokenPositions", rows: jax.Array, new: jax.Array) -> jax.Array:
-        return at.write(rows, new, self.slot)
 
 
 @jax.tree_util.register_dataclass
@@ -82,9 +79,7 @@ class KVCache:
     values: tuple[jax.Array, ...]
     length: jax.Array
     mass: jax.Array | None = None
-    places: tuple[tuple[int, int], ...] | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )
+    places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def capacity_tokens(self) -> int:
@@ -305,8 +300,8 @@ def write_rows(
     valid: jax.Array,
     slot: jax.Array | np.integer | None = None,
 ) -> jax.Array:
-    """Writes the first `valid` of `new` `[B, K, T, H]` at positions `start...` of `rows` `[B, K, S, H]`, or of
-    layer `slot` of a stack `[n, B, K, S, H]`.
+    """Writes the first `valid` of `new` `[B, K, T, H]` at positions `start...` of `rows` `[B, K, S, H]`, or
+    of layer `slot` of a stack `[n, B, K, S, H]`.
 
     Exactly those positions change, also when `start + T > S`: `dynamic_update_slice` would clamp the
     start and shift the chunk onto older rows, so the block that is replaced is read back, the valid

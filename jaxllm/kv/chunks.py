@@ -144,17 +144,16 @@ def load_layer(
             caches, [0], slots, source[None], bits, counts, **_native_form(form)
         )
         return Past(keys, values, past.slot)
-    rows = past.keys, past.values
-    capacity = past.capacity_tokens
-    shape = ChunkShape(
-        heads=rows[0].shape[-3], tokens=form.tokens, width=rows[0].shape[-1], dtype=rows[0].dtype.name
-    )
+    keys, values, capacity = past.keys, past.values, past.capacity_tokens
+    heads_of, width_of = keys.shape[-3], keys.shape[-1]
+    shape = ChunkShape(heads=heads_of, tokens=form.tokens, width=width_of, dtype=keys.dtype.name)
     for width, size in form.sizes(shape).items():
         # Chunks of other widths get a number outside of the cache, and are dropped.
         at = jnp.where(bits == width, jnp.arange(len(bits), dtype=jnp.int32), capacity)
-        decoded = form.codec.decode(source[:, :size], shape, width)
-        rows = tuple(place_chunks(*each, at, past.slot) for each in zip(rows, decoded, strict=True))
-    return Past(*rows, past.slot)
+        of_keys, of_values = form.codec.decode(source[:, :size], shape, width)
+        keys = place_chunks(keys, of_keys, at, past.slot)
+        values = place_chunks(values, of_values, at, past.slot)
+    return Past(keys, values, past.slot)
 
 
 def reads_addresses(dtype: jnp.dtype) -> bool:
@@ -166,8 +165,8 @@ def reads_addresses(dtype: jnp.dtype) -> bool:
 def place_chunks(
     rows: jax.Array, chunks: jax.Array, at: jax.Array, slot: jax.Array | np.integer | None = None
 ) -> jax.Array:
-    """Writes chunks `[n, K, C, H]` into one layer's keys or values `[1, K, S, H]`, or those of layer `slot` of
-    a stack `[n, 1, K, S, H]`, at their numbers `at` `[n]` int32.
+    """Writes chunks `[n, K, C, H]` into one layer's keys or values `[1, K, S, H]`, or those of layer `slot`
+    of a stack `[n, 1, K, S, H]`, at their numbers `at` `[n]` int32.
 
     Chunks outside of the cache are dropped: a number of S or more stands for no chunk.
     """

@@ -1,7 +1,7 @@
 """The parameters of all layers by address, and a loop over layers.
 
-Layers are equal if their configs, and the names, types and shapes of their parameters are. A step has code for
-each run of equal layers, or of a repeated pattern of layers (`LayerRun`), instead of code for each layer.
+Layers are equal if their configs, and the names, types and shapes of their parameters are. A step has code
+for each run of equal layers, or of a repeated pattern of layers (`LayerRun`), instead of code for each layer.
 """
 
 import dataclasses
@@ -62,9 +62,7 @@ class LayerForm:
     def at(self, table: jax.Array, row: jax.Array) -> dict[str, Any]:
         """The parameters, in a row of a weight table."""
         specs = enumerate(zip(self.shapes, self.dtypes, strict=True))
-        arrays = [
-            TableArray(table, row, column, shape, jnp.dtype(dtype)) for column, (shape, dtype) in specs
-        ]
+        arrays = [TableArray(table, row, column, shape, jnp.dtype(dtype)) for column, (shape, dtype) in specs]
         return dict(zip(self.names, jax.tree.unflatten(self.structure, arrays), strict=True))
 
 
@@ -123,7 +121,9 @@ def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
             plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
             return isinstance(weight, plain) and np.dtype(weight.dtype) in (np.float32, np.int32)
         if name.startswith("experts."):
-            return isinstance(weight, Apart) and all(isinstance(each, BlockedArray) for each in weight.matrices)
+            return isinstance(weight, Apart) and all(
+                isinstance(each, BlockedArray) for each in weight.matrices
+            )
         return isinstance(weight.base if isinstance(weight, Adapted) else weight, BlockedArray)
 
     return all(readable(*each) for each in params.items()) and _experts_agree(params)

@@ -262,9 +262,7 @@ def feed_forward(
     return natively(together, apart, x, norm, weights, options)
 
 
-def add_normed(
-    residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None
-) -> jax.Array:
+def add_normed(residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None) -> jax.Array:
     """`residual + norm(x)`, `[..., D]`. Where native kernels run, each token's result is bit for bit what it
     is alone; XLA's would vary with what it fuses them with."""
 

@@ -254,4 +254,6 @@ def _loaded_layer(params: Params, past: Past, chunks: LayerChunks, layer: int) -
     """`load_layer` of the used kv heads."""
     counts = layer_of(params, layer).operand(PARAMETER)
     heads = None if counts is None else value(counts)[0]
-    return load_layer(past, jnp.asarray(chunks.source), jnp.asarray(chunks.bits), form=chunks.form, heads=heads)
+    return load_layer(
+        past, jnp.asarray(chunks.source), jnp.asarray(chunks.bits), form=chunks.form, heads=heads
+    )

@@ -107,16 +107,12 @@ def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> 
     return LayerCalibration(calibration.steps, tuple(rows))
 
 
-def stage_params(
-    params: Params, layer: int, like: int, stage: Stage
-) -> dict[str, Any]:
+def stage_params(params: Params, layer: int, like: int, stage: Stage) -> dict[str, Any]:
     """The parameters of a stage of `layer`, under the names of layer `like`."""
     return _of_stage(layer_params(params, layer, like), like, stage)
 
 
-def _of_stage(
-    found: dict[str, Any], like: int, stage: Stage
-) -> dict[str, Any]:
+def _of_stage(found: dict[str, Any], like: int, stage: Stage) -> dict[str, Any]:
     """The parameters of a stage among a layer's parameters or their shapes."""
     prefix = f"layers.{like}."
     starts = tuple(prefix + each for each in STAGE_PARAMETERS[stage])

@@ -3,7 +3,6 @@
 On a CPU buckets read stored chunks in place by their addresses; elsewhere they get them by value.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -105,26 +104,27 @@ class ChunkIO:
         at: TokenPositions,
         cache: KVCache,
         chunks: Mapping[int, tuple[int, np.ndarray]],
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    ) -> tuple[jax.Array, KVCache]:
         """Loads some chunks of one layer, and computes others (see `steps.restore_layer`).
 
         Args:
           layer: its index.
           x: the layer's input `[1, T, D]`; donated.
           at: positions of its tokens.
-          cache: its keys and values of this layer are donated.
+          cache: donated.
           chunks: width and the layer's blob of each chunk to load; blobs must stay until the result is ready.
 
         Returns:
-          The next layer's input, and this layer's keys and values.
+          The next layer's input, and the cache.
 
         Raises:
           CheckpointError: a blob's size is not that of its width.
         """
         bits = self._bits(cache, {chunk: width for chunk, (width, _) in chunks.items()})
         source = self._source(cache, layer, chunks)
-        past = cache.keys[layer], cache.values[layer]
-        return self.runner.restore_layer(layer, x, at, past, LayerChunks(source, bits, self._form))
+        stored = LayerChunks(source, bits, self._form)
+        x, past = self.runner.restore_layer(layer, x, at, cache.past(layer), stored)
+        return x, cache.with_past(layer, past)
 
     def encode(self, cache: KVCache, chunks: Mapping[int, int]) -> dict[int, Stored]:
         """Encodes chunks of a cache.
@@ -160,10 +160,8 @@ class ChunkIO:
             for count in options.recomputed_chunks:
                 at = self.positions([0], count)
                 x = self.embed([0] * self.chunk_tokens, at)
-                keys, values = list(cache.keys), list(cache.values)
                 for layer in range(self.layers):
-                    x, (keys[layer], values[layer]) = self.restore_layer(layer, x, at, cache, {})
-                cache = dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+                    x, cache = self.restore_layer(layer, x, at, cache, {})
             jax.block_until_ready(cache.keys)
 
     def _bits(self, cache: KVCache, widths: Mapping[int, int]) -> np.ndarray:

@@ -141,7 +141,6 @@ def _pass(
 ) -> KVCache:
     """Restores the layers one by one, each as soon as its chunks have been read."""
     at = chunk_io.positions(plan.computed, plan.bucket)
-    keys, values = list(cache.keys), list(cache.values)
     # Another thread's answer must not evict the weights of layers meanwhile.
     with chunk_io.runner.lock:
         x = chunk_io.embed(tokens, at)
@@ -149,13 +148,13 @@ def _pass(
             for layer in range(chunk_io.layers):
                 there = {chunk: (width, blobs[layer]) for chunk, (width, blobs) in resident.items()}
                 there |= arriving(layer)
-                x, (keys[layer], values[layer]) = chunk_io.restore_layer(layer, x, at, cache, there)
+                x, cache = chunk_io.restore_layer(layer, x, at, cache, there)
         except BaseException:
             # Buckets that were dispatched still read blobs in place, and the blobs end with this call.
             with contextlib.suppress(Exception):
                 jax.block_until_ready(x)
             raise
-    return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values))
+    return cache
 
 
 def _arriving(

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.prefill import release_prefill
 from jaxllm.config import WHOLE
-from jaxllm.elastic.submodel import CountedSubModel
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import kernels
 from jaxllm.models.parameters import Params
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from serving.weights.experts.weights import ExpertWeights
     from serving.weights.streamed import StreamedWeights
 
-LevelParams = Mapping[int, Params | CountedSubModel]
+LevelParams = Mapping[int, Params]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Drafts with a low level of the target itself: no other model, and less of each layer is read."""
 
-import dataclasses
-
 from jaxllm.config import WHOLE
-from jaxllm.elastic.submodel import CountedSubModel
+from jaxllm.elastic.submodel import with_weights
 from jaxllm.errors import ConfigError
 from serving.buckets.bucket_table import BucketTable
 from serving.host.progress import Progress
@@ -28,19 +26,15 @@ def level_drafter(
     if target.streamed is None:
         return ModelDrafter(target.resident_runner(options.level), options.trees)
     runner, streamed = target.runner(options.level), target.streamed
-    whole, part = target.runner(WHOLE).params, runner.params
-    if (
-        not isinstance(streamed, StreamedWeights)
-        or not isinstance(whole, CountedSubModel)
-        or not isinstance(part, CountedSubModel)
-    ):
+    whole = target.runner(WHOLE).model
+    if not isinstance(streamed, StreamedWeights) or runner.model.bucket_level != whole.bucket_level:
         raise ConfigError(
             f"level {options.level} cannot draft while weights are read: that takes int8 or int4 weights and "
             "native kernels; draft with a model of its own, or with ngram"
         )
     weights = streamed.level_weights()
-    shared = ModelLevel(target.bundle.cfg, dataclasses.replace(whole, whole=weights), target.options)
-    part = dataclasses.replace(part, whole=weights)
+    shared = ModelLevel(target.bundle.cfg, with_weights(whole.weights, weights), target.options)
+    part = with_weights(runner.model.weights, weights)
     own = ModelLevel(runner.cfg, part, target.options, level=options.level, whole=shared)
     buckets = BucketTable(shared.shapes, runner.buckets.store())
     return ModelDrafter(ResidentRunner(own, buckets), options.trees)

@@ -13,10 +13,11 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import Extent
 from jaxllm.bundle.rows import rows_alone
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.submodel import CountedSubModel, shared_part
+from jaxllm.elastic.submodel import shared_part, with_weights
 from jaxllm.errors import ConfigError
+from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.quant import Adapted, AdaptedFromBuffer, Weight
+from jaxllm.quant import Adapted, Weight
 from serving.buckets.parts import layer_params
 from serving.host.direct_io import PieceReader, Storage
 from serving.host.progress import Progress, loading
@@ -170,7 +171,7 @@ class StreamedWeights:
     @contextlib.contextmanager
     def layer(
         self, model: ModelLevel, layer: int, meanwhile: Meanwhile | None = None
-    ) -> Iterator[dict[str, Any] | CountedSubModel]:
+    ) -> Iterator[dict[str, Any]]:
         """A layer's parameters under the names of the layer whose buckets it shares.
 
         They are valid until the context ends; dispatches that take them must have ended by then.
@@ -179,8 +180,7 @@ class StreamedWeights:
             key = id(slot), layer, model.weights_version
             made = self._made.get(key)
             if made is None:
-                own = layer_params(model.params, layer, model.alike[layer])
-                made = _with_weights(own, self._weights(slot, layer), layer, model)
+                made = _with_weights(model, layer, self._weights(slot, layer))
                 if self._bundle.read_in_place:
                     self._forget_versions(model)
                     self._made[key] = made
@@ -232,21 +232,24 @@ class StreamedWeights:
             del self._made[key]
 
 
-def _with_weights(
-    params: dict[str, Any] | CountedSubModel, weights: Mapping[str, Weight], layer: int, model: ModelLevel
-) -> dict[str, Any] | CountedSubModel:
-    """A layer's parameters, adapters included, with its weights in a slot."""
-    own, other = f"layers.{layer}.", f"layers.{model.alike[layer]}."
-    if isinstance(params, CountedSubModel):
-        named = {other + name.removeprefix(own): each for name, each in weights.items()}
-        return dataclasses.replace(params, whole=named)
+def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) -> dict[str, Any]:
+    """A layer's parameters as buckets take them, adapters included, with its weights in a slot."""
+    own = f"layers.{layer}."
+    if STACK in model.params:
+        planned = layers_of(model.weights, model.bucket_cfg)[layer]
+        placed = with_weights(planned, {name.removeprefix(own): each for name, each in weights.items()})
+        return {STACK: stack_by_address([placed], [0]).at(0)}
+    other = f"layers.{model.alike[layer]}."
     # A level with buckets of its own takes views of the whole model's weights.
     views: Params = shared_part(weights, model.cfg)
-    return {name: _rebased(each, views[own + name.removeprefix(other)]) for name, each in params.items()}
+    return {
+        name: _rebased(each, views[own + name.removeprefix(other)])
+        for name, each in layer_params(model.params, layer, model.alike[layer]).items()
+    }
 
 
 def _rebased(weight: Weight, base: Weight) -> Weight:
     """A weight with another base; its adapter stays."""
-    if isinstance(weight, Adapted | AdaptedFromBuffer):
+    if isinstance(weight, Adapted):
         return dataclasses.replace(weight, base=_rebased(weight.base, base))
     return base
