@@ -6,7 +6,7 @@ levels (`counted_sub_model`).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jaxllm.kernels.used_units import PARAMETER, counts_of
 from jaxllm.models.layer_stack import STACK, can_be_addressed
 from jaxllm.models.lora import Adapter, summed_factors
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import Adapted, BlockedArray, Weight, first_units, narrow, sliced, take_units
+from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_units
 
 
 def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
@@ -96,11 +96,11 @@ def counted_sub_model(
     params: Params,
     cfg: ModelConfig,
     level: ModelConfig | None = None,
+    *,
     adapters: Sequence[tuple[Adapter, float]] = (),
+    ranks: Mapping[str, int] | None = None,
 ) -> dict[str, Weight]:
     """A sub-model as the whole model's parameters and counts of its units.
-
-    All sub-models have one form, of whatever rank their adapters are, so that they share buckets.
 
     Args:
       params: of the whole model (see `can_be_addressed`).
@@ -108,16 +108,18 @@ def counted_sub_model(
       level: the sub-model; None counts nothing.
       adapters: (adapter, scaling) pairs for matrices of layers, of the whole model or the sub-model; they are
         added up.
+      ranks: of the adapters of parameters, at least the sums of the given ones: the same for all sub-models
+        that share buckets. Ranks that are not given are zero, and not computed.
     """
-    found: dict[str, Weight] = {}
-    for name, weight in params.items():
-        found[name] = weight
-        if isinstance(weight, BlockedArray) and name.startswith("layers."):
-            left, right = summed_factors(name, weight.shape, adapters)
-            found[name] = Adapted(weight, left, right)  # pyright: ignore[reportArgumentType]: of the host
+    found = dict(params)
+    for name, rank in (ranks or {}).items():
+        base = params[name]
+        left, right = summed_factors(name, base.shape, adapters, rank)
+        found[name] = Adapted(base, left, right)  # pyright: ignore[reportArgumentType]: of the host
     if level is not None:
         units = [level.units(layer) for layer in range(cfg.layers)]
-        counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units])
+        rank = max((ranks or {}).values(), default=0) if adapters else 0
+        counts = counts_of([each.kv_heads for each in units], [each.neurons for each in units], rank)
         for layer, own in enumerate(counts):
             found[f"layers.{layer}.{PARAMETER}"] = own  # pyright: ignore[reportArgumentType]: of the host
     return found

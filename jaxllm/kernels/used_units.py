@@ -25,7 +25,8 @@ class UsedUnits:
     """The number of used units of one block of a layer.
 
     Attributes:
-      counts: `[2]` int32, the numbers of used kv groups and of used neurons of the layer.
+      counts: `[3]` int32, the numbers of used kv groups, neurons and ranks of adapters of the layer (further
+        ranks are zero).
       column: 0 for kv groups, 1 for neurons.
     """
 
@@ -48,6 +49,7 @@ def used_units(counts: Operand | None) -> tuple[UsedUnits | None, UsedUnits | No
     return UsedUnits(counts, _GROUPS), UsedUnits(counts, _NEURONS)
 
 
-def counts_of(groups: list[int], neurons: list[int]) -> np.ndarray:
-    """The counts `[L, 2]` int32 of a level, from its kv groups and neurons by layer."""
-    return np.stack([groups, neurons], axis=1).astype(np.int32)
+def counts_of(groups: list[int], neurons: list[int], rank: int) -> np.ndarray:
+    """The counts `[L, 3]` int32 of a level, from its kv groups and neurons by layer and the rank of its
+    adapters."""
+    return np.stack([groups, neurons, [rank] * len(groups)], axis=1).astype(np.int32)

@@ -157,32 +157,29 @@ def _beside(base: Weight, left: jax.Array | np.ndarray, right: jax.Array | np.nd
 
 
 def summed_factors(
-    name: str, shape: tuple[int, ...], adapters: Sequence[tuple[Adapter, float]]
+    name: str, shape: tuple[int, ...], adapters: Sequence[tuple[Adapter, float]], rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The factors of the sum of some adapters for one matrix, on the host, as native kernels read them.
 
     Args:
       name: of the parameter.
       shape: of the whole model's weight, `[*U, D]`.
-      adapters: (adapter, scaling) pairs, of the whole model or of a sub-model, as in `jaxllm.models.lora`.
+      adapters: (adapter, scaling) pairs, of the whole model or of a sub-model.
+      rank: r, at least the sum of the adapters' ranks.
 
     Returns:
-      `left` `[r, *U]` float32, the scaling included and zero for units that a sub-model lacks, and `right`
-      `[r, D]` float32; r is the sum of the adapters' ranks, 0 without any. Zeros take no memory until they
-      are read.
+      `left` `[r, *U]` float32, the scaling included, and `right` `[r, D]` float32; zero for further ranks, and
+      for units that a sub-model lacks. Zeros take no memory until they are read.
     """
-    own = [
-        (np.moveaxis(np.asarray(adapter[f"{name}.left"]), -1, 0), adapter[f"{name}.right"], scaling)
-        for adapter, scaling in adapters
-        if f"{name}.left" in adapter
-    ]
-    rank = sum(len(right) for _, right, _ in own)
     left, right = np.zeros((rank, *shape[:-1]), np.float32), np.zeros((rank, shape[-1]), np.float32)
     filled = 0
-    for given, other, scaling in own:
-        ranks = slice(filled, filled + len(other))
+    for adapter, scaling in adapters:
+        if f"{name}.left" not in adapter:
+            continue
+        given = np.moveaxis(np.asarray(adapter[f"{name}.left"]), -1, 0)
+        ranks = slice(filled, filled + len(given))
         left[(ranks, *map(slice, given.shape[1:]))] = given * np.float32(scaling)
-        right[ranks] = other
+        right[ranks] = adapter[f"{name}.right"]
         filled = ranks.stop
     return left, right
 

@@ -73,15 +73,15 @@ class AttendRestoredBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next router, x, positions, keys and values, chunks) -> tokens at experts,
         a buffer for their outputs, keys and values."""
-        whole, layer = model.params, self.layer
+        layer = self.layer
         attend = functools.partial(attend_restored, cfg=model.cfg, layer=layer)
         at, past = (
             position_shapes(self.tokens, consecutive=False),
             model.past(layer, self.cache_tokens),
         )
         return jax.jit(attend, donate_argnums=(2, 4)).lower(
-            layer_params(whole, layer, layer),
-            router_params(whole, layer),
+            layer_params(model.params, layer, layer),
+            router_params(model.weights, layer),
             model.hidden(self.tokens),
             at,
             past,
@@ -103,9 +103,9 @@ class ExpertBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(expert, norm, tokens at experts, number of the tile, out) -> out."""
-        whole, (before, out) = model.params, _at_experts(model, self.tokens)
-        expert = {name: whole[f"{any_expert(self.bits)}.{name}"] for name in EXPERT_PARTS}
-        norm = expert_norm(router_params(whole, _first_sparse(model)))
+        weights, (before, out) = model.weights, _at_experts(model, self.tokens)
+        expert = {name: weights[f"{any_expert(self.bits)}.{name}"] for name in EXPERT_PARTS}
+        norm = expert_norm(router_params(weights, _first_sparse(model)))
         step = jax.jit(functools.partial(expert_tile, cfg=model.cfg), donate_argnums=(4,))
         return step.lower(expert, norm, before, SCALAR, out)
 
@@ -129,24 +129,23 @@ class CombineBucket(Bucket):
 def _lower_attend(
     model: ModelShapes, layer: int, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
-    whole = model.params
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
     x = model.hidden(at.positions.shape[0])
     return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-        layer_params(whole, layer, layer), router_params(whole, layer), x, at, past, mass
+        layer_params(model.params, layer, layer), router_params(model.weights, layer), x, at, past, mass
     )
 
 
 def _at_experts(model: ModelShapes, tokens: int) -> tuple[Any, Any]:
     """Shapes of tokens at experts, and of the experts' outputs."""
-    layer, whole = _first_sparse(model), model.params
+    layer = _first_sparse(model)
     # Any cache length gives the same shapes.
     capacity = model.options.cache_tokens[0]
     attend = functools.partial(attend_layer, cfg=model.cfg, layer=layer)
     before, out, *_ = jax.eval_shape(
         attend,
-        layer_params(whole, layer, layer),
-        router_params(whole, layer),
+        layer_params(model.params, layer, layer),
+        router_params(model.weights, layer),
         model.hidden(tokens),
         position_shapes(tokens),
         model.past(layer, capacity),

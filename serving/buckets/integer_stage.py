@@ -65,9 +65,9 @@ class IntegerStageBucket(Bucket):
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(stage's params, its calibration, operands...) -> see `subgraphs`."""
-        weights = _of_stage(layer_shapes(model.params, self.layer), self.layer, self.stage)
+        known_by = model.params if self.stage == "layer" else model.weights
+        weights = _of_stage(layer_shapes(known_by, self.layer), self.layer, self.stage)
         if not self.blocks:
-            weights = _of_stage(layer_shapes(model.weights, self.layer), self.layer, self.stage)
             weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
         # A bucket of all levels has the units of the whole model.
         own = model.cfg.whole if STACK in model.params else model.cfg

@@ -326,7 +326,8 @@ class Int8Prefill:
             key = layer, stage, bucket.device
             if key not in self._placed_weights:
                 known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
-                own = self.model.params if bucket.blocks else self.model.weights
+                # The shadow stages of two processors take single rows of weights.
+                own = self.model.params if stage == "layer" else self.model.weights
                 weights = stage_params(own, layer, bucket.layer, stage)
                 weights = weights if bucket.blocks else without_blocks(weights)
                 device = _device(bucket)

@@ -44,6 +44,12 @@ class Levels:
                 self._recoveries[level] = found
             # It was read to check it and is not needed before `params`: at most one is in memory at a time.
             release_recovery(bundle, level)
+        # Parameter -> the highest rank of its adapters in all levels.
+        self._ranks: dict[str, int] = {}
+        for each in self._recoveries.values():
+            for name in parameters_of(each.adapter):
+                rank = each.adapter[f"{name}.right"].shape[-2]
+                self._ranks[name] = max(rank, self._ranks.get(name, 0))
 
     def params(self, whole: Params, adapter: Adapter, scaling: float) -> dict[int, Params]:
         """The parameters of all levels, 100 among them.
@@ -70,14 +76,18 @@ class Levels:
     def _counted(
         self, whole: Params, cfgs: Mapping[int, ModelConfig], adapter: Adapter, scaling: float
     ) -> dict[int, Params]:
+        outside = {name: each for name, each in adapter.items() if not name.startswith("layers.")}
+        inside = {name: each for name, each in adapter.items() if name not in outside}
+        whole, ranks = adapt(whole, outside, scaling), dict(self._ranks)
+        for name in parameters_of(inside):
+            ranks[name] = ranks.get(name, 0) + inside[f"{name}.right"].shape[-2]
         found: dict[int, Params] = {}
-        outside = {name: each for name, each in adapter.items() if target_of(name).startswith("head.")}
-        whole = adapt(whole, outside, scaling)
         for level, cfg in cfgs.items():
-            adapters = [(adapter, scaling)] if adapter else []
+            adapters = [(inside, scaling)] if inside else []
             if own := self._recoveries.get(level):
                 adapters.append((own.adapter, own.scaling))
-            found[level] = counted_sub_model(whole, self._whole, cfg if self.counted else None, adapters)
+            counted = cfg if self.counted else None
+            found[level] = counted_sub_model(whole, self._whole, counted, adapters=adapters, ranks=ranks)
             # The parameters have a copy.
             release_recovery(self._bundle, level)
         return found

@@ -96,8 +96,11 @@ bool read_units(const Array& data, const Array& scale, int64_t bits, int64_t gro
 bool read_reduction(const Array& data, const Array& scale, int64_t bits, int64_t group, size_t segments,
                     size_t length, size_t outputs, Reduction& out);
 
-// An adapter's sides: left [ranks, units] and right [ranks, width]. Empty arrays are none.
-bool read_adapter(const Array& left, const Array& right, size_t units, size_t width, Adapter& out);
+// An adapter's sides: left [ranks, units] and right [ranks, width], of which counts[kRanks] are used where
+// that is given, or all if there are fewer. Empty arrays are none.
+constexpr int64_t kRanks = 2;
+bool read_adapter(const Array& left, const Array& right, size_t units, size_t width, const Array& counts,
+                  Adapter& out);
 
 constexpr const char* kOperands = "an operand is missing, or its weight table is closed";
 

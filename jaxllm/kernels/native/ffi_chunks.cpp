@@ -12,9 +12,9 @@ using Places = ffi::Span<const int64_t>;
 constexpr int64_t kMostTokens = 1 << 20;
 
 // extents uint32 [L, N, 3] (an address, its lower half first, and the bytes there) and bits int32 [N] of each
-// layer's N blobs in this process's memory, slots int32 [L], counts int32 [L] or nothing, then keys and values
-// of stacks of layers, [n, 1, K, S, H] -> keys and values with their rows, in place. Layer l is number slots[l]
-// of stack stacks[l]. Its blobs are of the first counts[l] of its K heads.
+// layer's N blobs in this process's memory, slots int32 [L], counts int32 [L] or nothing, then keys and
+// values of stacks of layers, [n, 1, K, S, H] -> keys and values with their rows, in place. Layer l is number
+// slots[l] of stack stacks[l]. Its blobs are of the first counts[l] of its K heads.
 Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer slots, AnyBuffer counts,
                        ffi::RemainingArgs caches, ffi::RemainingRets results, int64_t tokens,
                        bool keys_by_token, bool values_by_token, bool rotated, Places stacks) {

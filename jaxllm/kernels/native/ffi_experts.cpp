@@ -87,6 +87,8 @@ Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer siz
                    Columns columns) {
   const Timer timer;
   constexpr size_t kSides = 1, kFirst = 7;
+  Array all_ranks;
+  all_ranks.type = Type::kS32;
   Operands in;
   if (!in.read(table, row, buffers, columns)) return wrong(kOperands);
   size_t rows, width, pairs, out_width;
@@ -118,7 +120,7 @@ Error experts_call(AnyBuffer x, AnyBuffer token, AnyBuffer expert, AnyBuffer siz
       Array left, right;
       if (!expert_side(in[kSides + 2 * i], e, experts, left) ||
           !expert_side(in[kSides + 2 * i + 1], e, experts, right) ||
-          !read_adapter(left, right, all, width, *adapters[i])) {
+          !read_adapter(left, right, all, width, all_ranks, *adapters[i])) {
         return wrong("an adapter does not fit");
       }
     }

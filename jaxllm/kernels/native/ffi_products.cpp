@@ -95,7 +95,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
     if (!read_units(in[at], in[at + 1], bits, group, width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
     to[i].weight.widen = widen;
-    if (!read_adapter(in[at + 2], in[at + 3], outputs, width, to[i].adapter)) return wrong(kMisfit);
+    if (!read_adapter(in[at + 2], in[at + 3], outputs, width, in[1], to[i].adapter)) return wrong(kMisfit);
     if (outputs % units) return wrong("the outputs do not divide into units");
     to[i].outputs = outputs / units * used;
     to[i].stride = outputs;
@@ -135,7 +135,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
     return wrong("the weight's shape does not fit");
   weight.widen = widen;
   Adapter adapter;
-  if (!read_adapter(in[2], in[3], width, outputs, adapter)) return wrong(kMisfit);
+  if (!read_adapter(in[2], in[3], width, outputs, in[4], adapter)) return wrong(kMisfit);
   size_t& units = stacked ? count : length;
   if (!read_count(in[4], units_at, 1, units, units)) return wrong(kCount);
   Step step;
@@ -189,7 +189,7 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
                : !read_units(in[at], in[at + 1], bits, group, width, all, outwards)) {
       return wrong("a weight's shape does not fit");
     }
-    if (!read_adapter(in[at + 2], in[at + 3], all, width, *read[i])) return wrong(kMisfit);
+    if (!read_adapter(in[at + 2], in[at + 3], all, width, in[1], *read[i])) return wrong(kMisfit);
   }
   block.gate.widen = block.up.widen = block.down.widen = widen;
   Step steps[2];

@@ -43,14 +43,19 @@ bool read_reduction(const Array& data, const Array& scale, int64_t bits, int64_t
   return true;
 }
 
-bool read_adapter(const Array& left, const Array& right, size_t units, size_t width, Adapter& out) {
+bool read_adapter(const Array& left, const Array& right, size_t units, size_t width, const Array& counts,
+                  Adapter& out) {
   out = {nullptr, nullptr, 0, units};
   if (left.type != Type::kF32 || right.type != Type::kF32) return false;
   if (left.count == 0 && right.count == 0) return true;
   if (left.rank < 2 || right.rank < 2 || left.dim(0) != right.dim(0)) return false;
   out.rank = left.dim(0);
   out.left = left.as<float>(), out.right = right.as<float>();
-  return left.count == out.rank * units && right.count == out.rank * width;
+  if (left.count != out.rank * units || right.count != out.rank * width) return false;
+  size_t used;
+  if (!read_count(counts, kRanks, 0, SIZE_MAX, used)) return false;
+  out.rank = used < out.rank ? used : out.rank;
+  return true;
 }
 
 }  // namespace jaxllm
