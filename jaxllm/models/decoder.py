@@ -19,6 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.layer import (
+    CosSin,
     attend_cache,
     attend_documents,
     attended,
@@ -44,6 +45,7 @@ def forward(
     *,
     cfg: ModelConfig,
     valid: jax.Array | None = None,
+    row: jax.Array | None = None,
     dtype: jnp.dtype = ...,
 ) -> tuple[jax.Array, None]: ...
 
@@ -56,6 +58,7 @@ def forward(
     *,
     cfg: ModelConfig,
     valid: jax.Array | None = None,
+    row: jax.Array | None = None,
     dtype: jnp.dtype = ...,
 ) -> tuple[jax.Array, KVCache]: ...
 
@@ -67,6 +70,7 @@ def forward(
     *,
     cfg: ModelConfig,
     valid: jax.Array | None = None,
+    row: jax.Array | None = None,
     dtype: jnp.dtype = jnp.float32,
 ) -> tuple[jax.Array, KVCache | None]:
     """Hidden states of new tokens, and the cache with their keys and values.
@@ -77,15 +81,17 @@ def forward(
       cache: past keys and values; None attends within `tokens` alone (training).
       cfg: the model.
       valid: int32 scalar, how many of the T tokens are real; the rest is padding at the end, which is not
-      written to the cache. None: all are real.
+      written to the cache, and its hidden states are undefined. None: all are real.
+      row: int32 scalar, the index of the only token whose hidden state is wanted; None: all.
       dtype: of the activations.
 
     Returns:
-      Hidden states after the final norm `[B, T, D]`, and the cache with `length + valid` tokens (None
-      without a cache).
+      Hidden states after the final norm `[B, T, D]`, with `row` `[B, 1, D]`, and the cache with `length +
+      valid` tokens (None without a cache).
     """
     if cache is None:
-        return forward_documents(params, tokens, cfg=cfg, dtype=dtype), None
+        hidden = forward_documents(params, tokens, cfg=cfg, dtype=dtype)
+        return hidden if row is None else jax.lax.dynamic_slice_in_dim(hidden, row, 1, axis=1), None
     axes = Axes("forward", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens)
     axes.check(jnp.int32, "", valid=valid)
@@ -93,7 +99,7 @@ def forward(
     count = tokens.shape[1]
     padded = valid is not None
     at = TokenPositions.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
-    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded)
+    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded, row=row)
     return x, dataclasses.replace(cache, length=cache.length + at.valid)
 
 
@@ -106,11 +112,12 @@ def forward_at(
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     padded: bool = True,
+    row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`forward` of tokens at any positions of a cache; the cache's length stays unchanged.
 
     Args:
-      params, tokens, cache, cfg, dtype: see `forward`.
+      params, tokens, cache, cfg, dtype, row: see `forward`.
       at: positions of the tokens (see `forward_layer`).
       padded: whether some tokens may be padding.
     """
@@ -119,16 +126,22 @@ def forward_at(
     at.check(axes)
     cache.check(axes)
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
+    rotaries = rotary_by_rope(at.positions, cfg)
 
     def layer(
         carry: tuple[jax.Array, KVCache], weights: LayerParams, like: int, number: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
         x, cache = carry
         past = cache.past(like, number)
-        x, past, mass = forward_layer(weights, x, at, past, cache.mass, cfg=cfg, layer=like, padded=padded)
+        rotary = rotaries.get(cfg.layer_rope(like))
+        x, past, mass = forward_layer(
+            weights, x, at, past, cache.mass, cfg=cfg, layer=like, padded=padded, rotary=rotary
+        )
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
+    if row is not None:
+        x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
     return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), cache
 
 
@@ -159,6 +172,7 @@ def forward_layer(
     cfg: ModelConfig,
     layer: int,
     padded: bool = True,
+    rotary: CosSin | None = None,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """One layer of `forward`, over new tokens at any positions of a cache.
 
@@ -175,11 +189,12 @@ def forward_layer(
       cfg: the model.
       layer: its index, or that of a layer that equals it.
       padded: whether some tokens may be padding; outputs of padding are undefined.
+      rotary: the layer's cos and sin of the positions, if they are known (see `rotary_by_rope`).
 
     Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
-    attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
+    attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass, rotary=rotary)
     valid = at.valid if padded else None
     x, (past, mass), _ = run_layer(weights, x, cfg, layer, attend, valid=valid, rowwise=at.tree is not None)
     return x, past, mass
@@ -315,11 +330,19 @@ def _of_layer(
     return run(layer_of(weights, like), x, like)
 
 
-def logits(params: Params, hidden: jax.Array, *, cfg: ModelConfig, rowwise: bool = False) -> jax.Array:
-    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` see `linear.py`."""
+def logits(
+    params: Params,
+    hidden: jax.Array,
+    *,
+    cfg: ModelConfig,
+    rowwise: bool = False,
+    live: jax.Array | None = None,
+) -> jax.Array:
+    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` and `live` see
+    `linear.py`."""
     Axes("logits", D=cfg.hidden_size).check(jnp.floating, "... D", hidden=hidden)
     head = params[head_name(cfg)]
-    out = to_units(hidden, head, rowwise=rowwise).astype(jnp.float32)
+    out = to_units(hidden, head, rowwise=rowwise, live=live).astype(jnp.float32)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)
         out = jnp.tanh(out / cap) * cap

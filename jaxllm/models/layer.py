@@ -130,6 +130,7 @@ def attend_cache(
     at: TokenPositions,
     past: Past,
     mass: jax.Array | None,
+    rotary: CosSin | None = None,
 ) -> tuple[jax.Array, tuple[Past, jax.Array | None]]:
     """Attention of new tokens over a cache, into which their keys and values are written; for the other
     arguments see `decoder.forward_layer`.
@@ -138,8 +139,8 @@ def attend_cache(
       Outputs in the shape of the queries; and the updated keys and values, and mass.
     """
     window, rope = cfg.attention_windows[layer], cfg.layer_rope(layer)
-    # XLA computes angles and masks that layers share only once.
-    rotary = None if rope is None else rotary_cos_sin(at.positions, rope)
+    if rotary is None and rope is not None:
+        rotary = rotary_cos_sin(at.positions, rope)
     mask = at.visible(past.capacity_tokens, window)
     options = AttentionOptions(scale=cfg.attention_scale, softcap=cfg.attention_softcap, window=window)
     out, past, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)

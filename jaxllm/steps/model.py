@@ -56,8 +56,8 @@ def prefill_chunk(
     axes.check(jnp.int32, "", valid=valid)
     axes.check(jnp.bool_, "", last=last)
     cache.check(axes)
-    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
-    final = jax.lax.dynamic_index_in_dim(hidden, valid - 1, axis=1, keepdims=False)
+    hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, row=valid - 1, dtype=dtype)
+    final = hidden[:, 0]
     # The head of a large vocabulary costs as much as several layers: run it once per prompt.
     out = jax.lax.cond(
         last,

@@ -44,7 +44,7 @@ def read_nodes(
       dtype: of the activations.
 
     Returns:
-      Logits `[T, V]` float32 after each node, and the cache.
+      Logits `[T, V]` float32 after each node, undefined after nodes that are not real, and the cache.
     """
     axes = Axes("read_nodes", B=1, H=cfg.head_dim)
     tree.check(axes)
@@ -54,7 +54,7 @@ def read_nodes(
     rows = TreePositions(base=cache.length, rows=cache.length + nodes, mask=tree.ancestors[nodes])
     at = TokenPositions(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
     hidden, cache = forward_at(params, tree.tokens[nodes][None], cache, at, cfg=cfg, dtype=dtype)
-    return logits(params, hidden, cfg=cfg, rowwise=True)[0], cache
+    return logits(params, hidden, cfg=cfg, rowwise=True, live=valid)[0], cache
 
 
 def keep_path(cache: KVCache, nodes: jax.Array, count: jax.Array) -> KVCache:
