@@ -36,7 +36,9 @@ class EngineOptions:
 
     Attributes:
       context_tokens: most tokens of prompt and answer together; at most the model's window.
-      chunk_tokens: prefill chunk lengths, ascending powers of two from 16 to 512.
+      chunk_tokens: prefill chunk lengths that buckets are made for, ascending powers of two from 16 to 512.
+      exact_chunks: set by `resolve`: whether native kernels compute a chunk's tokens alone and not its
+        padding, so that few lengths do.
       cache_tokens: lengths of caches, ascending; a sequence moves into the next one as it grows.
       decode_block: most tokens decoded per dispatch.
       score_tokens: tokens per dispatch, padding included, when many short texts are scored together.
@@ -65,6 +67,7 @@ class EngineOptions:
 
     context_tokens: int = 0
     chunk_tokens: tuple[int, ...] = ()
+    exact_chunks: bool = False
     cache_tokens: tuple[int, ...] = ()
     decode_block: int = 16
     score_tokens: int = 0
@@ -158,10 +161,16 @@ class EngineOptions:
                 f"context_tokens {context} is more than the model's window of {cfg.window_tokens} "
                 "tokens; ask for less"
             )
-        caches = self.cache_tokens or cache_lengths(context)
+        native_cpu = on_cpu and native.kernels().native
+        activation_dtype = self.activation_dtype or ("float32" if on_cpu else "bfloat16")
+        cache_dtype = self.cache_dtype or ("float16" if native_cpu and quantized else activation_dtype)
+        # Native attention reads the true length, and memory is taken as it fills.
+        one_cache = native_cpu and cache_dtype in ("float32", "float16")
+        caches = self.cache_tokens or ((context,) if one_cache else cache_lengths(context))
         if caches[-1] != context:
             raise ConfigError(f"the longest of cache_tokens {caches} must equal context_tokens {context}")
-        chunks = self.chunk_tokens or (CPU_CHUNK_TOKENS if on_cpu else _ACCELERATOR_CHUNK_TOKENS)
+        exact = native_cpu and quantized and self.prefill.processors == 1
+        chunks = self.chunk_tokens or _chunk_lengths(cfg, on_cpu=on_cpu, exact=exact)
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # A chunk longer than the context never pays; keep at least the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
@@ -172,19 +181,29 @@ class EngineOptions:
                 f"kv_chunk_tokens {self.kv_chunk_tokens} divides none of chunk_tokens {chunks}: no lost "
                 "chunk of a context could be computed again; choose a divisor"
             )
-        activation_dtype = self.activation_dtype or ("float32" if on_cpu else "bfloat16")
-        half_cache = on_cpu and quantized and native.kernels().native
         return dataclasses.replace(
             self,
             context_tokens=context,
             chunk_tokens=chunks,
+            exact_chunks=exact,
             cache_tokens=caches,
             score_tokens=self.score_tokens or (_CPU_SCORE_TOKENS if on_cpu else _ACCELERATOR_SCORE_TOKENS),
             activation_dtype=activation_dtype,
-            cache_dtype=self.cache_dtype or ("float16" if half_cache else activation_dtype),
+            cache_dtype=cache_dtype,
             adapter_targets=targets,
             buckets_bytes=buckets_bytes() if self.buckets_bytes is None else self.buckets_bytes,
         )
+
+
+def _chunk_lengths(cfg: ModelConfig, *, on_cpu: bool, exact: bool) -> tuple[int, ...]:
+    """Default lengths of chunks."""
+    if not on_cpu:
+        return _ACCELERATOR_CHUNK_TOKENS
+    if not exact:
+        return CPU_CHUNK_TOKENS
+    # What XLA computes between kernels it computes for padding, too.
+    biases = cfg.qkv_bias or cfg.o_bias or cfg.ffn_bias or cfg.norm == "layer"
+    return CPU_CHUNK_TOKENS[1:] if biases or cfg.qk_norm or cfg.experts else CPU_CHUNK_TOKENS[-1:]
 
 
 def cache_lengths(context: int) -> tuple[int, ...]:

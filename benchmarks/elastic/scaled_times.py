@@ -91,6 +91,7 @@ def of_shares(
         levels=names,
         tokens=profile.tokens,
         chunk_tokens=profile.chunk_tokens,
+        exact_chunks=profile.exact_chunks,
         ttft_ms=interpolated(profile.ttft_ms),
         tpot_ms=interpolated(profile.tpot_ms),
     )

@@ -160,3 +160,8 @@ def largest(x: jax.Array) -> jax.Array:
     """The index of each row's largest value or NaN, the first of equals, for `x` `[M, V]` float32: `[M]`
     int32."""
     return jax.ffi.ffi_call(target("largest"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
+
+
+def zeros(shapes: Sequence[tuple[int, ...]], dtype: jnp.dtype) -> list[jax.Array]:
+    """Arrays of zeros that take memory when they are used, where the system can do so."""
+    return list(jax.ffi.ffi_call(target("zeros"), [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes])())

@@ -15,6 +15,7 @@ import numpy as np
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.kernels import native, native_products
 
 
 @jax.tree_util.register_dataclass
@@ -265,13 +266,25 @@ def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype, ma
     places, shapes = stack_places(cfg), {}
     for layer, (stack, slot) in enumerate(places):
         shapes[stack] = (slot + 1, batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
+    rows = _zeros([*shapes.values()] * 2, dtype)
     return KVCache(
-        keys=tuple(jnp.zeros(shape, dtype) for shape in shapes.values()),
-        values=tuple(jnp.zeros(shape, dtype) for shape in shapes.values()),
+        keys=tuple(rows[: len(shapes)]),
+        values=tuple(rows[len(shapes) :]),
         length=jnp.zeros((), jnp.int32),
         mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
         places=places,
     )
+
+
+def _zeros(shapes: list[tuple[int, ...]], dtype: jnp.dtype) -> list[jax.Array]:
+    """Arrays of zeros; on a CPU with native kernels their memory is taken as they fill."""
+
+    def by_xla() -> list[jax.Array]:
+        return [jnp.zeros(shape, dtype) for shape in shapes]
+
+    if not native.kernels().native:
+        return by_xla()
+    return jax.lax.platform_dependent(cpu=lambda: native_products.zeros(shapes, dtype), default=by_xla)
 
 
 def grow(cache: KVCache, tokens: int) -> KVCache:

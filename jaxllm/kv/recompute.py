@@ -3,7 +3,7 @@
 A context is restored layer by layer: while tokens of one layer are recomputed, chunks of the next layer are
 read. Recomputing takes the same time for chunks of any bits, a read takes longer the more bits they have, so
 the chunks of most bits are recomputed. Their number follows from linear models of both delays (equation 4).
-Buckets exist for a few numbers only, and all of these are tried.
+Every number that a bucket takes is tried.
 """
 
 import dataclasses
@@ -81,6 +81,7 @@ def plan_restore(
     compute_delay: Delay,
     buckets: Sequence[int],
     layers: int,
+    exact: bool = False,
 ) -> Restore:
     """Divides missing chunks for the earliest end of the restore.
 
@@ -88,9 +89,10 @@ def plan_restore(
       missing: chunk number -> bits, or `LOST`.
       blob_bytes: bits -> bytes of one layer of a chunk.
       read_delay: to read one layer, by bytes.
-      compute_delay: to recompute one layer, by chunks of the bucket.
+      compute_delay: to recompute one layer, by chunks of the bucket, or if `exact` by chunks.
       buckets: numbers of chunks that buckets exist for, ascending; empty if none can be recomputed.
       layers: of the model (L).
+      exact: whether a bucket computes the given chunks alone, else always as many as it takes.
 
     Raises:
       ConfigError: more chunks are lost than the largest bucket can recompute.
@@ -106,12 +108,15 @@ def plan_restore(
     # left[n]: bytes to read if the first n chunks of `order` are recomputed.
     left = [sum(sizes.values()) - done for done in itertools.accumulate((sizes[c] for c in order), initial=0)]
     # Number of chunks to recompute -> smallest bucket for it.
-    bucket_of = {
-        min(bucket, len(order)): bucket for bucket in sorted({0, *buckets}, reverse=True) if bucket >= must
-    }
+    sizes_of = sorted({0, *buckets}, reverse=True)
+    bucket_of = {min(bucket, len(order)): bucket for bucket in sizes_of if bucket >= must}
+    if exact:
+        numbers = range(must, min(most, len(order)) + 1)
+        bucket_of = {number: min(each for each in sizes_of if each >= number) for number in numbers}
 
     def took(count: int) -> float:
-        read_ms, compute_ms = read_delay.ms(left[count]), compute_delay.ms(bucket_of[count])
+        computed = count if exact else bucket_of[count]
+        read_ms, compute_ms = read_delay.ms(left[count]), compute_delay.ms(computed)
         # The first read and the last recompute overlap with nothing.
         return read_ms + (layers - 1) * max(read_ms, compute_ms) + compute_ms
 

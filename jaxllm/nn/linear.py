@@ -38,8 +38,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.config import Activation
-from jaxllm.kernels import converted, native_products, stepwise
-from jaxllm.kernels.native import kernels
+from jaxllm.kernels import converted, native, native_products, stepwise
 from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
 from jaxllm.kernels.used_units import UsedUnits
@@ -286,7 +285,7 @@ def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype) -> jax.Array:
     def by_xla(tokens: jax.Array) -> jax.Array:
         return embedding_rows(embedding, tokens, dtype)
 
-    if not isinstance(embedding, BlockedArray) or not kernels().native:
+    if not isinstance(embedding, BlockedArray) or not native.kernels().native:
         return by_xla(tokens)
     blocked = embedding
 

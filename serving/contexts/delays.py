@@ -67,13 +67,17 @@ def measure_read(folder: Path, storage: Storage) -> Delay:
 
 
 def measure_compute(chunk_io: ChunkIO) -> Delay:
-    """Times one layer over each number of chunks that has a bucket."""
+    """Times one layer over each number of chunks that has a bucket; also over fewer, where a bucket's time is
+    that of its chunks."""
     options, counts = chunk_io.runner.options, chunk_io.runner.options.recomputed_chunks
+    if options.exact_chunks:
+        counts = tuple(sorted({1, *counts, max(1, counts[-1] // 4)}))
     cache, times = chunk_io.runner.start(options.context_tokens), []
     # The last chunks attend to the most tokens.
     end = options.context_tokens // chunk_io.chunk_tokens
     for count in counts:
-        at = chunk_io.positions(range(max(0, end - count), end), count)
+        bucket = next(each for each in options.recomputed_chunks if each >= count)
+        at = chunk_io.positions(range(max(0, end - count), end), bucket)
 
         def embed(at: TokenPositions = at) -> jax.Array:
             return jax.block_until_ready(chunk_io.embed([0] * options.context_tokens, at))

@@ -127,6 +127,7 @@ def _plan(
         compute_delay=delays.compute,
         buckets=counts,
         layers=chunk_io.layers,
+        exact=chunk_io.runner.options.exact_chunks,
     )
     return plan, []
 

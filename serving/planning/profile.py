@@ -26,7 +26,7 @@ from serving.engine import Engine
 from serving.host.user_cache import cache_folder, make_private_folder, private_file
 from serving.options import EngineOptions
 from serving.planning.prefill_times import PrefillTimes
-from serving.runners.chunks import chunk_cost, plan_chunks
+from serving.runners.chunks import prompt_cost
 
 _MAX_FILE_BYTES = 1 << 20
 _VERSION = 5
@@ -57,7 +57,8 @@ class DeviceProfile:
     Attributes:
       levels: in percent, ascending, the last one 100.
       tokens: prompt lengths that were measured, ascending.
-      chunk_tokens: prefill chunk lengths of the engine; a prompt takes the time of whole chunks.
+      chunk_tokens: prefill chunk lengths of the engine.
+      exact_chunks: whether a chunk takes the time of its tokens; else of its whole length.
       ttft_ms: of each level and length, time to the first token.
       tpot_ms: of each level and length, time per further token.
       energy: of tokens, if it is known.
@@ -71,6 +72,7 @@ class DeviceProfile:
     tpot_ms: tuple[tuple[float, ...], ...]
     energy: Energy | None = None
     prefill: PrefillTimes | None = None
+    exact_chunks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("levels", "tokens", "chunk_tokens"):
@@ -188,8 +190,8 @@ class DeviceProfile:
     def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Prefill times `[levels, tokens]`, interpolated by the cost of chunks from those `[levels, lengths]`
         of the profile."""
-        known = np.array(_costs(self.tokens, self.chunk_tokens))
-        wanted = np.array(_costs(tuple(tokens), self.chunk_tokens))
+        known = np.array(_costs(self.tokens, self.chunk_tokens, self.exact_chunks))
+        wanted = np.array(_costs(tuple(tokens), self.chunk_tokens, self.exact_chunks))
         return _between(wanted, known, times[self._places(levels)])
 
     def _places(self, levels: Sequence[int]) -> list[int]:
@@ -220,6 +222,7 @@ class DeviceProfile:
                 tpot_ms=tuple(tuple(row) for row in data["tpot_ms"]),
                 energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
                 prefill=None if prefill is None else PrefillTimes.from_json(prefill),
+                exact_chunks=data["exact_chunks"] is True,
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"malformed device profile: {error!r:.200}") from error
@@ -295,9 +298,9 @@ def load_profile(path: Path) -> DeviceProfile | None:
 
 
 @functools.lru_cache(maxsize=8192)
-def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...]) -> tuple[int, ...]:
+def _costs(lengths: tuple[int, ...], chunk_tokens: tuple[int, ...], exact: bool) -> tuple[int, ...]:
     """Costs of prompts of these lengths in chunks; cached, because every request needs them."""
-    return tuple(chunk_cost(plan_chunks(each, chunk_tokens)) for each in lengths)
+    return tuple(prompt_cost(each, chunk_tokens, exact=exact) for each in lengths)
 
 
 def _between(wanted: np.ndarray, known: np.ndarray, times: np.ndarray) -> np.ndarray:

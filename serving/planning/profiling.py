@@ -35,6 +35,7 @@ def measure(
         levels=engine.levels,
         tokens=lengths,
         chunk_tokens=engine.options.chunk_tokens,
+        exact_chunks=engine.options.exact_chunks,
         ttft_ms=prefill.float_ms,
         tpot_ms=prefill.float_ms,
         prefill=prefill,
@@ -97,6 +98,7 @@ def measure_together(
             levels=engine.levels,
             tokens=lengths[place],
             chunk_tokens=engine.options.chunk_tokens,
+            exact_chunks=engine.options.exact_chunks,
             ttft_ms=medians(ttft, place),
             tpot_ms=medians(tpot, place),
         )

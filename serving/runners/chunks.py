@@ -13,7 +13,7 @@ _PASS_TOKENS = 24
 
 
 def plan_chunks(tokens: int, lengths: Sequence[int]) -> list[int]:
-    """Chunk lengths that cover `tokens` at the least cost (see `chunk_cost`); only the last is padded."""
+    """Chunk lengths that cover `tokens` at the least cost (see `prompt_cost`); only the last is padded."""
     longest = max(lengths)
     # All but a tail shorter than two longest chunks goes into longest chunks.
     head = max(0, (tokens - longest) // longest)
@@ -41,9 +41,14 @@ def placed_chunks(
     return found
 
 
-def chunk_cost(plan: Sequence[int]) -> int:
-    """The cost of chunks in tokens of prefill: their tokens, and a constant per chunk for the read of
-    the weights."""
+def prompt_cost(tokens: int, lengths: Sequence[int], *, exact: bool) -> int:
+    """The cost of prefilling `tokens` in chunks, in tokens: their tokens, padding included unless chunks are
+    `exact`, and a constant per chunk for the read of the weights."""
+    plan = plan_chunks(tokens, lengths)
+    return (tokens if exact else sum(plan)) + _PASS_TOKENS * len(plan)
+
+
+def _chunk_cost(plan: Sequence[int]) -> int:
     return sum(plan) + _PASS_TOKENS * len(plan)
 
 
@@ -58,7 +63,7 @@ def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
         else:
             tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
             plan = (length, *tail)
-        cost = chunk_cost(plan)
+        cost = _chunk_cost(plan)
         if best is None or cost < best[0]:
             best = (cost, plan)
     assert best is not None

@@ -1,5 +1,5 @@
 // The two ends of a step as XLA calls them: rows of an embedding, and the likeliest token. And arrays of a
-// weight table for XLA's own code.
+// weight table for XLA's own code, and empty caches.
 #include "ffi_checks.h"
 
 namespace jaxllm {
@@ -37,6 +37,17 @@ Error copy_call(AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers, ffi:
   return Error::Success();
 }
 
+// -> zeros.
+Error zeros_call(ffi::RemainingRets results) {
+  const Timer timer;
+  for (size_t i = 0; i < results.size(); i++) {
+    auto out = results.get<AnyBuffer>(i);
+    if (!out) return wrong("a result is missing");
+    zero((*out)->untyped_data(), (*out)->size_bytes());
+  }
+  return Error::Success();
+}
+
 // x [rows, width] -> y int32 [rows].
 Error largest_call(AnyBuffer x, ffi::Result<AnyBuffer> y) {
   const Timer timer;
@@ -65,11 +76,13 @@ XLA_FFI_DEFINE_HANDLER(
     Copy, copy_call,
     ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>().Attr<Columns>(
         "columns"));
+XLA_FFI_DEFINE_HANDLER(Zeros, zeros_call, ffi::Ffi::Bind().RemainingRets());
 XLA_FFI_DEFINE_HANDLER(Largest, largest_call, ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
 
 const Target kTokenTargets[] = {
     {"jaxllm_unit_rows", reinterpret_cast<void*>(+UnitRows)},
     {"jaxllm_copy", reinterpret_cast<void*>(+Copy)},
+    {"jaxllm_zeros", reinterpret_cast<void*>(+Zeros)},
     {"jaxllm_largest", reinterpret_cast<void*>(+Largest)},
     {nullptr, nullptr},
 };

@@ -178,6 +178,10 @@ Failure document_attention_gradients(const float* q, const float* k, const float
                                      const float* out, const float* lse, const float* dout,
                                      const DocumentShape& shape, float* dq, float* dk, float* dv);
 
+// Makes bytes zero. Where the system gives zeroed pages on demand, whole pages take no memory until they are
+// used.
+void zero(void* data, size_t bytes);
+
 // Sum of some bytes, read once by all threads: what memory can deliver.
 int64_t read_all(const void* data, size_t bytes);
 
