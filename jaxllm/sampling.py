@@ -94,6 +94,10 @@ def _check(name: str, value: float, low: float, high: float, allowed: str) -> No
         raise ConfigError(f"{name} must be {allowed}, got {value!r}")
 
 
+# Counts and number of tokens drawn (see `SamplerState`).
+Progress = tuple[jax.Array, jax.Array]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
@@ -126,6 +130,21 @@ class SamplerState:
     counts: jax.Array
     seed: jax.Array
     drawn: jax.Array
+
+    @property
+    def fixed(self) -> "SamplerState":
+        """What no draw changes: without `counts` and `drawn`."""
+        return dataclasses.replace(self, counts=None, drawn=None)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def progress(self) -> Progress:
+        """What each draw changes."""
+        return self.counts, self.drawn
+
+    def after(self, progress: Progress) -> "SamplerState":
+        """With another progress."""
+        counts, drawn = progress
+        return dataclasses.replace(self, counts=counts, drawn=drawn)
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above, where a step that takes the state is traced."""
@@ -183,8 +202,6 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
     axes = Axes("sample")
     axes.check(jnp.float32, "B V", logits=logits)
     state.check(axes)
-    # Skipped for most requests: penalties cost more than the rest of the choice.
-    logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
 
     def draw(logits: jax.Array) -> jax.Array:
         # Relative to the largest, so that division by a small temperature gives no positive infinity.
@@ -193,7 +210,12 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
         key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
         return _if_finite(kept, jax.random.categorical(key, kept, axis=-1).astype(jnp.int32))
 
-    token = jax.lax.cond(state.temperature > 0, draw, likeliest, logits)
+    def choose(logits: jax.Array) -> jax.Array:
+        logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
+        return jax.lax.cond(state.temperature > 0, draw, likeliest, logits)
+
+    # Most requests take the likeliest token of the logits as they are: no other branch may copy these.
+    token = jax.lax.cond(state.penalized | (state.temperature > 0), choose, likeliest, logits)
     rows = jnp.arange(logits.shape[0])
     counts = state.counts.at[rows, token].add(1)
     return token, dataclasses.replace(state, counts=counts, drawn=state.drawn + 1)

@@ -1,13 +1,14 @@
 """Buckets that draw tokens: the first of an answer, and blocks of further ones."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxllm.sampling import sample
+from jaxllm.kv.cache import KVCache
+from jaxllm.models.parameters import Params
+from jaxllm.sampling import Progress, SamplerState, sample
 from jaxllm.steps.model import BlockEnd, decode_tokens
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids
 from serving.text_stream import MAX_STOP_IDS
@@ -18,9 +19,14 @@ class SampleBucket(Bucket):
     """Draws one token from logits (see `sampling.sample`). All levels share it."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(logits, sampler) -> token, sampler."""
-        logits = jax.ShapeDtypeStruct((1, model.cfg.vocab_size), jnp.float32)
-        return jax.jit(sample, donate_argnums=(1,)).lower(logits, model.sampler)
+        """(logits, sampler's fixed part, its progress) -> token, progress."""
+
+        def run(logits: jax.Array, fixed: SamplerState, progress: Progress) -> tuple[jax.Array, Progress]:
+            token, state = sample(logits, fixed.after(progress))
+            return token, state.progress
+
+        logits, state = jax.ShapeDtypeStruct((1, model.cfg.vocab_size), jnp.float32), model.sampler
+        return jax.jit(run, donate_argnums=(2,)).lower(logits, state.fixed, state.progress)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +42,25 @@ class DecodeBucket(Bucket):
     cache_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, token, cache, sampler, end) -> tokens, count, cache, sampler."""
-        step = model.jitted(functools.partial(decode_tokens, block=self.block_tokens), 2, 3)
-        cache = model.cache(self.cache_tokens)
+        """(params, token, cache, sampler's fixed part, its progress, end) -> tokens, count, cache,
+        progress."""
+
+        def step(
+            params: Params,
+            token: jax.Array,
+            cache: KVCache,
+            fixed: SamplerState,
+            progress: Progress,
+            end: BlockEnd,
+            **static: Any,
+        ) -> tuple[jax.Array, jax.Array, KVCache, Progress]:
+            sampler, block = fixed.after(progress), self.block_tokens
+            found = decode_tokens(params, token, cache, sampler, end, block=block, **static)
+            tokens, count, cache, sampler = found
+            return tokens, count, cache, sampler.progress
+
+        cache, state = model.cache(self.cache_tokens), model.sampler
         stop_ids: Any = ids(MAX_STOP_IDS)
         limit: Any = SCALAR
-        return step.lower(model.params, ids(1), cache, model.sampler, BlockEnd(stop_ids, limit))
+        end = BlockEnd(stop_ids, limit)
+        return model.jitted(step, 2, 4).lower(model.params, ids(1), cache, state.fixed, state.progress, end)

@@ -7,7 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxllm.kv.cache import KVCache
+from jaxllm.models.parameters import Params
+from jaxllm.sampling import Progress, SamplerState
 from jaxllm.speculative.pacer import Growth
+from jaxllm.speculative.tree import TokenTree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, settle, verify
 from serving.buckets.bucket import SCALAR, Bucket, ModelShapes, ids, mass_by_node, tree_shapes
 
@@ -25,10 +29,24 @@ class VerifyBucket(Bucket):
     cache_tokens: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, tree, cache, sampler, limit) -> tokens, count, path, cache, sampler."""
-        cache = model.cache(self.cache_tokens)
-        step = model.jitted(verify, 2, 3)
-        return step.lower(model.params, tree_shapes(self.nodes), cache, model.sampler, SCALAR)
+        """(params, tree, cache, sampler's fixed part, its progress, limit) -> tokens, count, path, cache,
+        progress."""
+
+        def step(
+            params: Params,
+            tree: TokenTree,
+            cache: KVCache,
+            fixed: SamplerState,
+            progress: Progress,
+            limit: jax.Array,
+            **static: Any,
+        ) -> Any:
+            *found, state = verify(params, tree, cache, fixed.after(progress), limit, **static)
+            return *found, state.progress
+
+        cache, state = model.cache(self.cache_tokens), model.sampler
+        tree = tree_shapes(self.nodes)
+        return model.jitted(step, 2, 4).lower(model.params, tree, cache, state.fixed, state.progress, SCALAR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,10 +103,17 @@ class SettleBucket(Bucket):
     nodes: int
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(tree, logits, sampler, limit) -> tokens, count, path, sampler."""
-        logits = jax.ShapeDtypeStruct((self.nodes, model.cfg.vocab_size), jnp.float32)
-        step = jax.jit(settle, donate_argnums=(2,))
-        return step.lower(tree_shapes(self.nodes), logits, model.sampler, SCALAR)
+        """(tree, logits, sampler's fixed part, its progress, limit) -> tokens, count, path, progress."""
+
+        def step(
+            tree: TokenTree, logits: jax.Array, fixed: SamplerState, progress: Progress, limit: jax.Array
+        ) -> Any:
+            *found, state = settle(tree, logits, fixed.after(progress), limit)
+            return *found, state.progress
+
+        logits, state = jax.ShapeDtypeStruct((self.nodes, model.cfg.vocab_size), jnp.float32), model.sampler
+        shapes = tree_shapes(self.nodes), logits, state.fixed, state.progress, SCALAR
+        return jax.jit(step, donate_argnums=(3,)).lower(*shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -256,8 +256,9 @@ class LayerwiseRunner(LevelRunner):
         """See `Runner`."""
         logits, cache = self.tree_logits(tree, cache, meanwhile)
         settle = self.buckets.get(SettleBucket(nodes=tree.room))
-        tokens, count, path, sampler = settle(tree, logits, sampler, np.int32(limit))
-        return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler
+        fixed, progress = sampler.fixed, sampler.progress
+        tokens, count, path, progress = settle(tree, logits, fixed, progress, np.int32(limit))
+        return Verdict.of(tokens, count, path), self.keep_path(cache, path, count), sampler.after(progress)
 
     def tree_logits(
         self, tree: TokenTree, cache: KVCache, meanwhile: Meanwhile | None = None

@@ -252,7 +252,10 @@ class LevelRunner(abc.ABC):
 
     def sample(self, logits: jax.Array | np.ndarray, sampler: SamplerState) -> tuple[jax.Array, SamplerState]:
         """See `Runner`."""
-        return self.buckets.get(SampleBucket())(logits, sampler)
+        # Its fixed part stays on the device for the whole answer.
+        sampler = jax.device_put(sampler.fixed).after(sampler.progress)
+        token, progress = self.buckets.get(SampleBucket())(logits, sampler.fixed, sampler.progress)
+        return token, sampler.after(progress)
 
     def decode_limit(self, pace: int, remaining: int) -> int:
         """See `Runner`."""

@@ -153,7 +153,9 @@ class ResidentRunner(LevelRunner):
         del cached
         compiled = self.buckets.get(self._decode_bucket(cache.capacity_tokens))
         end = BlockEnd(stop_ids, np.int32(limit))
-        return compiled(self.model.params, token, cache, sampler, end)
+        params, fixed = self.model.params, sampler.fixed
+        tokens, count, cache, progress = compiled(params, token, cache, fixed, sampler.progress, end)
+        return tokens, count, cache, sampler.after(progress)
 
     def verify(
         self,
@@ -166,10 +168,10 @@ class ResidentRunner(LevelRunner):
         """See `Runner`; `meanwhile` is never called: no weights are loaded."""
         del meanwhile
         compiled = self.buckets.get(self._verify_bucket(tree.room, cache.capacity_tokens))
-        tokens, count, path, cache, sampler = compiled(
-            self.model.params, tree, cache, sampler, np.int32(limit)
+        tokens, count, path, cache, progress = compiled(
+            self.model.params, tree, cache, sampler.fixed, sampler.progress, np.int32(limit)
         )
-        return Verdict.of(tokens, count, path), cache, sampler
+        return Verdict.of(tokens, count, path), cache, sampler.after(progress)
 
     def rehearse(self) -> None:
         """See `LevelRunner`; on two processors the stages of integer prefill are timed, too."""

@@ -83,7 +83,7 @@ class Levels:
             ranks[name] = ranks.get(name, 0) + inside[f"{name}.right"].shape[-2]
         found: dict[int, Params] = {}
         for level, cfg in cfgs.items():
-            adapters = [(inside, scaling)] if inside else []
+            adapters: list[tuple[Adapter, float]] = [(inside, scaling)] if inside else []
             if own := self._recoveries.get(level):
                 adapters.append((own.adapter, own.scaling))
             counted = cfg if self.counted else None
