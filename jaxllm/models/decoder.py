@@ -129,9 +129,9 @@ def forward_at(
     rotaries = rotary_by_rope(at.positions, cfg)
 
     def layer(
-        carry: tuple[jax.Array, KVCache], weights: LayerParams, like: int, number: jax.Array | int
+        carry: tuple[jax.Array, KVCache], own: Params, like: int, number: jax.Array | int
     ) -> tuple[jax.Array, KVCache]:
-        x, cache = carry
+        (x, cache), weights = carry, layer_of(own, like)
         past = cache.past(like, number)
         rotary = rotaries.get(cfg.layer_rope(like))
         x, past, mass = forward_layer(
@@ -310,7 +310,7 @@ def _forward_documents(
 
     routings: list[Routing] = []
     if isinstance(params.get(STACK), LayerStack) and not routed:
-        x = over_layers(params, cfg, lambda x, weights, like, _: run(weights, x, like)[0], x)
+        x = over_layers(params, cfg, lambda x, own, like, _: run(layer_of(own, like), x, like)[0], x)
     else:
         for layer, weights in enumerate(one_by_one(params, cfg)):
             # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.

@@ -116,7 +116,7 @@ def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
       vectors: the names of parameters that are no matrices of products.
     """
 
-    def readable(name: str, weight: Weight) -> bool:
+    def readable(name: str, weight: Any) -> bool:
         if name in vectors:
             plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
             return isinstance(weight, plain) and np.dtype(weight.dtype) in (np.float32, np.int32)
@@ -129,14 +129,28 @@ def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
     return all(readable(*each) for each in params.items()) and _experts_agree(params)
 
 
-def by_address(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """A model's parameters with its layers as a `LayerStack` (see `can_be_addressed`)."""
+def by_address(
+    params: Params, cfg: ModelConfig, beside: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Weight]:
+    """A model's parameters with its layers as a `LayerStack` (see `can_be_addressed`).
+
+    The weight table is open, and holds the arrays, until the handle is collected (`LayerStack.table`, the
+    array itself). Of parameters that are given by their shapes alone it is the shape.
+
+    Args:
+      params: of the model. Nothing is copied.
+      cfg: the model.
+      beside: per layer, further arrays by name.
+    """
+    layers = layers_of(params, cfg)
+    for layer, further in zip(layers, beside, strict=False):
+        layer.update(further)
     kinds = [
         (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
         for layer in range(cfg.layers)
     ]
     outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
-    return {**outer, STACK: stack_by_address(layers_of(params, cfg), kinds)}  # pyright: ignore
+    return {**outer, STACK: stack_by_address(layers, kinds)}  # pyright: ignore[reportReturnType]
 
 
 def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
@@ -162,16 +176,15 @@ def within_layer(name: str) -> str:
     return name.split(".", 2)[-1]
 
 
-def stack_by_address(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -> LayerStack:
-    """Puts the arrays of all layers' parameters into a weight table.
-
-    The table is open, and holds the arrays, until the handle is collected (`LayerStack.table`, the array
-    itself).
+def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) -> LayerStack:
+    """Puts the arrays of all layers' parameters into a weight table (see `by_address`).
 
     Args:
-      layers: per layer its parameters by their names within it. Nothing is copied.
+      layers: per layer its parameters by their names within it.
       kinds: per layer, what else makes layers equal.
     """
+    # `jax.tree.map`, which makes shapes of parameters, sorts them by name.
+    layers = [dict(sorted(params.items())) for params in layers]
     firsts: dict[Any, int] = {}
     forms = [LayerForm.of(params) for params in layers]
     alike = [
@@ -179,10 +192,12 @@ def stack_by_address(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any
         for number, (kind, form) in enumerate(zip(kinds, forms, strict=True))
     ]
     rows = [jax.tree.leaves(list(params.values())) for params in layers]
-    most = max(map(len, rows))
-    table = WeightTable([[*row, *[None] * (most - len(row))] for row in rows])
-    handle = jax.device_put(table.operand, jax.devices()[0])
-    weakref.finalize(handle, table.close)
+    handle: Any = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    if not any(isinstance(each, jax.ShapeDtypeStruct) for row in rows for each in row):
+        most = max(map(len, rows))
+        table = WeightTable([[*row, *[None] * (most - len(row))] for row in rows])
+        handle = jax.device_put(table.operand, jax.devices()[0])
+        weakref.finalize(handle, table.close)
     return LayerStack(handle, tuple(alike), tuple(forms[first] for first in sorted(set(alike))))
 
 
@@ -206,7 +221,7 @@ def one_by_one(params: Params, cfg: ModelConfig) -> Iterator[Params]:
 def over_layers(
     params: Params,
     cfg: ModelConfig,
-    body: Callable[[Carry, LayerParams, int, jax.Array | int], Carry],
+    body: Callable[[Carry, Params, int, jax.Array | int], Carry],
     carry: Carry,
 ) -> Carry:
     """Runs `body` for each layer, in order.
@@ -214,22 +229,22 @@ def over_layers(
     Args:
       params: of the model; with its layers as a `LayerStack` under `STACK`, or each by itself.
       cfg: the model.
-      body: of (what it returned for the layer before, the layer's parameters, a layer that equals it, its
-        number), where only the number may be known at run time alone.
+      body: of (what it returned for the layer before, parameters that `layer_of` takes, a layer that equals
+        this one, its number), where only the number may be known at run time alone.
       carry: for the first layer.
     """
     stack: Any = params.get(STACK)
     if not isinstance(stack, LayerStack):
         for layer in range(cfg.layers):
-            carry = body(carry, layer_of(params, layer), layer, layer)
+            carry = body(carry, params, layer, layer)
         return carry
     for run in layer_runs(stack.alike):
 
         def pattern(index: jax.Array | int, carry: Carry, run: LayerRun = run) -> Carry:
             for like in range(run.first, run.first + run.period):
                 number = like + index * run.period
-                params = stack.at(like, jnp.asarray(number, jnp.int32)).params
-                carry = body(carry, params, like, number)
+                own: Any = {STACK: stack.at(like, jnp.asarray(number, jnp.int32))}
+                carry = body(carry, own, like, number)
             return carry
 
         carry = pattern(0, carry) if run.repeats == 1 else jax.lax.fori_loop(0, run.repeats, pattern, carry)

@@ -76,7 +76,8 @@ class IntegerStageBucket(Bucket):
         def run(params: Params, *rest: Any) -> Any:
             return step.run(part_of_sub_model(params, model.cfg), *rest, cfg=model.cfg, layer=self.layer)
 
-        known = shapes_of(_calibration_shapes(self, own))
+        every = calibration_shapes(own, self.layer, self.float_rows)
+        known = shapes_of(known_to(every, self.stage, shadowed=self.shadowed))
         operands = step.operands(_Operands(self, dataclasses.replace(model, cfg=own)))
         where = self.placement
         with contextlib.nullcontext() if where is None else jax.default_device(where.device):
@@ -196,18 +197,17 @@ _STEPS: Mapping[Stage, _Step] = {
 }
 
 
-def _calibration_shapes(bucket: IntegerStageBucket, cfg: ModelConfig) -> LayerCalibration:
-    """Arrays of zeros in the shapes of `known_to` for a bucket's stage."""
+def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCalibration:
+    """Arrays of zeros in the shapes of a shadowed layer's calibration with so many float rows."""
     rows = []
     for product in range(len(PRODUCTS)):
         # Rows have the whole model's outputs at every level.
-        inputs, _ = product_sizes(cfg, bucket.layer, product)
-        _, outputs = product_sizes(cfg.whole, bucket.layer, product)
-        own = tuple(np.zeros((bucket.float_rows, each), np.float16) for each in outputs)
+        inputs, _ = product_sizes(cfg, layer, product)
+        _, outputs = product_sizes(cfg.whole, layer, product)
+        own = tuple(np.zeros((float_rows, each), np.float16) for each in outputs)
         rows.append(FloatRows(np.zeros(inputs, np.int32), own))  # pyright: ignore[reportArgumentType]
     steps = np.zeros(len(PRODUCTS), np.float32)
-    every = LayerCalibration(steps, tuple(rows))  # pyright: ignore[reportArgumentType]: of the host
-    return known_to(every, bucket.stage, shadowed=bucket.shadowed)
+    return LayerCalibration(steps, tuple(rows))  # pyright: ignore[reportArgumentType]: of the host
 
 
 def _zeros(leaf: Any) -> np.ndarray:

@@ -64,7 +64,7 @@ def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stag
         return natural_place
     return placed_by_memory(
         modes.calibration.shadowed,
-        lambda layer, stage: stage_bytes(whole.params, layer, stage),
+        lambda layer, stage: stage_bytes(whole.weights, layer, stage),
         lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
         options.prefill.integer_bytes,
     )

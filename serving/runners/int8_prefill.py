@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxllm.int8_prefill.addressed import calibration_arrays, can_be_addressed
+from jaxllm.int8_prefill.products import PRODUCTS
 from jaxllm.int8_prefill.schedule import (
     Dispatcher,
     Subgraph,
@@ -23,10 +25,12 @@ from jaxllm.int8_prefill.shadow import rooms
 from jaxllm.int8_prefill.stages import Stage, stages_of
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import KVCache
+from jaxllm.models.layer_stack import STACK, by_address
 from jaxllm.models.parameters import head_name
 from serving.buckets.bucket import Bucket
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.cache import StartBucket
+from serving.buckets.integer_chunk import IntegerChunkBucket
 from serving.buckets.integer_stage import (
     WITH_CACHE,
     IntegerStageBucket,
@@ -43,7 +47,7 @@ from serving.int8_prefill.modes import PrefillMode
 from serving.int8_prefill.prompt_pass import PromptPass
 from serving.int8_prefill.shared import Int8Shared
 from serving.int8_prefill.subgraph_times import measured_times
-from serving.runners.chunks import placed_chunks, plan_chunks
+from serving.runners.chunks import padded, placed_chunks, plan_chunks
 from serving.runners.runner import PrefillChunk, chunks_of
 from serving.weights.model_level import ModelLevel
 
@@ -63,8 +67,9 @@ class Int8Prefill:
     def __init__(self, model: ModelLevel, buckets: BucketTable, shared: Int8Shared) -> None:
         self.model, self.shared, self._buckets = model, shared, buckets
         self.calibration = shared.modes.calibration
-        # Of chunks that are not in `shared.outliers` yet.
-        self._outliers: list[tuple[Subgraph, Any]] = []
+        # Layers, products and counts of chunks that are not in `shared.outliers` yet; the counts of a chunk's
+        # layers may be one array.
+        self._outliers: list[tuple[int, tuple[int, ...], Any]] = []
         self._stage_buckets: dict[_Case, IntegerStageBucket] = {}
         self._ready_for: tuple[int, int] | None = None
 
@@ -91,11 +96,29 @@ class Int8Prefill:
         level does not prefill in integers."""
         if not self.possible:
             return []
+        if self.in_one_step:
+            return [self._chunk_bucket(tokens, cache)]
         found: list[Bucket] = [self._embed_bucket(tokens), *self._last_buckets(tokens)]
         for layer, with_shadow in enumerate(self.calibration.shadowed):
             stages = self._stages(with_shadow)
             found += [self.stage_bucket(layer, stage, tokens, cache) for stage in stages]
         return list(dict.fromkeys(found))
+
+    @property
+    def in_one_step(self) -> bool:
+        """Whether all layers of a chunk run in one dispatch, on this process's device."""
+        model = self.model
+        by_address = STACK in model.params and can_be_addressed(model.weights, model.cfg)
+        return self.shared.processors is None and by_address
+
+    def _chunk_bucket(self, tokens: int, cache: int) -> IntegerChunkBucket:
+        return IntegerChunkBucket(
+            tokens=tokens,
+            cache_tokens=cache,
+            shadowed=self.calibration.shadowed,
+            float_rows=self.calibration.float_rows,
+            level=self.model.bucket_level,
+        )
 
     def _stages(self, shadowed: bool) -> tuple[Stage, ...]:
         """The stages of a layer, with or without shadow."""
@@ -218,6 +241,8 @@ class Int8Prefill:
         self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
     ) -> tuple[jax.Array | None, KVCache]:
         """See `Runner`."""
+        if self.in_one_step:
+            return self._prefill_in_one_step(cache, tokens, at, chunk)
         lengths = [chunk.tokens] if self.shared.processors is None else None
         prompt = self.begin(cache, tokens, at, lengths)
         subgraphs = self.subgraphs(prompt)
@@ -228,14 +253,31 @@ class Int8Prefill:
             order = self.model.options.prefill.order
             dispatcher = Dispatcher(subgraphs, self.times(prompt), order)
             self.shared.processors.run(dispatcher, prompt.run)
-        self._outliers += prompt.counts
+        for each, counts in prompt.counts:
+            self._outliers.append((each.layer, shadow_products(each.stage, shadowed=True), counts))
         logits = None
         if chunk.last:
             logits = self._logits(prompt)
-            # Copying counts to the host waits for the device.
             self._count_outliers()
         length = np.int32(at + len(tokens))
         return logits, dataclasses.replace(prompt.cache(), length=length)  # pyright: ignore
+
+    def _prefill_in_one_step(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
+    ) -> tuple[jax.Array | None, KVCache]:
+        self._make_ready()
+        compiled = self._buckets.get(self._chunk_bucket(chunk.tokens, cache.capacity_tokens))
+        row, valid = padded(tokens, chunk.tokens)
+        cache = dataclasses.replace(cache, length=np.int32(at))
+        logits, counts, cache = compiled(self._addressed, row, np.int32(valid), np.bool_(chunk.last), cache)
+        every = tuple(range(len(PRODUCTS)))
+        self._outliers += [
+            (layer, every, counts) for layer, has in enumerate(self.calibration.shadowed) if has
+        ]
+        if not chunk.last:
+            return None, cache
+        self._count_outliers()
+        return logits, cache
 
     def subgraphs(self, prompt: PromptPass) -> tuple[Subgraph, ...]:
         """The subgraphs of a prompt."""
@@ -291,12 +333,14 @@ class Int8Prefill:
         return jax.block_until_ready(self._buckets.get(bucket)(*known, *here))
 
     def _count_outliers(self) -> None:
+        """Adds the counts of all chunks; copying them to the host waits for the device."""
         outliers = self.shared.outliers
         found, self._outliers = self._outliers, []
-        for each, counts in found:
-            products, shadows = shadow_products(each.stage, shadowed=True), self._known[each.layer].rows
+        for layer, products, counts in found:
+            shadows, counts = self._known[layer].rows, np.asarray(counts)
             assert shadows is not None
-            for product, channels in zip(products, np.ravel(counts).tolist(), strict=True):
+            own = counts[layer] if counts.ndim == 2 else np.ravel(counts)
+            for product, channels in zip(products, own.tolist(), strict=True):
                 outliers.products += 1
                 outliers.channels += channels
                 outliers.enlarged += channels > rooms(len(shadows[product].place))[1]
@@ -311,6 +355,9 @@ class Int8Prefill:
         self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
         self._head = model.params[head_name(model.cfg)]
         self._known = self.calibration.layers(model.level, model.bucket_cfg)
+        if self.in_one_step:
+            beside = [calibration_arrays(each) for each in self._known]
+            self._addressed = by_address(model.weights, model.bucket_cfg, beside)
         self._kept: dict[_Case, tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]] = {}
         self._placed_weights: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}
         self._ready_for = model.weights_version
