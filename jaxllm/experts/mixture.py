@@ -221,10 +221,11 @@ def run_tile(
       activation: of the gate.
     """
     rows, start = x[tiles.token[number]], tiles.start[number]
-    made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=True)
+    size = tiles.size[number]
+    made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=True, live=size)
     # The rows after its own belong to other tiles, which may have run already.
     there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
-    own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < tiles.size[number]
+    own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < size
     return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, made, there), start, axis=0)
 
 

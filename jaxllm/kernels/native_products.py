@@ -147,13 +147,13 @@ def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
     return call(x, weight.data)
 
 
-def unit_rows(weight: BlockedArray, index: jax.Array) -> jax.Array:
+def unit_rows(weight: BlockedArray, index: jax.Array, live: jax.Array | None = None) -> jax.Array:
     """Rows of a weight `[R, C]`, contracted along its last axis, at `index` (any shape, int32; out of range
-    counts as the last): `[*index.shape, C]` float32."""
+    counts as the last): `[*index.shape, C]` float32. For `live` see `to_units`."""
     result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
-    operands = weight.data, weight.scale
+    buffers, operands = (index, count_operand(live)), (weight.data, weight.scale)
     outputs = np.int64(weight.shape[0])
-    return call("unit_rows", result, (index,), operands, **format_of(weight), outputs=outputs)
+    return call("unit_rows", result, buffers, operands, **format_of(weight), outputs=outputs)
 
 
 def largest(x: jax.Array) -> jax.Array:

@@ -125,7 +125,8 @@ def forward_at(
     axes.check(jnp.int32, "B T", tokens=tokens)
     at.check(axes)
     cache.check(axes)
-    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype)
+    live = at.valid if padded and tokens.shape[0] == 1 else None
+    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
     rotaries = rotary_by_rope(at.positions, cfg)
 
     def layer(
@@ -152,9 +153,11 @@ def embed_tokens(
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
+    live: jax.Array | None = None,
 ) -> jax.Array:
-    """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`."""
-    x = embed(tokens, params["embed.tokens"], dtype)
+    """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`; for
+    `live` see `linear.py`."""
+    x = embed(tokens, params["embed.tokens"], dtype, live)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)
     if cfg.learned_positions:
@@ -216,7 +219,7 @@ def forward_to_experts(
       The input of the experts, the routing of the tokens, the updated keys and values, and the updated mass.
     """
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass)
-    x, (past, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None)
+    x, (past, mass) = attended(weights, x, cfg, layer, attend, at.tree is not None, at.valid)
     return x, chosen_experts(weights, x, cfg), past, mass
 
 

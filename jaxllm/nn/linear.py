@@ -279,20 +279,22 @@ def add_normed(residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | 
     return natively(by_kernel, by_xla, x, residual, norm, live)
 
 
-def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype) -> jax.Array:
-    """Rows of `embedding` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`."""
+def embed(tokens: jax.Array, embedding: Weight, dtype: jnp.dtype, live: jax.Array | None = None) -> jax.Array:
+    """Rows of `embedding` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`; for
+    `live` see the module docstring."""
 
-    def by_xla(tokens: jax.Array) -> jax.Array:
+    def by_xla(tokens: jax.Array, live: jax.Array | None) -> jax.Array:
+        del live
         return embedding_rows(embedding, tokens, dtype)
 
     if not isinstance(embedding, BlockedArray) or not native.kernels().native:
-        return by_xla(tokens)
+        return by_xla(tokens, live)
     blocked = embedding
 
-    def by_kernel(tokens: jax.Array) -> jax.Array:
-        return native_products.unit_rows(blocked, tokens).astype(dtype)
+    def by_kernel(tokens: jax.Array, live: jax.Array | None) -> jax.Array:
+        return native_products.unit_rows(blocked, tokens, live).astype(dtype)
 
-    return jax.lax.platform_dependent(tokens, cpu=by_kernel, default=by_xla)
+    return jax.lax.platform_dependent(tokens, live, cpu=by_kernel, default=by_xla)
 
 
 def in_blocks(weight: Weight) -> bool:

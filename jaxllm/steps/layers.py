@@ -114,8 +114,9 @@ def attend_layer(
     live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     tiles, weights = tiles_and_weights(routing, cfg.experts, live=live)
     following = chosen_experts(LayerParams(next_router, ""), x, cfg).probs[0]
-    share = jnp.ones((count, 1), jnp.float32) if live is None else live[:, None].astype(jnp.float32)
-    ahead = jnp.sum(following * share, axis=0) / jnp.sum(share)
+    real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
+    # Probabilities of padding are undefined, perhaps NaN.
+    ahead = jnp.sum(jnp.where(real, following, 0.0), axis=0) / jnp.sum(real, dtype=jnp.float32)
     tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles), past, mass
 

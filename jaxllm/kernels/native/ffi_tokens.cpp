@@ -5,10 +5,11 @@
 namespace jaxllm {
 namespace {
 
-// index int32 [...] -> y [..., inputs]. Operands: data and scale of a weight [outputs, inputs].
-Error unit_rows_call(AnyBuffer index, AnyBuffer table, AnyBuffer row, ffi::RemainingArgs buffers,
-                     ffi::Result<AnyBuffer> y, int64_t bits, int64_t group, int64_t outputs,
-                     Columns columns) {
+// index int32 [...], live -> y [..., inputs]. Of the rows the first `live` are written. Operands: data and
+// scale of a weight [outputs, inputs].
+Error unit_rows_call(AnyBuffer index, AnyBuffer live, AnyBuffer table, AnyBuffer row,
+                     ffi::RemainingArgs buffers, ffi::Result<AnyBuffer> y, int64_t bits, int64_t group,
+                     int64_t outputs, Columns columns) {
   const Timer timer;
   Operands in;
   if (!in.read(table, row, buffers, columns) || in.size() != 2) return wrong(kOperands);
@@ -16,6 +17,7 @@ Error unit_rows_call(AnyBuffer index, AnyBuffer table, AnyBuffer row, ffi::Remai
   if (!read_rows(*y, ffi::DataType::F32, rows, width)) return wrong("rows must be float32");
   if (index.element_type() != ffi::DataType::S32 || index.element_count() != rows)
     return wrong("indices must be int32, one for each row");
+  if (!read_live(live, rows)) return wrong("the number of rows is out of range");
   Units weight;
   if (outputs <= 0 || outputs > INT32_MAX || !read_units(in[0], in[1], bits, group, width, outputs, weight))
     return wrong("the weight's shape does not fit");
@@ -63,6 +65,7 @@ Error largest_call(AnyBuffer x, ffi::Result<AnyBuffer> y) {
 
 XLA_FFI_DEFINE_HANDLER(UnitRows, unit_rows_call,
                        ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
                            .Arg<AnyBuffer>()
