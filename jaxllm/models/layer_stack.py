@@ -165,8 +165,8 @@ def within_layer(name: str) -> str:
 def stack_by_address(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -> LayerStack:
     """Puts the arrays of all layers' parameters into a weight table.
 
-    The table is open, and holds the arrays, until the handle is collected (`LayerStack.table`, the array
-    itself).
+    The table is open, and holds the arrays, until the handle (`LayerStack.table`, the array itself) is
+    collected and the steps that were called with it have ended.
 
     Args:
       layers: per layer its parameters by their names within it. Nothing is copied.
@@ -181,8 +181,10 @@ def stack_by_address(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any
     rows = [jax.tree.leaves(list(params.values())) for params in layers]
     most = max(map(len, rows))
     table = WeightTable([[*row, *[None] * (most - len(row))] for row in rows])
-    handle = jax.device_put(table.operand, jax.devices()[0])
-    weakref.finalize(handle, table.close)
+    handle = jax.device_put(table.operand, jax.devices()[0], may_alias=True)
+    if handle.unsafe_buffer_pointer() != table.operand.ctypes.data:
+        # A device that copies the handle does not hold the table.
+        weakref.finalize(handle, table.close)
     return LayerStack(handle, tuple(alike), tuple(forms[first] for first in sorted(set(alike))))
 
 
