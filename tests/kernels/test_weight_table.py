@@ -1,4 +1,4 @@
-"""Products that read their weights by address are those of operands, and what is no address is refused."""
+"""Handles that nobody gave are refused before a kernel runs, and a weight table holds what it reads."""
 
 import gc
 import mmap
@@ -13,12 +13,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxllm.kernels import native, native_attention, native_experts, native_products, native_shadow
+from jaxllm.kernels import native, native_products
 from jaxllm.kernels.native_call import value
-from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kernels.weight_table import TableArray, WeightTable
-from jaxllm.quant import Adapted
-from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
+from tests.kernels.drawing import WIDTHS, floats, weight_of
 from tests.kernels.refusing import (
     COUNTS,
     DATA,
@@ -34,184 +32,11 @@ from tests.kernels.refusing import (
     zeros,
 )
 from tests.kernels.switching import needs_native
+from tests.kernels.test_by_address import entries
 from tests.kernels.test_refusals import UNITS
 
 pytestmark = needs_native
-every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
-EPS = 1e-5
 CLOSED = "an operand is missing, or its weight table is closed"
-
-
-def entries(weights: Any, handle: Any, row: Any) -> Any:
-    """The weights with their arrays by address, in the order of their leaves."""
-    leaves, structure = jax.tree.flatten(weights)
-    return structure.unflatten(
-        TableArray(handle, row, column, np.shape(leaf), leaf.dtype) for column, leaf in enumerate(leaves)
-    )
-
-
-def table_of(weights: Any) -> WeightTable:
-    """A table whose second row are the weights, between rows of other numbers."""
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(weights)]
-    others = [np.roll(leaf, 1) for leaf in leaves]
-    return WeightTable([others, leaves, others])
-
-
-def same(door: Any, x: Any, weights: Any) -> None:
-    """What a function of activations and weights gives is the same by address, on all kernels."""
-    table = table_of(weights)
-
-    def addressed(x, handle, row):
-        return door(x, entries(weights, handle, row))
-
-    expected = answers(door, x, weights)
-    found = answers(addressed, x, table.operand, np.int32(1))
-    others = answers(addressed, x, table.operand, np.int32(2))
-    for kernels, got in found.items():
-        jax.tree.map(np.testing.assert_array_equal, got, expected[kernels])
-        differ = jax.tree.map(lambda a, b: not np.array_equal(a, b), others[kernels], got)
-        assert any(jax.tree.leaves(differ)), "another row gives the same"
-    table.close()
-
-
-def adapted(draw, weight):
-    left = floats(draw, 3, *weight.shape[:-1])
-    return Adapted(weight, left, floats(draw, 3, weight.shape[-1]))
-
-
-@every_width
-@pytest.mark.parametrize("rows", [1, 19])
-def test_products(rows, width):
-    """With norms, adapters of which two ranks are used, and counts of units."""
-    draw = np.random.default_rng(rows)
-    weights = {
-        "q": adapted(draw, weight_of(draw, (4, 12, 300), width, -1)),
-        "k": weight_of(draw, (4, 6, 300), width, -1),
-        "o": adapted(draw, weight_of(draw, (4, 41, 50), width, -2)),
-        "gate": weight_of(draw, (90, 300), width, -1),
-        "up": adapted(draw, weight_of(draw, (90, 300), width, -1)),
-        "down": adapted(draw, weight_of(draw, (90, 300), width, -2)),
-        "scale": floats(draw, 300),
-        "counts": np.array([3, 57, 2], np.int32),
-    }
-
-    def door(x, weights):
-        groups, neurons = (UsedUnits(weights["counts"], column) for column in range(2))
-        norm = dict(norm_scale=weights["scale"], norm_eps=EPS)
-        q, k = native_products.to_units(x, [weights["q"], weights["k"]], used=groups, **norm)
-        return (
-            q[:, : 3 * 12],
-            k[:, : 3 * 6],
-            native_products.from_units(x[:, :164], weights["o"], residual=x[:, :50], used=groups),
-            native_products.feed_forward(
-                x, weights["gate"], weights["up"], weights["down"], activation="silu", residual=True,
-                used=neurons, **norm,
-            ),
-            native_products.add_normed(x, 2 * x, weights["scale"], EPS),
-        )  # fmt: skip
-
-    same(door, floats(draw, rows, 300), weights)
-
-
-def test_products_with_shadows():
-    draw = np.random.default_rng(0)
-    weights = {
-        "up": weight_of(draw, (70, 300), (8, 0), -1),
-        "down": weight_of(draw, (70, 300), (8, 0), -2),
-        "outer": draw.integers(-1, 5, 300, dtype=np.int32),
-        "inner": draw.integers(-1, 5, 70, dtype=np.int32),
-        "up_rows": draw.normal(size=(5, 70)).astype(np.float16),
-        "down_rows": draw.normal(size=(5, 300)).astype(np.float16),
-    }
-
-    def door(x, weights):
-        up, down, outer, inner, up_rows, down_rows = (
-            weights[name] for name in ("up", "down", "outer", "inner", "up_rows", "down_rows")
-        )
-        step = np.float32(0.01)
-        return (
-            native_shadow.to_units(x, [up], step, outer, [up_rows]),
-            native_shadow.from_units(x[:, :70], down, step, inner, down_rows),
-            native_shadow.feed_forward(
-                x, None, up, down, (step, step), (outer, inner), ([up_rows], down_rows), activation="relu",
-                norm_scale=None, norm_eps=0.0, residual=False,
-            ),
-        )  # fmt: skip
-
-    same(door, floats(draw, 5, 300), weights)
-
-
-@every_width
-def test_rows_of_an_embedding(width):
-    draw = np.random.default_rng(0)
-    index = np.array([[0, 36, 5], [-1, 40, 7]], np.int32)
-    weights = weight_of(draw, (37, 70), width, -1)
-    same(lambda index, weight: native_products.unit_rows(weight, index), index, weights)
-
-
-def test_mixtures_of_experts():
-    draw = np.random.default_rng(0)
-    widths = ((8, 0), (4, 32), (2, 64))
-    weights = {
-        "experts": [
-            tuple(weight_of(draw, (20, 70), width, axis) for axis in (-1, -1, -2)) for width in widths
-        ],
-        "up": (floats(draw, 3, 2, 20), floats(draw, 3, 2, 70)),
-        "router": floats(draw, 3, 70),
-        "scale": floats(draw, 70),
-    }
-    tiles = (
-        np.array([[0, 1], [3, 2], [1, 0]], np.int32), np.array([0, 1, 2], np.int32),
-        np.array([2, 2, 1], np.int32), np.int32(3),
-    )  # fmt: skip
-
-    def door(x, weights):
-        scale, router, experts, up = (weights[name] for name in ("scale", "router", "experts", "up"))
-        return (
-            native_experts.route(
-                x, router, experts_per_token=2, normalize=True, norm_scale=scale, norm_eps=EPS
-            ),
-            native_experts.visits(
-                x, tiles, experts, [None, up, None], 5, activation="silu", norm_scale=scale, norm_eps=EPS
-            ),
-        )
-
-    same(door, floats(draw, 4, 70), weights)
-
-
-def test_heads_of_attention():
-    draw = np.random.default_rng(0)
-    q, k, v = floats(draw, 1, 1, 3, 2, 16), floats(draw, 1, 1, 3, 16), floats(draw, 1, 1, 3, 16)
-    keys, values = floats(draw, 1, 3, 32, 16), floats(draw, 1, 3, 32, 16)
-
-    def door(keys, counts):
-        at, used = np.array([9], np.int32), UsedUnits(counts, 1)
-        out, keys, *_ = native_attention.attention(
-            q, k, v, None, keys, values, at, np.int32(1), scale=0.25, used=used
-        )
-        return out[:, :, :1], keys
-
-    same(door, keys, np.array([3, 2, 1], np.int32))
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bool", "int8", "uint8", "int32", "uint16", "float16", "bfloat16", "float32"]
-)
-@pytest.mark.parametrize("shape", [(7,), (2, 3), (1, 2, 3, 2, 2), (0, 4)], ids=str)
-def test_an_array_comes_out_as_it_is(dtype, shape):
-    raw = np.random.default_rng(0).integers(0, 256, (*shape, jnp.dtype(dtype).itemsize), dtype=np.uint8)
-    array = (raw.view(jnp.dtype(dtype)) if dtype != "bool" else raw > 100)[..., 0]
-    array = np.ascontiguousarray(array)
-    table = WeightTable([[None, array]])
-
-    @jax.jit
-    def door(handle):
-        return value(TableArray(handle, jnp.int32(0), 1, shape, jnp.dtype(dtype)))
-
-    got = np.asarray(door(table.operand))
-    assert got.dtype == array.dtype
-    np.testing.assert_array_equal(got.view(np.uint8), array.view(np.uint8))
-    table.close()
 
 
 def test_an_array_of_another_shape_is_refused():
@@ -510,78 +335,3 @@ def test_tables_without_rows_or_of_ragged_rows_are_refused():
     for wrong in (5, [5], [[5]], ["a"]):
         with pytest.raises(TypeError):
             native.open_table(wrong)  # pyright: ignore[reportArgumentType]
-
-
-# Rows that count
-
-
-@every_width
-@pytest.mark.parametrize("live", [1, 2, 7, 19])
-def test_the_first_rows_are_what_they_are_alone(live, width):
-    """Bit for bit what a call of these rows gives, whatever the others hold."""
-    draw = np.random.default_rng(live)
-    up, gate = (weight_of(draw, (90, 300), width, -1) for _ in "ug")
-    down, stack = weight_of(draw, (90, 300), width, -2), weight_of(draw, (3, 41, 50), width, -2)
-    x, scale = floats(draw, 19, 300), floats(draw, 300)
-    x[live:] = np.nan
-
-    def door(x, live, up, gate, down, stack, scale):
-        norm = dict(norm_scale=scale, norm_eps=EPS)
-        return [
-            *native_products.to_units(x, [up, gate], **norm, live=live),
-            native_products.from_units(x[:, :123], stack, residual=x[:, :50], live=live),
-            native_products.feed_forward(
-                x, gate, up, down, activation="gelu", residual=True, **norm, live=live
-            ),
-            native_products.add_normed(x, x, scale, EPS, live),
-        ]
-
-    weights = up, gate, down, stack, scale
-    found = answers(door, x, np.int32(live), *weights)
-    alone = answers(lambda x, *weights: door(x, None, *weights), x[:live], *weights)
-    for kernels, outs in found.items():
-        for got, expected in zip(outs, alone[kernels], strict=True):
-            np.testing.assert_array_equal(got[:live], expected, err_msg=kernels)
-
-
-def test_rows_behind_them_are_not_touched():
-    """Results in the memory of an operand keep what is there."""
-    draw = np.random.default_rng(0)
-    up, down = weight_of(draw, (300, 300), (8, 0), -1), weight_of(draw, (300, 300), (8, 0), -2)
-    x, more, scale = floats(draw, 19, 300), floats(draw, 19, 300), floats(draw, 300)
-    nothing = np.zeros(0, np.uint32), np.zeros(0, np.int32)
-    live, plain = np.int32(7), [up.data, up.scale, NOTHING, NOTHING]
-    block = [NOTHING, COUNTS, STEPS, *[NOTHING] * 4, *plain, down.data, down.scale, NOTHING, NOTHING]
-    calls = {
-        "to_units": ([x, live], [NOTHING, COUNTS, STEPS, *plain], UNITS),
-        "from_units": (
-            [x, live, more], [down.data, down.scale, NOTHING, NOTHING, COUNTS, STEPS],
-            dict(segments=np.int64(1), stacked=False, units_at=np.int64(-1)),
-        ),
-        "feed_forward": (
-            [x, live], block,
-            dict(
-                units=np.int64(300), activation=np.int64(3), residual=False, eps=np.float32(0),
-                units_at=np.int64(-1),
-            ),
-        ),
-        "add_normed": ([x, more, live], [scale], dict(eps=np.float32(EPS))),
-    }  # fmt: skip
-    for name, (buffers, operands, options) in calls.items():
-        options = dict(options, columns=np.full(len(operands), -1, np.int64))
-        if name != "add_normed":
-            options |= formats()
-        shape = jax.ShapeDtypeStruct((19, 300), np.float32)
-        result = [shape] if name == "to_units" else shape
-        # The residual, where there is one, is the memory of the result.
-        at = {"from_units": 2, "add_normed": 1}.get(name, 0)
-        kernel = jax.ffi.ffi_call(f"jaxllm_{name}", result, input_output_aliases={at: 0})
-
-        def door(*args, kernel=kernel, options=options):
-            return kernel(*args, **options)
-
-        args = [jnp.array(each) for each in (*buffers, *nothing, *operands)]
-        before = np.array(args[at])
-        (found,) = jax.tree.leaves(jax.jit(door, donate_argnums=at)(*args))
-        np.testing.assert_array_equal(found[7:], before[7:], err_msg=name)
-        assert not np.any(np.all(np.asarray(found[:7]) == before[:7], axis=1)), name
