@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jaxllm.kernels import native, native_products
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.weight_table import TableArray, WeightTable
-from tests.kernels.drawing import WIDTHS, floats, weight_of
+from tests.kernels.drawing import floats, weight_of
 from tests.kernels.refusing import (
     COUNTS,
     DATA,

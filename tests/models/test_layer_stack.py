@@ -1,8 +1,9 @@
-"""Layers by address give what their parameters give, in one loop whose code and memory do not grow with them."""
+"""Layers by address give what their parameters give, in a loop whose code and memory do not grow with them."""
 
 import dataclasses
 import functools
 import gc
+import itertools
 import weakref
 
 import jax
@@ -96,7 +97,7 @@ def test_runs_are_all_layers_in_order(kinds):
         assert each.repeats > 1 or each.period == 1
     assert covered == list(range(len(alike)))
     again = [each for each in runs if each.repeats == 1]
-    for one, other in zip(runs, runs[1:], strict=False):
+    for one, other in itertools.pairwise(runs):
         if one in again and other in again:
             assert alike[one.first] != alike[other.first]
 
@@ -133,10 +134,11 @@ def stored(name, bits=8):
     for each in (each for each in params if ".experts." in each):
         axis = -2 if param_specs(cfg)[each].role == "from_units" else -1
         widths = [bits // (1 + number % 2) for number in range(cfg.experts)]
-        matrices = zip(params[each], widths, strict=True)
-        found[each] = Apart(
-            tuple(placed(to_blocks(quantize(of[0], bits=of[1], axis=axis))) for of in matrices)
-        )
+        forms = [
+            quantize(matrix, bits=width, axis=axis)
+            for matrix, width in zip(params[each], widths, strict=True)
+        ]
+        found[each] = Apart(tuple(placed(to_blocks(form)) for form in forms))
     return found
 
 
