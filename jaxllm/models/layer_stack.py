@@ -118,8 +118,8 @@ def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
 
     def readable(name: str, weight: Weight) -> bool:
         if name in vectors:
-            plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-            return isinstance(weight, plain) and np.dtype(weight.dtype) in (np.float32, np.int32)
+            plain = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+            return plain and np.dtype(weight.dtype) in (np.float32, np.int32)
         if name.startswith("experts."):
             return isinstance(weight, Apart) and all(
                 isinstance(each, BlockedArray) for each in weight.matrices

@@ -168,8 +168,8 @@ def summed_factors(
       rank: r, at least the sum of the adapters' ranks.
 
     Returns:
-      `left` `[r, *U]` float32, the scaling included, and `right` `[r, D]` float32; zero for further ranks, and
-      for units that a sub-model lacks. Zeros take no memory until they are read.
+      `left` `[r, *U]` float32, the scaling included, and `right` `[r, D]` float32; zero for further ranks,
+      and for units that a sub-model lacks. Zeros take no memory until they are read.
     """
     left, right = np.zeros((rank, *shape[:-1]), np.float32), np.zeros((rank, shape[-1]), np.float32)
     filled = 0

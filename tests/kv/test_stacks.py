@@ -17,7 +17,7 @@ from jaxllm.kv.codecs import RAW, ChunkFormat
 from tests.variants import every_variant, jitted, plain
 
 CFG = ModelConfig(
-    model_type="llama", vocab_size=7, hidden_size=8, layers=5, heads=4, kv_heads=4, head_dim=6,
+    model_type="llama", vocab_size=7, hidden_size=8, layers=5, heads=4, kv_heads=4, head_dim=4,
     ffn_size=12, window_tokens=32,
 )  # fmt: skip
 # The second and the last layer are anchors.
@@ -50,7 +50,7 @@ def test_stacks_are_of_layers_with_as_many_heads():
     assert cache.places == PLACES
     assert cache.layers == 5
     assert cache.capacity_tokens == 7
-    shapes = [(3, 3, 2, 7, 6), (2, 3, 4, 7, 6)]
+    shapes = [(3, 3, 2, 7, 4), (2, 3, 4, 7, 4)]
     chex.assert_shape([*cache.keys, *cache.values], shapes * 2)
     chex.assert_type([*cache.keys, *cache.values], jnp.float16)
 
@@ -77,7 +77,7 @@ def test_a_layer_is_found_by_its_number(layer, variant):
     cache = filled()
     stack, slot = PLACES[layer]
     expected = cache.keys[stack][slot], cache.values[stack][slot]
-    assert expected[0].shape == (2, HEADS[layer], 5, 6)
+    assert expected[0].shape == (2, HEADS[layer], 5, 4)
     like = next(each for each in range(5) if PLACES[each][0] == stack)
     by_index = variant(lambda cache: cache.past(layer).own)(cache)
     by_number = variant(lambda cache, number: cache.past(like, number).own)(cache, np.int32(layer))
@@ -96,7 +96,7 @@ def test_with_past_changes_one_layer(layer, variant):
         at = TokenPositions(jnp.array([3], jnp.int32), jnp.int32(1))
         return cache.with_past(layer, past.written(at, new, 2 * new))
 
-    new = -np.ones((2, HEADS[layer], 1, 6), np.float32)
+    new = -np.ones((2, HEADS[layer], 1, 4), np.float32)
     before = layers_of(cache)
     for number in (np.int32(layer), None):
         found = variant(lambda cache, new, number=number: door(cache, number, new))(cache, new)
@@ -133,7 +133,7 @@ def test_writing_into_a_stack_is_writing_into_its_layer(kind, T, start, real, la
     variant, cache = (jitted if compiled else plain), filled(tokens=7)
     at = positions_of(kind, T, start, round(real * T))
     draw = np.random.default_rng(start)
-    keys, values = draw.normal(size=(2, 2, HEADS[layer], T, 6)).astype(np.float32)
+    keys, values = draw.normal(size=(2, 2, HEADS[layer], T, 4)).astype(np.float32)
     alone = Past(*cache.past(layer).own)
     expected = variant(lambda past, *new: past.written(at, *new))(alone, keys, values)
 
@@ -152,7 +152,7 @@ def test_growing_grows_every_stack(variant):
     cache = dataclasses.replace(filled(mass=True), mass=jnp.ones((2, 5)))
     grown = variant(grow, static_argnums=1)(cache, 9)
     assert grown.places == PLACES
-    chex.assert_shape([*grown.keys, *grown.values], [(3, 2, 2, 9, 6), (2, 2, 4, 9, 6)] * 2)
+    chex.assert_shape([*grown.keys, *grown.values], [(3, 2, 2, 9, 4), (2, 2, 4, 9, 4)] * 2)
     np.testing.assert_array_equal(grown.mass, np.arange(9) < np.full((2, 1), 5))
     for got, was in zip(layers_of(grown), layers_of(cache), strict=True):
         for rows, old in zip(got, was, strict=True):
@@ -173,7 +173,7 @@ def test_chunks_of_a_layer_in_a_stack(layer, variant):
     blobs = variant(encoded)(cache.past(layer), numbers)
     alone = variant(encoded)(Past(*cache.past(layer).own), numbers)
     np.testing.assert_array_equal(blobs, alone)
-    chunks = np.random.default_rng(0).normal(size=(2, HEADS[layer], 4, 6)).astype(np.float32)
+    chunks = np.random.default_rng(0).normal(size=(2, HEADS[layer], 4, 4)).astype(np.float32)
     stack, slot = PLACES[layer]
     got = variant(place_chunks)(cache.keys[stack], chunks, np.array([1, 50], np.int32), np.int32(slot))
     expected = np.array(cache.keys[stack])
@@ -184,7 +184,7 @@ def test_chunks_of_a_layer_in_a_stack(layer, variant):
 def test_a_loop_over_layers_writes_in_place():
     """One stack, a number known at run time: the donated cache is the result, without a copy."""
     cache = new_cache(CFG, batch=1, tokens=4096, dtype=jnp.float32)
-    new = np.ones((1, 4, 1, 6), np.float32)
+    new = np.ones((1, 4, 1, 4), np.float32)
 
     def step(cache, new):
         def body(number, cache):

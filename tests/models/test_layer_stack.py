@@ -1,4 +1,4 @@
-"""Layers by address give what their parameters give, in a loop whose code and memory do not grow with them."""
+"""Layers by address give what their parameters give, in a loop of the same code for any number of layers."""
 
 import dataclasses
 import functools
