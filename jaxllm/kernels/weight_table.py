@@ -41,15 +41,18 @@ class TableArray:
         return len(self.shape)
 
 
+# XLA on a CPU uses memory of this alignment without a copy.
+_ALIGN_BYTES = 64
 # An array as a native kernel takes it.
 Operand = jax.Array | TableArray
 
 
 class WeightTable:
-    """An open weight table. It holds its arrays, and closes when it is collected.
+    """An open weight table. It holds its arrays, and closes when the memory of `operand` is free.
 
     Attributes:
-      operand: `[2]` uint32, the handle as compiled steps take it.
+      operand: `[2]` uint32, the handle as compiled steps take it, aligned so that a CPU device may use its
+        memory: then the table is open until the last step with it has ended.
     """
 
     def __init__(self, rows: Sequence[Sequence[np.ndarray | jax.Array | None]]) -> None:
@@ -64,8 +67,11 @@ class WeightTable:
           BufferError: an array is not contiguous.
         """
         handle = native.open_table([[_buffer(each) for each in row] for row in rows])
-        self.operand = np.array([handle & 0xFFFFFFFF, handle >> 32], np.uint32)
-        self._finalizer = weakref.finalize(self, native.close_table, handle)
+        memory = np.zeros(2 * _ALIGN_BYTES, np.uint8)
+        start = -memory.ctypes.data % _ALIGN_BYTES
+        self.operand = memory[start : start + 8].view(np.uint32)
+        self.operand[:] = handle & 0xFFFFFFFF, handle >> 32
+        self._finalizer = weakref.finalize(memory, native.close_table, handle)
 
     def close(self) -> None:
         """Closes the table when no kernel reads it any more: later kernels fail, and the arrays are

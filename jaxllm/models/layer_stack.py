@@ -118,8 +118,8 @@ def addressable(params: Mapping[str, Weight], vectors: Container[str]) -> bool:
 
     def readable(name: str, weight: Any) -> bool:
         if name in vectors:
-            plain = jax.Array | np.ndarray | jax.ShapeDtypeStruct
-            return isinstance(weight, plain) and np.dtype(weight.dtype) in (np.float32, np.int32)
+            plain = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+            return plain and np.dtype(weight.dtype) in (np.float32, np.int32)
         if name.startswith("experts."):
             return isinstance(weight, Apart) and all(
                 isinstance(each, BlockedArray) for each in weight.matrices
@@ -134,8 +134,9 @@ def by_address(
 ) -> dict[str, Weight]:
     """A model's parameters with its layers as a `LayerStack` (see `can_be_addressed`).
 
-    The weight table is open, and holds the arrays, until the handle is collected (`LayerStack.table`, the
-    array itself). Of parameters that are given by their shapes alone it is the shape.
+    The weight table is open, and holds the arrays, until the handle (`LayerStack.table`, the array itself) is
+    collected and the steps that were called with it have ended. Of parameters that are given by their shapes
+    alone it is the shape.
 
     Args:
       params: of the model. Nothing is copied.
@@ -196,8 +197,10 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
     if not any(isinstance(each, jax.ShapeDtypeStruct) for row in rows for each in row):
         most = max(map(len, rows))
         table = WeightTable([[*row, *[None] * (most - len(row))] for row in rows])
-        handle = jax.device_put(table.operand, jax.devices()[0])
-        weakref.finalize(handle, table.close)
+        handle = jax.device_put(table.operand, jax.devices()[0], may_alias=True)
+        if handle.unsafe_buffer_pointer() != table.operand.ctypes.data:
+            # A device that copies the handle does not hold the table.
+            weakref.finalize(handle, table.close)
     return LayerStack(handle, tuple(alike), tuple(forms[first] for first in sorted(set(alike))))
 
 

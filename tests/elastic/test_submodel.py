@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 
 import chex
@@ -8,21 +9,22 @@ import numpy as np
 import pytest
 
 from jaxllm.config import LayerUnits, ModelConfig
-from jaxllm.elastic.adapter_buffer import adapter_locations, fill_buffer
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.elastic.submodel import (
     can_be_counted,
     counted_sub_model,
     shared_sub_model,
     sub_model,
+    with_weights,
 )
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward, forward_documents
+from jaxllm.models.layer_stack import by_address
 from jaxllm.models.lora import LoraConfig, adapt, init_adapter, parameters_of
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import Bfloat16Bits, dequantize
+from jaxllm.quant import Adapted, Bfloat16Bits, dequantize
 from tests.elastic.models import LLAMA, MIXTRAL, MODELS, TOKENS, in_blocks, scaled_params
 from tests.kernels.switching import fall_back
 
@@ -88,18 +90,19 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
     cfg = sub_config(whole, LADDER, 50)
     params = in_blocks(whole, scaled_params(whole), bits)
     assert can_be_counted(params, whole) == (kernels == "native")
+    addressed = functools.partial(by_address, cfg=whole) if kernels == "native" else dict
     lora = LoraConfig(rank=2, targets=("attn.k", "attn.o", "ffn.up", "ffn.down"))
     adapter = {
         key: np.full(value.shape, 0.05, np.float32)
         for key, value in init_adapter(cfg, lora, jax.random.key(0)).items()
     }
     views = adapt(shared_sub_model(params, cfg), adapter, 1.0)
-    locations = adapter_locations(whole, dict.fromkeys(parameters_of(adapter), 5))
-    buffer = fill_buffer(whole, locations, [(adapter, 1.0)])
-    counted = counted_sub_model(params, cfg, locations=locations, adapters=buffer, rank=2)
+    ranks = dict.fromkeys(parameters_of(adapter), 5)
+    counted = counted_sub_model(params, whole, cfg, adapters=[(adapter, 1.0)], ranks=ranks)
 
     def run(params, cfg):
-        params = sub_model(params, cfg)
+        if cfg is not whole:
+            params = sub_model(params, cfg)
         documents = forward_documents(params, TOKENS, cfg=cfg, differentiable=False)
         cache = new_cache(cfg, batch=2, tokens=32, dtype=jnp.float32, mass=True)
         first, cache = forward(params, TOKENS[:, :13], cache, cfg=cfg)
@@ -107,11 +110,13 @@ def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
         return documents, first, rest, cache.mass
 
     expected = jax.jit(run, static_argnums=1)(views, cfg)
-    found = jax.jit(run, static_argnums=1)(counted, whole)
+    counts = [counted[f"layers.{layer}.used_units"].tolist() for layer in range(3)]
+    assert counts == [[cfg.units(each).kv_heads, cfg.units(each).neurons, 5] for each in range(3)]
+    found = jax.jit(run, static_argnums=1)(addressed(counted), whole)
     for one, other in zip(found, expected, strict=True):
         # XLA adds in another order.
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-5 * np.abs(other).max())
-    unadapted = jax.jit(run, static_argnums=1)(counted_sub_model(params, cfg), whole)
+    unadapted = jax.jit(run, static_argnums=1)(addressed(counted_sub_model(params, whole, cfg)), whole)
     assert np.abs(unadapted[0] - expected[0]).max() > 1e-3 * np.abs(expected[0]).max()
 
 
@@ -120,16 +125,49 @@ def test_ranks_beyond_the_count_are_not_used():
     cfg = sub_config(LLAMA, LADDER, 50)
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
     # A matrix of fewer ranks than are used has all of them used.
-    locations = adapter_locations(LLAMA, {"layers.0.attn.q": 3, "layers.1.ffn.down": 1})
-    ones = np.ones_like(fill_buffer(LLAMA, locations, []))
+    ranks = {"layers.0.attn.q": 3, "layers.1.ffn.down": 1}
+    adapted = counted_sub_model(params, LLAMA, cfg, ranks=ranks)
+    for name in ranks:
+        ones = (np.ones_like(side) for side in (adapted[name].left, adapted[name].right))
+        adapted[name] = Adapted(params[name], *ones)
 
-    def run(**adapters):
-        params_of_level = sub_model(counted_sub_model(params, cfg, **adapters), LLAMA)
-        return np.asarray(forward_documents(params_of_level, TOKENS, cfg=LLAMA, differentiable=False))
+    def run(params, rank):
+        counted = dict(params)
+        for layer in range(3):
+            counts = np.array(params[f"layers.{layer}.used_units"])
+            counts[2] = rank
+            counted[f"layers.{layer}.used_units"] = counts
+        addressed = by_address(counted, LLAMA)
+        return np.asarray(forward_documents(addressed, TOKENS, cfg=LLAMA, differentiable=False))
 
-    outs = [run(), *(run(locations=locations, adapters=ones, rank=rank) for rank in (0, 1, 2, 3, 4))]
+    unadapted = counted_sub_model(params, LLAMA, cfg)
+    outs = [run(adapted, rank) for rank in (0, 1, 2, 3, 4)]
+    # Without adapters all layers are equal, and XLA's sums in their loop are taken in another order.
+    np.testing.assert_allclose(run(unadapted, 0), outs[0], rtol=0, atol=1e-5 * np.abs(outs[0]).max())
     same = [(one == other).all() for one, other in itertools.pairwise(outs)]
-    assert same == [True, False, False, False, True]
+    assert same == [False, False, False, True]
+
+
+def test_without_adapters_no_rank_is_used():
+    """Factors that are there for other levels are zeros, which nobody reads."""
+    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
+    counted = counted_sub_model(params, LLAMA, LLAMA, ranks={"layers.0.attn.q": 3})
+    assert counted["layers.0.attn.q"].left.shape == (3, *param_specs(LLAMA)["layers.0.attn.q"].shape[:-1])
+    assert not counted["layers.0.attn.q"].right.any()
+    assert [counted[f"layers.{layer}.used_units"][2] for layer in range(3)] == [0, 0, 0]
+    assert not any(name.endswith("used_units") for name in counted_sub_model(params, LLAMA))
+
+
+def test_other_weights_keep_counts_and_adapters():
+    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
+    counted = counted_sub_model(params, LLAMA, LLAMA, ranks={"layers.0.attn.q": 3})
+    others = in_blocks(LLAMA, scaled_params(LLAMA, seed=1), 8)
+    found = with_weights(counted, others)
+    assert found.keys() == counted.keys()
+    assert found["layers.0.attn.q"].base is others["layers.0.attn.q"]
+    assert found["layers.0.attn.q"].left is counted["layers.0.attn.q"].left
+    assert found["layers.1.attn.q"] is others["layers.1.attn.q"]
+    assert found["layers.1.used_units"] is counted["layers.1.used_units"]
 
 
 def test_experts_and_floats_are_not_counted():
@@ -143,9 +181,10 @@ def test_a_cache_of_a_level_has_its_kv_groups_and_decodes_what_documents_say():
     parts = shared_sub_model(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), cfg)
     cache = new_cache(cfg, batch=2, tokens=32, dtype=jnp.float32)
     heads = [cfg.units(layer).kv_heads for layer in range(3)]
-    shapes = [(2, count, 32, cfg.head_dim) for count in heads]
+    assert heads[0] == heads[2] != heads[1]
+    assert cache.places == ((0, 0), (1, 0), (0, 1))
+    shapes = [(2, 2, heads[0], 32, cfg.head_dim), (1, 2, heads[1], 32, cfg.head_dim)]
     chex.assert_shape([*cache.keys, *cache.values], shapes + shapes)
-    assert len(set(heads)) == 2
     expected = np.asarray(forward_documents(parts, TOKENS, cfg=cfg))
     first, cache = forward(parts, TOKENS[:, :13], cache, cfg=cfg)
     rest, _ = forward(parts, TOKENS[:, 13:], cache, cfg=cfg)

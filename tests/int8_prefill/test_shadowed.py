@@ -153,7 +153,7 @@ def test_units_that_are_not_used_have_no_outliers():
     weight, h = weight_of(draw, (70, 40), (8, 0), -2), drawn(draw, 5, 70, 9)
     left, right = floats(draw, 2, 70), floats(draw, 2, 40)
     known = float_rows(draw, 70, [40], np.arange(10))
-    used = UsedUnits(np.array([[1, 50, 2]], np.int32), 0, 1)
+    used = UsedUnits(np.array([1, 50, 2], np.int32), 1)
     dense, seen = plain(weight), np.where(np.arange(70) < 50, h, 0).astype(np.float64)
     wanted = stepped(seen) @ dense + excess(seen) @ exactly(dense, known) + seen @ left.T @ right
     found = answers(

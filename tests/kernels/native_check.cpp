@@ -12,6 +12,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <functional>
 #include <string>
 #include <thread>
@@ -22,6 +23,7 @@
 #undef thread_scratch
 #include "native_check.h"
 #include "ops.h"
+#include "weight_tables.h"
 
 namespace jaxllm {
 
@@ -77,6 +79,7 @@ void must(Failure failure) {
 #include "native_check_documents.inl"
 #include "native_check_products.inl"
 #include "native_check_shadow.inl"
+#include "native_check_tables.inl"
 
 void check_activations(Random& random) {
   const size_t count = random.in(1, 100);
@@ -193,7 +196,11 @@ void check_concurrency(uint64_t seed) {
 int main(int argc, char** argv) {
   const int cases = argc > 1 ? atoi(argv[1]) : 10;
   const uint64_t seed = argc > 2 ? strtoull(argv[2], nullptr, 10) : 0;
-  if (argc > 3) check::check_concurrency(seed);
+  if (argc > 3) {
+    check::check_concurrency(seed);
+    check::check_tables_at_once(seed);
+  }
+  check::check_many_tables();
   for (int i = 0; i < cases; i++) {
     check::Random random(seed * 1000003 + static_cast<uint64_t>(i));
     check::check_to_units(random);
@@ -210,6 +217,8 @@ int main(int argc, char** argv) {
     check::check_tokens(random);
     check::check_ranges(random);
     check::check_reading(random);
+    check::check_tables(random);
+    check::check_zero(random);
   }
   const char* names[8];
   const int count = jaxllm::backends(names);

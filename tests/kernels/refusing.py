@@ -1,6 +1,7 @@
 """Calls of native kernels past the Python door, and what they are asked with."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,14 +16,43 @@ def zeros(*shape: int, dtype: Any = F32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-def ask(name: str, results: Any, operands: list[Any], **attributes: Any) -> Any:
-    """Calls a handler as XLA does, past the Python door."""
+# No weight table: a handle and a row that are not there.
+NO_TABLE = (np.zeros(0, np.uint32), np.zeros(0, I32))
+
+
+def ask(
+    name: str,
+    results: Any,
+    buffers: Sequence[Any],
+    operands: Sequence[Any] | None = None,
+    *,
+    table: tuple[Any, Any] = NO_TABLE,
+    **attributes: Any,
+) -> Any:
+    """Calls a handler as XLA does, past the Python door.
+
+    Args:
+      name: of the handler.
+      results: arrays of the shapes of its results.
+      buffers: its first operands.
+      operands: the others, each an array or an index of a column of the weight table; None for a handler
+        that reads no tables.
+      table: the handle and the row of a weight table.
+      attributes: static arguments.
+    """
     shaped = jax.tree.map(lambda each: jax.ShapeDtypeStruct(each.shape, each.dtype), results)
-    return jax.ffi.ffi_call(f"jaxllm_{name}", shaped)(*map(jnp.asarray, operands), **attributes)
+    arrays = [*buffers]
+    if operands is not None:
+        arrays += [*table, *(each for each in operands if not isinstance(each, int))]
+        columns = [each if isinstance(each, int) else -1 for each in operands]
+        attributes = {"columns": np.array(columns, np.int64)} | attributes
+    return jax.ffi.ffi_call(f"jaxllm_{name}", shaped)(*map(jnp.asarray, arrays), **attributes)
 
 
 def refuse(part: str, *call: Any, **attributes: Any) -> None:
-    with pytest.raises(jax.errors.JaxRuntimeError, match=rf"jaxllm kernels: .*{re.escape(part)}"):
+    # Of a graph that has run before XLA's error is a ValueError.
+    errors = jax.errors.JaxRuntimeError, ValueError
+    with pytest.raises(errors, match=rf"jaxllm kernels: .*{re.escape(part)}"):
         jax.block_until_ready(ask(*call, **attributes))
 
 
@@ -41,24 +71,24 @@ NARROW, GROUPED = zeros(2, 3, 256, dtype=np.uint8), zeros(2, 3, 16, dtype=F16)
 X, Y = zeros(4, 70), zeros(4, 20)
 UP = [DATA, SCALE]
 
-# No counts: all units and ranks are used.
-COUNTS = zeros(0, dtype=I32)
+# No counts: all units and ranks are used, and all rows.
+COUNTS = LIVE = zeros(0, dtype=I32)
 # No steps: activations have scales of their own.
 STEPS = zeros(0)
-USED = dict(units_at=np.int64(-1), rank_at=np.int64(-1))
+USED = dict(units_at=np.int64(-1))
 
 
-def placed(*places: int) -> dict[str, Any]:
-    """Of each weight's adapter, where its left and its right side begin, and its rank."""
-    return {"adapters": np.array(places, np.int64)}
+def unadapted(weights: list[Any]) -> list[Any]:
+    """Data and scales of some weights, with no adapter beside them."""
+    pairs = [weights[at : at + 2] for at in range(0, len(weights), 2)]
+    return [part for pair in pairs for part in (*pair, NOTHING, NOTHING)]
 
 
-def unadapted(operands: list[Any], at: int = 2) -> list[Any]:
-    """Operands with no counts from `at` on, and no adapter beside each weight's data and scales."""
-    weights = [operands[i : i + 2] for i in range(at, len(operands), 2)]
-    return [
-        *operands[:at],
-        COUNTS,
-        STEPS,
-        *(part for weight in weights for part in (*weight, NOTHING, NOTHING)),
-    ]
+def outwards(norm: Any, *weights: Any) -> list[Any]:
+    """Operands of `to_units` and of `feed_forward`: without counts, steps and adapters."""
+    return [norm, COUNTS, STEPS, *unadapted([*weights])]
+
+
+def inwards(*weight: Any) -> list[Any]:
+    """Operands of `from_units`: without an adapter, counts and steps."""
+    return [*unadapted([*weight]), COUNTS, STEPS]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
 from jaxllm.kernels import native_attention
-from jaxllm.kv.cache import TokenPositions
+from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
 from tests.kernels.drawing import answers, jit
@@ -74,9 +74,19 @@ def check(case: Case, found: dict[str, Any]) -> None:
         np.testing.assert_array_equal(
             new_values[written], v.transpose(0, 2, 1, 3)[:, :, : len(fresh)].astype(values.dtype)
         )
-        expected, _ = oracle.attention(turned_q, new_keys, new_values, positions, **case.options)
         assert out.dtype == np.float32
-        np.testing.assert_allclose(out, expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
+        real = defined(q, valid)
+        if not real:
+            continue
+        expected, _ = oracle.attention(
+            turned_q[:, :real], new_keys, new_values, positions[:real], **case.options
+        )
+        np.testing.assert_allclose(out[:, :real], expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
+
+
+def defined(q: np.ndarray, valid: int) -> int:
+    """How many tokens have outputs: of one sequence those that are real."""
+    return int(valid) if len(q) == 1 else q.shape[1]
 
 
 def run(case: Case, **more: Any) -> None:
@@ -137,7 +147,8 @@ def test_mass_is_what_real_tokens_attend_to(B, T, K, G, S, window, softcap, real
     found = answers(lambda *args: native_attention.attention(*args, **drawn.options), *drawn.args, before)
     for kernels, (out, keys, values, mass) in found.items():
         expected, weights = oracle.attention(drawn.args[0], keys, values, drawn.args[6], **drawn.options)
-        np.testing.assert_allclose(out, expected, atol=ROOM * 4, rtol=0, err_msg=kernels)
+        real = defined(drawn.args[0], valid)
+        np.testing.assert_allclose(out[:, :real], expected[:, :real], atol=ROOM * 4, rtol=0, err_msg=kernels)
         added = weights[:, :, :valid].sum((1, 2, 3))
         assert added.sum() == pytest.approx(B * K * G * valid)
         after = before.astype(np.float64)
@@ -215,11 +226,13 @@ def test_the_door_gives_what_xla_gives(T, window, run):
 
         def attend(q, k, v, keys, values, positions, valid, mass):
             table, mask = rotary_cos_sin(positions, config), causal_mask(positions, 24, window)
-            return cached_attention(
-                Heads(q, k, v), table, (keys, values), mask,
+            out, past, mass = cached_attention(
+                Heads(q, k, v), table, Past(keys, values), mask,
                 TokenPositions(positions, valid, consecutive=run), mass,
                 options=AttentionOptions(scale=0.3, softcap=2.0, window=window),
             )  # fmt: skip
+            # Of the others nothing is said.
+            return out[:, : max(1, T - 1)], past.keys, past.values, mass
 
         found = answers(attend, q, k, v, keys, values, positions, valid, mass, xla=True)
         ours = [np.asarray(each, np.float32) for each in found.pop("xla")]
@@ -243,6 +256,74 @@ def test_a_donated_cache_is_written_in_place():
     np.testing.assert_array_equal(again, out)
     for got, old in zip(kept, (keys, values), strict=True):
         np.testing.assert_array_equal(got, old)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("slot", [0, 1, 3])
+def test_a_layer_of_a_stack_is_its_cache_alone(slot, half):
+    """To the last bit; other layers, whose rows are NaN, are neither read nor written."""
+    for T, B, valid, start in ((1, 1, 1, 40), (9, 1, 9, 40), (40, 1, 23, 20), (5, 3, 4, 43)):
+        shape = dict(T=T, B=B, S=48, start=start, valid=valid, G=2, rotary=4, half=half)
+        single = case(slot, **shape)
+        q, k, v, table, keys, values, positions, count = single.args
+        mass = np.ones((B, 48), np.float32)
+        stacks = [np.full((4, *keys.shape), np.nan, keys.dtype) for _ in "kv"]
+        for stack, rows in zip(stacks, (keys, values), strict=True):
+            stack[slot] = rows
+
+        def stacked(*args, options=single.options):
+            return native_attention.attention(*args[:-1], slot=args[-1], **options)
+
+        def alone(*args, options=single.options):
+            return native_attention.attention(*args, **options)
+
+        found = answers(stacked, q, k, v, table, *stacks, positions, count, mass, np.int32(slot))
+        expected = answers(alone, *single.args, mass)
+        real = defined(q, valid)
+        for kernels, (out, new_keys, new_values, new_mass) in found.items():
+            one, own_keys, own_values, own_mass = expected[kernels]
+            np.testing.assert_array_equal(out[:, :real], one[:, :real], err_msg=kernels)
+            np.testing.assert_array_equal(new_mass, own_mass, err_msg=kernels)
+            for new, own in ((new_keys, own_keys), (new_values, own_values)):
+                np.testing.assert_array_equal(new[slot], own, err_msg=kernels)
+                assert np.isnan(np.delete(new, slot, axis=0)).all(), kernels
+
+
+def test_tokens_that_are_not_real_are_not_computed():
+    """Of one sequence: whatever they hold, the others are bit for bit what they are without them."""
+    drawn = case(1, T=20, S=64, start=10, valid=7, G=2, rotary=8)
+    q, k, v, *rest = drawn.args
+    first = [each[:, :7].copy() for each in (q, k, v)]
+    table = tuple(each[:7] for each in rest[0])
+    others = (*rest[1:3], rest[3][:7], np.int32(7))
+    expected = answers(door(drawn.options), *first, table, *others)
+    for fill in (np.nan, np.inf, 0.0):
+        for each in (q, k, v):
+            each[:, 7:] = fill
+        for kernels, (out, keys, values) in answers(door(drawn.options), q, k, v, *rest).items():
+            np.testing.assert_array_equal(out[:, :7], expected[kernels][0], err_msg=kernels)
+            np.testing.assert_array_equal(keys, expected[kernels][1], err_msg=kernels)
+            np.testing.assert_array_equal(values, expected[kernels][2], err_msg=kernels)
+
+
+def test_a_donated_stack_is_written_in_place():
+    """By one call after another, of other layers."""
+    single = case(0, T=1, S=256, H=64, start=10)
+    q, k, v, table, keys, values, positions, valid = single.args
+
+    def both(q, k, v, keys, values, positions, valid):
+        for slot in (2, 0):
+            out, keys, values, _ = native_attention.attention(
+                q, k, v, table, keys, values, positions, valid, slot=np.int32(slot), **single.options
+            )
+        return out, keys, values
+
+    stacks = [jnp.array(np.stack([each] * 3)) for each in (keys, values)]
+    pointers = [each.unsafe_buffer_pointer() for each in stacks]
+    graph = jax.jit(both, donate_argnums=(3, 4)).lower(q, k, v, *stacks, positions, valid).compile()
+    assert graph.memory_analysis().temp_size_in_bytes < stacks[0].nbytes // 3
+    _, *found = graph(q, k, v, *stacks, positions, valid)
+    assert [each.unsafe_buffer_pointer() for each in found] == pointers
 
 
 def test_bad_rows_of_a_batch_stay_apart():

@@ -1,5 +1,7 @@
 """Chunks from bytes to a cache, on every processor's kernels: what the codec itself decodes, in its place."""
 
+from typing import Any
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,12 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels import native_attention
-from jaxllm.kernels.used_units import UsedUnits
+from jaxllm.kv.cache import KVCache
 from jaxllm.kv.chunks import load_chunks, place_chunks
 from jaxllm.kv.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
 from serving.contexts.blobs import Blobs
 from tests.kernels.drawing import answers
+from tests.kernels.refusing import F16, I32, ask, refuse, zeros
 from tests.kernels.switching import needs_native
 
 pytestmark = needs_native
@@ -21,6 +24,18 @@ C = 16
 def extents_of(blobs):
     """Where blobs are, as the kernel takes it; None for those that are not there."""
     return Blobs(np.zeros(0, np.uint8) if blob is None else blob for blob in blobs).extents
+
+
+def cache_of(*pasts):
+    """A cache of stacks of one layer each."""
+    keys, values = ([each[None] for each in side] for side in zip(*pasts, strict=True))
+    places = tuple((stack, 0) for stack in range(len(pasts)))
+    return KVCache(tuple(keys), tuple(values), jnp.zeros((), jnp.int32), places=places)
+
+
+def pair_of(cache):
+    """Keys and values of the first layer."""
+    return cache.keys[0][0], cache.values[0][0]
 
 
 def door(name):
@@ -35,10 +50,10 @@ def door(name):
     def load(*args):
         """Into any number of layers: keys, values, keys, values, ..., extents and bits."""
         *rows, extents, bits = args
-        pasts = tuple(zip(rows[::2], rows[1::2], strict=True))
-        return [
-            each for past in native_attention.load_chunks(pasts, extents, bits, **options) for each in past
-        ]
+        stacks = [(keys[None], values[None]) for keys, values in zip(rows[::2], rows[1::2], strict=True)]
+        slots = np.zeros(len(stacks), np.int32)
+        loaded = native_attention.load_chunks(stacks, range(len(stacks)), slots, extents, bits, **options)
+        return [each[0] for past in loaded for each in past]
 
     return load
 
@@ -98,11 +113,10 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
     wanted = form.codec.decode(blobs, whole, bits)
     keys, values = draw.normal(size=(2, 1, 3, C, 8)).astype(np.float32)
 
-    def door(keys, values, source, widths, counts):
-        used = UsedUnits(counts, 1, 0)
-        return load_chunks([(keys, values)], source, widths, form=form, used=[used])[0]
+    def door(keys, values, source, widths, heads):
+        return pair_of(load_chunks(cache_of((keys, values)), [0], source, widths, form=form, heads=heads))
 
-    counts = np.array([[9, 9, 9], [2, 9, 9]], np.int32)
+    counts = np.array([2], np.int32)
     given = keys, values, extents_of([cut[0]])[None], np.array([bits], np.int32), counts
     for kernels, found in answers(door, *given).items():
         for got, was, expected in zip(found, (keys, values), wanted, strict=True):
@@ -115,12 +129,12 @@ def test_heads_that_a_cache_has_not_are_refused(heads):
     past = (jnp.zeros((1, 3, C, 8)), jnp.zeros((1, 3, C, 8)))
     form, nowhere = ChunkFormat.named("raw", C), np.zeros((1, 1, 3), np.uint32)
 
-    def door(counts):
-        used = UsedUnits(counts, 0, 0)
-        return load_chunks([past], jnp.asarray(nowhere), jnp.asarray([-1], jnp.int32), form=form, used=[used])
+    def door(heads):
+        bits = jnp.asarray([-1], jnp.int32)
+        return load_chunks(cache_of(past), [0], jnp.asarray(nowhere), bits, form=form, heads=heads)
 
     with pytest.raises(Exception, match="a count is out of range"):
-        jax.block_until_ready(jax.jit(door)(jnp.array([[heads, 1, 1]], jnp.int32)))
+        jax.block_until_ready(jax.jit(door)(jnp.array([heads], jnp.int32)))
 
 
 @pytest.mark.slow
@@ -137,10 +151,10 @@ def test_blobs_by_value_are_what_blobs_by_address_are():
         blobs.append(blob)
         if blob is not None:
             source[place, : blob.size] = blob
-    (plain,) = load_chunks([past], [jnp.asarray(source)], jnp.asarray(bits), form=form)
+    plain = pair_of(load_chunks(cache_of(past), [0], [jnp.asarray(source)], jnp.asarray(bits), form=form))
 
     def door(keys, values, source, bits):
-        return load_chunks([(keys, values)], source, bits, form=form)[0]
+        return pair_of(load_chunks(cache_of((keys, values)), [0], source, bits, form=form))
 
     for found in answers(door, *past, extents_of(blobs)[None], bits).values():
         for got, expected in zip(found, plain, strict=True):
@@ -158,7 +172,8 @@ def test_a_blob_that_has_not_the_bytes_of_its_width_is_refused(bits, change):
     extents = extents_of(blobs).reshape(2, 1, 3)
 
     def door(extents):
-        return load_chunks([past, past], extents, jnp.asarray([bits], jnp.int32), form=form)
+        cache = cache_of(past, past)
+        return load_chunks(cache, [0, 1], extents, jnp.asarray([bits], jnp.int32), form=form)
 
     jax.block_until_ready(jax.jit(door)(jnp.asarray(extents)))
     extents[1, 0, 2] = max(0, size + change)
@@ -171,7 +186,102 @@ def test_layers_of_different_caches_are_refused():
     form, nowhere = ChunkFormat.named("raw", C), jnp.zeros((2, 1, 3), jnp.uint32)
 
     def door(bits):
-        return load_chunks([(short, short), (long, long)], nowhere, bits, form=form)
+        cache = cache_of((short, short), (long, long))
+        return load_chunks(cache, [0, 1], nowhere, bits, form=form)
 
-    with pytest.raises(Exception, match=r"load_chunks takes keys as .* with S = 16"):
+    with pytest.raises(Exception, match=r"load_chunks takes keys as .* with B = 1, S = 16"):
         jax.block_until_ready(jax.jit(door)(jnp.array([-1], jnp.int32)))
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_layers_of_stacks_are_filled_where_they_are(name):
+    """In any order, of two stacks, some layers not at all: their rows, and those of others, stay."""
+    draw, codec, bits = np.random.default_rng(5), CODECS[name], np.array([8, 2], np.int32)
+    places, sizes = ((0, 2), (1, 0), (0, 0)), ((3, 2), (2, 3))
+    stacks = [
+        tuple(draw.normal(size=(count, 1, heads, 2 * C, 8)).astype(np.float32) for _ in "kv")
+        for count, heads in sizes
+    ]
+    expected, blobs = [[each.copy() for each in stack] for stack in stacks], []
+    for stack, slot in places:
+        shape = ChunkShape(heads=sizes[stack][1], tokens=C, width=8)
+        for at, width in enumerate(bits.tolist()):
+            chunk = [jnp.asarray(draw.normal(size=(1, shape.heads, C, 8)), jnp.float32) for _ in "kv"]
+            blobs.append(np.asarray(codec.encode(chunk[0], chunk[1], shape, width))[0].copy())
+            back = codec.decode(jnp.asarray(blobs[-1])[None], shape, width)
+            for rows, decoded in zip(expected[stack], back, strict=True):
+                rows[slot, 0, :, at * C : (at + 1) * C] = decoded[0]
+    extents = extents_of(blobs).reshape(3, 2, 3)
+    form = dict(
+        tokens=C,
+        keys_by_token=codec.keys == "token",
+        values_by_token=codec.values == "token",
+        rotated=codec.rotated,
+    )
+
+    def load(stacks, slots, extents, bits):
+        return native_attention.load_chunks(stacks, [0, 1, 0], slots, extents, bits, **form)
+
+    for found in answers(load, stacks, np.array([2, 0, 0], np.int32), extents, bits).values():
+        for got, wanted, before in zip(found, expected, stacks, strict=True):
+            for rows, own, old in zip(got, wanted, before, strict=True):
+                np.testing.assert_allclose(rows, own, atol=1e-5)
+                untouched = np.all(own == old, axis=(1, 2, 3, 4))
+                assert untouched.sum() == 1
+                np.testing.assert_array_equal(rows[untouched], old[untouched])
+
+
+STACKS, SLOTS, NOWHERE = [zeros(2, 1, 3, C, 8)] * 4, zeros(2, dtype=I32), zeros(2, 1, 3, dtype=np.uint32)
+SKIPPED, ALL_HEADS = np.array([-1], I32), zeros(0, dtype=I32)
+REFUSED: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
+    "no layers": ("each stack needs", [], {"stacks": np.zeros(0, np.int64)}),
+    "three caches": ("each stack needs", [], {"caches": STACKS[:3]}),
+    "a slot missing": ("needs a slot", [], {"slots": SLOTS[:1]}),
+    "float slots": ("needs a slot", [], {"slots": zeros(2)}),
+    "float bits": ("must have an address", [], {"bits": zeros(1)}),
+    "signed addresses": ("must have an address", [], {"extents": NOWHERE.view(I32)}),
+    "addresses of another layer": ("must have an address", [], {"extents": NOWHERE[:1]}),
+    "no tokens": ("must have an address", [], {"tokens": np.int64(0)}),
+    "tokens without end": ("must have an address", [], {"tokens": np.int64(1 << 40)}),
+    "levels of 16 bits": ("levels of 8, 4 or 2 bits", [], {"bits": np.array([16], I32)}),
+    "levels of a bit": ("levels of 8, 4 or 2 bits", [], {"bits": np.array([1], I32)}),
+    "no address": ("a chunk has no address", [], {"bits": np.array([8], I32)}),
+    "a stack behind the last": ("a stack is missing", [], {"stacks": np.array([0, 2])}),
+    "a stack before the first": ("a stack is missing", [], {"stacks": np.array([-1, 0])}),
+    "caches that are no stacks": ("a cache to load", [], {"caches": [each[0] for each in STACKS]}),
+    "two sequences": ("a cache to load", [], {"caches": [zeros(2, 2, 3, C, 8)] * 4}),
+    "an empty stack": ("a cache to load", [], {"caches": [*STACKS[:2], *[zeros(0, 1, 3, C, 8)] * 2]}),
+    "integers": ("a cache to load", [], {"caches": [zeros(2, 1, 3, C, 8, dtype=I32)] * 4}),
+    "mixed types": ("a cache to load", [], {"caches": [STACKS[0], STACKS[0].astype(F16)] * 2}),
+    "odd heads": ("a cache to load", [], {"caches": [zeros(2, 1, 3, C, 6)] * 4}),
+    "short values": ("a cache to load", [], {"caches": [STACKS[0], zeros(2, 1, 3, 15, 8)] * 2}),
+    "a slot behind its stack": ("no such layer", [], {"slots": np.array([0, 2], I32)}),
+    "a slot before its stack": ("no such layer", [], {"slots": np.array([-1, 0], I32)}),
+    "caches of two lengths": ("of one length", [], {"caches": [*STACKS[:2], *[zeros(2, 1, 3, 32, 8)] * 2]}),
+    "caches of two types": ("of one length", [], {"caches": [*STACKS[:2], *[STACKS[0].astype(F16)] * 2]}),
+    "more heads": ("a count is", [], {"counts": np.array([3, 4], I32)}),
+    "no heads": ("a count is", [], {"counts": np.array([0, 1], I32)}),
+    "heads of one layer": ("a count is", [], {"counts": np.array([1], I32)}),
+    "a result missing": ("as many results", STACKS[:2], {}),
+    "other results": ("a cache is missing", [each[:1] for each in STACKS], {}),
+}
+
+
+@pytest.mark.parametrize(("part", "results", "change"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(part, results, change):
+    given = dict(extents=NOWHERE, bits=SKIPPED, slots=SLOTS, counts=ALL_HEADS, caches=STACKS) | change
+    options = dict(
+        tokens=np.int64(C), keys_by_token=True, values_by_token=True, rotated=False, stacks=np.array([0, 1])
+    )
+    options |= {name: each for name, each in change.items() if name in options}
+    *first, caches = (given[name] for name in ("extents", "bits", "slots", "counts", "caches"))
+    refuse(part, "load_chunks", results or caches, [*first, *caches], **options)
+
+
+def test_what_fits_is_loaded():
+    options = dict(
+        tokens=np.int64(C), keys_by_token=True, values_by_token=True, rotated=False, stacks=np.array([0, 1])
+    )
+    for counts in (ALL_HEADS, np.array([1, 3], I32)):
+        operands = [NOWHERE, SKIPPED, np.array([1, 0], I32), counts, *STACKS]
+        assert len(ask("load_chunks", STACKS, operands, **options)) == 4

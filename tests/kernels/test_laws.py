@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.kernels import native
+from jaxllm.kernels import native, native_products
 from jaxllm.nn import linear
 from jaxllm.quant import from_blocks, take_units, to_blocks
 from tests.kernels import oracle
@@ -22,7 +22,7 @@ every_kernels = pytest.mark.parametrize("kernels", NATIVE)
 
 
 def to_units(x, weight):
-    return native.to_units(x, [weight])[0]
+    return native_products.to_units(x, [weight])[0]
 
 
 def products_of(rows, width, seed=0):
@@ -33,14 +33,14 @@ def products_of(rows, width, seed=0):
     scale, small = floats(draw, 300), np.float32(1 / 64) * floats(draw, rows, 160)
 
     def door(x, small, up, gate, out, stack, scale):
-        normed = native.to_units(x, [up, gate], norm_scale=scale, norm_eps=1e-5)
+        normed = native_products.to_units(x, [up, gate], norm_scale=scale, norm_eps=1e-5)
         options = dict(activation="silu", norm_scale=scale, norm_eps=1e-5, residual=True)
         return {
             "normed": normed,
             "to_units": to_units(x, up),
-            "from_units": native.from_units(small, out),
-            "stacked": native.from_units(x, stack, residual=x[:, :90]),
-            "feed_forward": native.feed_forward(x, gate, up, out, **options),
+            "from_units": native_products.from_units(small, out),
+            "stacked": native_products.from_units(x, stack, residual=x[:, :90]),
+            "feed_forward": native_products.feed_forward(x, gate, up, out, **options),
         }
 
     return door, (x, small, up, gate, out, stack, scale)
@@ -92,12 +92,12 @@ def test_a_row_is_the_same_in_any_company(width):
 
     def rowwise(x, weight):
         if weight.axis == -1:
-            return native.to_units(x, [weight], rowwise=True)[0]
-        return native.from_units(x, weight, residual=x[:, :70], rowwise=True)
+            return native_products.to_units(x, [weight], rowwise=True)[0]
+        return native_products.from_units(x, weight, residual=x[:, :70], rowwise=True)
 
     for weight, segments in ((out, 1), (stack, 3)):
         together = answers(rowwise, x, weight)
-        door = to_units if weight.axis == -1 else native.from_units
+        door = to_units if weight.axis == -1 else native_products.from_units
         prompt = answers(door, x, weight)
         for row in (0, 5, 32):
             alone, decoded = (answers(each, x[row : row + 1], weight) for each in (rowwise, door))
@@ -120,7 +120,7 @@ def test_processors_agree(width, rows):
     draw = np.random.default_rng(1)
     for shape, axis, segments in (((70, 600), -1, 1), ((3, 200, 70), -2, 3)):
         weight, x = weight_of(draw, shape, width, axis), floats(draw, rows, 600)
-        found = answers(to_units if axis == -1 else native.from_units, x, weight)
+        found = answers(to_units if axis == -1 else native_products.from_units, x, weight)
         room = oracle.product(oracle.known(x), weight, kernels="native", segments=segments).error
         for kernels in NATIVE[1:]:
             assert np.all(np.abs(found[kernels].astype(np.float64) - found[NATIVE[0]]) <= room)
@@ -134,7 +134,7 @@ def assert_prefix(weight, x, units, fresh):
     part = take_units(weight, units)
     assert part.data is weight.data
     assert part.scale is weight.scale
-    door = to_units if weight.axis == -1 else native.from_units
+    door = to_units if weight.axis == -1 else native_products.from_units
     same(answers(door, x, part), answers(door, x, fresh))
 
 
@@ -185,7 +185,7 @@ def test_a_prefix_is_read_in_place():
     for axis in (-1, -2):
         weight = take_units(weight_of(draw, (1024, 512), (8, 0), axis), 512)
         x = floats(draw, 1, 512)
-        graph = jax.jit(to_units if axis == -1 else native.from_units).lower(x, weight).compile()
+        graph = jax.jit(to_units if axis == -1 else native_products.from_units).lower(x, weight).compile()
         assert graph.memory_analysis().temp_size_in_bytes < 16 << 10
 
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 NATIVE = ROOT / "jaxllm/kernels/native"
 # Of the library's files, those that know Python or XLA; the pool is part of the program itself.
-APART = {"module", "pool", *(path.stem for path in NATIVE.glob("ffi*.cpp"))}
+APART = {"module", "operands", "pool", *(path.stem for path in NATIVE.glob("ffi*.cpp"))}
 ARM_COMPILER, ARM_EMULATOR, X86_EMULATOR = (
     "aarch64-linux-gnu-g++",
     "qemu-aarch64-static",

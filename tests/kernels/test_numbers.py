@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels import native
+from jaxllm.kernels import native_products
 from jaxllm.quant import QArray, to_blocks
 from tests.kernels import oracle
 from tests.kernels.drawing import WIDTHS, answers, floats, placed, weight_of
@@ -21,7 +21,10 @@ def both(rows, width, seed=0):
     """(door, weight) of both orientations, 600 inputs and 70 outputs each, and activations."""
     draw = np.random.default_rng(seed)
     to_units, from_units = weight_of(draw, (70, 600), width, -1), weight_of(draw, (2, 300, 70), width, -2)
-    doors = ((lambda x, w: native.to_units(x, [w])[0], to_units), (native.from_units, from_units))
+    doors = (
+        (lambda x, w: native_products.to_units(x, [w])[0], to_units),
+        (native_products.from_units, from_units),
+    )
     return doors, floats(draw, rows, 600)
 
 
@@ -56,7 +59,7 @@ def test_a_bad_value_passes_a_feed_forward_block(value, rows):
             options = dict(activation=activation, norm_eps=1e-5, residual=False)
 
             def door(x, norm, gate, up, down, options=options):
-                return native.feed_forward(x, gate, up, down, norm_scale=norm, **options)
+                return native_products.feed_forward(x, gate, up, down, norm_scale=norm, **options)
 
             clean = answers(door, x, norm, gate, up, down)
             for kernels, got in answers(door, spoilt, norm, gate, up, down).items():
@@ -76,7 +79,10 @@ def test_what_is_too_small_counts_as_zero(value, width):
         (_, (_, weight)) = doors
         residual = floats(np.random.default_rng(1), rows, 70)
         found = answers(
-            lambda x, w, add: native.from_units(x, w, residual=add), np.zeros_like(x), weight, residual
+            lambda x, w, add: native_products.from_units(x, w, residual=add),
+            np.zeros_like(x),
+            weight,
+            residual,
         )
         for got in found.values():
             np.testing.assert_array_equal(got, residual)
@@ -105,10 +111,10 @@ def test_spans_do_not_share_their_scales():
     weight = placed(to_blocks(QArray(np.ones((3, 600), np.int8), np.ones((3, 1), np.float32), 8, 0, -1, 600)))
     x = np.full((1, 600), 1e-3, np.float32)
     x[0, 300] = 1e6
-    for got in answers(lambda x, w: native.to_units(x, [w])[0], x, weight).values():
+    for got in answers(lambda x, w: native_products.to_units(x, [w])[0], x, weight).values():
         np.testing.assert_allclose(got - np.float32(1e6), 0.344, atol=0.07)
     x[0, 300] = 0
-    for got in answers(lambda x, w: native.to_units(x, [w])[0], x, weight).values():
+    for got in answers(lambda x, w: native_products.to_units(x, [w])[0], x, weight).values():
         np.testing.assert_allclose(got, 0.599, rtol=1e-6)
 
 
@@ -127,7 +133,11 @@ def test_extreme_levels_do_not_overflow(bits, level, sign):
                     weight, data=jnp.full_like(weight.data, byte), scale=jnp.ones_like(weight.scale)
                 )
                 x = np.full((rows, 520), sign * 3.0, np.float32)
-                door = native.from_units if axis == -2 else lambda x, w: native.to_units(x, [w])[0]
+                door = (
+                    native_products.from_units
+                    if axis == -2
+                    else lambda x, w: native_products.to_units(x, [w])[0]
+                )
                 # Widened weights are rounded to one part in 127 of the largest.
                 rtol = 4e-3 if bits == 4 and group and rows > 1 else 1e-6
                 for kernels, got in answers(door, x, weight).items():
@@ -141,7 +151,7 @@ def test_extreme_integers_are_exact():
     weight = dataclasses.replace(weight, data=jnp.full_like(weight.data, -128).at[1].set(127))
     for x in (np.full((3, 256), -128, np.int8), np.arange(-128, 128, dtype=np.int8)[None].repeat(3, 0)):
         expected = np.maximum(x, -127).astype(np.int64) @ levels_of(weight).T
-        for kernels, got in answers(native.integer_product, x, weight).items():
+        for kernels, got in answers(native_products.integer_product, x, weight).items():
             np.testing.assert_array_equal(got, expected, err_msg=kernels)
 
 

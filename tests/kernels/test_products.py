@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.kernels import native
+from jaxllm.kernels import native_products
 from jaxllm.nn import linear
 from jaxllm.nn.layers import Norm
 from tests.kernels import oracle
@@ -40,7 +40,7 @@ def check_to_units(shape, rows, width, seed, *, xla):
         assert {got.shape for got in found.values()} == {(rows, *shape[:-1])}
         found = {kernels: got.reshape(rows, -1) for kernels, got in found.items()}
     else:
-        found = answers(lambda x, weight: native.to_units(x, [weight])[0], x, weight)
+        found = answers(lambda x, weight: native_products.to_units(x, [weight])[0], x, weight)
 
     def known(kernels, widened):
         return oracle.product(oracle.known(x), weight, kernels=kernels, widened=widened)
@@ -75,7 +75,9 @@ def check_from_units(shape, rows, width, seed, *, xla, add=False):
             lambda h, w, add: linear.from_units(h, w, residual=add), h, weight, residual, xla=True
         )
     else:
-        found = answers(lambda h, w, add: native.from_units(h, w, residual=add), flat, weight, residual)
+        found = answers(
+            lambda h, w, add: native_products.from_units(h, w, residual=add), flat, weight, residual
+        )
 
     def known(kernels, widened):
         sums = oracle.product(oracle.known(flat), weight, kernels=kernels, segments=segments, widened=widened)
@@ -148,7 +150,7 @@ def check_feed_forward(width, neurons, rows, form, seed, *, activation, gated, n
         x = x / np.float32(np.abs(x).max())
 
     def by_kernel(x, scale, gate, up, down):
-        return native.feed_forward(
+        return native_products.feed_forward(
             x, gate, up, down, activation=activation, norm_scale=scale, norm_eps=EPS, residual=add
         )
 
@@ -203,7 +205,7 @@ def test_integer_product_is_exact(outputs, inputs, rows, seed):
     weight = weight_of(draw, (outputs, inputs), (8, 0), -1)
     x = draw.integers(-127, 128, (rows, inputs), dtype=np.int8)
     expected = x.astype(np.int64) @ levels_of(weight).T
-    for kernels, got in answers(native.integer_product, x, weight).items():
+    for kernels, got in answers(native_products.integer_product, x, weight).items():
         assert got.dtype == np.int32
         np.testing.assert_array_equal(got, expected, err_msg=kernels)
 

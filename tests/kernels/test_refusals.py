@@ -5,12 +5,13 @@ The package never makes such graphs. Exported ones and other people's callers ma
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.kernels import native
+from jaxllm.kernels import native, native_products
 from tests.kernels.drawing import weight_of
 from tests.kernels.refusing import (
     COUNTS,
@@ -21,6 +22,7 @@ from tests.kernels.refusing import (
     GROUPED,
     I8,
     I32,
+    LIVE,
     NARROW,
     NOTHING,
     ROW,
@@ -32,13 +34,17 @@ from tests.kernels.refusing import (
     Y,
     ask,
     formats,
-    placed,
+    inwards,
+    outwards,
     refuse,
     unadapted,
     zeros,
 )
 from tests.kernels.switching import fall_back, needs_native
 
+UNITS = dict(eps=F32(0), units=np.int64(1), shadowed=False, **USED)
+SEGMENT = dict(segments=np.int64(1), stacked=False, **USED)
+NEURONS = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
 TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
     "few inputs": (FIT, [Y], [zeros(4, 64), NOTHING, DATA, SCALE], formats()),
     "many inputs": (FIT, [Y], [zeros(4, 97), NOTHING, DATA, SCALE], formats()),
@@ -80,61 +86,79 @@ TO_UNITS: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "results", "operands", "form"), TO_UNITS.values(), ids=TO_UNITS)
 def test_to_units(part, results, operands, form):
-    options = dict(eps=F32(0), units=np.int64(1), **USED, **placed(*[0, 0, 0] * len(results)))
-    refuse(part, "to_units", results, unadapted(operands), **form, **options)
+    x, *others = operands
+    refuse(part, "to_units", results, [x, LIVE], outwards(*others), **form, **UNITS)
+
+
+@needs_native
+def test_to_units_of_missing_parts():
+    for operands in ([], [NOTHING, COUNTS, STEPS], outwards(NOTHING, *UP)[:-1]):
+        refuse("each weight needs", "to_units", [Y], [X, LIVE], operands, **formats(), **UNITS)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Wrong number of arguments"):
+        ask("to_units", [Y], [X], **formats(), **UNITS, columns=np.zeros(0, np.int64))
 
 
 LEFT, RIGHT = zeros(2, 20), zeros(2, 70)
-TWO = np.array([1, 2], I32)
-# The same sides in one buffer, and where they begin.
-BUFFER, LEFT_AT, RIGHT_AT = zeros(7 + 40 + 140), 7, 47
-BOTH = [COUNTS, BUFFER, BUFFER]
-FAR = np.iinfo(np.int64).max
-MISPLACED = "an adapter does not fit"
-ADAPTERS: dict[str, tuple[str, list[Any], tuple[int, ...]]] = {
-    "a left side alone": (MISPLACED, [COUNTS, LEFT, NOTHING], (0, 0, 2)),
-    "a right side alone": (MISPLACED, [COUNTS, NOTHING, RIGHT], (0, 0, 2)),
-    "fewer units": (MISPLACED, [COUNTS, zeros(2, 19), RIGHT], (0, 0, 2)),
-    "narrower": (MISPLACED, [COUNTS, LEFT, zeros(2, 69)], (0, 0, 2)),
-    "halves on the left": (MISPLACED, [COUNTS, LEFT.astype(F16), RIGHT], (0, 0, 2)),
-    "halves on the right": (MISPLACED, [COUNTS, LEFT, RIGHT.astype(F16)], (0, 0, 2)),
-    "a rank more": (MISPLACED, [COUNTS, LEFT, RIGHT], (0, 0, 3)),
-    "a rank more on the right": (MISPLACED, [COUNTS, zeros(3, 20), RIGHT], (0, 0, 3)),
-    "ranks without end": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT, FAR)),
-    # Times 20 units it is 0 in 64 bits.
-    "ranks that overflow": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT, 1 << 62)),
-    "ranks below none": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT, -2)),
-    "a left side before the buffer": (MISPLACED, BOTH, (-1, RIGHT_AT, 2)),
-    "a right side before the buffer": (MISPLACED, BOTH, (LEFT_AT, -1, 2)),
-    "a left side that ends behind it": (MISPLACED, BOTH, (148, RIGHT_AT, 2)),
-    "a right side that ends behind it": (MISPLACED, BOTH, (LEFT_AT, RIGHT_AT + 1, 2)),
-    "a left side that begins at its end": (MISPLACED, BOTH, (len(BUFFER), RIGHT_AT, 2)),
-    "a right side that begins behind it": (MISPLACED, BOTH, (LEFT_AT, len(BUFFER) + 1, 2)),
-    "a left side far away": (MISPLACED, BOTH, (FAR, RIGHT_AT, 2)),
-    "a right side far away": (MISPLACED, BOTH, (LEFT_AT, FAR, 2)),
-    "a part missing": ("each weight needs", [COUNTS, LEFT], (0, 0, 2)),
-    "no places": ("each weight needs", BOTH, ()),
-    "two places": ("each weight needs", BOTH, (LEFT_AT, RIGHT_AT)),
-    "places of two": ("each weight needs", BOTH, (LEFT_AT, RIGHT_AT, 2, LEFT_AT, RIGHT_AT, 2)),
+ALL = np.array([1, 1, 2], I32)
+MISFIT_OF_ADAPTERS = "an adapter does not fit"
+# Of a weight of 20 units and 70 inputs; the same with the sides exchanged is that of its reduction.
+ADAPTERS: dict[str, tuple[Any, Any]] = {
+    "a left side alone": (LEFT, NOTHING),
+    "a right side alone": (NOTHING, RIGHT),
+    "a right side without ranks": (LEFT, RIGHT[:0]),
+    "fewer units": (zeros(2, 19), RIGHT),
+    "more units": (zeros(2, 21), RIGHT),
+    "narrower": (LEFT, zeros(2, 69)),
+    "wider": (LEFT, zeros(2, 71)),
+    "halves on the left": (LEFT.astype(F16), RIGHT),
+    "halves on the right": (LEFT, RIGHT.astype(F16)),
+    "a rank more": (zeros(3, 20), RIGHT),
+    "a rank more on the right": (LEFT, zeros(3, 70)),
+    "ranks last": (LEFT.T, RIGHT),
+    "ranks last on the right": (LEFT, RIGHT.T),
+    "a flat left side": (LEFT.ravel(), RIGHT),
+    "flat sides": (LEFT.ravel(), RIGHT.ravel()),
 }
 
 
 @needs_native
-@pytest.mark.parametrize(("part", "operands", "places"), ADAPTERS.values(), ids=ADAPTERS)
-def test_adapters(part, operands, places):
-    counts, *sides = operands
-    options = dict(eps=F32(0), units=np.int64(1), **USED, **placed(*places))
-    refuse(part, "to_units", [Y], [X, NOTHING, counts, STEPS, *UP, *sides], **formats(), **options)
+@pytest.mark.parametrize(("left", "right"), ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters(left, right):
+    operands = [NOTHING, COUNTS, STEPS, *UP, left, right]
+    refuse(MISFIT_OF_ADAPTERS, "to_units", [Y], [X, LIVE], operands, **formats(), **UNITS)
+    operands = [REDUCTION, REDUCTION_SCALE, right, left, COUNTS, STEPS]
+    refuse(MISFIT_OF_ADAPTERS, "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **SEGMENT)
+    for at in range(3):
+        operands = outwards(*BLOCK)
+        operands[5 + 4 * at : 7 + 4 * at] = [left, right]
+        refuse(MISFIT_OF_ADAPTERS, "feed_forward", X, [X, LIVE], operands, **formats(), **NEURONS)
+
+
+@needs_native
+@pytest.mark.parametrize("counts", [[1, 1, -1], [1, 1, -(1 << 31)], [1, 1]], ids=str)
+def test_ranks(counts):
+    """Fewer than none, and none among the counts. Without an adapter nobody asks for them."""
+    counts, both = np.array(counts, I32), [LEFT, RIGHT]
+    first = {"units": np.int64(1), "units_at": np.int64(0)}
+    for sides, ask_of in ((both, refuse), ([NOTHING] * 2, lambda _, *call, **more: ask(*call, **more))):
+        operands = [NOTHING, counts, STEPS, *UP, *sides]
+        ask_of(MISFIT_OF_ADAPTERS, "to_units", [Y], [X, LIVE], operands, **formats(), **(UNITS | first))
+        operands = [REDUCTION, REDUCTION_SCALE, *sides[::-1], counts, STEPS]
+        options = SEGMENT | {"units_at": np.int64(0)}
+        ask_of(MISFIT_OF_ADAPTERS, "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **options)
+        operands = outwards(*BLOCK)
+        operands[1], operands[9:11] = counts, sides
+        options = NEURONS | {"units_at": np.int64(1)}
+        ask_of(MISFIT_OF_ADAPTERS, "feed_forward", X, [X, LIVE], operands, **formats(), **options)
 
 
 COUNTED: dict[str, tuple[str, Any, dict[str, int]]] = {
-    "a rank below zero": (MISPLACED, np.array([1, -1], I32), {}),
-    "a rank from nowhere": (MISPLACED, TWO, {"rank_at": 2}),
-    "a rank from before": (MISPLACED, TWO, {"rank_at": -1}),
-    "more units than there are": ("a count is", TWO, {"units_at": 1}),
-    "no units": ("a count is", TWO * np.int32(0), {}),
-    "units from nowhere": ("a count is", TWO, {"units_at": -1}),
-    "float counts": ("a count is", TWO.astype(F32), {}),
+    "more units than there are": ("a count is", ALL, {"units_at": 2}),
+    "no units": ("a count is", ALL * np.int32(0), {}),
+    "fewer than no units": ("a count is", -ALL, {}),
+    "units from nowhere": ("a count is", ALL, {"units_at": -1}),
+    "units from behind": ("a count is", ALL, {"units_at": 3}),
+    "float counts": ("a count is", ALL.astype(F32), {}),
     "units of no outputs": ("do not divide", COUNTS, {"units": 3}),
     "no number of units": ("a count is", COUNTS, {"units": 0}),
 }
@@ -143,12 +167,39 @@ COUNTED: dict[str, tuple[str, Any, dict[str, int]]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "counts", "change"), COUNTED.values(), ids=COUNTED)
 def test_counts(part, counts, change):
-    places = {
-        name: np.int64(value) for name, value in {"units": 1, "units_at": 0, "rank_at": 1, **change}.items()
-    }
-    operands = [X, NOTHING, counts, STEPS, *UP, BUFFER, BUFFER]
-    options = dict(eps=F32(0), **places, **placed(LEFT_AT, RIGHT_AT, 2))
-    refuse(part, "to_units", [Y], operands, **formats(), **options)
+    numbers = {name: np.int64(value) for name, value in {"units": 1, "units_at": 0, **change}.items()}
+    operands = [NOTHING, counts, STEPS, *UP, LEFT, RIGHT]
+    refuse(part, "to_units", [Y], [X, LIVE], operands, **formats(), **(UNITS | numbers))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("counts", "at"), [([1, 0, 1], 1), ([1, 71, 1], 1), ([1, -1, 1], 1), ([1, 1, 1], 3), ([1, 1, 1], -1)]
+)
+def test_counts_of_inputs_and_of_neurons(counts, at):
+    at, counts = {"units_at": np.int64(at)}, np.array(counts, I32)
+    for each in (counts, counts.astype(F32)):
+        operands = inwards(REDUCTION, REDUCTION_SCALE)
+        operands[4] = each
+        refuse("a count is", "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **(SEGMENT | at))
+        operands = outwards(*BLOCK)
+        operands[1] = each
+        refuse("a count is", "feed_forward", X, [X, LIVE], operands, **formats(), **(NEURONS | at))
+
+
+LIVES = {"none": 0, "fewer than none": -1, "a row more": 5, "two": [1, 1], "a float": np.float32(2)}
+
+
+@needs_native
+@pytest.mark.parametrize("live", LIVES.values(), ids=LIVES)
+def test_live(live):
+    """How many rows are computed, of all products."""
+    live, part = np.asarray(live, None if isinstance(live, F32) else I32), "the number of rows is"
+    refuse(part, "to_units", [Y], [X, live], outwards(NOTHING, *UP), **formats(), **UNITS)
+    reduction = inwards(REDUCTION, REDUCTION_SCALE)
+    refuse(part, "from_units", Y, [H, live, NOTHING], reduction, **formats(), **SEGMENT)
+    refuse(part, "feed_forward", X, [X, live], outwards(*BLOCK), **formats(), **NEURONS)
+    refuse(part, "add_normed", X, [X, X, live], [zeros(70)], eps=F32(0))
 
 
 # 70 inputs × 20 outputs in one segment, or three segments of 40.
@@ -189,24 +240,27 @@ FROM_UNITS: dict[str, tuple[str, list[Any], dict[str, Any], int]] = {
 @needs_native
 @pytest.mark.parametrize(("part", "operands", "form", "segments"), FROM_UNITS.values(), ids=FROM_UNITS)
 def test_from_units(part, operands, form, segments):
-    weight = operands[1:3]
-    operands = [operands[0], *weight, NOTHING, NOTHING, *operands[3:], COUNTS, STEPS]
-    options = dict(segments=np.int64(segments), stacked=segments != 1, **USED, **placed(0, 0, 0))
-    refuse(part, "from_units", Y, operands, **form, **options)
+    h, *weight, residual = operands
+    options = SEGMENT | dict(segments=np.int64(segments), stacked=segments != 1)
+    refuse(part, "from_units", Y, [h, LIVE, residual], inwards(*weight), **form, **options)
 
 
 @needs_native
-@pytest.mark.parametrize("places", [(), (LEFT_AT, RIGHT_AT), (48, 0, 2), (0, 148, 2), (0, 0, 3)])
-def test_adapters_of_reductions(places):
-    """Left sides are along the 70 inputs."""
-    operands = [H, REDUCTION, REDUCTION_SCALE, BUFFER, BUFFER, NOTHING, COUNTS, STEPS]
-    options = dict(segments=np.int64(1), stacked=False, **USED, **placed(*places))
-    refuse(MISPLACED, "from_units", Y, operands, **formats(), **options)
+def test_from_units_of_missing_parts():
+    operands = inwards(REDUCTION, REDUCTION_SCALE)
+    for wrong in (operands[:-1], [*operands, NOTHING]):
+        refuse("a product needs", "from_units", Y, [H, LIVE, NOTHING], wrong, **formats(), **SEGMENT)
+    operands, several = inwards(STACK, STACK_SCALE), SEGMENT | {"segments": np.int64(3)}
+    refuse(SEGMENTS, "from_units", Y, [HEADS, LIVE, NOTHING], operands, **formats(4, 32), **several)
+    for h in (H.astype(F16), zeros(), zeros(4, 0)):
+        refuse(ROW, "from_units", Y, [h, LIVE, NOTHING], operands, **formats(4, 32), **SEGMENT)
+    narrow = [H, LIVE, NOTHING], inwards(REDUCTION, REDUCTION_SCALE)
+    refuse("other rows", "from_units", Y.astype(F16), *narrow, **formats(), **SEGMENT)
 
 
-# A block of 20 neurons over 70: the units above, and their reduction.
+# A block of 20 neurons over 70: no norm, the units above, and their reduction.
 DOWN, DOWN_SCALE = zeros(1, 1, 5, 512, dtype=I8), zeros(1, 80)
-BLOCK = [X, NOTHING, *UP, *UP, DOWN, DOWN_SCALE]
+BLOCK = [NOTHING, *UP, *UP, DOWN, DOWN_SCALE]
 
 
 def block(at: int, value: Any) -> list[Any]:
@@ -214,59 +268,51 @@ def block(at: int, value: Any) -> list[Any]:
 
 
 FEED_FORWARD: dict[str, tuple[str, Any, list[Any], dict[str, Any]]] = {
-    "short gate": (FIT, X, block(2, DATA[:1]), {}),
-    "short scales of the gate": (FIT, X, block(3, SCALE[:16]), {}),
-    "short up": (FIT, X, block(4, DATA[:, :2]), {}),
-    "no up": (FIT, X, block(4, DATA[:0]), {}),
-    "short down": (FIT, X, block(6, DOWN[:, :, :4]), {}),
-    "short scales of down": (FIT, X, block(7, zeros(1, 64)), {}),
-    "units as inputs": (FIT, X, block(6, DATA), {}),
+    "short gate": (FIT, X, block(1, DATA[:1]), {}),
+    "short scales of the gate": (FIT, X, block(2, SCALE[:16]), {}),
+    "short up": (FIT, X, block(3, DATA[:, :2]), {}),
+    "no up": (FIT, X, block(3, DATA[:0]), {}),
+    "short down": (FIT, X, block(5, DOWN[:, :, :4]), {}),
+    "short scales of down": (FIT, X, block(6, zeros(1, 64)), {}),
+    "units as inputs": (FIT, X, block(5, DATA), {}),
     "more units": (FIT, X, BLOCK, {"units": np.int64(33)}),
     "no units": ("at least one unit", X, BLOCK, {"units": np.int64(0)}),
     "negative units": ("at least one unit", X, BLOCK, {"units": np.int64(-20)}),
     "endless units": (FIT, X, BLOCK, {"units": np.int64(1 << 62)}),
     "another result": ("another shape", zeros(4, 71), BLOCK, {}),
-    "short norm": ("norm's scale", X, block(1, zeros(69)), {}),
+    "short norm": ("norm's scale", X, block(0, zeros(69)), {}),
 }
 
 
 @needs_native
 @pytest.mark.parametrize(("part", "result", "operands", "change"), FEED_FORWARD.values(), ids=FEED_FORWARD)
 def test_feed_forward(part, result, operands, change):
-    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
-    attributes |= formats() | placed(*[0] * 9)
-    refuse(part, "feed_forward", result, unadapted(operands), **(attributes | change))
+    refuse(part, "feed_forward", result, [X, LIVE], outwards(*operands), **formats(), **(NEURONS | change))
 
 
 @needs_native
-@pytest.mark.parametrize("at", range(3))
-def test_adapters_of_feed_forward(at):
-    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
-    operands = unadapted(BLOCK)
-    operands[4 + 4 * at + 2 : 4 + 4 * at + 4] = [BUFFER, BUFFER]
-    places = [0] * 9
-    places[3 * at : 3 * at + 3] = [LEFT_AT, RIGHT_AT + 1, 2]
-    refuse(MISPLACED, "feed_forward", X, operands, **formats(), **attributes, **placed(*places))
-    refuse("three weights", "feed_forward", X, operands, **formats(), **attributes, **placed(*places[:8]))
+def test_feed_forward_of_missing_parts():
+    operands = outwards(*BLOCK)
+    for wrong in (operands[:-1], [*operands, NOTHING], operands[:11]):
+        refuse("three weights", "feed_forward", X, [X, LIVE], wrong, **formats(), **NEURONS)
+    for x in (X.astype(F16), zeros(), zeros(4, 0)):
+        refuse(ROW, "feed_forward", X, [x, LIVE], operands, **formats(), **NEURONS)
+    refuse("another shape", "feed_forward", X.astype(F16), [X, LIVE], operands, **formats(), **NEURONS)
 
 
 @needs_native
 @pytest.mark.parametrize("step", [0, -1, np.nan, np.inf, 1e-38, 1e38])
 def test_steps(step):
     """What is no step, by value and by shape, for all that takes one."""
-    none = placed(0, 0, 0) | USED
-    units = dict(eps=F32(0), units=np.int64(1)) | formats() | none
-    parts = [*UP, NOTHING, NOTHING]
     for steps in (np.array([step], F32), zeros(2), np.ones(1, F16)):
-        refuse("steps must be", "to_units", [Y], [X, NOTHING, COUNTS, steps, *parts], **units)
-        operands = [H, REDUCTION, REDUCTION_SCALE, NOTHING, NOTHING, NOTHING, COUNTS, steps]
-        options = dict(segments=np.int64(1), stacked=False) | formats() | none
-        refuse("steps must be", "from_units", Y, operands, **options)
-    operands = unadapted(BLOCK)
-    options = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
+        operands = [NOTHING, COUNTS, steps, *unadapted(UP)]
+        refuse("steps must be", "to_units", [Y], [X, LIVE], operands, **formats(), **UNITS)
+        operands = [*unadapted([REDUCTION, REDUCTION_SCALE]), COUNTS, steps]
+        refuse("steps must be", "from_units", Y, [H, LIVE, NOTHING], operands, **formats(), **SEGMENT)
+    operands = outwards(*BLOCK)
     for steps in (np.array([1, step], F32), np.array([step, 1], F32), np.ones(1, F32)):
-        operands[3] = steps
-        refuse("steps must be", "feed_forward", X, operands, **options, **formats(), **placed(*[0] * 9))
+        operands[2] = steps
+        refuse("steps must be", "feed_forward", X, [X, LIVE], operands, **formats(), **NEURONS)
 
 
 INTEGERS = {
@@ -285,47 +331,49 @@ def test_integer_product(part, result, operands):
 
 
 NORMED = {
-    "narrow rows": ("at least one row", X, [X.astype(F16), zeros(70), X]),
-    "another result": ("another shape", Y, [X, zeros(70), X]),
-    "no norm": ("norm's scale", X, [X, NOTHING, X]),
-    "short norm": ("norm's scale", X, [X, zeros(69), X]),
-    "no residual": ("the residual", X, [X, zeros(70), NOTHING]),
-    "short residual": ("the residual", X, [X, zeros(70), X[:3]]),
+    "narrow rows": ("at least one row", X, [X.astype(F16), X], zeros(70)),
+    "another result": ("another shape", Y, [X, X], zeros(70)),
+    "halves as a result": ("another shape", X.astype(F16), [X, X], zeros(70)),
+    "no norm": ("norm's scale", X, [X, X], NOTHING),
+    "short norm": ("norm's scale", X, [X, X], zeros(69)),
+    "no residual": ("the residual", X, [X, NOTHING], zeros(70)),
+    "short residual": ("the residual", X, [X, X[:3]], zeros(70)),
 }
 
 
 @needs_native
-@pytest.mark.parametrize(("part", "result", "operands"), NORMED.values(), ids=NORMED)
-def test_add_normed(part, result, operands):
-    refuse(part, "add_normed", result, operands, eps=F32(0))
+@pytest.mark.parametrize(("part", "result", "buffers", "scale"), NORMED.values(), ids=NORMED)
+def test_add_normed(part, result, buffers, scale):
+    refuse(part, "add_normed", result, [*buffers, LIVE], [scale], eps=F32(0))
+
+
+@needs_native
+def test_add_normed_of_missing_parts():
+    for operands in ([], [zeros(70)] * 2):
+        refuse("an operand is missing", "add_normed", X, [X, X, LIVE], operands, eps=F32(0))
 
 
 @needs_native
 def test_what_fits_is_computed():
     """The shapes above are refused for what is said of them, not for something else."""
-    attributes = dict(eps=F32(0), units=np.int64(20), units_at=np.int64(0), rank_at=np.int64(1))
+    attributes = UNITS | dict(units=np.int64(20), units_at=np.int64(0))
     # More ranks than an adapter has are all that it has.
-    for ranks in (0, 2, 3):
-        counts = np.array([1, ranks], I32)
-        for sides, places in (([LEFT, RIGHT], (0, 0, 2)), ([BUFFER, BUFFER], (LEFT_AT, RIGHT_AT, 2))):
-            operands = [X, NOTHING, counts, STEPS, *UP, *sides]
-            outs = ask("to_units", [Y], operands, **formats(), **attributes, **placed(*places))
-            assert outs[0].shape == (4, 20)
-    attributes = dict(segments=np.int64(1), stacked=False, units_at=np.int64(0), rank_at=np.int64(1))
-    for sides, places in (([RIGHT, LEFT], (0, 0, 2)), ([BUFFER, BUFFER], (LEFT_AT, LEFT_AT + 140, 2))):
-        operands = [H, REDUCTION, REDUCTION_SCALE, *sides, Y, TWO, STEPS]
-        out = ask("from_units", Y, operands, **formats(), **attributes, **placed(*places))
-        assert out.shape == (4, 20)
-    operands = [HEADS, STACK, STACK_SCALE, NOTHING, NOTHING, NOTHING, COUNTS, STEPS]
-    attributes = dict(segments=np.int64(3), stacked=True, **USED, **placed(0, 0, 0))
-    assert ask("from_units", Y, operands, **formats(4, 32), **attributes).shape == (4, 20)
-    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
-    operands = unadapted(BLOCK)
-    for at in range(3):
-        operands[4 + 4 * at + 2 : 4 + 4 * at + 4] = [BUFFER, BUFFER]
-    for places in ((0, 0, 0), (LEFT_AT, RIGHT_AT, 2)):
-        out = ask("feed_forward", X, operands, **formats(), **attributes, **placed(*places * 3))
-        assert out.shape == (4, 70)
+    for ranks, live in ((0, LIVE), (2, np.int32(1)), (3, np.array([4], I32))):
+        operands = [NOTHING, np.array([1, 1, ranks], I32), STEPS, *UP, LEFT, RIGHT]
+        assert ask("to_units", [Y], [X, live], operands, **formats(), **attributes)[0].shape == (4, 20)
+        operands = [REDUCTION, REDUCTION_SCALE, RIGHT, LEFT, np.array([1, 70, ranks], I32), STEPS]
+        options = SEGMENT | dict(units_at=np.int64(1))
+        assert ask("from_units", Y, [H, live, Y], operands, **formats(), **options).shape == (4, 20)
+        operands = outwards(*BLOCK)
+        operands[1] = np.array([1, 20, ranks], I32)
+        for at in range(3):
+            operands[5 + 4 * at : 7 + 4 * at] = [LEFT, RIGHT]
+        options = NEURONS | dict(units_at=np.int64(1))
+        assert ask("feed_forward", X, [X, live], operands, **formats(), **options).shape == (4, 70)
+        assert ask("add_normed", X, [X, X, live], [zeros(70)], eps=F32(0)).shape == (4, 70)
+    several = SEGMENT | dict(segments=np.int64(3), stacked=True)
+    stacked = [HEADS, LIVE, NOTHING], inwards(STACK, STACK_SCALE)
+    assert ask("from_units", Y, *stacked, **formats(4, 32), **several).shape == (4, 20)
     operands = [zeros(4, 70, dtype=I8), DATA]
     assert ask("integer_product", zeros(4, 20, dtype=I32), operands).shape == (4, 20)
 
@@ -335,6 +383,6 @@ def test_kernels_that_are_not_there(monkeypatch):
     weight = weight_of(np.random.default_rng(0), (20, 70), (8, 0), -1)
     fall_back(monkeypatch)
     with pytest.raises(ConfigError, match="no native kernels in this process"):
-        native.to_units(jnp.asarray(X), [weight])
+        native_products.to_units(jnp.asarray(X), [weight])
     assert native.threads() == 1
     assert native.busy_ns() == 0

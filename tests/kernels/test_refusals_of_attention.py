@@ -16,18 +16,25 @@ FOUR = np.int32(4)
 MASS = zeros(1, 32)
 BASE, TREE = np.array(3, I32), np.zeros((4, 5), np.bool_)
 GOOD = [
-    Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0], COUNTS,
+    Q, NEW, NEW, NOTHING, NOTHING, CACHE, CACHE, MASS, COUNTS, PLACES, PLACES, FOUR, COUNTS, TREE[:, :0],
 ]  # fmt: skip
 
 
 def but(**change: Any) -> list[Any]:
     names = (
-        "q", "k", "v", "cos", "sin", "keys", "values", "mass", "rows", "positions", "valid", "base", "seen",
-        "counts",
+        "q", "k", "v", "cos", "sin", "keys", "values", "mass", "slot", "rows", "positions", "valid", "base",
+        "seen",
     )  # fmt: skip
     return [change.get(name, each) for name, each in zip(names, GOOD, strict=True)]
 
 
+def stacked(*shape: int) -> dict[str, np.ndarray]:
+    return {"keys": zeros(*shape), "values": zeros(*shape)}
+
+
+STACK = zeros(3, 1, 2, 32, 16)
+STACKED = stacked(*STACK.shape)
+OPTIONS = dict(scale=F32(1), softcap=F32(0), window=np.int64(0), heads_at=np.int64(0))
 ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "flat queries": ("queries must be", but(q=zeros(4, 96))),
     "narrow queries": ("queries must be", but(q=Q.astype(F16))),
@@ -62,9 +69,18 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
     "two counts": ("rows and positions must be", but(valid=zeros(2, dtype=I32))),
     "mass of two": ("mass must be", but(mass=zeros(2, 32))),
     "mass of fewer": ("mass must be", but(mass=zeros(1, 31))),
-    "more heads than there are": ("count is", but(counts=np.array([3], I32))),
-    "no heads": ("count is", but(counts=np.array([0], I32))),
-    "float heads": ("count is", but(counts=zeros(1))),
+    "mass by node without a tree": ("mass must be", but(mass=zeros(1, 5, 32))),
+    "mass of other nodes": ("mass must be", but(mass=zeros(1, 4, 32), base=BASE, seen=TREE)),
+    "a stack without a slot": ("queries must be", but(keys=STACK, values=STACK)),
+    "a slot without a stack": ("queries must be", but(slot=np.int32(0))),
+    "a slot behind the stack": ("no such layer", but(**STACKED, slot=np.int32(3))),
+    "a slot before the stack": ("no such layer", but(**STACKED, slot=np.int32(-1))),
+    "two slots": ("no such layer", but(**STACKED, slot=zeros(2, dtype=I32))),
+    "a float slot": ("no such layer", but(**STACKED, slot=F32(0))),
+    "an empty stack": ("no such layer", but(keys=STACK[:0], values=STACK[:0], slot=np.int32(0))),
+    "a stack of other heads": ("cache does not fit", but(**stacked(3, 1, 3, 32, 16), slot=np.int32(0))),
+    "a stack of two": ("cache does not fit", but(**stacked(3, 2, 2, 32, 16), slot=np.int32(0))),
+    "a shorter stack of values": ("cache does not fit", but(keys=STACK, values=STACK[:2], slot=np.int32(0))),
     "narrow mass": ("mass must be", but(mass=zeros(1, 32, dtype=F16))),
 }  # fmt: skip
 
@@ -73,27 +89,54 @@ ATTENTION: dict[str, tuple[str, list[Any]]] = {
 @pytest.mark.parametrize(("part", "operands"), ATTENTION.values(), ids=ATTENTION)
 def test_attention(part, operands):
     results = [Q, *operands[5:8]]
-    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0), heads_at=np.int64(0))
-    refuse(part, "attention", results, operands, **options)
+    refuse(part, "attention", results, operands, [COUNTS], **OPTIONS)
+
+
+HEADS = {
+    "more heads than there are": (np.array([3], I32), 0),
+    "no heads": (np.array([0], I32), 0),
+    "heads below zero": (np.array([-1], I32), 0),
+    "float heads": (zeros(1), 0),
+    "heads from behind": (np.array([1], I32), 1),
+    "heads from nowhere": (np.array([1], I32), -1),
+}
+
+
+@needs_native
+@pytest.mark.parametrize(("counts", "at"), HEADS.values(), ids=HEADS)
+def test_heads(counts, at):
+    options = OPTIONS | {"heads_at": np.int64(at)}
+    refuse("count is", "attention", [Q, CACHE, CACHE, MASS], GOOD, [counts], **options)
+
+
+@needs_native
+def test_counts_that_are_missing():
+    for operands in ([], [COUNTS, COUNTS]):
+        refuse("an operand is missing", "attention", [Q, CACHE, CACHE, MASS], GOOD, operands, **OPTIONS)
 
 
 @needs_native
 def test_results_of_attention():
-    options = dict(scale=np.float32(1), softcap=np.float32(0), window=np.int64(0), heads_at=np.int64(0))
-    refuse("another shape", "attention", [zeros(1, 4, 2, 3, 15), CACHE, CACHE, MASS], GOOD, **options)
-    refuse("does not fit", "attention", [Q, CACHE[:, :, :31], CACHE, MASS], GOOD, **options)
-    refuse("does not fit", "attention", [Q, CACHE, CACHE[:, :, :31], MASS], GOOD, **options)
-    refuse("mass must be", "attention", [Q, CACHE, CACHE, MASS[:, :31]], GOOD, **options)
-    refuse(
-        "rows and positions must be",
-        "attention",
-        [Q, CACHE, CACHE, MASS],
-        GOOD,
-        **(options | dict(window=np.int64(-1))),
-    )
+    for part, results in (
+        ("another shape", [zeros(1, 4, 2, 3, 15), CACHE, CACHE, MASS]),
+        ("does not fit", [Q, CACHE[:, :, :31], CACHE, MASS]),
+        ("does not fit", [Q, CACHE, CACHE[:, :, :31], MASS]),
+        ("mass must be", [Q, CACHE, CACHE, MASS[:, :31]]),
+    ):
+        refuse(part, "attention", results, GOOD, [COUNTS], **OPTIONS)
+    options = OPTIONS | {"window": np.int64(-1)}
+    refuse("rows and positions must be", "attention", [Q, CACHE, CACHE, MASS], GOOD, [COUNTS], **options)
 
 
 @needs_native
 def test_what_fits_is_computed():
-    options = dict(scale=F32(1), softcap=F32(0), window=np.int64(0), heads_at=np.int64(0))
-    assert ask("attention", [Q, CACHE, CACHE, MASS], GOOD, **options)[0].shape == Q.shape
+    by_node = zeros(1, 5, 32)
+    for operands in (
+        GOOD,
+        but(**STACKED, slot=np.int32(2)),
+        but(**STACKED, slot=np.array([0], I32), mass=NOTHING),
+        but(base=BASE, seen=TREE, mass=by_node),
+    ):
+        results = [Q, *operands[5:8]]
+        for counts in (COUNTS, np.array([1], I32)):
+            assert ask("attention", results, operands, [counts], **OPTIONS)[0].shape == Q.shape

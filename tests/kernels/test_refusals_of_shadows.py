@@ -11,21 +11,21 @@ from tests.kernels.refusing import (
     F32,
     GROUPED,
     I32,
+    LIVE,
     NARROW,
     NOTHING,
     UP,
-    USED,
     X,
     Y,
     ask,
     formats,
-    placed,
+    outwards,
     refuse,
     unadapted,
     zeros,
 )
 from tests.kernels.switching import needs_native
-from tests.kernels.test_refusals import BLOCK, REDUCTION, REDUCTION_SCALE, H
+from tests.kernels.test_refusals import BLOCK, NEURONS, REDUCTION, REDUCTION_SCALE, SEGMENT, UNITS, H
 
 STEP, PLACE, ROWS, COUNT = np.ones(1, F32), zeros(70, dtype=I32), zeros(3, 20, dtype=F16), zeros(1, dtype=I32)
 MISFIT = "a shadow does not fit"
@@ -40,37 +40,44 @@ SHADOWS: dict[str, tuple[Any, list[Any], Any]] = {
     "two counts": (STEP, [PLACE, ROWS], zeros(2, dtype=I32)),
     "a float count": (STEP, [PLACE, ROWS], zeros(1)),
 }
-UNITS = dict(eps=F32(0), units=np.int64(1)) | USED | placed(0, 0, 0)
-SEGMENT = dict(segments=np.int64(1), stacked=False) | USED | placed(0, 0, 0)
+SHADOWED = UNITS | {"shadowed": True}
 
 
-def outwards(step: Any, shadow: list[Any]) -> list[Any]:
-    return [X, NOTHING, COUNTS, step, *UP, NOTHING, NOTHING, *shadow]
+def to_units(step: Any, shadow: list[Any]) -> list[Any]:
+    return [NOTHING, COUNTS, step, *unadapted(UP), *shadow]
 
 
-def inwards(step: Any, shadow: list[Any]) -> list[Any]:
-    return [H, REDUCTION, REDUCTION_SCALE, NOTHING, NOTHING, NOTHING, COUNTS, step, *shadow]
+def from_units(step: Any, shadow: list[Any]) -> list[Any]:
+    return [*unadapted([REDUCTION, REDUCTION_SCALE]), COUNTS, step, *shadow]
 
 
 @needs_native
 @pytest.mark.parametrize(("step", "shadow", "count"), SHADOWS.values(), ids=SHADOWS)
 def test_products(step, shadow, count):
-    refuse(MISFIT, "to_units", [Y, count], outwards(step, shadow), **formats(), **UNITS)
-    refuse(MISFIT, "from_units", [Y, count], inwards(step, shadow), **formats(), **SEGMENT)
+    operands = to_units(step, shadow)
+    refuse(MISFIT, "to_units", [Y, count], [X, LIVE], operands, **formats(), **SHADOWED)
+    operands = from_units(step, shadow)
+    refuse(MISFIT, "from_units", [Y, count], [H, LIVE, NOTHING], operands, **formats(), **SEGMENT)
 
 
 @needs_native
 def test_parts_that_are_missing():
+    """Of to_units an attribute says whether there is a shadow, of others their number of operands."""
+    units, segment = formats() | SHADOWED, formats() | SEGMENT
     for results, shadow in (([Y], [PLACE, ROWS]), ([Y, COUNT], []), ([Y, COUNT], [PLACE])):
-        refuse("each weight needs", "to_units", results, outwards(STEP, shadow), **formats(), **UNITS)
-        refuse(MISFIT, "from_units", results, inwards(STEP, shadow), **formats(), **SEGMENT)
+        refuse("each weight needs", "to_units", results, [X, LIVE], to_units(STEP, shadow), **units)
+        buffers = [H, LIVE, NOTHING]
+        refuse("a product needs", "from_units", results, buffers, from_units(STEP, shadow), **segment)
+    whole = to_units(STEP, [PLACE, ROWS])
+    for results in ([Y], [Y, COUNT]):
+        refuse("each weight needs", "to_units", results, [X, LIVE], whole, **(units | {"shadowed": False}))
 
 
 @needs_native
 def test_other_weights():
     """Only those of 8 bits with a scale per output have a shadow inside."""
-    operands = [X, NOTHING, COUNTS, STEP, NARROW, GROUPED, NOTHING, NOTHING, PLACE, ROWS]
-    refuse(MISFIT, "to_units", [Y, COUNT], operands, **formats(4, 32), **UNITS)
+    operands = [NOTHING, COUNTS, STEP, NARROW, GROUPED, NOTHING, NOTHING, PLACE, ROWS]
+    refuse(MISFIT, "to_units", [Y, COUNT], [X, LIVE], operands, **formats(4, 32), **SHADOWED)
 
 
 INNER, DOWN_ROWS, COUNTS_OF_BLOCK = zeros(20, dtype=I32), zeros(2, 70, dtype=F16), zeros(2, dtype=I32)
@@ -79,28 +86,27 @@ SHADOW_OF_BLOCK = [PLACE, ROWS, ROWS, INNER, DOWN_ROWS]
 
 @needs_native
 def test_blocks():
-    attributes = dict(units=np.int64(20), activation=np.int64(0), residual=True, eps=F32(0), **USED)
-    attributes |= formats() | placed(*[0] * 9)
-    operands = unadapted(BLOCK)
-    operands[3] = np.ones(2, F32)
+    attributes = NEURONS | formats()
+    operands = outwards(*BLOCK)
+    operands[2] = np.ones(2, F32)
     for at, value in enumerate((PLACE[:69], ROWS[:, :19], ROWS.astype(F32), INNER[:19], DOWN_ROWS[:, :69])):
         shadow = [*SHADOW_OF_BLOCK[:at], value, *SHADOW_OF_BLOCK[at + 1 :]]
-        refuse(MISFIT, "feed_forward", [X, COUNTS_OF_BLOCK], [*operands, *shadow], **attributes)
+        refuse(MISFIT, "feed_forward", [X, COUNTS_OF_BLOCK], [X, LIVE], [*operands, *shadow], **attributes)
     whole = [*operands, *SHADOW_OF_BLOCK]
-    refuse(MISFIT, "feed_forward", [X, COUNT], whole, **attributes)
-    refuse("three weights", "feed_forward", [X], whole, **attributes)
-    refuse("three weights", "feed_forward", [X, COUNTS_OF_BLOCK], operands, **attributes)
+    refuse(MISFIT, "feed_forward", [X, COUNT], [X, LIVE], whole, **attributes)
+    refuse("three weights", "feed_forward", [X], [X, LIVE], whole, **attributes)
+    refuse("three weights", "feed_forward", [X, COUNTS_OF_BLOCK], [X, LIVE], operands, **attributes)
 
 
 @needs_native
 def test_what_fits_is_computed():
     """Places that no row has are the weight's own."""
     far = np.where(np.arange(70) % 2, np.iinfo(I32).max, np.iinfo(I32).min).astype(I32)
+    beyond = np.full((4, 70), 300, F32)
     for place in (PLACE, far):
-        beyond = np.full((4, 70), 300, F32)
-        operands = [beyond, *outwards(STEP, [place, ROWS])[1:]]
-        _, count = ask("to_units", [Y, COUNT], operands, **formats(), **UNITS)
+        operands = to_units(STEP, [place, ROWS])
+        _, count = ask("to_units", [Y, COUNT], [beyond, LIVE], operands, **formats(), **SHADOWED)
         assert count == 70
-        operands = [beyond, *inwards(STEP, [place, ROWS])[1:]]
-        _, count = ask("from_units", [Y, COUNT], operands, **formats(), **SEGMENT)
+        operands, buffers = from_units(STEP, [place, ROWS]), [beyond, LIVE, NOTHING]
+        _, count = ask("from_units", [Y, COUNT], buffers, operands, **formats(), **SEGMENT)
         assert count == 70

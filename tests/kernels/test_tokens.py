@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.kernels import native
+from jaxllm.kernels import native_products
 from jaxllm.nn.linear import embed
 from jaxllm.quant import embedding_rows
 from jaxllm.sampling import largest
@@ -26,7 +26,7 @@ def test_rows_are_those_of_the_weight(shape, width):
     weight = weight_of(draw, shape, width, -1)
     tokens = draw.integers(0, shape[0], (3, 7), dtype=np.int32)
     expected = np.asarray(embedding_rows(weight, jnp.asarray(tokens), jnp.dtype("float32")))
-    for kernels, got in answers(lambda w, t: native.unit_rows(w, t), weight, tokens).items():
+    for kernels, got in answers(lambda w, t: native_products.unit_rows(w, t), weight, tokens).items():
         np.testing.assert_array_equal(got, expected, err_msg=kernels)
 
 
@@ -36,7 +36,7 @@ def test_many_rows_are_each_their_own(width):
     """More rows than one task takes."""
     weight = weight_of(np.random.default_rng(0), (40, 64), width, -1)
     tokens = np.arange(400, dtype=np.int32) % 40
-    for got in answers(lambda w, t: native.unit_rows(w, t), weight, tokens).values():
+    for got in answers(lambda w, t: native_products.unit_rows(w, t), weight, tokens).values():
         np.testing.assert_array_equal(got, np.tile(got[:40], (10, 1)))
 
 
@@ -45,7 +45,7 @@ def test_an_index_out_of_range_reads_no_other_memory():
     """As XLA's own gather: it counts as the nearest."""
     weight = weight_of(np.random.default_rng(0), (20, 64), (8, 0), -1)
     tokens = np.array([-1, -(2**31), 20, 2**31 - 1], np.int32)
-    for got in answers(lambda w, t: native.unit_rows(w, t), weight, tokens).values():
+    for got in answers(lambda w, t: native_products.unit_rows(w, t), weight, tokens).values():
         first, last = np.asarray(
             embedding_rows(weight, jnp.asarray([0, 19], jnp.int32), jnp.dtype("float32"))
         )
@@ -91,7 +91,7 @@ def test_the_largest_is_found_wherever_it_is(width):
     draw = np.random.default_rng(width)
     x = draw.normal(size=(30, width)).astype(np.float32)
     x[np.arange(30), draw.integers(0, width, 30)] = 50
-    for kernels, got in answers(native.largest, x).items():
+    for kernels, got in answers(native_products.largest, x).items():
         np.testing.assert_array_equal(got, np.argmax(x, axis=-1), err_msg=kernels)
 
 
@@ -103,14 +103,43 @@ def test_shapes_that_do_not_fit_are_refused():
         return {"bits": np.int64(8), "group": np.int64(0), "outputs": np.int64(outputs)}
 
     fit = FIT.removeprefix("a ")
-    for why, name, result, operands, attributes in (
-        ("one for each row", "unit_rows", zeros(5, 70), [tokens, DATA, SCALE], of(20)),
-        ("indices must be int32", "unit_rows", rows, [zeros(4), DATA, SCALE], of(20)),
-        (fit, "unit_rows", zeros(4, 64), [tokens, DATA, SCALE], of(20)),
-        (fit, "unit_rows", rows, [tokens, DATA, SCALE], of(33)),
-        (fit, "unit_rows", rows, [tokens, DATA, SCALE], of(0)),
-        ("one int32 for each row", "largest", zeros(3, dtype=np.int32), [rows], {}),
-        ("one int32 for each row", "largest", zeros(4), [rows], {}),
-        ("rows must be float32", "largest", zeros(4, dtype=np.int32), [rows.astype(np.float16)], {}),
-    ):  # fmt: skip
-        refuse(why, name, result, operands, **attributes)
+    for why, result, index, operands, attributes in (
+        ("one for each row", zeros(5, 70), tokens, [DATA, SCALE], of(20)),
+        ("indices must be int32", rows, zeros(4), [DATA, SCALE], of(20)),
+        ("rows must be float32", rows.astype(np.float16), tokens, [DATA, SCALE], of(20)),
+        ("an operand is missing", rows, tokens, [DATA], of(20)),
+        ("an operand is missing", rows, tokens, [DATA, SCALE, SCALE], of(20)),
+        (fit, zeros(4, 64), tokens, [DATA, SCALE], of(20)),
+        (fit, rows, tokens, [DATA, SCALE], of(33)),
+        (fit, rows, tokens, [DATA, SCALE], of(0)),
+        (fit, rows, tokens, [DATA, SCALE], of(1 << 40)),
+    ):
+        refuse(why, "unit_rows", result, [index], operands, **attributes)
+    for why, result, x in (
+        ("one int32 for each row", zeros(3, dtype=np.int32), rows),
+        ("one int32 for each row", zeros(4), rows),
+        ("rows must be float32", zeros(4, dtype=np.int32), rows.astype(np.float16)),
+    ):
+        refuse(why, "largest", result, [x])
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_zeros_are_zero_wherever_they_begin_and_end(dtype):
+    """Several pages, parts of one, and nothing; whatever was in their memory before."""
+    shapes = [(3, 5000), (1,), (0, 4), (4096 // 4,), (2, 2, 300)]
+
+    @jax.jit
+    def door(x):
+        # Memory that was full of something else is free when the zeros are made.
+        full = jnp.cumsum(jnp.ones((3, 20_000)) * x)
+        with_it = jnp.minimum(full[-1], 0).astype(jnp.float32)
+        return [each + with_it.astype(each.dtype) for each in native_products.zeros(shapes, jnp.dtype(dtype))]
+
+    for _ in range(3):
+        plain = native_products.zeros(shapes, jnp.dtype(dtype))
+        for found in (plain, door(np.float32(1))):
+            for each, shape in zip(found, shapes, strict=True):
+                assert each.shape == shape
+                assert each.dtype == dtype
+                assert not np.asarray(each, np.float32).any()

@@ -107,8 +107,10 @@ def test_rows_take_the_cache_s_dtype(length, variant):
 def test_new_cache(dtype):
     dims = chex.Dimensions(B=2, K=CFG.kv_heads, S=6, H=CFG.head_dim)
     cache = new_cache(CFG, batch=dims.B, tokens=dims.S, dtype=dtype)
-    empty = (jnp.zeros(dims["BKSH"], dtype),) * CFG.layers
+    empty = (jnp.zeros((CFG.layers, *dims["BKSH"]), dtype),)
     chex.assert_trees_all_equal((cache.keys, cache.values), (empty, empty), strict=True)
+    assert cache.places == ((0, 0), (0, 1), (0, 2))
+    assert cache.layers == CFG.layers
     assert cache.capacity_tokens == dims.S
     chex.assert_trees_all_equal(cache.length, jnp.int32(0), strict=True)
 
@@ -127,20 +129,20 @@ def test_growing_keeps_the_rows_and_the_length(tokens, variant):
     grown = variant(grow, static_argnums=1)(cache, tokens)
     assert grown.capacity_tokens == tokens
     assert int(grown.length) == 3
-    chex.assert_shape([*grown.keys, *grown.values], (2, CFG.kv_heads, tokens, CFG.head_dim))
+    chex.assert_shape([*grown.keys, *grown.values], (3, 2, CFG.kv_heads, tokens, CFG.head_dim))
     before, after = (cache.keys, cache.values), (grown.keys, grown.values)
-    chex.assert_trees_all_equal(jax.tree.map(lambda rows: rows[:, :, :4], after), before, strict=True)
+    chex.assert_trees_all_equal(jax.tree.map(lambda rows: rows[..., :4, :], after), before, strict=True)
     # Finite, because a masked NaN would still be one.
-    assert not any(np.any(rows[:, :, 4:]) for rows in jax.tree.leaves(after))
+    assert not any(np.any(rows[..., 4:, :]) for rows in jax.tree.leaves(after))
 
 
 def test_keys_and_values_stay_apart():
     """Growing through a jitted graph, layers and both kinds keep their places."""
     cache = full_cache(3)
     grown = jax.jit(grow, static_argnums=1)(cache, 5)
-    kinds = [np.asarray(rows) for rows in (*grown.keys, *grown.values)]
+    kinds = [np.asarray(rows) for layer in range(3) for rows in grown.past(layer).own]
     assert all(not np.array_equal(a, b) for i, a in enumerate(kinds) for b in kinds[:i])
-    np.testing.assert_array_equal(grown.values[2][:, :, :3], cache.values[2])
+    np.testing.assert_array_equal(grown.past(2).own[1][:, :, :3], cache.past(2).own[1])
 
 
 def test_shrinking_is_refused():
