@@ -18,6 +18,10 @@ from tests.kernels.switching import fall_back, needs_native
 every_width = pytest.mark.parametrize("width", WIDTHS, ids=str)
 
 
+# No number of rows.
+ALL_ROWS = np.zeros(0, np.int32)
+
+
 @needs_native
 @every_width
 @pytest.mark.parametrize("shape", [(1, 1), (16, 32), (37, 70), (50, 96), (20, 33)], ids=str)
@@ -114,7 +118,9 @@ def test_shapes_that_do_not_fit_are_refused():
         (fit, rows, tokens, [DATA, SCALE], of(0)),
         (fit, rows, tokens, [DATA, SCALE], of(1 << 40)),
     ):
-        refuse(why, "unit_rows", result, [index], operands, **attributes)
+        refuse(why, "unit_rows", result, [index, ALL_ROWS], operands, **attributes)
+    for live in (np.int32(0), np.int32(5), np.float32(1), np.zeros(2, np.int32)):
+        refuse("number of rows", "unit_rows", rows, [tokens, live], [DATA, SCALE], **of(20))
     for why, result, x in (
         ("one int32 for each row", zeros(3, dtype=np.int32), rows),
         ("one int32 for each row", zeros(4), rows),
