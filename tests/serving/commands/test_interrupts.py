@@ -15,7 +15,7 @@ from serving import entry
 ROOT = Path(__file__).parents[3]
 # Interrupts itself when the module of that number is looked for; prints how many were, at the end.
 AT_AN_IMPORT = """
-import os, signal, sys
+import atexit, os, signal, sys
 from serving.entry import main
 class Interrupting:
     looked_for = 0
@@ -24,10 +24,8 @@ class Interrupting:
         if Interrupting.looked_for == int(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
-try:
-    main(sys.argv[2:])
-finally:
-    print(Interrupting.looked_for)
+atexit.register(lambda: print(Interrupting.looked_for))
+main(sys.argv[2:])
 """
 
 
