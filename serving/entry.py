@@ -6,8 +6,8 @@ JAX are imported leaves them incomplete, which ends in crashes. Everywhere else 
 so that unfinished files are removed, and commands may continue (`jaxllm chat`). Python drops an exception
 that is raised in a finalizer or in a callback of the garbage collector: the interrupt is then sent again,
 until it meets code that can end. After an interrupt nothing is torn down: threads of compilers and readers
-still run, and must not outlive what they use. At the end of a command threads are waited for and exit handlers
-run; then the process ends at once, too.
+still run, and must not outlive what they use. At the end of a command threads are waited for and exit
+handlers run; then the process ends at once, too.
 """
 
 import atexit

@@ -150,8 +150,8 @@ class BucketTable:
         self.guard(_refuse)
         for future in self._pending.values():
             future.cancel()
-        self._drop_ahead()
         self._pending.clear()
+        self._drop_ahead()
         self._compiled.clear()
 
     # -- compiling ------------------------------------------------------------------------------
@@ -164,9 +164,7 @@ class BucketTable:
         if not new:
             return
         pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
-        self._pending.update(
-            {bucket: pool.submit(self._build, bucket, self._ahead.pop(bucket, None)) for bucket in new}
-        )
+        self._pending.update({bucket: pool.submit(self._build, bucket) for bucket in new})
         # Its threads end when the queue is empty.
         pool.shutdown(wait=False)
 
@@ -177,16 +175,16 @@ class BucketTable:
         return compiled
 
     def _drop_ahead(self) -> None:
-        for future in self._ahead.values():
-            future.cancel()
-        self._ahead.clear()
+        """Releases buckets that were read ahead in vain."""
+        for bucket in self._ahead.keys() - self._pending.keys():
+            future = self._ahead.pop(bucket, None)
+            if future is not None:
+                future.cancel()
 
-    def _build(
-        self, bucket: Bucket, ahead: concurrent.futures.Future | None = None
-    ) -> tuple[Any, float]:
-        """Reads or compiles a bucket; `ahead` gives it where it is being read."""
+    def _build(self, bucket: Bucket) -> tuple[Any, float]:
         began = time.perf_counter()
         model, store = self._models[bucket.level]
+        ahead = self._ahead.pop(bucket, None)
         compiled = None if ahead is None else ahead.result()
         if compiled is None and store is not None:
             compiled = store.load(bucket)

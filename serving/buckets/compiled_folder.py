@@ -79,9 +79,7 @@ class CompiledBucketFolder:
             _log.debug("%s: %s", self._path(key), error)
             return None
 
-    def unpacked(
-        self, key: str, payload: bytes, device: Device | None = None
-    ) -> jax.stages.Compiled | None:
+    def unpacked(self, key: str, payload: bytes, device: Device | None = None) -> jax.stages.Compiled | None:
         """The compiled bucket of a `payload` for a device (see `load`)."""
         try:
             compiled, arguments, results = pickle.loads(payload)

@@ -1,5 +1,6 @@
 """Measures what holds memory after a start: `jaxllm info --memory`."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class _Phases:
 
     def end(self, name: str) -> ProcessMemory:
         """Ends a phase; memory that it freed is given back before."""
+        gc.collect()
         give_back_memory()
         memory = process_memory()
         self.bytes[name], self._before = memory.anonymous - self._before, memory.anonymous

@@ -12,9 +12,11 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
+from serving.host.machine import share_arenas
+
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-# JAX imports these, and uses them for its own cache's lock, on other devices and in tests of paths alone. They
-# are loaded when an attribute of them is first used.
+# JAX imports these, and uses them for its own cache's lock, on other devices and in tests of paths alone.
+# They are loaded when an attribute of them is first used.
 DEFERRED = frozenset(
     {"filelock", "jaxlib.mosaic.python.mosaic_gpu", "jaxlib.mosaic.python.tpu", "unittest.mock"}
 )
@@ -33,6 +35,8 @@ def import_jax() -> None:
     """
     if "jax" in sys.modules:
         return
+    # Before any thread of JAX allocates.
+    share_arenas()
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -43,8 +43,8 @@ def process_memory() -> ProcessMemory:
         return parsed(_SMAPS.read_text(), _STATUS.read_text())
     except OSError as error:
         raise ConfigError(
-            f"{error.filename}: cannot be read ({error.strerror}); what holds memory is known on Linux alone, "
-            "with /proc mounted"
+            f"{error.filename}: cannot be read ({error.strerror}); what holds memory is known on Linux "
+            "alone, with /proc mounted"
         ) from error
 
 
