@@ -49,7 +49,7 @@ class ControlTokens:
         special: Mapping[str, str],
     ) -> None:
         self._tokenizer, self._json = tokenizer, tokenizer_json
-        self._plain: dict[_Begins, "tokenizers.Tokenizer"] = {}
+        self._plain: dict[_Begins, tokenizers.Tokenizer] = {}
         named = set(special.values())
         self._tokens = {
             number: token
