@@ -56,6 +56,7 @@ class LoadedModel:
         *,
         reserved_bytes: int = 0,
         drafting_level: int = 0,
+        read_ahead: bool = True,
     ) -> None:
         """Places a bundle's weights, and makes a runner for each level.
 
@@ -65,6 +66,7 @@ class LoadedModel:
           progress: called with (stage, done, total).
           reserved_bytes: bytes of `EngineOptions.memory_bytes` that others take.
           drafting_level: a level whose weights stay in memory, to draft with; 0 for none.
+          read_ahead: whether the first buckets are read from disk meanwhile.
         """
         require_not_forked()
         watch_for_forks()
@@ -72,7 +74,6 @@ class LoadedModel:
         self.bundle = bundle
         quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
-        self.tokenizer = Tokenizer(bundle.tokenizer_files())
         if quantized and jax.default_backend() == "cpu" and kernels().missing:
             _say_once(
                 f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
@@ -82,10 +83,24 @@ class LoadedModel:
         self.streamed = streamed_weights(
             bundle, self.options, progress, reserved_bytes=reserved_bytes, level=staying
         )
-        self._frozen = _load(bundle, progress) if self.streamed is None else self.streamed.frozen()
+        # Weights that are used in place are checked while buckets are read.
+        checked_later = self.streamed is None and bundle.read_in_place
+        if self.streamed is not None:
+            self._frozen = self.streamed.frozen()
+        else:
+            self._frozen = bundle.unchecked() if checked_later else _load(bundle, progress)
         self.adapter_digest = ""
         self._levels = Levels(bundle, self.options.levels, self._frozen)
         self.runners = make_runners(bundle, self.options, self._levels, self._adapted({}, 1.0), self.streamed)
+        try:
+            if read_ahead:
+                self.runners.read_ahead()
+            self.tokenizer = Tokenizer(bundle.tokenizer_files())
+            if checked_later:
+                _check(bundle, progress)
+        except BaseException:
+            self.close()
+            raise
         self.load_ms = 1000 * (time.perf_counter() - began)
 
     @property
@@ -130,6 +145,8 @@ class LoadedModel:
         runner, tokens = self.runner(level), None
         if prompt_tokens is None:
             self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
+            # Reading and compiling buckets leaves gaps in memory.
+            give_back_memory()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
             runner.prepare(prompt_tokens, answer, progress)
@@ -237,6 +254,11 @@ def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions
 def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
     loaded = loading(progress, bundle.weight_bytes)
     return bundle.load(on_segment=lambda _, size: loaded(size))
+
+
+def _check(bundle: Bundle, progress: Progress | None) -> None:
+    checked = loading(progress, bundle.weight_bytes)
+    bundle.verify_weights(on_segment=lambda _, size: checked(size))
 
 
 def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:

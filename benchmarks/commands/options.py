@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-DENSE_SHAPES = ("15m", "110m", "250m", "1b")
+DENSE_SHAPES = ("15m", "110m", "250m", "0.5b", "1b")
 MIXTURE_SHAPES = ("moe-1b",)
 PHONES = ("real", "emmc", "eufs")
 BOARDS = ("real", "tx2-ssd", "hdd", "sd")

@@ -67,6 +67,8 @@ SHAPES = {
     "110m": Shape(D=768, L=12, N=12, K=12, H=64, F=2048, tied=True),
     # A small model for a phone: grouped queries, an ffn of 3 D, a head of its own: 258 M parameters.
     "250m": Shape(D=1024, L=16, N=16, K=4, H=64, F=3072),
+    # The sizes of Qwen2.5 0.5B, whose embedding is the head, too, and has a quarter of the parameters.
+    "0.5b": Shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=151936, tied=True),
     # TinyLlama 1.1B.
     "1b": Shape(D=2048, L=22, N=32, K=4, H=64, F=5632),
     # A mixture of 1.2 billion parameters, of which a token uses 265 million.

@@ -122,11 +122,22 @@ class Bundle:
         Raises:
           BundleError: a segment's checksum is wrong.
         """
+        self.verify_weights(on_segment=on_segment)
+        return self.unchecked()
+
+    def verify_weights(self, *, on_segment: Progress | None = None) -> None:
+        """Checks the segments of all parameters.
+
+        Args:
+          on_segment: called with (name, bytes) after each segment.
+
+        Raises:
+          BundleError: a segment's checksum is wrong.
+        """
         for name in dict.fromkeys(tensor.segment for tensor in self.layout.tensors.values()):
             self.verify_segment(name)
             if on_segment is not None:
                 on_segment(name, self.layout.segments[name].size_bytes)
-        return self.unchecked()
 
     def unchecked(self) -> dict[str, Weight]:
         """`load` without checksums: where weights are used in place, nothing is read."""

@@ -9,12 +9,14 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import tokenizers
 
 from jaxllm.text.marked_text import MarkedText
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # How a part begins: with the text, after a special token, or at any other cut.
 _Begins = Literal["text", "section", "rest"]
@@ -41,7 +43,7 @@ class ControlTokens:
 
     def __init__(
         self,
-        tokenizer: tokenizers.Tokenizer,
+        tokenizer: "tokenizers.Tokenizer",
         tokenizer_json: str,
         eos_ids: Sequence[int],
         special: Mapping[str, str],
@@ -144,7 +146,7 @@ class ControlTokens:
         content = self._tokens[number].content
         return content in (written, written if normalizer is None else normalizer.normalize_str(written))
 
-    def _without_control(self, begins: _Begins) -> tokenizers.Tokenizer:
+    def _without_control(self, begins: _Begins) -> "tokenizers.Tokenizer":
         """A copy of the tokenizer that makes no special tokens, for texts that begin in this way.
 
         It is made when content first spells a special token, because it takes the memory of another
@@ -157,7 +159,7 @@ class ControlTokens:
             token["special"] = token["special"] or token["id"] in self._tokens
         for part in ("normalizer", "pre_tokenizer"):
             _prepend_less(data.get(part), begins)
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(data))
+        tokenizer = type(self._tokenizer).from_str(json.dumps(data))
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True

@@ -1,12 +1,14 @@
 """Runs a tokenizer of the `tokenizers` library in this process."""
 
 from collections.abc import Mapping, Sequence
-
-import tokenizers
+from typing import TYPE_CHECKING
 
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.text.control_tokens import ControlTokens, Encoded
 from jaxllm.text.marked_text import MarkedText
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Token ids are int32 in compiled steps.
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -66,12 +68,15 @@ class LibraryTokenizer:
         return self._tokenizer.get_vocab()
 
 
-def parse_tokenizer_json(text: str) -> tokenizers.Tokenizer:
+def parse_tokenizer_json(text: str) -> "tokenizers.Tokenizer":
     """A tokenizer of the `tokenizers` library that neither truncates nor pads.
 
     Raises:
       CheckpointError: `text` is not a `tokenizer.json`.
     """
+    # Here, because a start reads compiled buckets while this library is imported.
+    import tokenizers
+
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
         # A tokenizer.json may have these settings from training; they would silently shorten prompts.

@@ -45,6 +45,7 @@ class BucketTable:
         self._models: dict[int, tuple[Any, BucketStore | None]] = {WHOLE: (model, store)}
         self._compiled: dict[Bucket, Any] = {}
         self._pending: dict[Bucket, concurrent.futures.Future] = {}
+        self._ahead: dict[Bucket, concurrent.futures.Future] = {}
         self._guards: list[Callable[[], None]] = []
 
     def add_level(self, level: int, model: Any, store: BucketStore | None = None) -> None:
@@ -63,6 +64,22 @@ class BucketTable:
         """Whether a bucket is compiled."""
         return bucket in self._compiled
 
+    def read_ahead(self, buckets: Iterable[Bucket]) -> None:
+        """Starts to read buckets that the next `fill` will probably be asked for, and compiles none.
+
+        Their files are read here, and unpacked in threads: that needs no Python.
+        """
+        found = {}
+        for bucket in dict.fromkeys(buckets):
+            store = self._models[bucket.level][1]
+            unpack = None if store is None or bucket in self else store.read(bucket)
+            if unpack is not None:
+                found[bucket] = unpack
+        if found:
+            pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
+            self._ahead.update({bucket: pool.submit(unpack) for bucket, unpack in found.items()})
+            pool.shutdown(wait=False)
+
     def fill(
         self, buckets: Iterable[Bucket], progress: Progress | None = None, *, later: Iterable[Bucket] = ()
     ) -> None:
@@ -76,6 +93,7 @@ class BucketTable:
         missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._compiled]
         began = time.perf_counter()
         self._begin([*missing, *later])
+        self._drop_ahead()
         waiting = {self._pending[bucket]: bucket for bucket in missing}
         try:
             while waiting:
@@ -133,6 +151,7 @@ class BucketTable:
         for future in self._pending.values():
             future.cancel()
         self._pending.clear()
+        self._drop_ahead()
         self._compiled.clear()
 
     # -- compiling ------------------------------------------------------------------------------
@@ -155,10 +174,20 @@ class BucketTable:
         self._compiled[bucket] = compiled
         return compiled
 
+    def _drop_ahead(self) -> None:
+        """Releases buckets that were read ahead in vain."""
+        for bucket in self._ahead.keys() - self._pending.keys():
+            future = self._ahead.pop(bucket, None)
+            if future is not None:
+                future.cancel()
+
     def _build(self, bucket: Bucket) -> tuple[Any, float]:
         began = time.perf_counter()
         model, store = self._models[bucket.level]
-        compiled = None if store is None else store.load(bucket)
+        ahead = self._ahead.pop(bucket, None)
+        compiled = None if ahead is None else ahead.result()
+        if compiled is None and store is not None:
+            compiled = store.load(bucket)
         if compiled is not None:
             self.loaded.add(bucket)
         else:

@@ -66,13 +66,21 @@ class CompiledBucketFolder:
     def load(self, key: str, device: Device | None = None) -> jax.stages.Compiled | None:
         """The compiled bucket of a key for a device (the first one by default); None if no entry can be
         used."""
+        payload = self.payload(key)
+        return None if payload is None else self.unpacked(key, payload, device)
+
+    def payload(self, key: str) -> bytes | None:
+        """The payload of a key's entry, checked; None if no entry can be used."""
         try:
-            payload = self._read(key)
+            return self._read(key)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, struct.error) as error:
             _log.debug("%s: %s", self._path(key), error)
             return None
+
+    def unpacked(self, key: str, payload: bytes, device: Device | None = None) -> jax.stages.Compiled | None:
+        """The compiled bucket of a `payload` for a device (see `load`)."""
         try:
             compiled, arguments, results = pickle.loads(payload)
             return serialize_executable.deserialize_and_load(

@@ -8,11 +8,12 @@ without need costs one compilation, a key that agrees wrongly costs a wrong answ
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -99,8 +100,18 @@ class BucketStore:
 
     def load(self, bucket: Bucket) -> jax.stages.Compiled | None:
         """A compiled bucket from disk; None if it is not there."""
-        where = bucket.placement
-        return self.folder.load(self.key(bucket), None if where is None else where.device)
+        unpack = self.read(bucket)
+        return None if unpack is None else unpack()
+
+    def read(self, bucket: Bucket) -> Callable[[], jax.stages.Compiled | None] | None:
+        """Reads a compiled bucket's file: a function that unpacks it, which takes longer and may run in
+        another thread; None if it is not there."""
+        key, where = self.key(bucket), bucket.placement
+        payload = self.folder.payload(key)
+        if payload is None:
+            return None
+        device = None if where is None else where.device
+        return functools.partial(self.folder.unpacked, key, payload, device)
 
     def store(self, bucket: Bucket, compiled: jax.stages.Compiled) -> None:
         """Writes a compiled bucket to disk."""

@@ -17,11 +17,28 @@ if TYPE_CHECKING:
     from jaxllm.bundle import Bundle
 
 
-@click.command("info", cls=EngineCommand)
+class _InfoCommand(EngineCommand):
+    """`jaxllm info`, which itself imports JAX where it measures that."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command."""
+        if not ctx.params["memory"]:
+            return super().invoke(ctx)
+        if ctx.params["verify"]:
+            raise click.UsageError("give --verify or --memory, not both")
+        from serving.commands.memory import print_memory
+
+        return print_memory(ctx.params["bundle"], as_json=ctx.params["as_json"])
+
+
+@click.command("info", cls=_InfoCommand)
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
+@click.option(
+    "--memory", is_flag=True, help="Start the model, and write what holds memory then, in place of the rest."
+)
 @json_option
-def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
+def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool) -> None:
     """Describe a bundle and this device.
 
     Reads BUNDLE, a file or a packaged model's name (default: default), and writes a line for each fact: its
@@ -30,7 +47,9 @@ def info_command(bundle: Path | None, verify: bool, as_json: bool) -> None:
     \b
     Example:
       jaxllm info model.jaxllm --verify
+      jaxllm info model.jaxllm --memory
     """
+    del memory  # See `_InfoCommand`.
     import jax
 
     from jaxllm.bundle import Bundle

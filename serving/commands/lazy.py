@@ -1,9 +1,6 @@
 """Imports commands when they are used, and JAX when they run: help and usage errors need click alone."""
 
-import gc
 import importlib
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +8,6 @@ import click
 
 # Name of a command -> "module:attribute", and its summary: the first sentence of its help.
 CommandList = Mapping[str, tuple[str, str]]
-
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 class LazyGroup(click.Group):
@@ -56,30 +51,8 @@ class EngineCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
+        # Here, because help and usage errors must not wait for it.
+        from serving.host.jax_import import import_jax
+
         import_jax()
         return super().invoke(ctx)
-
-
-def import_jax() -> None:
-    """Imports JAX without two things that take a tenth of a start each.
-
-    Importing JAX makes half a million objects that live as long as the process: the collector would walk
-    them again and again. And NumPy's BLAS starts a thread per core, which all spin for work at first; what
-    commands multiply in NumPy is small and never timed.
-    """
-    if "jax" in sys.modules:
-        return
-    collecting = gc.isenabled()
-    gc.disable()
-    few_threads = _BLAS_THREADS not in os.environ
-    if few_threads:
-        os.environ[_BLAS_THREADS] = "1"
-    try:
-        import jax  # noqa: F401
-
-        gc.freeze()
-    finally:
-        if few_threads:
-            del os.environ[_BLAS_THREADS]
-        if collecting:
-            gc.enable()

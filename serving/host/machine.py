@@ -10,6 +10,8 @@ from pathlib import Path
 _CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
 # Enough for the first processor's entry; the whole file of a large server takes long to generate.
 _CPUINFO_BYTES = 8192
+# Of glibc's malloc.h, and a number of arenas with which two threads still allocate at once.
+_M_ARENA_MAX, _ARENAS = -8, 2
 _CPUINFO_KEYS = {
     "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
     "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
@@ -35,6 +37,15 @@ def cpu_features() -> list[str]:
     first = text.split("\n\n")[0].splitlines()
     known = [line for line in first if line.partition(":")[0].strip() in _CPUINFO_KEYS]
     return [system.machine, *known] if known else [system.machine, system.node]
+
+
+def share_arenas() -> None:
+    """Has the C library allocate from few arenas, where it can (glibc); those that exist already stay.
+
+    Each thread that reads or compiles a bucket would take an arena of its own, whose gaps no other fills.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def give_back_memory() -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from serving.weights.streamed import StreamedWeights
 
 LevelParams = Mapping[int, Params]
+# Tokens of an answer that fit the shortest cache, and take more than the first token's buckets.
+_SHORT_ANSWER = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +90,11 @@ class Runners:
         runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
         for runner in {each.model.bucket_level: each for each in runners}.values():
             runner.rehearse()
+
+    def read_ahead(self) -> None:
+        """Starts to read the buckets of a short request, which nearly every start needs."""
+        if WHOLE in self.resident:
+            self.buckets.read_ahead(self.resident[WHOLE].request_buckets(1, _SHORT_ANSWER))
 
     def swap(self, params: LevelParams, *, adapted: bool) -> None:
         """Replaces the parameters of all levels.

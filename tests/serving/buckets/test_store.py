@@ -291,6 +291,23 @@ def test_a_damaged_entry_is_compiled_anew(tiny_bundle, filled, compiles):
         assert len(engine.runner.buckets.loaded) == 1 - compiled
 
 
+def test_a_start_reads_ahead_what_a_short_request_needs(tiny_bundle, filled, compiles):
+    with compiles() as count:
+        buckets = Engine.open(tiny_bundle, options=OPTIONS, warm_up=False).runner.buckets
+        ahead = dict(buckets._ahead)
+        assert {type(each) for each in ahead} == {PrefillBucket, SampleBucket, StartBucket, DecodeBucket}
+        # Only what is asked for is there, and the rest is released.
+        buckets.fill([SampleBucket()])
+        assert buckets.loaded == set(buckets.bucket_ms) == {SampleBucket()}
+        assert buckets.get(SampleBucket()) is ahead[SampleBucket()].result()
+        assert not buckets._ahead
+    assert count() == 0
+
+
+def test_nothing_is_read_ahead_that_is_not_there_or_damaged(tiny_bundle, cache):
+    assert not Engine.open(tiny_bundle, options=OPTIONS, warm_up=False).runner.buckets._ahead
+
+
 @pytest.mark.parametrize("how", ["option", "environment"])
 def test_the_switch(tiny_bundle, cache, monkeypatch, how):
     if how == "environment":

@@ -15,7 +15,7 @@ from serving import entry
 ROOT = Path(__file__).parents[3]
 # Interrupts itself when the module of that number is looked for; prints how many were, at the end.
 AT_AN_IMPORT = """
-import os, signal, sys
+import atexit, os, signal, sys
 from serving.entry import main
 class Interrupting:
     looked_for = 0
@@ -24,10 +24,8 @@ class Interrupting:
         if Interrupting.looked_for == int(sys.argv[1]):
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Interrupting())
-try:
-    main(sys.argv[2:])
-finally:
-    print(Interrupting.looked_for)
+atexit.register(lambda: print(Interrupting.looked_for))
+main(sys.argv[2:])
 """
 
 
@@ -182,3 +180,28 @@ def test_at_any_time_of_a_start(tiny_bundle: Path) -> None:
         code, _, err = ended(process)
         assert code in (entry.INTERRUPTED, 0), err
         assert err == ""
+
+
+def test_threads_and_exit_handlers_end_before_the_process_does() -> None:
+    script = """
+import atexit, threading, time
+from serving import entry
+def late():
+    time.sleep(0.2)
+    print("thread")
+atexit.register(print, "handler")
+threading.Thread(target=late).start()
+entry.main(["--version"])
+"""
+    code, out, err = ended(started(script=script))
+    assert (code, out.splitlines()[1:], err) == (0, ["thread", "handler"], "")
+
+
+def test_an_error_of_an_output_is_told() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from serving.entry import main; main(['--version'])"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
