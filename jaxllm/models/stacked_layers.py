@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.quant import Weight, sliced
-from jaxllm.quant.stacked import StackedArray, StackEntry, taken
+from jaxllm.quant.stacked import StackedArray, StackEntry, new_stack, placed, taken, with_row
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +91,9 @@ def stack_layers(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -
     for numbers in members.values():
         rows, count = _rows([layers[number] for number in numbers])
         each = [dict(layers[number]) for number in numbers]
-        stacks.append(jax.tree.map(lambda *column, rows=rows, count=count: _stack(column, rows, count), *each))
+        stacks.append(
+            jax.tree.map(lambda *column, rows=rows, count=count: _stack(column, rows, count), *each)
+        )
         places |= {number: (len(stacks) - 1, row) for number, row in zip(numbers, rows, strict=True)}
     return StackedLayers(tuple(stacks), tuple(alike), tuple(places[number] for number in range(len(layers))))
 
@@ -134,33 +136,3 @@ def _stack(column: Sequence[Any], rows: Sequence[int], count: int) -> jax.Array:
     for row, each in zip(rows, column, strict=True):
         stack = with_row(stack, row, each)
     return placed(stack)
-
-
-def new_stack(count: int, like: Any) -> np.ndarray | jax.Array:
-    """A stack of zeros for `count` arrays of the shape and dtype of `like`: on a CPU host memory, of which
-    the system provides what is written."""
-    shape = (count, *np.shape(like))
-    return np.zeros(shape, like.dtype) if jax.default_backend() == "cpu" else jnp.zeros(shape, like.dtype)
-
-
-def with_row(stack: np.ndarray | jax.Array, row: int, array: Any) -> np.ndarray | jax.Array:
-    """The same stack with an array in a row; the given one is used up."""
-    if isinstance(stack, np.ndarray):
-        stack[row] = np.asarray(array)
-        return stack
-    own = np.asarray(array) if isinstance(array, StackEntry) else array
-    return _with_row(stack, np.int32(row), own)
-
-
-def placed(stack: np.ndarray | jax.Array) -> jax.Array:
-    """The stack on the default device."""
-    if isinstance(stack, jax.Array):
-        return stack
-    return jax.device_put(stack, jax.devices()[0], may_alias=True)
-
-
-def _update(stack: jax.Array, row: jax.Array, array: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, array, row, axis=0)
-
-
-_with_row = jax.jit(_update, donate_argnums=0)

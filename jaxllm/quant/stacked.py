@@ -5,10 +5,11 @@ so that a loop over rows of a weight, or over experts, copies no other part of t
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -109,7 +110,9 @@ class StackEntry:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """The array on the host; on a CPU a view of the stack."""
-        found = np.asarray(self.stack)[self.index] if _on_cpu(self.stack) else np.asarray(self.stack[self.index])
+        found = (
+            np.asarray(self.stack)[self.index] if _on_cpu(self.stack) else np.asarray(self.stack[self.index])
+        )
         return np.array(found, dtype, copy=copy)
 
 
@@ -156,9 +159,66 @@ def part_matrix(part: Part) -> Part:
     return part.matrix if isinstance(part, StackedArray) else part.reshape(-1, part.shape[-1])
 
 
+def stack_entries(layers: Mapping[str, Callable[[], Mapping[str, Any]]]) -> dict[str, Any]:
+    """Stacks the arrays of equal layers, with one layer at a time in memory besides the stacks.
+
+    Args:
+      layers: by the prefix of their parameters' names, a function that gives a layer's weights by their names
+        within it, as host arrays.
+
+    Returns:
+      The weights by name, with arrays that are entries of stacks on the default device.
+    """
+    stacks: Any = None
+    for row, read in enumerate(layers.values()):
+        weights = dict(read())
+        if len(layers) == 1:
+            stacks = jax.tree.map(lambda array: array[None], weights)
+        elif stacks is None:
+            stacks = jax.tree.map(lambda array: new_stack(len(layers), array), weights)
+        if len(layers) > 1:
+            stacks = jax.tree.map(lambda stack, array, row=row: with_row(stack, row, array), stacks, weights)
+    stacks = jax.tree.map(placed, stacks)
+    return {
+        prefix + name: jax.tree.map(lambda stack, row=row: StackEntry(stack, row), weight)
+        for row, prefix in enumerate(layers)
+        for name, weight in stacks.items()
+    }
+
+
+def new_stack(count: int, like: Any) -> np.ndarray | jax.Array:
+    """A stack of zeros for `count` arrays of the shape and dtype of `like`: on a CPU host memory, of which
+    the system provides what is written."""
+    shape = (count, *np.shape(like))
+    return np.zeros(shape, like.dtype) if jax.default_backend() == "cpu" else jnp.zeros(shape, like.dtype)
+
+
+def with_row(stack: np.ndarray | jax.Array, row: int, array: Any) -> np.ndarray | jax.Array:
+    """The same stack with an array in a row; the given one is used up."""
+    if isinstance(stack, np.ndarray):
+        stack[row] = np.asarray(array)
+        return stack
+    own = np.asarray(array) if isinstance(array, StackEntry) else array
+    return _with_row(stack, np.int32(row), own)
+
+
+def placed(stack: np.ndarray | jax.Array) -> jax.Array:
+    """The stack on the default device."""
+    if isinstance(stack, jax.Array):
+        return stack
+    return jax.device_put(stack, jax.devices()[0], may_alias=True)
+
+
 def _stacked(part: Any) -> bool:
     return isinstance(part, StackedArray)
 
 
 def _on_cpu(stack: jax.Array) -> bool:
     return all(device.platform == "cpu" for device in stack.devices())
+
+
+def _update(stack: jax.Array, row: jax.Array, array: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, array, row, axis=0)
+
+
+_with_row = jax.jit(_update, donate_argnums=0)
