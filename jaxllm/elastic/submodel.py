@@ -55,9 +55,9 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
 
     A slice outside of a compiled step is a copy, and on a CPU a slice inside of one is a copy too. So on a
     CPU the prefix of an array becomes an array of its own over the same memory; on other devices, and of
-    layers in stacks, it is marked, and the step slices it. Rows of a mixture's experts are no prefix: their stack
-    stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it is for
-    the whole model.
+    layers in stacks, it is marked, and the step slices it. Rows of a mixture's experts are no prefix: their
+    stack stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it
+    is for the whole model.
     """
     return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
 

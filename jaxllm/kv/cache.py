@@ -260,17 +260,27 @@ def stack_places(cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
     return tuple(places)
 
 
-def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype, mass: bool = False) -> KVCache:
-    """An empty cache for `tokens` positions, with or without their attention mass."""
+def new_cache(
+    cfg: ModelConfig,
+    *,
+    batch: int,
+    tokens: int,
+    dtype: jnp.dtype,
+    mass: bool = False,
+    stacked: bool = True,
+) -> KVCache:
+    """An empty cache for `tokens` positions, with or without their attention mass, and with equal layers in
+    stacks, or each by itself. XLA copies a stack for each layer that a step writes outside of a loop."""
     places, shapes = stack_places(cfg), {}
     for layer, (stack, slot) in enumerate(places):
-        shapes[stack] = (slot + 1, batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
+        own = (batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
+        shapes[stack if stacked else layer] = (slot + 1, *own) if stacked else own
     return KVCache(
         keys=tuple(jnp.zeros(shape, dtype) for shape in shapes.values()),
         values=tuple(jnp.zeros(shape, dtype) for shape in shapes.values()),
         length=jnp.zeros((), jnp.int32),
         mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
-        places=places,
+        places=places if stacked else None,
     )
 
 

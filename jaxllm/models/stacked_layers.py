@@ -129,9 +129,9 @@ def _rows(layers: Sequence[Mapping[str, Weight]]) -> tuple[list[int], int]:
 def _stack(column: Sequence[Any], rows: Sequence[int], count: int) -> jax.Array:
     """A stack of `count` rows with the arrays of a column at `rows`."""
     first = column[0]
-    if all(isinstance(each, StackEntry) and each.stack is first.stack for each in column):
-        if [each.index for each in column] == list(rows):
-            return first.stack
+    entries = [each.index for each in column if isinstance(each, StackEntry) and each.stack is first.stack]
+    if entries == list(rows):
+        return first.stack
     stack = new_stack(count, first)
     for row, each in zip(rows, column, strict=True):
         stack = with_row(stack, row, each)

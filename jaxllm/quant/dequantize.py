@@ -118,8 +118,8 @@ def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Arra
     if isinstance(weight, QArray) and weight.bits == 8 and not weight.group:
         rows, columns = weight.data.shape[-2:]
         if last:
-            taken = weight.data.reshape(-1, columns)[:, index].T
-            return taken.astype(jnp.float32) * weight.scale.reshape(-1)
+            columns_of = weight.data.reshape(-1, columns)[:, index].T
+            return columns_of.astype(jnp.float32) * weight.scale.reshape(-1)
         scale = weight.scale.reshape(-1, columns)[index // rows]
         return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
     dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])

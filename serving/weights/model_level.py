@@ -21,8 +21,8 @@ class ModelLevel:
       level: in percent; 100 is the whole model.
       cfg: the model, or the level's sub-model.
       weights: its parameters by name; those of the whole model if its buckets slice them without a copy.
-      params: `weights` as buckets take them: by address where native kernels read them so, stacked where their
-        arrays are entries of stacks.
+      params: `weights` as buckets take them: by address where native kernels read them so, stacked where
+        their arrays are entries of stacks.
       options: resolved options of the engine.
       weights_version: (level, number of swaps); identifies the weights that computed a cache.
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
