@@ -84,7 +84,7 @@ def stack_layers(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -
     members: dict[Any, list[int]] = {}
     alike = []
     for number, (params, kind) in enumerate(zip(layers, kinds, strict=True)):
-        form = form_of(params)
+        form = _form_of(params)
         alike.append(firsts.setdefault((kind, form), number))
         members.setdefault(form, []).append(number)
     stacks, places = [], dict[int, tuple[int, int]]()
@@ -98,17 +98,18 @@ def stack_layers(layers: Sequence[Mapping[str, Weight]], kinds: Sequence[Any]) -
     return StackedLayers(tuple(stacks), tuple(alike), tuple(places[number] for number in range(len(layers))))
 
 
-def form_of(params: Mapping[str, Weight]) -> Any:
-    """What the parameters of layers in one stack have in common, hashable."""
-    leaves, structure = jax.tree.flatten(dict(params))
-    return structure, tuple((tuple(np.shape(each)), np.dtype(each.dtype).name) for each in leaves)
-
-
 def are_entries(params: Iterable[Weight]) -> bool:
     """Whether some arrays of the weights are entries of stacks, and none is a shape alone."""
     leaves = jax.tree.leaves(list(params))
     shapes = any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves)
     return not shapes and any(isinstance(each, StackEntry) for each in leaves)
+
+
+def _form_of(params: Mapping[str, Weight]) -> Any:
+    """What the parameters of layers in one stack have in common, hashable."""
+    leaves, structure = jax.tree.flatten(dict(params))
+    stacks = tuple(id(each.stack) for each in leaves if isinstance(each, StackEntry))
+    return structure, stacks, tuple((tuple(np.shape(each)), np.dtype(each.dtype).name) for each in leaves)
 
 
 def _entry(name: str, weight: Weight, row: jax.Array) -> Any:
