@@ -6,7 +6,7 @@ so that a loop over rows of a weight, or over experts, copies no other part of t
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class StackedArray:
         """Entries `[start, start + count)` of the leading axis."""
         return self._sliced((start, *(0,) * (self.ndim - 1)), (count, *self.shape[1:]))
 
-    def entry(self, index: jax.Array) -> "StackedArray":
+    def entry(self, index: jax.Array | int) -> "StackedArray":
         """One entry of the leading axis."""
         entries = self.stack.shape[1]
         stack = self.stack.reshape(-1, *self.stack.shape[2:])
@@ -116,6 +116,7 @@ class StackEntry:
         return np.array(found, dtype, copy=copy)
 
 
+Taken = TypeVar("Taken")
 # What stands in a compiled step for an array of a weight.
 Part = jax.Array | StackedArray
 
@@ -125,7 +126,7 @@ def map_parts(function: Callable[..., Any], *weights: Any) -> Any:
     return jax.tree.map(function, *weights, is_leaf=_stacked)
 
 
-def taken(weight: Any) -> Any:
+def taken(weight: Taken) -> Taken:
     """A weight whose entries of stacks are arrays."""
     return map_parts(lambda part: part.array if _stacked(part) else part, weight)
 
@@ -142,7 +143,7 @@ def part_rows(part: Part, start: jax.Array, count: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(part, start, count, axis=0)
 
 
-def part_entry(part: Part, index: jax.Array) -> Part:
+def part_entry(part: Part, index: jax.Array | int) -> Any:
     """One entry of an array's leading axis."""
     if isinstance(part, StackedArray):
         return part.entry(index)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +174,7 @@ def test_what_is_beside_stacks_gets_rows_of_its_own(monkeypatch):
         change = adapted[name]
         whole[name] = Adapted(whole[name], change.left, change.right)
         params[name] = Adapted(params[name], change.left, change.right)
-    stack = by_stacking(whole, cfg)
+    stack: Any = by_stacking(whole, cfg)
     assert [row for _, row in stack[STACK].places] == [0, 1, 2, 3]
     assert len(stack[STACK].stacks) == 2
     same(cfg, params, stack)
