@@ -88,7 +88,7 @@ class LoadedModel:
         if self.streamed is not None:
             self._frozen = self.streamed.frozen()
         else:
-            self._frozen = bundle.unchecked() if checked_later else _load(bundle, progress)
+            self._frozen = bundle.unchecked() if checked_later else _load(bundle, self.options, progress)
         self.adapter_digest = ""
         self._levels = Levels(bundle, self.options.levels, self._frozen)
         self.runners = make_runners(bundle, self.options, self._levels, self._adapted({}, 1.0), self.streamed)
@@ -251,9 +251,10 @@ def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions
     return dataclasses.replace(options, levels=tuple(sorted({*options.levels, *missing})))
 
 
-def _load(bundle: Bundle, progress: Progress | None) -> dict[str, Weight]:
+def _load(bundle: Bundle, options: EngineOptions, progress: Progress | None) -> dict[str, Weight]:
     loaded = loading(progress, bundle.weight_bytes)
-    return bundle.load(on_segment=lambda _, size: loaded(size))
+    stacked = stacks_layers(bundle, options)
+    return bundle.load(stacked=stacked, on_segment=lambda _, size: loaded(size))
 
 
 def _check(bundle: Bundle, progress: Progress | None) -> None:
@@ -269,6 +270,19 @@ def _read_adapter(folder: Path, bundle: Bundle) -> tuple[LoraConfig, Adapter]:
     lora, adapter = read_adapter(folder, bundle.cfg)
     order = read_order(bundle)
     return lora, adapter if order is None else reorder_adapter(adapter, order)
+
+
+def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:
+    """Whether the arrays of layers are stacked when they are loaded, for buckets with code per kind of layer.
+
+    On a CPU a slice of a stack is copied before a product, unless it is converted block by block. Floats of
+    32 bits are not, and bfloat16 weights alias the mapped file, so that both stay as they are. The stages of
+    two processors take weights one by one.
+    """
+    if options.prefill.processors > 1:
+        return False
+    quantized = bundle.layout.weights not in ("f32", "bf16")
+    return jax.default_backend() != "cpu" or (quantized and not kernels().native)
 
 
 @functools.cache

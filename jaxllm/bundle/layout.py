@@ -75,6 +75,12 @@ class Tensor:
     axis: int = 0
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """All but where it is stored, hashable."""
+        arrays = [(each.dtype, tuple(each.shape)) for each in (self.data, self.scale) if each is not None]
+        return (*arrays, self.bits, self.group, self.axis)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of data and scales."""
         return self.data.size_bytes + (0 if self.scale is None else self.scale.size_bytes)

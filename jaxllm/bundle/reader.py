@@ -5,7 +5,9 @@ import json
 import mmap
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +21,7 @@ from jaxllm.files.input_files import open_regular
 from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
 from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, by_form, from_blocks
+from jaxllm.quant.stacked import stack_entries
 from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -109,7 +112,7 @@ class Bundle:
                 f"{self.path}: the tokenizer is malformed ({error!s:.300}); prepare the bundle again"
             ) from error
 
-    def load(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
+    def load(self, *, stacked: bool = False, on_segment: Progress | None = None) -> dict[str, Weight]:
         """All parameters as JAX arrays on the default device.
 
         On a CPU they alias the mapped file: it is read once, for its checksums, and all processes that serve
@@ -117,13 +120,14 @@ class Bundle:
         order, in memory of their own.
 
         Args:
+          stacked: whether equal layers are stacked (see `unchecked`).
           on_segment: called with (name, bytes) after each segment.
 
         Raises:
           BundleError: a segment's checksum is wrong.
         """
         self.verify_weights(on_segment=on_segment)
-        return self.unchecked()
+        return self.unchecked(stacked=stacked)
 
     def verify_weights(self, *, on_segment: Progress | None = None) -> None:
         """Checks the segments of all parameters.
@@ -139,14 +143,22 @@ class Bundle:
             if on_segment is not None:
                 on_segment(name, self.layout.segments[name].size_bytes)
 
-    def unchecked(self) -> dict[str, Weight]:
-        """`load` without checksums: where weights are used in place, nothing is read."""
-        found = {
-            name: _of_host(tensor, self.layout.specs[name].shape, self._view)
-            for name, tensor in self.layout.tensors.items()
+    def unchecked(self, *, stacked: bool = False) -> dict[str, Weight]:
+        """`load` without checksums: where weights are used in place, nothing is read.
+
+        Args:
+          stacked: whether the arrays of layers are entries of stacks (`StackEntry`), one for each array of
+            layers that are stored in the same formats. They are copied one layer at a time.
+        """
+        names = param_specs(self.cfg)
+        if not stacked:
+            return {name: jax.tree.map(_put, self._weight(name)) for name in names}
+        found: dict[str, Any] = {}
+        for layers in self._equal_layers():
+            found |= stack_entries({prefix: partial(self._layer, prefix) for prefix in layers})
+        return {
+            name: found[name] if name in found else jax.tree.map(_put, self._weight(name)) for name in names
         }
-        # Not `tree.map` over the dict, which would sort it.
-        return {name: jax.tree.map(_put, each) for name, each in self._together(found).items()}
 
     def load_all_but_experts(self, *, on_segment: Progress | None = None) -> dict[str, Weight]:
         """`load` without the experts, for a model whose experts are stored apart.
@@ -165,20 +177,44 @@ class Bundle:
                 on_segment(segment, self.layout.segments[segment].size_bytes)
         return found
 
-    def _together(self, found: dict[str, Weight]) -> dict[str, Weight]:
-        """Parameters under the models' names, with experts that are stored apart joined to one weight."""
-        if not self.layout.experts_apart:
-            return found
+    def _weight(self, name: str) -> Weight:
+        """A parameter as host arrays; experts that are stored apart are joined to one weight."""
+        parts = [
+            _of_host(self.layout.tensors[each], self.layout.specs[each].shape, self._view)
+            for each in self._stored_names(name)
+        ]
+        if not self._apart(name):
+            return parts[0]
+        in_blocks = all(isinstance(each, BlockedArray) for each in parts)
+        # Native kernels read each matrix in place; other paths have code per form, over stacks.
+        return Apart(tuple(parts)) if in_blocks else by_form(parts, np.stack)
 
-        def whole(name: str) -> Weight:
-            if ".experts." not in name:
-                return found[name]
-            matrices = tuple(found[expert_parameter(name, each)] for each in range(self.cfg.experts))
-            in_blocks = all(isinstance(each, BlockedArray) for each in matrices)
-            # Native kernels read each matrix in place; other paths have code per form, over stacks.
-            return Apart(matrices) if in_blocks else by_form(matrices, np.stack)
+    def _apart(self, name: str) -> bool:
+        return self.layout.experts_apart and ".experts." in name
 
-        return {name: whole(name) for name in param_specs(self.cfg)}
+    def _stored_names(self, name: str) -> list[str]:
+        """The names of the tensors of a parameter."""
+        if not self._apart(name):
+            return [name]
+        return [expert_parameter(name, each) for each in range(self.cfg.experts)]
+
+    def _layer(self, prefix: str) -> dict[str, Weight]:
+        """The parameters of one layer as host arrays, by their names within it."""
+        names = [name for name in param_specs(self.cfg) if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self._weight(name) for name in names}
+
+    def _equal_layers(self) -> list[list[str]]:
+        """The prefixes of the names of layers, those that are stored in the same formats together."""
+        forms: dict[str, list[Any]] = {}
+        for name in param_specs(self.cfg):
+            if name.startswith("layers."):
+                _, number, within = name.split(".", 2)
+                stored = [self.layout.tensors[each].form for each in self._stored_names(name)]
+                forms.setdefault(f"layers.{number}.", []).append((within, *stored))
+        equal: dict[Any, list[str]] = {}
+        for prefix, form in forms.items():
+            equal.setdefault(tuple(form), []).append(prefix)
+        return list(equal.values())
 
     @property
     def read_in_place(self) -> bool:

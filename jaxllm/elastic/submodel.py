@@ -18,6 +18,7 @@ from jaxllm.kernels.used_units import PARAMETER, counts_of
 from jaxllm.models.layer_stack import STACK, can_be_addressed
 from jaxllm.models.lora import Adapter, summed_factors
 from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.stacked_layers import are_entries
 from jaxllm.quant import Adapted, Weight, first_units, narrow, sliced, take_units
 
 
@@ -53,10 +54,10 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """`sub_model` of parameters in memory, outside of a compiled step, without copying weights.
 
     A slice outside of a compiled step is a copy, and on a CPU a slice inside of one is a copy too. So on a
-    CPU the prefix of an array becomes an array of its own over the same memory; on other devices it is
-    marked, and `sub_model` slices it in the step. Rows of a mixture's experts are no prefix: their stack
-    stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it is for
-    the whole model.
+    CPU the prefix of an array becomes an array of its own over the same memory; on other devices, and of
+    layers in stacks, it is marked, and the step slices it. Rows of a mixture's experts are no prefix: their
+    stack stays whole, and a step cuts an expert when it takes it, which for floats on a CPU is a copy, as it
+    is for the whole model.
     """
     return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
 
@@ -65,7 +66,7 @@ def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """`shared_sub_model` of some of the parameters, such as those of one layer."""
     specs = param_specs(cfg)
     shapes = {name: specs[name].shape for name in params}
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or are_entries(params.values()):
         return {name: _cut(params[name], name, shape, first_units) for name, shape in shapes.items()}
     device = jax.devices()[0]
 

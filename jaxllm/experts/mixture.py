@@ -37,6 +37,7 @@ from jaxllm.quant import (
     entry_of_form,
     unit_at,
 )
+from jaxllm.quant.stacked import part_entry
 
 # The most rows of a tile. Larger tiles make faster products and read weights less often; on average half a
 # tile per expert is padding.
@@ -310,7 +311,7 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
                 for stack, of, number, form in zip(experts.weights, forms, at, kind, strict=True):
                     part = entry_of_form(of, form, number[expert])
                     if isinstance(stack, Adapted):
-                        part = Adapted(part, stack.left[expert], stack.right[expert])
+                        part = Adapted(part, part_entry(stack.left, expert), part_entry(stack.right, expert))
                     parts.append(part)
                 return run(FeedForward(gate=parts[0], up=parts[1], down=parts[2]))
 

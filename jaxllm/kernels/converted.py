@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.quant import QArray, Weight, dequantize
+from jaxllm.quant.stacked import map_parts, part_entry, part_rows, taken
 
 # Converted bytes per block: they stay in a core's second-level cache next to the activations.
 BLOCK_BYTES = 1 << 19
@@ -70,7 +71,7 @@ def stacked_reduction_product(h: jax.Array, weight: QArray) -> jax.Array:
     """
 
     def unit(k: jax.Array, total: jax.Array) -> jax.Array:
-        rows = dataclasses.replace(weight, data=_at(weight.data, k), scale=_at(weight.scale, k))
+        rows = map_parts(lambda part: part_entry(part, k), weight)
         part = jax.lax.dynamic_index_in_dim(h, k, axis=1, keepdims=False)
         part = reduction_product(part, rows)
         return jnp.where(k == 0, part, total + part)
@@ -90,12 +91,12 @@ def _contract(x: jax.Array, dense: jax.Array, axis: int) -> jax.Array:
 def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
     """Rows `[start, start + count)` of a `[R, C]` weight; XLA fuses the slice with its use."""
     if not isinstance(weight, QArray):
-        return jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, start, count, axis=0), weight)
-    data = jax.lax.dynamic_slice_in_dim(weight.data, start, count, axis=0)
+        return map_parts(lambda part: part_rows(part, start, count), weight)
+    data = part_rows(weight.data, start, count)
     if weight.axis == -1:
-        scale = jax.lax.dynamic_slice_in_dim(weight.scale, start, count, axis=0)
+        scale = part_rows(weight.scale, start, count)
     elif weight.group == 0:
-        scale = weight.scale
+        scale = taken(weight.scale)
     else:
         scale = _row_scales(weight, start, count)
         return dataclasses.replace(weight, data=data, scale=scale, group=1)
@@ -105,8 +106,4 @@ def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
 def _row_scales(weight: QArray, start: jax.Array, count: int) -> jax.Array:
     """One scale per row, since a block may begin within a group: `[count, C]`."""
     groups = (start + jnp.arange(count, dtype=jnp.int32)) // weight.group
-    return jnp.take(weight.scale, groups, axis=0, mode="clip")
-
-
-def _at(stack: jax.Array, k: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(stack, k, axis=0, keepdims=False)
+    return jnp.take(taken(weight.scale), groups, axis=0, mode="clip")

@@ -261,18 +261,28 @@ def stack_places(cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
     return tuple(places)
 
 
-def new_cache(cfg: ModelConfig, *, batch: int, tokens: int, dtype: jnp.dtype, mass: bool = False) -> KVCache:
-    """An empty cache for `tokens` positions, with or without their attention mass."""
+def new_cache(
+    cfg: ModelConfig,
+    *,
+    batch: int,
+    tokens: int,
+    dtype: jnp.dtype,
+    mass: bool = False,
+    stacked: bool = True,
+) -> KVCache:
+    """An empty cache for `tokens` positions, with or without their attention mass, and with equal layers in
+    stacks, or each by itself. XLA copies a stack for each layer that a step writes outside of a loop."""
     places, shapes = stack_places(cfg), {}
     for layer, (stack, slot) in enumerate(places):
-        shapes[stack] = (slot + 1, batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
+        own = (batch, cfg.units(layer).kv_heads, tokens, cfg.head_dim)
+        shapes[stack if stacked else layer] = (slot + 1, *own) if stacked else own
     rows = _zeros([*shapes.values()] * 2, dtype)
     return KVCache(
         keys=tuple(rows[: len(shapes)]),
         values=tuple(rows[len(shapes) :]),
         length=jnp.zeros((), jnp.int32),
         mass=jnp.zeros((batch, tokens), jnp.float32) if mass else None,
-        places=places,
+        places=places if stacked else None,
     )
 
 

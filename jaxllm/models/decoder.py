@@ -28,7 +28,7 @@ from jaxllm.models.layer import (
     run_layer,
 )
 from jaxllm.models.layer_params import LayerParams
-from jaxllm.models.layer_stack import STACK, LayerStack, layer_of, one_by_one, over_layers
+from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import (
@@ -312,7 +312,7 @@ def _forward_documents(
         return x, routing
 
     routings: list[Routing] = []
-    if isinstance(params.get(STACK), LayerStack) and not routed:
+    if STACK in params and not (routed or remat):
         x = over_layers(params, cfg, lambda x, own, like, _: run(layer_of(own, like), x, like)[0], x)
     else:
         for layer, weights in enumerate(one_by_one(params, cfg)):

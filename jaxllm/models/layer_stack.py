@@ -1,4 +1,4 @@
-"""The parameters of all layers by address, and a loop over layers.
+"""The parameters of all layers by address or stacked, and a loop over layers.
 
 Layers are equal if their configs, and the names, types and shapes of their parameters are. A step has code
 for each run of equal layers, or of a repeated pattern of layers (`LayerRun`), instead of code for each layer.
@@ -19,9 +19,11 @@ from jaxllm.kernels.used_units import PARAMETER
 from jaxllm.kernels.weight_table import TableArray, WeightTable
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params, param_specs
+from jaxllm.models.stacked_layers import StackedLayer, StackedLayers, stack_layers
 from jaxllm.quant import Adapted, Apart, BlockedArray, Weight
 
-# Name of the parameter that has the layers: a `LayerStack`, or a `LayerAt` in a step of one layer.
+# Name of the parameter that has the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
+# `LayerAt` or `StackedLayer`.
 STACK = "layers"
 Carry = TypeVar("Carry")
 
@@ -146,12 +148,13 @@ def by_address(
     layers = layers_of(params, cfg)
     for layer, further in zip(layers, beside, strict=False):
         layer.update(further)
-    kinds = [
-        (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
-        for layer in range(cfg.layers)
-    ]
-    outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
-    return {**outer, STACK: stack_by_address(layers, kinds)}  # pyright: ignore[reportReturnType]
+    return {**_outside(params), STACK: stack_by_address(layers, _kinds(cfg))}  # pyright: ignore
+
+
+def by_stacking(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
+    """A model's parameters with its layers as `StackedLayers`; see `stack_layers` for what is copied."""
+    stack = stack_layers(layers_of(params, cfg), _kinds(cfg))
+    return {**_outside(params), STACK: stack}  # pyright: ignore[reportReturnType]
 
 
 def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
@@ -205,16 +208,17 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
 
 
 def layer_of(params: Params, layer: int) -> LayerParams:
-    """The parameters of a layer: under its own names, or those of a step of one layer (`LayerAt`)."""
+    """The parameters of a layer: under its own names, or those of a step of one layer (see `STACK`)."""
     found: Any = params.get(STACK)
-    return found.params if isinstance(found, LayerAt) else LayerParams(params, f"layers.{layer}.")
+    one = isinstance(found, LayerAt | StackedLayer)
+    return found.params if one else LayerParams(params, f"layers.{layer}.")
 
 
 def one_by_one(params: Params, cfg: ModelConfig) -> Iterator[Params]:
     """Per layer its parameters alone, for `layer_of`."""
     stack: Any = params.get(STACK)
     for layer in range(cfg.layers):
-        if isinstance(stack, LayerStack):
+        if isinstance(stack, LayerStack | StackedLayers):
             yield {STACK: stack.at(layer)}  # pyright: ignore[reportReturnType]
         else:
             prefix = f"layers.{layer}."
@@ -230,14 +234,14 @@ def over_layers(
     """Runs `body` for each layer, in order.
 
     Args:
-      params: of the model; with its layers as a `LayerStack` under `STACK`, or each by itself.
+      params: of the model; with all its layers under `STACK`, or each by itself.
       cfg: the model.
       body: of (what it returned for the layer before, parameters that `layer_of` takes, a layer that equals
         this one, its number), where only the number may be known at run time alone.
       carry: for the first layer.
     """
     stack: Any = params.get(STACK)
-    if not isinstance(stack, LayerStack):
+    if not isinstance(stack, LayerStack | StackedLayers):
         for layer in range(cfg.layers):
             carry = body(carry, params, layer, layer)
         return carry
@@ -258,6 +262,19 @@ def layer_runs(alike: Sequence[int]) -> list[LayerRun]:
     """The runs of layers, of which `alike` says the first that equals each: at each layer the pattern that
     covers most layers, the shortest of equals."""
     return list(_runs(tuple(alike)))
+
+
+def _kinds(cfg: ModelConfig) -> list[Any]:
+    """Per layer, what makes layers equal besides their parameters."""
+    return [
+        (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
+        for layer in range(cfg.layers)
+    ]
+
+
+def _outside(params: Params) -> dict[str, Weight]:
+    """The parameters outside of layers."""
+    return {name: each for name, each in params.items() if not name.startswith("layers.")}
 
 
 def _runs(alike: tuple[int, ...]) -> Iterator[LayerRun]:

@@ -53,6 +53,7 @@ from jaxllm.quant import (
     dequantize,
     embedding_rows,
 )
+from jaxllm.quant.stacked import StackedArray, map_parts, part_matrix, taken
 
 # Static steps of a feed-forward block: of the inputs of its first products, and of the input of its last.
 Steps = tuple[jax.Array, jax.Array]
@@ -325,7 +326,7 @@ def _to_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None = N
         return _to_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, _as_matrix(weight.left))
     if step is not None:
         if stepwise.in_integers(weight):
-            return stepwise.rows_product(rows, _flat(weight), step)
+            return stepwise.rows_product(rows, _flat(taken(weight)), step)
         rows = stepwise.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
@@ -354,7 +355,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
         return _from_units_by_xla(rows, weight.base, step) + _from_units_by_xla(low, weight.right)
     if step is not None:
         if stepwise.in_integers(weight):
-            return stepwise.reduction_product(rows, weight, step)
+            return stepwise.reduction_product(rows, taken(weight), step)
         rows = stepwise.rounded(rows, step)
 
     def whole(rows: jax.Array, weight: Weight) -> jax.Array:
@@ -373,7 +374,7 @@ def _from_units_by_xla(rows: jax.Array, weight: Weight, step: jax.Array | None =
 
 def _as_matrix(side: jax.Array | OwnProduct) -> jax.Array | OwnProduct:
     """An adapter's left factor `[r, *U]` as `[r, prod(U)]`, the shape that `OwnProduct` needs."""
-    return side if isinstance(side, OwnProduct) else side.reshape(side.shape[0], -1)
+    return side if isinstance(side, OwnProduct) else taken(side).reshape(side.shape[0], -1)
 
 
 def _product(
@@ -384,7 +385,7 @@ def _product(
     by_blocks: Callable[[jax.Array, Weight], jax.Array],
 ) -> jax.Array:
     """The product by the path for this weight and the platform that the step is compiled for."""
-    stored_as_is = isinstance(weight, jax.Array) and weight.dtype == rows.dtype
+    stored_as_is = isinstance(weight, jax.Array | StackedArray) and weight.dtype == rows.dtype
     if stored_as_is or converted.fits_one_block(weight, rows.dtype):
         return whole(rows, weight)
     return on_platform(by_blocks, whole, (rows, weight))
@@ -396,4 +397,4 @@ def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 def _flat(weight: Weight) -> Weight:
     """The weight as a matrix `[R, C]`."""
-    return jax.tree.map(lambda part: part.reshape(-1, part.shape[-1]), weight)
+    return map_parts(part_matrix, weight)

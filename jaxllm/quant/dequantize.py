@@ -14,6 +14,7 @@ from jaxllm.quant.blocks import (
 )
 from jaxllm.quant.formats import QArray, packed_columns
 from jaxllm.quant.parts import entry_of_form, sliced
+from jaxllm.quant.stacked import taken
 from jaxllm.quant.weights import (
     Adapted,
     Apart,
@@ -29,6 +30,7 @@ from jaxllm.quant.weights import (
 
 def dequantize(weight: Weight, dtype: jnp.dtype) -> jax.Array:
     """The weight as floats `[..., R, C]` in `dtype`, any adapter included."""
+    weight = taken(weight)
     if isinstance(weight, Adapted):
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, OwnProduct):
@@ -110,13 +112,14 @@ def contracted_rows(weight: Weight, index: jax.Array, *, last: bool) -> jax.Arra
     Axes("contracted_rows").check(jnp.int32, "N", index=index)
     while isinstance(weight, Changed):
         weight = weight.base
+    weight = taken(weight)
     if isinstance(weight, BlockedArray):
         return take_blocked_inputs(weight, index)
     if isinstance(weight, QArray) and weight.bits == 8 and not weight.group:
         rows, columns = weight.data.shape[-2:]
         if last:
-            taken = weight.data.reshape(-1, columns)[:, index].T
-            return taken.astype(jnp.float32) * weight.scale.reshape(-1)
+            columns_of = weight.data.reshape(-1, columns)[:, index].T
+            return columns_of.astype(jnp.float32) * weight.scale.reshape(-1)
         scale = weight.scale.reshape(-1, columns)[index // rows]
         return weight.data.reshape(-1, columns)[index].astype(jnp.float32) * scale
     dense = dequantize(weight, jnp.dtype(jnp.float32)).reshape(-1, weight.shape[-1])

@@ -15,6 +15,7 @@ from jaxllm.quant.blocks import (
     take_blocked_rows,
 )
 from jaxllm.quant.formats import QArray
+from jaxllm.quant.stacked import map_parts, part_entry, part_first, taken
 from jaxllm.quant.weights import (
     Adapted,
     ByForm,
@@ -35,7 +36,7 @@ def take_units(weight: Weight, count: int) -> Weight:
     if not 1 <= count <= weight.shape[0]:
         raise ConfigError(f"a weight of {weight.shape[0]} units has no first {count}")
     if isinstance(weight, Adapted):
-        return Adapted(take_units(weight.base, count), weight.left[:, :count], weight.right)
+        return Adapted(take_units(weight.base, count), taken(weight.left)[:, :count], weight.right)
     if isinstance(weight, Narrowed):
         return Narrowed(take_units(weight.stack, count), weight.rows)
     if isinstance(weight, FirstUnits):
@@ -45,10 +46,12 @@ def take_units(weight: Weight, count: int) -> Weight:
     if isinstance(weight, QArray):
         units_contracted = weight.axis == -2 and weight.ndim == 2
         if not units_contracted:
-            return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:count])
+            data, scale = part_first(weight.data, count), part_first(weight.scale, count)
+            return dataclasses.replace(weight, data=data, scale=scale)
         scales = -(-count // weight.group) if weight.group else 1
-        return dataclasses.replace(weight, data=weight.data[:count], scale=weight.scale[:scales])
-    return jax.tree.map(lambda part: part[:count], weight)
+        data, scale = part_first(weight.data, count), part_first(weight.scale, scales)
+        return dataclasses.replace(weight, data=data, scale=scale)
+    return map_parts(lambda part: part_first(part, count), weight)
 
 
 def first_units(weight: Weight, count: int) -> Weight:
@@ -106,7 +109,7 @@ def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -
 
 def entry_of_form(weight: ByForm, form: int, index: jax.Array | int) -> Weight:
     """Matrix number `index` `[R, C]` of those of one form."""
-    return jax.tree.map(lambda part: part[index], weight.stacks[form])
+    return map_parts(lambda part: part_entry(part, index), weight.stacks[form])
 
 
 def unit_at(weight: Weight, index: jax.Array) -> Weight:
@@ -116,15 +119,16 @@ def unit_at(weight: Weight, index: jax.Array) -> Weight:
     output axis and no multiple of a panel, units share panels, and the result is a `QArray` of 8 bits.
     """
 
-    def entry(part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(part, index, axis=0, keepdims=False)
+    def entry(part: Any) -> Any:
+        return part_entry(part, index)
 
     if isinstance(weight, Adapted):
         return Adapted(unit_at(weight.base, index), entry(weight.left), entry(weight.right))
     if isinstance(weight, Narrowed):
         return take_units(unit_at(weight.stack, index), weight.rows)
     if not isinstance(weight, BlockedArray):
-        return jax.tree.map(entry, weight)
+        return map_parts(entry, weight)
+    weight = taken(weight)
     units, rows, columns = weight.shape
     if weight.axis == -2:
         # `BlockedArray` has a matrix as a stack of one.

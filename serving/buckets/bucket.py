@@ -12,7 +12,9 @@ import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import part_of_sub_model, sub_model
+from jaxllm.kernels.native import kernels
 from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions, new_cache
+from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.speculative.tree import TokenTree, new_tree
@@ -111,6 +113,8 @@ class ModelShapes:
             batch=1,
             dtype=jnp.dtype(self.options.cache_dtype),
             mass=bool(self.options.kv_codec),
+            # Native attention updates a stack in place; without it only a loop over layers does.
+            stacked=STACK in self.params or kernels().native,
         )
 
     def cache(self, tokens: int) -> KVCache:

@@ -16,7 +16,7 @@ from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.stages import STAGE_PARAMETERS, Stage
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kernels.used_units import PARAMETER
-from jaxllm.models.layer_stack import STACK
+from jaxllm.models.layer_stack import STACK, LayerStack
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, from_blocks
 from serving.buckets.bucket import Bucket, ModelShapes, Placement, position_shapes, shapes_of
@@ -70,7 +70,8 @@ class IntegerStageBucket(Bucket):
         if not self.blocks:
             weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
         # A bucket of all levels has the units of the whole model.
-        own = model.cfg.whole if STACK in model.params else model.cfg
+        by_address = isinstance(model.params.get(STACK), LayerStack)
+        own = model.cfg.whole if by_address else model.cfg
         step = _STEPS[self.stage]
 
         def run(params: Params, *rest: Any) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.models.layer_stack import STACK, LayerStack
 from jaxllm.models.parameters import Params
+from jaxllm.models.stacked_layers import StackedLayers
 from jaxllm.quant import PANEL, BlockedArray, QArray, Weight, blocked_shapes
 from serving.buckets.bucket import shapes_of
 
@@ -16,9 +17,9 @@ EXPERT_PARTS = ("gate", "up", "down")
 
 
 def layer_params(params: Params, layer: int, like: int) -> dict[str, Any]:
-    """The parameters of `layer` for buckets of layer `like`: by address, or under its names."""
+    """The parameters of `layer` for buckets of layer `like`: by address, stacked, or under its names."""
     stack: Any = params.get(STACK)
-    if isinstance(stack, LayerStack):
+    if isinstance(stack, LayerStack | StackedLayers):
         return {STACK: stack.at(layer)}
     prefix = f"layers.{layer}."
     return {

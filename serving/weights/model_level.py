@@ -5,8 +5,9 @@ from typing import Any
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.layer_stack import STACK, LayerStack, by_address, can_be_addressed
+from jaxllm.models.layer_stack import STACK, LayerStack, by_address, by_stacking, can_be_addressed
 from jaxllm.models.parameters import Params
+from jaxllm.models.stacked_layers import StackedLayers, are_entries
 from serving.buckets.bucket import ModelShapes
 from serving.buckets.parts import layer_params
 from serving.buckets.store import params_digest
@@ -20,7 +21,8 @@ class ModelLevel:
       level: in percent; 100 is the whole model.
       cfg: the model, or the level's sub-model.
       weights: its parameters by name; those of the whole model if its buckets slice them without a copy.
-      params: `weights` as buckets take them: by address where native kernels read them so.
+      params: `weights` as buckets take them: by address where native kernels read them so, stacked where
+        their arrays are entries of stacks.
       options: resolved options of the engine.
       weights_version: (level, number of swaps); identifies the weights that computed a cache.
       bucket_level: the level of its buckets: its own, or 100 if all levels share them.
@@ -71,7 +73,7 @@ class ModelLevel:
         """Per layer, the first layer that shares its buckets: with the same names and shapes of parameters
         and the same config."""
         stack: Any = self.params.get(STACK)
-        if isinstance(stack, LayerStack):
+        if isinstance(stack, LayerStack | StackedLayers):
             return stack.alike
         firsts: dict[Any, int] = {}
         cfg = self.bucket_cfg
@@ -90,6 +92,8 @@ class ModelLevel:
     def _for_buckets(self, weights: Params) -> Params:
         if can_be_addressed(weights, self.bucket_cfg):
             return by_address(weights, self.bucket_cfg)
+        if are_entries(weights.values()):
+            return by_stacking(weights, self.bucket_cfg)
         return weights
 
     @property

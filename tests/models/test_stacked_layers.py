@@ -1,0 +1,234 @@
+"""Layers in stacks compute what layers by name do, in code whose length does not follow their number."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jaxllm.config import LayerUnits
+from jaxllm.elastic.submodel import shared_sub_model, sub_model
+from jaxllm.kv.cache import new_cache
+from jaxllm.models import decoder
+from jaxllm.models.layer_stack import STACK, by_stacking, layer_of, one_by_one
+from jaxllm.models.parameters import param_specs
+from jaxllm.quant import Adapted, Bfloat16Bits, OwnProduct, by_form, dequantize, quantize, to_blocks
+from jaxllm.quant.stacked import StackEntry, stack_entries
+from tests.kernels.switching import fall_back
+from tests.models.configs import CAPACITY, CONFIGS, PLAIN, TOKENS, jit, params_of
+
+LAYERS = 4
+DEEP = {
+    name: dataclasses.replace(
+        cfg,
+        layers=LAYERS,
+        attention_windows=tuple(np.resize(cfg.attention_windows, LAYERS).tolist()),
+        sparse_layers=(*cfg.sparse_layers, True, True) if cfg.sparse_layers else (),
+    )
+    for name, cfg in CONFIGS.items()
+}
+BITS = {"int8": 8, "int4": 4, "int2": 2, "blocks": 8}
+
+
+def in_matrices(cfg, store):
+    """A model's parameters with matrices as `store` gives them, by name, floats and axis."""
+    specs, found = param_specs(cfg), {}
+    for name, value in params_of(cfg).items():
+        matrix = specs[name].role != "vector" and name.startswith("layers.")
+        axis = -2 if specs[name].role == "from_units" else -1
+        found[name] = store(name, value, axis) if matrix else value
+    return jax.tree.map(jnp.asarray, found)
+
+
+def stored(form, name, value, axis):
+    if form == "bfloat16":
+        return Bfloat16Bits(value.astype(ml_dtypes.bfloat16).view(np.uint16))
+    if form == "own-product":
+        return OwnProduct(value, plain_product)
+    if form in ("adapted", "adapted-int8"):
+        base = quantize(value, bits=8, axis=axis) if form == "adapted-int8" else value
+        lead = value.shape[:1] if ".experts." in name else ()
+        units = value.shape[len(lead) : -1]
+        noise = np.random.default_rng(len(name)).standard_normal
+        left, right = noise((*lead, 2, *units)), noise((*lead, 2, value.shape[-1]))
+        return Adapted(base, np.float32(0.3 * left), np.float32(0.3 * right))
+    if form == "experts-by-form" and ".experts." in name:
+        wide = [quantize(each, bits=bits, axis=axis) for each, bits in zip(value, (8, 4, 8, 4), strict=False)]
+        return by_form(wide, np.stack)
+    if form in BITS:
+        # Experts are cut one by one, so that their units are in blocks of their own.
+        levels = quantize(value, bits=BITS[form], axis=axis)
+        return to_blocks(levels) if form == "blocks" else levels
+    return value
+
+
+def plain_product(rows, matrix, axis):
+    return rows @ (matrix.T if axis == -1 else matrix)
+
+
+def hidden_states(cfg, params):
+    """Of a prompt in two chunks, the second padded, over a cache; and of a document without one."""
+
+    @jit
+    def run(params):
+        cache = new_cache(cfg, batch=2, tokens=CAPACITY, dtype=jnp.float32, stacked=STACK in params)
+        params = sub_model(params, cfg)
+        first, cache = decoder.forward(params, TOKENS[:, :4], cache, cfg=cfg)
+        second, cache = decoder.forward(params, TOKENS[:, 4:8], cache, cfg=cfg, valid=jnp.int32(3))
+        document = decoder.forward_documents(params, TOKENS, cfg=cfg, differentiable=False)
+        return first, second[:, :3], document, cache.length
+
+    return run(params)
+
+
+def same(cfg, left, right):
+    for a, b in zip(hidden_states(cfg, left), hidden_states(cfg, right), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def entries(params, layers):
+    """The same parameters with those of each group of layers as entries of a stack."""
+    found = dict(params)
+    for group in layers:
+        prefixes = [f"layers.{layer}." for layer in group]
+
+        def of(prefix):
+            return {
+                name.removeprefix(prefix): each for name, each in params.items() if name.startswith(prefix)
+            }
+
+        found |= stack_entries({prefix: functools.partial(of, prefix) for prefix in prefixes})
+    return found
+
+
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4", "adapted"])
+@pytest.mark.parametrize("name", DEEP)
+def test_every_kind_of_decoder_computes_the_same(name, form, monkeypatch):
+    fall_back(monkeypatch)
+    cfg = DEEP[name]
+    params = in_matrices(cfg, functools.partial(stored, form))
+    same(cfg, params, by_stacking(params, cfg))
+
+
+@pytest.mark.parametrize("form", ["int2", "blocks", "own-product", "adapted-int8"])
+def test_every_storage_type_computes_the_same(form, monkeypatch):
+    fall_back(monkeypatch)
+    params = in_matrices(DEEP["plain"], functools.partial(stored, form))
+    same(DEEP["plain"], params, by_stacking(params, DEEP["plain"]))
+
+
+def test_experts_of_several_widths_compute_the_same(monkeypatch):
+    fall_back(monkeypatch)
+    cfg = DEEP["experts"]
+    params = in_matrices(cfg, functools.partial(stored, "experts-by-form"))
+    same(cfg, params, by_stacking(params, cfg))
+
+
+def test_a_product_by_blocks_computes_the_same(monkeypatch):
+    """Of weights larger than a block, whose rows are taken from the stack."""
+    fall_back(monkeypatch)
+    monkeypatch.setattr("jaxllm.kernels.converted.BLOCK_BYTES", 100)
+    cfg = DEEP["plain"]
+    for form in ("int8", "int4", "bfloat16", "adapted-int8"):
+        params = in_matrices(cfg, functools.partial(stored, form))
+        same(cfg, params, by_stacking(params, cfg))
+
+
+LEVEL_UNITS = {
+    "equal": [(1, 6)] * LAYERS,
+    "anchored": [(2, 10), (1, 6), (2, 10), (1, 6)],
+}
+
+
+@pytest.mark.parametrize("units", LEVEL_UNITS)
+@pytest.mark.parametrize("form", ["float32", "int8", "int4", "bfloat16"])
+@pytest.mark.parametrize("name", ["plain", "everything", "experts"])
+def test_a_level_is_a_view_of_the_stacks(name, form, units, monkeypatch):
+    fall_back(monkeypatch)
+    cfg = DEEP[name]
+    level = dataclasses.replace(
+        cfg, layer_units=tuple(LayerUnits(kv_heads=heads, neurons=each) for heads, each in LEVEL_UNITS[units])
+    )
+    params = in_matrices(cfg, functools.partial(stored, form))
+    whole = entries(params, [range(LAYERS)])
+    cut = by_stacking(shared_sub_model(whole, level), level)
+    stacks = {id(leaf.stack) for leaf in jax.tree.leaves(whole) if isinstance(leaf, StackEntry)}
+    assert {id(leaf) for leaf in jax.tree.leaves(cut[STACK])} <= stacks
+    same(level, shared_sub_model(params, level), cut)
+    same(cfg, params, by_stacking(whole, cfg))
+
+
+def test_what_is_beside_stacks_gets_rows_of_its_own(monkeypatch):
+    """Layers of a level that are some rows of a stack, with adapters that are in no stack."""
+    fall_back(monkeypatch)
+    cfg = DEEP["plain"]
+    params = in_matrices(cfg, functools.partial(stored, "int8"))
+    adapted = in_matrices(cfg, functools.partial(stored, "adapted-int8"))
+    whole = entries(params, [range(LAYERS)])
+    for layer in (1, 3):
+        name = f"layers.{layer}.ffn.up"
+        change = adapted[name]
+        whole[name] = Adapted(whole[name], change.left, change.right)
+        params[name] = Adapted(params[name], change.left, change.right)
+    stack: Any = by_stacking(whole, cfg)
+    assert [row for _, row in stack[STACK].places] == [0, 1, 2, 3]
+    assert len(stack[STACK].stacks) == 2
+    same(cfg, params, stack)
+
+
+def test_layers_in_several_stacks_keep_their_order(monkeypatch):
+    fall_back(monkeypatch)
+    cfg = DEEP["plain"]
+    params = in_matrices(cfg, functools.partial(stored, "int8"))
+    same(cfg, params, by_stacking(entries(params, [(0, 3), (1, 2)]), cfg))
+
+
+def test_one_layer_of_a_stack_is_its_parameters():
+    cfg = DEEP["everything"]
+    params = in_matrices(cfg, functools.partial(stored, "int8"))
+    for layer, own in enumerate(one_by_one(by_stacking(params, cfg), cfg)):
+        found, known = layer_of(own, layer), layer_of(params, layer)
+        for name in ("attn.q", "attn.o", "ffn.down"):
+            np.testing.assert_array_equal(
+                dequantize(found[name], jnp.float32), dequantize(known[name], jnp.float32)
+            )
+        np.testing.assert_array_equal(found.vector("attn.q_bias"), known.vector("attn.q_bias"))
+
+
+def test_an_entry_on_the_host_is_a_view():
+    params = entries(in_matrices(PLAIN, functools.partial(stored, "int8")), [range(PLAIN.layers)])
+    entry = params["layers.1.ffn.up"].data
+    assert np.shares_memory(np.asarray(entry), np.asarray(entry.stack))
+    assert entry.nbytes == np.asarray(entry).nbytes
+
+
+def traced(cfg, form="int8"):
+    params = by_stacking(in_matrices(cfg, functools.partial(stored, form)), cfg)
+    cache = new_cache(cfg, batch=1, tokens=CAPACITY, dtype=jnp.float32)
+
+    def step(params, tokens, cache):
+        return decoder.forward(params, tokens, cache, cfg=cfg)
+
+    return jax.jit(step).trace(params, jnp.zeros((1, 4), jnp.int32), cache)
+
+
+@pytest.mark.parametrize("form", ["float32", "int8", "adapted-int8"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_code_does_not_grow_with_layers(platform, form, monkeypatch):
+    fall_back(monkeypatch)
+    deeper = dataclasses.replace(PLAIN, layers=9, attention_windows=())
+    few, many = (
+        traced(cfg, form).lower(lowering_platforms=(platform,)).as_text() for cfg in (DEEP["plain"], deeper)
+    )
+    assert len(few.splitlines()) == len(many.splitlines())
+
+
+def test_a_loop_over_layers_gathers_nothing(monkeypatch):
+    fall_back(monkeypatch)
+    (loop,) = [each for each in traced(DEEP["plain"]).jaxpr.eqns if each.primitive.name in ("scan", "while")]
+    assert "dynamic_slice" in str(loop)
+    assert "gather" not in str(loop)
