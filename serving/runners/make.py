@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from serving.int8_prefill.shared import Int8Shared
     from serving.runners.int8_prefill import Int8Prefill
     from serving.runners.layerwise import LayerwiseRunner
-    from serving.weights.experts.weights import ExpertWeights
-    from serving.weights.streamed import StreamedWeights
+    from serving.weights.footprint import Streamed
 
 LevelParams = Mapping[int, Params]
 # Tokens of an answer that fit the shortest cache, and take more than the first token's buckets.
@@ -122,11 +121,7 @@ class Runners:
 
 
 def make_runners(
-    bundle: Bundle,
-    options: EngineOptions,
-    levels: Levels,
-    params: LevelParams,
-    streamed: "StreamedWeights | ExpertWeights | None",
+    bundle: Bundle, options: EngineOptions, levels: Levels, params: LevelParams, streamed: "Streamed | None"
 ) -> Runners:
     """A runner for each level.
 
@@ -164,9 +159,7 @@ def make_runners(
 # What few models need is imported where they need it, because a start waits for imports.
 
 
-def _layerwise(
-    model: ModelLevel, buckets: BucketTable, streamed: "StreamedWeights | ExpertWeights"
-) -> "LayerwiseRunner":
+def _layerwise(model: ModelLevel, buckets: BucketTable, streamed: "Streamed") -> "LayerwiseRunner":
     from serving.runners.expert_layers import ExpertLayers
     from serving.runners.layerwise import LayerwiseRunner
     from serving.runners.streamed_layers import StreamedLayers

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from serving.weights.experts.weights import ExpertWeights
     from serving.weights.streamed import StreamedWeights
 
+    # Reads weights while the model runs, by pieces or expert by expert.
+    Streamed = StreamedWeights | ExpertWeights
+
 _log = logging.getLogger("jaxllm")
 _FLOAT_BYTES = 4
 
@@ -32,7 +35,7 @@ def streamed_weights(
     *,
     reserved_bytes: int = 0,
     level: ModelConfig | None = None,
-) -> "StreamedWeights | ExpertWeights | None":
+) -> "Streamed | None":
     """Streams a model's weights by pieces, or its experts; None if everything fits into the budget, or if
     there is no budget.
 
