@@ -15,7 +15,7 @@ from jaxllm.bundle.elastic import read_order, require_level
 from jaxllm.config import WHOLE
 from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import kernels
+from jaxllm.kernels import native
 from jaxllm.models.lora import Adapter, LoraConfig, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
@@ -74,9 +74,9 @@ class LoadedModel:
         self.bundle = bundle
         quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
-        if quantized and jax.default_backend() == "cpu" and kernels().missing:
+        if quantized and jax.default_backend() == "cpu" and native.kernels().missing:
             _say_once(
-                f"native CPU kernels are not in use ({kernels().reason}): XLA computes quantized products, "
+                f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized products, "
                 "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
             )
         staying = require_level(bundle, drafting_level) if drafting_level else None
@@ -282,7 +282,7 @@ def stacks_layers(bundle: Bundle, options: EngineOptions) -> bool:
     if options.prefill.processors > 1:
         return False
     quantized = bundle.layout.weights not in ("f32", "bf16")
-    return jax.default_backend() != "cpu" or (quantized and not kernels().native)
+    return jax.default_backend() != "cpu" or (quantized and not native.kernels().native)
 
 
 @functools.cache

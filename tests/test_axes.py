@@ -104,10 +104,10 @@ def test_lengths_are_those_of_the_first_array():
 
 
 CACHE = new_cache(TINY, batch=1, tokens=32, dtype=jnp.float32)
-OTHER_CACHE = jax.tree.map(lambda leaf: leaf[..., :8] if leaf.ndim == 4 else leaf, CACHE)
+OTHER_CACHE = jax.tree.map(lambda leaf: leaf[..., :8] if leaf.ndim == 5 else leaf, CACHE)
 SAMPLER = sampler_state(Sampling(), [], V, 0)
 ONE, YES = np.int32(1), np.True_
-PAST = (CACHE.keys[0], CACHE.values[0])
+PAST = CACHE.past(0)
 AT = TokenPositions.after(ONE, 4, ONE)
 CHUNKS = LayerChunks(ints(2, 3), ints(2), ChunkFormat.named("channel", 16))
 CHUNK = ChunkShape(heads=2, tokens=16, width=8)
@@ -124,7 +124,7 @@ def without_params(function):
 WRONG = {
     "prefill_chunk takes tokens as": (functools.partial(prefill_chunk, **FIXED), ints(4), ONE, YES, CACHE),
     "prefill_chunk takes last as": (functools.partial(prefill_chunk, **FIXED), ints(1, 4), ONE, ONE, CACHE),
-    "prefill_chunk takes keys as [B, K0, S, H] float with B = 1, H = 16, got [1, 2, 32, 8]": (
+    "prefill_chunk takes keys as [*, B, K0, S, H] float with B = 1, H = 16, got [2, 1, 2, 32, 8]": (
         functools.partial(prefill_chunk, **FIXED), ints(1, 4), ONE, YES, OTHER_CACHE,
     ),
     "score_chunk takes targets as": (
@@ -180,10 +180,10 @@ WRONG = {
         without_params(best_confidence), new_tree(ONE, 4), ints(4),
     ),
     "write_rows takes new as [B, K, T, H] float with B = 1, K = 2, H = 16, got [1, 4, 2, 16]": (
-        without_params(write_rows), CACHE.keys[0], floats(1, 4, 2, 16), ONE, ONE,
+        without_params(write_rows), PAST.own[0], floats(1, 4, 2, 16), ONE, ONE,
     ),
     "write takes new as [B, K, T, H] float with B = 1, K = 2, T = 4, H = 16, got [1, 2, 3, 16]": (
-        without_params(AT.write), CACHE.keys[0], floats(1, 2, 3, 16),
+        without_params(AT.write), PAST.own[0], floats(1, 2, 3, 16),
     ),
     "encode takes keys as [N, K, C, H] float with K = 2, C = 16, H = 8, got [3, 16, 2, 8]": (
         without_params(lambda *rows: CODECS["kivi"].encode(*rows, CHUNK, 4)),

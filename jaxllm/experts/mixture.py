@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing
 from jaxllm.kernels import native_experts
 from jaxllm.kernels.platforms import natively
-from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward, feed_forward
+from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import (
     Adapted,
     Apart,
@@ -73,7 +73,6 @@ def mixture(
     norm: Norm,
     routing: Routing,
     experts: FeedForward,
-    activation: Activation,
     *,
     add_input: bool = False,
     live: jax.Array | None = None,
@@ -86,7 +85,6 @@ def mixture(
       norm: of the block.
       routing: of these tokens, computed from `norm(x)`.
       experts: weights `[E, F, D]`, gated, without biases; all together, or all apart.
-      activation: of the gate.
       add_input: whether x is added.
       live: `[T]` bool, False for padding, which visits no expert.
       differentiable: whether gradients may be taken; then all experts are converted to floats first.
@@ -97,9 +95,9 @@ def mixture(
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
     tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
     if differentiable:
-        visits = _all_at_once(normalize(rows, norm), tiles, experts, activation)
+        visits = _all_at_once(normalize(rows, norm), tiles, experts)
     else:
-        visits = _one_by_one(rows, norm, tiles, experts, activation)
+        visits = _one_by_one(rows, norm, tiles, experts)
     residual = rows if add_input else None
     out = sum_visits(visits, tiles, weights, residual, differentiable=differentiable)
     return out.reshape(x.shape)
@@ -208,7 +206,6 @@ def run_tile(
     number: jax.Array,
     out: jax.Array,
     expert: FeedForward,
-    activation: Activation,
 ) -> jax.Array:
     """Runs one tile, and writes its visits into those of the other tiles (see `no_visits`).
 
@@ -219,18 +216,17 @@ def run_tile(
       number: int32 scalar, index of the tile.
       out: visits so far.
       expert: weights `[F, D]` of the tile's expert.
-      activation: of the gate.
     """
     rows, start = x[tiles.token[number]], tiles.start[number]
     size = tiles.size[number]
-    made = feed_forward(rows, norm, expert, activation, add_input=False, rowwise=True, live=size)
+    made = feed_forward(rows, norm, expert, add_input=False, rowwise=True, live=size)
     # The rows after its own belong to other tiles, which may have run already.
     there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
     own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < size
     return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, made, there), start, axis=0)
 
 
-def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: Activation) -> jax.Array:
+def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
     """The visits `[P, D]`, given normed tokens `x` `[M, D]`."""
 
     def of_tiles(weight: Weight | None) -> jax.Array:
@@ -240,16 +236,14 @@ def _all_at_once(x: jax.Array, tiles: Tiles, experts: FeedForward, activation: A
     rows = x[tiles.token]
     gate = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.gate))
     up = jnp.einsum("ntd,nfd->ntf", rows, of_tiles(experts.up))
-    out = jnp.einsum("ntf,nfd->ntd", activate(gate, activation) * up, of_tiles(experts.down))
+    out = jnp.einsum("ntf,nfd->ntd", activate(gate, experts.activation) * up, of_tiles(experts.down))
     places = jnp.arange(tiles.place.size, dtype=jnp.int32)
     tile = jnp.maximum(jnp.searchsorted(tiles.start, places, side="right") - 1, 0)
     row = jnp.minimum(places - tiles.start[tile], np.int32(tiles.token.shape[1] - 1))
     return out[tile, jnp.maximum(row, 0)]
 
 
-def _one_by_one(
-    x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward, activation: Activation
-) -> jax.Array:
+def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
     """The visits, `[P, D]` or more rows, zero where no tile writes, given tokens `x` `[M, D]`."""
 
     def by_loop(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
@@ -257,7 +251,7 @@ def _one_by_one(
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             def run(block: FeedForward) -> jax.Array:
-                return run_tile(x, norm, tiles, i, out, block, activation)
+                return run_tile(x, norm, tiles, i, out, block)
 
             return choose(tiles.expert[i], run)
 
@@ -271,7 +265,7 @@ def _one_by_one(
             _blocks_apart(experts),
             [(each.left, each.right) if isinstance(each, Adapted) else None for each in experts.weights],
             tiles.place.size,
-            activation=activation,
+            activation=experts.activation,
             norm_scale=norm.scale,
             norm_eps=norm.eps,
         )
@@ -313,7 +307,8 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
                     if isinstance(stack, Adapted):
                         part = Adapted(part, part_entry(stack.left, expert), part_entry(stack.right, expert))
                     parts.append(part)
-                return run(FeedForward(gate=parts[0], up=parts[1], down=parts[2]))
+                gate, up, down = parts
+                return run(dataclasses.replace(experts, gate=gate, up=up, down=down))
 
             return branch
 
@@ -330,7 +325,7 @@ def _base(stack: Weight) -> Weight:
 def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> FeedForward:
     """One expert `[F, D]`: `take` applied to each weight of a stack."""
     gate = None if experts.gate is None else take(experts.gate)
-    return FeedForward(up=take(experts.up), down=take(experts.down), gate=gate)
+    return dataclasses.replace(experts, up=take(experts.up), down=take(experts.down), gate=gate)
 
 
 def _tile_rows(pairs: int, experts: int) -> int:

@@ -15,9 +15,9 @@ from jaxllm.kernels import native_experts
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.platforms import natively
 from jaxllm.kernels.weight_table import TableArray
-from jaxllm.nn.layers import Norm
-from jaxllm.nn.layers import normalize as normalized
 from jaxllm.nn.linear import to_units
+from jaxllm.nn.norms import Norm
+from jaxllm.nn.norms import normalize as normalized
 from jaxllm.quant import Weight, dequantize
 
 

@@ -20,8 +20,9 @@ from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import activate, normalize
+from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import add_normed, from_units, to_units
+from jaxllm.nn.norms import normalize
 
 # (layer, index in PRODUCTS, the product's input `[T, inputs]`) -> its results `[T, outputs]`, without biases.
 Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]

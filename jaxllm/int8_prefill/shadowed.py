@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import Activation
 from jaxllm.int8_prefill.shadow import FloatRows, added_by_shadow
 from jaxllm.kernels import native_shadow
 from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively
 from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.nn import linear
-from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward, Steps, in_blocks
+from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import Weight
 
 
@@ -139,7 +139,6 @@ def feed_forward(
     x: jax.Array,
     norm: Norm,
     weights: FeedForward,
-    activation: Activation,
     steps: Steps,
     rows: tuple[FloatRows, FloatRows],
     *,
@@ -162,7 +161,7 @@ def feed_forward(
         first = [weights.up] if weights.gate is None else [weights.gate, weights.up]
         biases = [weights.up_bias] if weights.gate is None else [weights.gate_bias, weights.up_bias]
         products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], used=used, live=live)
-        hidden = activate(products[0], activation)
+        hidden = activate(products[0], weights.activation)
         hidden = hidden if weights.gate is None else hidden * products[1]
         residual = x if add_input else None
         out, inner = from_units(
@@ -194,7 +193,7 @@ def feed_forward(
             steps,
             (rows[0].place, rows[1].place),
             (rows[0].rows, rows[1].rows[0]),
-            activation=activation,
+            activation=weights.activation,
             norm_scale=norm.scale,
             norm_eps=norm.eps,
             residual=add_input,

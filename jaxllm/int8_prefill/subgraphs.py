@@ -25,8 +25,9 @@ from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import activate, normalize
+from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
+from jaxllm.nn.norms import normalize
 
 # Product -> the norm of its input.
 _NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
@@ -159,7 +160,6 @@ def finish(
         x,
         weights.norm("ffn_norm", cfg),
         block_weights(weights, cfg),
-        cfg.activation,
         add_input=not cfg.post_norms,
         used=neurons,
         steps=steps,
@@ -262,7 +262,7 @@ def check_past(axes: Axes, at: TokenPositions, past: Past, mass: jax.Array | Non
 
 
 def block_weights(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
-    """The weights and biases of a layer's feed-forward block."""
+    """The weights, biases and activation of a layer's feed-forward block."""
     first, biases = matrices_of(weights, WIDEN, cfg)
     return FeedForward(
         up=first[-1],
@@ -271,6 +271,7 @@ def block_weights(weights: LayerParams, cfg: ModelConfig) -> FeedForward:
         up_bias=biases[-1],
         down_bias=weights.vector("ffn.down_bias"),
         gate_bias=biases[0] if cfg.gated_ffn else None,
+        activation=cfg.activation,
     )
 
 

@@ -85,7 +85,6 @@ def pass_layer(
         x,
         weights.norm("ffn_norm", cfg),
         block_weights(weights, cfg),
-        cfg.activation,
         (steps[WIDEN], steps[NARROW]),
         (rows[WIDEN], rows[NARROW]),
         add_input=not cfg.post_norms,

@@ -197,6 +197,11 @@ class TokenPositions:
             axes.check(jnp.bool_, "T M", mask=self.tree.mask)
 
     @property
+    def padded(self) -> bool:
+        """Whether some tokens may be padding: a token by itself is real."""
+        return len(self.positions) > 1
+
+    @property
     def rows(self) -> jax.Array:
         """The rows `[T]` of the cache into which new tokens are written."""
         return self.positions if self.tree is None else self.tree.rows

@@ -6,8 +6,7 @@ it. Parameters are those of `parameters.py`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import overload
+from typing import Protocol, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,10 +30,8 @@ from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import STACK, layer_of, one_by_one, over_layers
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.nn.documents import Branches, document_positions
-from jaxllm.nn.layers import (
-    normalize,
-)
 from jaxllm.nn.linear import embed, to_units
+from jaxllm.nn.norms import normalize
 
 
 @overload
@@ -97,9 +94,8 @@ def forward(
     axes.check(jnp.int32, "", valid=valid)
     cache.check(axes)
     count = tokens.shape[1]
-    padded = valid is not None
-    at = TokenPositions.after(cache.length, count, valid if padded else jnp.asarray(count, jnp.int32))
-    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded, row=row)
+    at = TokenPositions.after(cache.length, count, jnp.asarray(count, jnp.int32) if valid is None else valid)
+    x, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, row=row)
     return x, dataclasses.replace(cache, length=cache.length + at.valid)
 
 
@@ -111,7 +107,6 @@ def forward_at(
     *,
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
-    padded: bool = True,
     row: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`forward` of tokens at any positions of a cache; the cache's length stays unchanged.
@@ -119,13 +114,12 @@ def forward_at(
     Args:
       params, tokens, cache, cfg, dtype, row: see `forward`.
       at: positions of the tokens (see `forward_layer`).
-      padded: whether some tokens may be padding.
     """
     axes = Axes("forward_at", H=cfg.head_dim)
     axes.check(jnp.int32, "B T", tokens=tokens)
     at.check(axes)
     cache.check(axes)
-    live = at.valid if padded and tokens.shape[0] == 1 else None
+    live = at.valid if at.padded and tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live)
     rotaries = rotary_by_rope(at.positions, cfg)
 
@@ -135,9 +129,7 @@ def forward_at(
         (x, cache), weights = carry, layer_of(own, like)
         past = cache.past(like, number)
         rotary = rotaries.get(cfg.layer_rope(like))
-        x, past, mass = forward_layer(
-            weights, x, at, past, cache.mass, cfg=cfg, layer=like, padded=padded, rotary=rotary
-        )
+        x, past, mass = forward_layer(weights, x, at, past, cache.mass, cfg=cfg, layer=like, rotary=rotary)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass)
 
     x, cache = over_layers(params, cfg, layer, (x, cache))
@@ -174,13 +166,13 @@ def forward_layer(
     *,
     cfg: ModelConfig,
     layer: int,
-    padded: bool = True,
     rotary: CosSin | None = None,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """One layer of `forward`, over new tokens at any positions of a cache.
 
     The positions need not be consecutive. Keys and values of the new tokens are written first; then each
-    token attends to every position up to its own, all of which must be filled by then. Nodes of a tree give
+    token attends to every position up to its own, all of which must be filled by then. Outputs of padding are
+    undefined. Nodes of a tree give
     what each would give alone, bit for bit where native kernels compute them.
 
     Args:
@@ -191,14 +183,13 @@ def forward_layer(
       mass: see `KVCache`; None if attention mass is not counted.
       cfg: the model.
       layer: its index, or that of a layer that equals it.
-      padded: whether some tokens may be padding; outputs of padding are undefined.
       rotary: the layer's cos and sin of the positions, if they are known (see `rotary_by_rope`).
 
     Returns:
       The next layer's input `[B, T, D]`, the updated keys and values, and the updated mass.
     """
     attend = functools.partial(attend_cache, cfg=cfg, layer=layer, at=at, past=past, mass=mass, rotary=rotary)
-    valid = at.valid if padded else None
+    valid = at.valid if at.padded else None
     x, (past, mass), _ = run_layer(weights, x, cfg, layer, attend, valid=valid, rowwise=at.tree is not None)
     return x, past, mass
 
@@ -251,7 +242,13 @@ def forward_documents(
     Returns:
       Hidden states after the final norm `[B, T, D]`.
     """
-    return _forward_documents(params, tokens, starts, branches, cfg, dtype, remat, differentiable)[0]
+    inputs = tokens, starts, branches
+    x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
+    if STACK in params and not remat:
+        x = over_layers(params, cfg, lambda x, own, like, _: run(own, x, like=like)[0], x)
+    else:
+        x, _ = _layer_by_layer(params, x, run, cfg, remat)
+    return normalize(x, LayerParams(params, "").norm("final_norm", cfg))
 
 
 def forward_documents_with_routing(
@@ -274,22 +271,30 @@ def forward_documents_with_routing(
     """
     if not cfg.experts:
         raise ConfigError("a model without experts has no routing; call forward_documents")
-    hidden, routings = _forward_documents(params, tokens, starts, None, cfg, dtype, remat, True, routed=True)
+    x, run = _begin_documents(params, tokens, starts, None, cfg=cfg, dtype=dtype, differentiable=True)
+    x, routings = _layer_by_layer(params, x, run, cfg, remat)
+    hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
     return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)
 
 
-def _forward_documents(
+class _DocumentLayer(Protocol):
+    """One layer over documents: its parameters, and its input `[B, T, D]`, to the next layer's input, and its
+    routing if it is sparse."""
+
+    def __call__(self, own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]: ...
+
+
+def _begin_documents(
     params: Params,
     tokens: jax.Array,
     starts: jax.Array | None,
     branches: Branches | None,
+    *,
     cfg: ModelConfig,
     dtype: jnp.dtype,
-    remat: bool,
     differentiable: bool,
-    routed: bool = False,
-) -> tuple[jax.Array, list[Routing]]:
-    """`forward_documents`, and if `routed` the routing of each sparse layer."""
+) -> tuple[jax.Array, _DocumentLayer]:
+    """The first layer's input, and what runs a layer."""
     axes = Axes("forward_documents")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
     if branches is not None:
@@ -297,9 +302,8 @@ def _forward_documents(
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
     positions = document_positions(starts, branches)
     rotaries = rotary_by_rope(positions, cfg)
-    x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype)
 
-    def run(weights: LayerParams, x: jax.Array, like: int) -> tuple[jax.Array, Routing | None]:
+    def run(own: Params, x: jax.Array, *, like: int) -> tuple[jax.Array, Routing | None]:
         attend = functools.partial(
             attend_documents,
             cfg=cfg,
@@ -308,29 +312,23 @@ def _forward_documents(
             branches=branches,
             window=cfg.attention_windows[like],
         )
-        x, _, routing = run_layer(weights, x, cfg, like, attend, differentiable=differentiable)
+        x, _, routing = run_layer(layer_of(own, like), x, cfg, like, attend, differentiable=differentiable)
         return x, routing
 
+    return embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), run
+
+
+def _layer_by_layer(
+    params: Params, x: jax.Array, run: _DocumentLayer, cfg: ModelConfig, remat: bool
+) -> tuple[jax.Array, list[Routing]]:
+    """The last layer's output, and the routing of each sparse layer; `remat`: see `forward_documents`."""
     routings: list[Routing] = []
-    if STACK in params and not (routed or remat):
-        x = over_layers(params, cfg, lambda x, own, like, _: run(layer_of(own, like), x, like)[0], x)
-    else:
-        for layer, weights in enumerate(one_by_one(params, cfg)):
-            # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
-            step = functools.partial(_of_layer, run=run, like=layer)
-            x, routing = (jax.checkpoint(step) if remat else step)(weights, x)
-            routings += [] if routing is None else [routing]
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg)), routings
-
-
-def _of_layer(
-    weights: Params,
-    x: jax.Array,
-    *,
-    run: Callable[[LayerParams, jax.Array, int], tuple[jax.Array, Routing | None]],
-    like: int,
-) -> tuple[jax.Array, Routing | None]:
-    return run(layer_of(weights, like), x, like)
+    for layer, own in enumerate(one_by_one(params, cfg)):
+        # `jax.checkpoint` keeps every argument, so that a layer is given its own parameters alone.
+        step = functools.partial(run, like=layer)
+        x, routing = (jax.checkpoint(step) if remat else step)(own, x)
+        routings += [] if routing is None else [routing]
+    return x, routings
 
 
 def logits(

@@ -14,15 +14,9 @@ from jaxllm.kernels.used_units import UsedUnits
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.nn.documents import Branches, document_attention
-from jaxllm.nn.layers import (
-    AttentionOptions,
-    Heads,
-    cached_attention,
-    normalize,
-    rotary_cos_sin,
-    rotate,
-)
+from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, rotary_cos_sin, rotate
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
+from jaxllm.nn.norms import normalize
 
 CosSin = tuple[jax.Array, jax.Array]
 Kept = TypeVar("Kept")
@@ -187,12 +181,11 @@ def _ffn(
         up_bias=weights.vector("ffn.up_bias"),
         down_bias=weights.vector("ffn.down_bias"),
         gate_bias=weights.vector("ffn.gate_bias") if gated else None,
+        activation=cfg.activation,
     )
     norm, (_, used) = weights.norm("ffn_norm", cfg), weights.used
     add_input = not cfg.post_norms
-    return feed_forward(
-        x, norm, block, cfg.activation, add_input=add_input, used=used, rowwise=rowwise, live=live
-    )
+    return feed_forward(x, norm, block, add_input=add_input, used=used, rowwise=rowwise, live=live)
 
 
 def _experts(
@@ -206,13 +199,13 @@ def _experts(
     """Mixture of experts of `x` `[B, T, D]`, and the routing; x is added here unless a norm comes between."""
     norm = weights.norm("ffn_norm", cfg)
     routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
-    block = FeedForward(up=weights["experts.up"], down=weights["experts.down"], gate=weights["experts.gate"])
+    up, down, gate = (weights[f"experts.{part}"] for part in ("up", "down", "gate"))
+    block = FeedForward(up=up, down=down, gate=gate, activation=cfg.activation)
     out = mixture(
         x,
         norm,
         routing,
         block,
-        cfg.activation,
         add_input=not cfg.post_norms,
         live=live,
         differentiable=differentiable,

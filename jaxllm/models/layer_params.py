@@ -9,7 +9,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.kernels.native_call import value
 from jaxllm.kernels.used_units import PARAMETER, UsedUnits, used_units
 from jaxllm.kernels.weight_table import Operand, TableArray
-from jaxllm.nn.layers import Norm
+from jaxllm.nn.norms import Norm
 from jaxllm.quant import Weight
 
 

@@ -42,7 +42,8 @@ from jaxllm.kernels import converted, native, native_products, stepwise
 from jaxllm.kernels.native_operands import Adaptable
 from jaxllm.kernels.platforms import natively, on_platform
 from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.layers import activate
+from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import (
     Adapted,
     BlockedArray,
@@ -62,7 +63,7 @@ Steps = tuple[jax.Array, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """Weights `[F, D]` and biases of a feed-forward block, gated or plain (`gate` None)."""
+    """Weights `[F, D]`, biases and activation of a feed-forward block, gated or plain (`gate` None)."""
 
     up: Weight
     down: Weight
@@ -70,6 +71,7 @@ class FeedForward:
     up_bias: jax.Array | None = None
     down_bias: jax.Array | None = None
     gate_bias: jax.Array | None = None
+    activation: Activation = dataclasses.field(default="silu", metadata={"static": True})
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -213,7 +215,6 @@ def feed_forward(
     x: jax.Array,
     norm: Norm,
     weights: FeedForward,
-    activation: Activation,
     *,
     add_input: bool,
     used: UsedUnits | None = None,
@@ -229,15 +230,13 @@ def feed_forward(
         shared = {"used": options.used, "live": options.live, "rowwise": rowwise}
         if weights.gate is None:
             (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), step=step, **shared)
-            hidden = activate(up, activation)
+            hidden = activate(up, weights.activation)
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
             gate, up = normed_to_units(x, norm, both, biases, step=step, **shared)
-            hidden = activate(gate, activation) * up
-        residual = x if add_input else None
-        return from_units(
-            hidden, weights.down, weights.down_bias, residual=residual, step=hidden_step, **shared
-        )
+            hidden = activate(gate, weights.activation) * up
+        shared |= {"residual": x if add_input else None}
+        return from_units(hidden, weights.down, weights.down_bias, step=hidden_step, **shared)
 
     def together(x: jax.Array, norm: Norm, weights: FeedForward, options: _BlockOptions) -> jax.Array:
         fused = norm.bias is None
@@ -247,7 +246,7 @@ def feed_forward(
             weights.gate,  # pyright: ignore[reportArgumentType]: all are in blocks
             weights.up,  # pyright: ignore[reportArgumentType]
             weights.down,  # pyright: ignore[reportArgumentType]
-            activation=activation,
+            activation=weights.activation,
             norm_scale=norm.scale if fused else None,
             norm_eps=norm.eps,
             residual=add_input and fused,

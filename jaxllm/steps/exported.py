@@ -67,7 +67,7 @@ def run_step(
     real = input_pos == start + jnp.arange(count, dtype=jnp.int32)
     at = TokenPositions.after(start, count, jnp.sum(real, dtype=jnp.int32))
     params = (params_of or with_adapters)(weights, cfg)
-    return _step(params, caches, tokens, at, cfg, dtype, with_logits, padded=count > 1)
+    return _step(params, caches, tokens, at, cfg, dtype, with_logits)
 
 
 def run_tree(
@@ -101,7 +101,7 @@ def run_tree(
     real = jnp.sum(jnp.any(mask, axis=1), dtype=jnp.int32)
     at = TokenPositions(input_pos, real, TreePositions(base, rows, mask), consecutive=True)
     params = (params_of or with_adapters)(weights, cfg)
-    return _step(params, caches, tokens, at, cfg, dtype, with_logits=True, padded=True)
+    return _step(params, caches, tokens, at, cfg, dtype, with_logits=True)
 
 
 def _step(
@@ -112,15 +112,13 @@ def _step(
     cfg: ModelConfig,
     dtype: jnp.dtype,
     with_logits: bool,
-    *,
-    padded: bool,
 ) -> dict[str, jax.Array]:
     cache = KVCache(
         keys=tuple(caches[KEYS.format(layer)] for layer in range(cfg.layers)),
         values=tuple(caches[VALUES.format(layer)] for layer in range(cfg.layers)),
         length=at.positions[0],
     )
-    hidden, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype, padded=padded)
+    hidden, cache = forward_at(params, tokens, cache, at, cfg=cfg, dtype=dtype)
     out = {KEYS.format(layer): each for layer, each in enumerate(cache.keys)}
     out |= {VALUES.format(layer): each for layer, each in enumerate(cache.values)}
     if with_logits:

@@ -15,7 +15,7 @@ from jaxllm.models.decoder import embed_tokens, logits
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of, over_layers
 from jaxllm.models.parameters import Params
-from jaxllm.nn.layers import normalize
+from jaxllm.nn.norms import normalize
 
 # A layer's results, the cache, and the counts of outliers so far.
 _Carry = tuple[jax.Array, KVCache, jax.Array]

@@ -22,8 +22,8 @@ from jaxllm.models.layer import chosen_experts
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params, head_name
-from jaxllm.nn.layers import normalize
 from jaxllm.nn.linear import FeedForward
+from jaxllm.nn.norms import normalize
 from jaxllm.quant import Weight
 
 
@@ -160,10 +160,10 @@ def expert_tile(
     axes = Axes("expert_tile", D=cfg.hidden_size, k=cfg.experts_per_token)
     tokens.check(axes)
     axes.check(jnp.int32, "", number=number)
-    block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"])
+    block = FeedForward(up=expert["up"], down=expert["down"], gate=expert["gate"], activation=cfg.activation)
     rows = tokens.x.reshape(-1, tokens.x.shape[-1])
     scale = LayerParams(norm, "").norm("ffn_norm", cfg)
-    return run_tile(rows, scale, tokens.tiles, number, out, block, cfg.activation)
+    return run_tile(rows, scale, tokens.tiles, number, out, block)
 
 
 def combine_experts(tokens: AtExperts, out: jax.Array) -> jax.Array:
@@ -235,12 +235,11 @@ def one_layer(
     *,
     cfg: ModelConfig,
     layer: int,
-    padded: bool,
 ) -> tuple[jax.Array, Past, jax.Array | None]:
     """`decoder.forward_layer` of the parameters of one layer (see `layer_of`)."""
     _check_layer("one_layer", x, at, past, cfg)
     weights = layer_of(params, layer)
-    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer, padded=padded)
+    return forward_layer(weights, x, at, past, mass, cfg=cfg, layer=layer)
 
 
 def _check_layer(step: str, x: jax.Array, at: TokenPositions, past: Past, cfg: ModelConfig) -> None:

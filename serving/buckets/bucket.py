@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.submodel import part_of_sub_model, sub_model
-from jaxllm.kernels.native import kernels
+from jaxllm.kernels import native
 from jaxllm.kv.cache import KVCache, Past, TokenPositions, TreePositions, new_cache
 from jaxllm.models.layer_stack import STACK
 from jaxllm.models.parameters import Params
@@ -114,7 +114,7 @@ class ModelShapes:
             dtype=jnp.dtype(self.options.cache_dtype),
             mass=bool(self.options.kv_codec),
             # Native attention updates a stack in place; without it only a loop over layers does.
-            stacked=STACK in self.params or kernels().native,
+            stacked=STACK in self.params or native.kernels().native,
         )
 
     def cache(self, tokens: int) -> KVCache:

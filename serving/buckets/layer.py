@@ -138,6 +138,6 @@ def _lowered_layer(
     model: ModelShapes, layer: int, tokens: int, at: TokenPositions, past: Past, mass: Any
 ) -> jax.stages.Lowered:
     """One layer over `tokens` tokens at positions, with attention mass by position or by node."""
-    step = functools.partial(one_layer, cfg=model.cfg, layer=layer, padded=tokens > 1)
+    step = functools.partial(one_layer, cfg=model.cfg, layer=layer)
     weights = layer_shapes(model.params, layer)
     return model.jitted_part(step, 1, 3, 4).lower(weights, model.hidden(tokens), at, past, mass)

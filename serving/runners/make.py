@@ -8,7 +8,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.prefill import release_prefill
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
-from jaxllm.kernels.native import kernels
+from jaxllm.kernels import native
 from jaxllm.models.parameters import Params
 from serving.buckets.bucket_table import BucketTable
 from serving.buckets.compiled_folder import CompiledBucketFolder
@@ -184,7 +184,7 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
     folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.buckets_bytes or 0)
     if folder is not None:
         store = BucketStore.of_model(
-            folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(kernels())
+            folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(native.kernels())
         )
     buckets = BucketTable(whole.shapes, store)
     for level, model in models.items():

@@ -12,8 +12,9 @@ from jax.extend.core import jaxprs_in_params
 
 from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
 from jaxllm.experts.routing import Routing, route
-from jaxllm.nn.layers import Norm, activate, normalize
+from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward
+from jaxllm.nn.norms import Norm, normalize
 from jaxllm.quant import Apart, Bfloat16Bits, by_form, dequantize, quantize, to_blocks, unit_at
 from tests.kernels.switching import fall_back, needs_native
 from tests.variants import every_variant
@@ -51,7 +52,7 @@ def _routed(x, choices, normalize_weights):
 
 @functools.partial(jax.jit, static_argnames="differentiable")
 def mix(x, routing, experts=EXPERTS, live=None, *, differentiable=False):
-    return mixture(x, NORM, routing, experts, "silu", live=live, differentiable=differentiable)
+    return mixture(x, NORM, routing, experts, live=live, differentiable=differentiable)
 
 
 def naive(x, routing, experts=EXPERTS):
@@ -320,7 +321,7 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
     @jax.jit
     def layer(x):
         routing = route(x, ROUTER, experts_per_token=2, normalize=True, norm=NORM)
-        return mixture(x, NORM, routing, block, "silu", add_input=True)
+        return mixture(x, NORM, routing, block, add_input=True)
 
     x = draw(1, 33, D)
     alone = np.concatenate([layer(x[:, t : t + 1]) for t in range(33)], axis=1)

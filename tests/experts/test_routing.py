@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxllm.experts.routing import Routing, expert_shares, load_balancing_loss, route, router_z_loss
-from jaxllm.nn.layers import Norm, rms_norm
+from jaxllm.nn.norms import Norm, rms_norm
 from tests.kernels.switching import needs_native
 from tests.variants import every_variant
 

@@ -7,8 +7,8 @@ import pytest
 from jaxllm.int8_prefill import shadowed
 from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.kernels.used_units import UsedUnits
-from jaxllm.nn.layers import Norm
 from jaxllm.nn.linear import FeedForward
+from jaxllm.nn.norms import Norm
 from jaxllm.quant import Adapted
 from tests.kernels.drawing import answers, floats, weight_of
 from tests.kernels.test_steps import plain, stepped
@@ -117,7 +117,7 @@ def test_blocks(gated):
     steps = np.float32(0.05), np.float32(4.0 if gated else 0.1)
     outer = float_rows(draw, 300, [70] * (1 + gated), np.arange(0, 300, 2))
     inner = float_rows(draw, 70, [300], np.arange(1, 70, 2))
-    block = FeedForward(up=up, down=down, gate=gate if gated else None)
+    block = FeedForward(up=up, down=down, gate=gate if gated else None, activation="relu")
     seen = x.astype(np.float64) / np.sqrt(np.square(x.astype(np.float64)).mean(-1, keepdims=True) + 1e-5)
     seen *= scale
     products = []
@@ -133,7 +133,7 @@ def test_blocks(gated):
     assert min(counts) > 0
     found = answers(
         lambda x, scale, block, steps, rows: shadowed.feed_forward(
-            x, Norm(scale=scale, bias=None, eps=1e-5), block, "relu", steps, rows, add_input=True
+            x, Norm(scale=scale, bias=None, eps=1e-5), block, steps, rows, add_input=True
         ),
         x,
         scale,

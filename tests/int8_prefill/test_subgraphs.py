@@ -21,7 +21,7 @@ from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_params import LayerParams
 from jaxllm.models.parameters import param_specs
-from jaxllm.nn.layers import normalize
+from jaxllm.nn.norms import normalize
 from jaxllm.quant import quantize, to_blocks
 from tests.kernels.drawing import jit
 from tests.tiny import TINY, random_params

@@ -192,12 +192,14 @@ def test_a_prefix_is_read_in_place():
 def test_doors_of_a_graph_read_in_place():
     draw = np.random.default_rng(0)
     weights = linear.FeedForward(
-        up=weight_of(draw, (512, 256), (8, 0), -1), down=weight_of(draw, (512, 256), (8, 0), -2)
+        up=weight_of(draw, (512, 256), (8, 0), -1),
+        down=weight_of(draw, (512, 256), (8, 0), -2),
+        activation="relu",
     )
     norm = linear.Norm(scale=floats(draw, 256), bias=None, eps=1e-5)
 
     def door(x, norm, weights):
-        return linear.feed_forward(x, norm, weights, "relu", add_input=True)
+        return linear.feed_forward(x, norm, weights, add_input=True)
 
     graph = jax.jit(door).lower(floats(draw, 1, 256), norm, weights).compile()
     assert graph.memory_analysis().temp_size_in_bytes < 16 << 10

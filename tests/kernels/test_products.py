@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jaxllm.kernels import native_products
 from jaxllm.nn import linear
-from jaxllm.nn.layers import Norm
+from jaxllm.nn.norms import Norm
 from tests.kernels import oracle
 from tests.kernels.drawing import WIDTHS, answers, floats, weight_of
 from tests.kernels.switching import NATIVE, needs_native
@@ -155,8 +155,8 @@ def check_feed_forward(width, neurons, rows, form, seed, *, activation, gated, n
         )
 
     def door(x, scale, gate, up, down):
-        weights = linear.FeedForward(up=up, down=down, gate=gate)
-        return linear.feed_forward(x, Norm(scale, None, EPS), weights, activation, add_input=add)
+        weights = linear.FeedForward(up=up, down=down, gate=gate, activation=activation)
+        return linear.feed_forward(x, Norm(scale, None, EPS), weights, add_input=add)
 
     gate = gate if gated else None
     found = answers(door if xla else by_kernel, x, scale if norm else None, gate, up, down, xla=xla)

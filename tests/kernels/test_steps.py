@@ -8,8 +8,9 @@ import pytest
 
 from jaxllm.kernels import stepwise
 from jaxllm.nn import linear
-from jaxllm.nn.layers import Norm, activate
+from jaxllm.nn.layers import activate
 from jaxllm.nn.linear import FeedForward
+from jaxllm.nn.norms import Norm
 from jaxllm.quant import Adapted, dequantize, quantize
 from tests.kernels.drawing import answers, floats, weight_of
 
@@ -68,12 +69,12 @@ def test_blocks(gated):
     gate, up = (weight_of(draw, (70, 300), (8, 0), -1) for _ in range(2))
     down = weight_of(draw, (70, 300), (8, 0), -2)
     x, scale = floats(draw, 19, 300), np.abs(floats(draw, 300))
-    block = FeedForward(up=up, down=down, gate=gate if gated else None)
+    block = FeedForward(up=up, down=down, gate=gate if gated else None, activation="relu")
     norm = Norm(scale=scale, bias=None, eps=1e-5)
     steps = np.float32(0.03), np.float32(2.0 if gated else 0.1)
 
     def door(x, norm, block, steps):
-        return linear.feed_forward(x, norm, block, "relu", add_input=True, steps=steps)
+        return linear.feed_forward(x, norm, block, add_input=True, steps=steps)
 
     wide = x.astype(np.float64)
     normed = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + 1e-5) * scale

@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import load_balancing_loss, router_z_loss
-from jaxllm.kv.cache import new_cache
+from jaxllm.kv.cache import new_cache, stack_places
 from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.quant import dequantize, quantize, to_blocks
@@ -356,7 +356,9 @@ def test_dtypes():
     )
     chex.assert_shape([hidden, logits], [dims["BTD"], dims["BTV"]])
     chex.assert_type([hidden, logits], [jnp.bfloat16, jnp.float32])
-    chex.assert_shape([*cache.keys, *cache.values], dims["BKSH"])
+    assert cache.places == stack_places(cfg)
+    for rows in (*cache.keys, *cache.values):
+        chex.assert_shape(rows, (None, *dims["BKSH"]))
     chex.assert_type([*cache.keys, *cache.values], jnp.bfloat16)
     chex.assert_shape(cache.length, ())
     chex.assert_type(cache.length, jnp.int32)

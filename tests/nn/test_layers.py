@@ -14,16 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.config import RopeConfig
-from jaxllm.nn.layers import (
-    activate,
-    attention,
-    causal_mask,
-    inverse_frequencies,
-    layer_norm,
-    rms_norm,
-    rotary_cos_sin,
-    rotate,
-)
+from jaxllm.nn.layers import activate, attention, causal_mask, inverse_frequencies, rotary_cos_sin, rotate
+from jaxllm.nn.norms import layer_norm, rms_norm
 from tests.variants import every_variant
 
 # Compiling is most of this file's time.

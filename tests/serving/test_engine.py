@@ -364,7 +364,7 @@ def test_stop_tokens_must_be_token_ids(token):
 def test_missing_kernels_are_noticed_once(tmp_path, monkeypatch, caplog):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", weights="int8")
     none = Kernels("xla", "they were not built", missing=True)
-    monkeypatch.setattr("serving.loading.kernels", lambda: none)
+    monkeypatch.setattr("serving.loading.native.kernels", lambda: none)
     for _ in range(2):
         Engine.open(path, warm_up=False)
     (record,) = [each for each in caplog.records if each.name == "jaxllm"]

@@ -76,8 +76,8 @@ def assert_untouched_after(cache, length):
     """No row at or after `length` was written."""
     assert int(cache.length) == length
     for rows in (*cache.keys, *cache.values):
-        assert np.all(np.any(rows[:, :, :length], axis=(1, 3)))
-        assert not np.any(rows[:, :, length:])
+        assert np.all(np.any(rows[..., :length, :], axis=(-3, -1)))
+        assert not np.any(rows[..., length:, :])
 
 
 # Prefill

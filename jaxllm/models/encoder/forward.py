@@ -15,8 +15,9 @@ from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.parameters import Params
-from jaxllm.nn.layers import activate, attention, layer_norm
+from jaxllm.nn.layers import activate, attention
 from jaxllm.nn.linear import embed, to_units
+from jaxllm.nn.norms import layer_norm
 
 # torch's default, which transformers leaves to two norms; all others get `layer_norm_eps`.
 _TORCH_EPS = 1e-5

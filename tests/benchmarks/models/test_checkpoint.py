@@ -71,5 +71,5 @@ def test_random_weights_are_the_same_each_time_and_make_a_model(tmp_path):
 
 
 def test_an_unknown_shape_names_those_there_are():
-    with pytest.raises(ConfigError, match="15m, 110m, 250m, 1b"):
+    with pytest.raises(ConfigError, match=r"15m, 110m, 250m, 0\.5b, 1b"):
         shape_folder("7t", nothing)

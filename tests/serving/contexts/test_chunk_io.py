@@ -40,14 +40,14 @@ def test_chunks_come_back_as_their_codec_has_them(engine_of):
         assert sum(blob.size for blob in blobs) == chunk_io.chunk_bytes(bits)
         # What the codec decodes is what it was given, but for its levels.
         keys, values = ChunkFormat.named("kivi", C).codec.decode(blobs[0][None], shape, bits)
-        for got, layer in ((keys, 0), (values, 3)):
-            wanted = rows[layer][0, :, chunk * C : (chunk + 1) * C]
+        for got, stack in ((keys, 0), (values, 1)):
+            wanted = rows[stack][0, 0, :, chunk * C : (chunk + 1) * C]
             assert np.abs(np.asarray(got)[0] - wanted).max() <= 0.6 * np.ptp(wanted) / (2**bits - 1)
     loaded = chunk_io.load(runner.start(60), stored)
     for got, whole in zip(rows_of(loaded), rows, strict=True):
-        assert not got[:, :, 32:48].any()
-        assert not np.array_equal(got[:, :, :16], whole[:, :, :16])
-        np.testing.assert_allclose(got[:, :, 16:32], whole[:, :, 16:32], atol=0.02)
+        assert not got[..., 32:48, :].any()
+        assert not np.array_equal(got[..., :16, :], whole[..., :16, :])
+        np.testing.assert_allclose(got[..., 16:32, :], whole[..., 16:32, :], atol=0.02)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What holds memory, as the system says it."""
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -38,10 +39,12 @@ def test_pages_are_of_files_or_anonymous():
 
 
 def test_what_is_written_is_seen():
+    gc.collect()
     before = process_memory()
-    written = np.ones(8 << 20, np.uint8)
+    written = np.ones(64 << 20, np.uint8)
     after = process_memory()
-    assert written.nbytes <= after.anonymous - before.anonymous < 2 * written.nbytes
+    # Threads of tests before may take or free some meanwhile.
+    assert 0.7 * written.nbytes <= after.anonymous - before.anonymous < 1.5 * written.nbytes
     assert after.peak >= after.resident - (1 << 20)
 
 

@@ -8,7 +8,7 @@ import pytest
 from jaxllm.checkpoints.peft_folder import write_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig
-from serving.buckets.integer_stage import IntegerStageBucket
+from serving.buckets.integer_chunk import IntegerChunkBucket
 from serving.buckets.prefill import PrefillBucket
 from serving.engine import Engine
 from serving.int8_prefill.options import PrefillOptions
@@ -57,7 +57,7 @@ def test_prompts_are_read_in_floats_while_there_is_one(calibrated_bundle, adapte
     engine.set_adapter(adapter)
     assert engine.prefill_mode(20) == "float"
     assert caplog.text.count("while the model has an adapter") == 1
-    assert {PrefillBucket, IntegerStageBucket} <= {type(each) for each in engine.runner.all_buckets()}
+    assert {PrefillBucket, IntegerChunkBucket} <= {type(each) for each in engine.runner.all_buckets()}
     engine.set_adapter(None)
     assert engine.prefill_mode(20) == "int8"
 

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from jaxllm.errors import ConfigError
-from serving.buckets.integer_stage import IntegerStageBucket
+from serving.buckets.integer_chunk import IntegerChunkBucket
 from serving.buckets.prefill import PrefillBucket
 from serving.cli import cli
 from serving.engine import Engine
@@ -102,7 +102,7 @@ def test_what_is_not_measured_is_read_in_floats(calibrated_bundle):
     assert engine.prefill_mode(60) == "float"
     families = {type(bucket) for bucket in engine.runner.request_buckets(60, 2)}
     assert PrefillBucket in families
-    assert IntegerStageBucket not in families
+    assert IntegerChunkBucket not in families
 
 
 def test_what_loses_too_much_or_was_not_calibrated_is_read_in_floats(calibrated_bundle):

@@ -13,7 +13,7 @@ from jaxllm.elastic.submodel import sub_model
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.models.decoder import logits
-from serving.buckets.integer_stage import IntegerStageBucket
+from serving.buckets.integer_chunk import IntegerChunkBucket
 from serving.buckets.prefill import PrefillBucket
 from serving.engine import Engine
 from serving.int8_prefill.options import PrefillOptions
@@ -79,7 +79,7 @@ def test_a_lossy_level_is_read_in_floats_beside_the_others(known, tmp_path, capl
     engine = Engine.open(path, options=options, warm_up=False)
     assert (engine.prefill_mode(32, 50), engine.prefill_mode(32, 100)) == ("float", "int8")
     assert "prompts of level 50 (2.00%) are prefilled in floats" in caplog.text
-    integers, floats = IntegerStageBucket, PrefillBucket
+    integers, floats = IntegerChunkBucket, PrefillBucket
     for level, own, other in ((50, floats, integers), (100, integers, floats)):
         families = {type(each) for each in engine.runner_at(level).all_buckets()}
         assert own in families

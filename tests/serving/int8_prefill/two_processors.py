@@ -59,7 +59,7 @@ def main(path: str, order: str, integer_bytes: str) -> None:
         assert int8 is not None
         logits, cache = prefill_prompt(runner, runner.start(60), prompt, 0)
         found[f"logits{system}"] = np.asarray(logits)[0].tolist()
-        found[f"keys{system}"] = float(np.abs(np.asarray(cache.keys[1])).sum())
+        found[f"keys{system}"] = float(np.abs(np.asarray(cache.past(1).own[0])).sum())
         answer = engine.generate(prompt, GenerationConfig(max_tokens=8, ignore_eos=True))
         found[f"answer{system}"] = answer.tokens
         if system == 2 and int8.shared.processors is not None:

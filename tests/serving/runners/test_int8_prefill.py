@@ -11,6 +11,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.models.decoder import logits
 from jaxllm.steps.branching import Branching
+from serving.buckets.integer_chunk import IntegerChunkBucket
 from serving.buckets.integer_stage import IntegerStageBucket
 from serving.buckets.prefill import PrefillBucket
 from serving.engine import Engine
@@ -187,22 +188,21 @@ def test_broken_weights_are_not_hidden(calibrated_bundle):
     engine = Engine.open(
         calibrated_bundle, options=dataclasses.replace(OPTIONS, chunk_tokens=(32,)), warm_up=False
     )
-    params = dict(engine.runner.params)
+    params = dict(engine.runner.model.weights)
     params["layers.0.attn_norm.scale"] = params["layers.0.attn_norm.scale"].at[3].set(np.nan)
     engine.runner.model.swap(params)
     engine.warm_up(prompt_tokens=32, max_tokens=1)
     assert np.isnan(read(engine, prompt(32))[0]).all()
 
 
-def test_stages_are_shared(engine):
-    """By all chunks and layers alike: one for each cache length, with shadow and without."""
+def test_a_chunk_is_one_bucket(engine):
+    """Of all layers, for all chunks of its length: one for each length of the cache."""
     buckets = engine.runner.all_buckets()
-    stages = [each for each in buckets if isinstance(each, IntegerStageBucket) and each.tokens == 32]
-    assert {each.stage for each in stages} == {"layer"}
-    assert (
-        [each.shadowed for each in stages].count(True) == [each.shadowed for each in stages].count(False) == 2
-    )
-    assert not any(isinstance(each, PrefillBucket) for each in buckets)
+    chunks = [each for each in buckets if isinstance(each, IntegerChunkBucket)]
+    lengths = [(each.tokens, each.cache_tokens) for each in chunks]
+    assert sorted(lengths) == [(16, 64), (16, WINDOW_TOKENS), (32, 64), (32, WINDOW_TOKENS)]
+    assert {sum(each.shadowed) for each in chunks} == {sum(engine.runner.int8.calibration.shadowed)}
+    assert not any(isinstance(each, PrefillBucket | IntegerStageBucket) for each in buckets)
 
 
 @pytest.mark.parametrize(

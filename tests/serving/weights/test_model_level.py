@@ -61,5 +61,5 @@ def test_buckets_are_lowered_from_shapes_alone(params):
     shapes = level_of(params).shapes
     assert not any(isinstance(each, np.ndarray) for each in shapes.params.values())
     cache = shapes.cache(48)
-    assert [each.shape for each in cache.keys] == [(1, CFG.kv_heads, 48, CFG.head_dim)] * 3
+    assert [each.shape for each in cache.keys] == [(3, 1, CFG.kv_heads, 48, CFG.head_dim)]
     assert cache.mass is None
