@@ -76,8 +76,9 @@ class LoadedModel:
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
         if quantized and jax.default_backend() == "cpu" and native.kernels().missing:
             _say_once(
-                f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized products, "
-                "several times slower; install jaxllm again where there is a C++ compiler (g++ or clang++)"
+                f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized "
+                "products, several times slower; install jaxllm again where there is a C++ compiler (g++ or "
+                "clang++)"
             )
         staying = require_level(bundle, drafting_level) if drafting_level else None
         self.streamed = streamed_weights(
