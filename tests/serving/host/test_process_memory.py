@@ -39,6 +39,7 @@ def test_pages_are_of_files_or_anonymous():
 
 
 _WRITING = """
+import numpy as np
 from serving.host.process_memory import process_memory
 before = process_memory()
 written = np.ones(8 << 20, np.uint8)
