@@ -146,7 +146,7 @@ class LoadedModel:
         runner, tokens = self.runner(level), None
         if prompt_tokens is None:
             self.runners.prepare_all(self.levels if level == WHOLE else (level,), progress)
-            # Reading and compiling buckets leaves gaps in memory.
+            # Loading and compiling buckets leaves gaps in memory.
             give_back_memory()
         elif 0 < prompt_tokens <= self.options.context_tokens:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)

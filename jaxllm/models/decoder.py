@@ -231,8 +231,7 @@ def forward_documents(
       params: see `parameters.py`; leaves may be quantized.
       tokens: `[B, T]` int32, ids in [0, V).
       starts: `[B, T]` int32, per token the index in the sequence where its document begins. Tokens attend
-        within
-      their document, and positions count from its beginning. None: a sequence is one document.
+        within their document, and positions count from its beginning. None: a sequence is one document.
       branches: see `jaxllm.nn.documents`; None: documents do not branch.
       cfg: the model.
       dtype: of the activations.
@@ -259,6 +258,7 @@ def forward_documents_with_routing(
     cfg: ModelConfig,
     dtype: jnp.dtype = jnp.float32,
     remat: bool = False,
+    differentiable: bool = True,
 ) -> tuple[jax.Array, Routing]:
     """`forward_documents`, and the routing of all tokens, for losses and statistics.
 
@@ -271,7 +271,8 @@ def forward_documents_with_routing(
     """
     if not cfg.experts:
         raise ConfigError("a model without experts has no routing; call forward_documents")
-    x, run = _begin_documents(params, tokens, starts, None, cfg=cfg, dtype=dtype, differentiable=True)
+    inputs = tokens, starts, None
+    x, run = _begin_documents(params, *inputs, cfg=cfg, dtype=dtype, differentiable=differentiable)
     x, routings = _layer_by_layer(params, x, run, cfg, remat)
     hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
     return hidden, jax.tree.map(lambda *layers: jnp.stack(layers), *routings)

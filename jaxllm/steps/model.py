@@ -192,7 +192,9 @@ def route_documents(
 ) -> jax.Array:
     """The experts `[L_sparse, B, T, k]` int32 that tokens `[B, T]` of packed documents visit, best first."""
     Axes("route_documents").check(jnp.int32, "B T", tokens=tokens, starts=starts)
-    _, routing = forward_documents_with_routing(params, tokens, starts, cfg=cfg, dtype=dtype)
+    _, routing = forward_documents_with_routing(
+        params, tokens, starts, cfg=cfg, dtype=dtype, differentiable=False
+    )
     return routing.ids
 
 

@@ -16,8 +16,8 @@ _NAMES = {
     "python": "Python and this command",
     "jax": "JAX and XLA",
     "engine": "the engine's modules",
-    "model": "tokenizer and tables",
-    "executables": "executables",
+    "model": "tokenizer, weight tables",
+    "buckets": "compiled buckets",
     "cache": "a context's cache",
     "other": "first runs and the rest",
 }
@@ -87,7 +87,7 @@ def memory_facts(model: Path | None) -> dict[str, Any]:
     engine, session = Engine(loaded), Session()
     runner = loaded.runner(engine.level)
     runner.fill(runner.all_buckets())
-    phases.end("executables")
+    phases.end("buckets")
     runner.rehearse()
     config = GenerationConfig(max_tokens=2, ignore_eos=True)
     engine.stream([0], config, session=session).result()

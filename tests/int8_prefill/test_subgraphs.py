@@ -70,10 +70,10 @@ def chunk_through(cfg, params, layers, x, at, cache):
     dims = chex.Dimensions(B=1, T=x.shape[1], D=cfg.hidden_size, K=cfg.kv_heads, H=cfg.head_dim)
     dims["F"] = (cfg.ffn_size,)
     dims["Q"] = (cfg.group * cfg.head_dim,)
-    pasts, counts = [], []
+    counts = []
     for layer, known in enumerate(layers):
         bound = functools.partial(_run, params, known, cfg, layer)
-        past = cache.keys[layer], cache.values[layer]
+        past = cache.past(layer)
         heads = bound(subgraphs.project, x)
         chex.assert_shape(heads, [dims["BTKQ"], dims["BTKH"], dims["BTKH"]])
         shadows = None
@@ -85,7 +85,7 @@ def chunk_through(cfg, params, layers, x, at, cache):
             subgraphs.attend, subgraphs.Projected(heads, shadows), at, past, None
         )
         chex.assert_shape(out, dims["BTKQ"])
-        pasts.append(past)
+        cache = cache.with_past(layer, past)
         if not known.shadowed:
             assert added is None
             assert count is None
@@ -98,8 +98,7 @@ def chunk_through(cfg, params, layers, x, at, cache):
         x, narrowed = bound(subgraphs.narrow_shadow, x, mixed, hidden)
         chex.assert_shape([x, mixed, added], dims["BTD"])
         counts += [count, widened, narrowed]
-    keys, values = zip(*pasts, strict=True)
-    return x, dataclasses.replace(cache, keys=keys, values=values), jnp.stack(counts)
+    return x, cache, jnp.stack(counts)
 
 
 def _run(params, known, cfg, layer, step, *operands):

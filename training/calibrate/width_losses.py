@@ -150,5 +150,6 @@ def _nats(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
 
 def _visited(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
     """The experts `[L_sparse, B, T, k]` that tokens visit."""
-    _, routing = decoder.forward_documents_with_routing(params, batch.tokens, batch.starts, cfg=cfg)
+    inputs = params, batch.tokens, batch.starts
+    _, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, differentiable=False)
     return routing.ids

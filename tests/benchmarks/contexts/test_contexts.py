@@ -105,7 +105,7 @@ def test_caches_are_restored_from_each_encoding(tiny):
     stored = Stored.of(chunk_io, tokens, {OURS: 0.5}, 0)
     assert stored.encodings[:2] == [OURS, f"{OURS}-shuffled"]
     rows = {
-        encoding: np.asarray(stored.restored(encoding).keys[1], np.float32)[:, :, :96]
+        encoding: np.asarray(stored.restored(encoding).past(1).own[0], np.float32)[:, :, :96]
         for encoding in stored.encodings
     }
     off = {encoding: np.abs(each - rows[RAW]).mean() for encoding, each in rows.items()}
