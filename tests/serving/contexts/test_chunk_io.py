@@ -63,18 +63,16 @@ def test_missing_chunks_are_computed_beside_those_that_are_stored(engine_of, wei
         for missing, bucket in (([0, 2], 2), ([1], 1), ([2], 2)):
             cache = runner.start(60)
             at = chunk_io.positions(missing, bucket)
-            x, restored = chunk_io.embed(TOKENS, at), []
+            x = chunk_io.embed(TOKENS, at)
             for layer in range(chunk_io.layers):
                 there = {n: (RAW, stored[n][1][layer]) for n in range(3) if n not in missing}
-                x, past = chunk_io.restore_layer(layer, x, at, cache, there)
-                restored.append(past)
+                x, cache = chunk_io.restore_layer(layer, x, at, cache, there)
             assert x.shape == (1, bucket * C, TINY.hidden_size)
-            found = [np.asarray(past[part]) for part in (0, 1) for past in restored]
-            for got, whole in zip(found, rows, strict=True):
+            for got, whole in zip(rows_of(cache), rows, strict=True):
                 np.testing.assert_allclose(
-                    got[:, :, :48], whole[:, :, :48], atol=2e-3 if weights == "int8" else 1e-5
+                    got[..., :48, :], whole[..., :48, :], atol=2e-3 if weights == "int8" else 1e-5
                 )
-                assert not got[:, :, 48:].any()
+                assert not got[..., 48:, :].any()
     assert count() == 0
 
 
@@ -106,11 +104,12 @@ def test_a_level_stores_the_heads_that_it_uses(engine_of):
     cache, rows = prefilled(half.runner)
     loaded = half.load(half.runner.start(60), half.encode(cache, {0: 8, 2: 8}))
     for got, wanted in zip(rows_of(loaded), rows, strict=True):
-        assert got.shape[1] == 4
-        assert not got[:, 2:].any()
-        np.testing.assert_allclose(got[:, :2, :16], wanted[:, :2, :16], atol=0.03)
-        np.testing.assert_allclose(got[:, :2, 32:48], wanted[:, :2, 32:48], atol=0.03)
-        assert not got[:, :, 16:32].any()
+        assert got.shape[-3] == 4
+        got, unused = got[..., :2, :, :], got[..., 2:, :, :]
+        assert not unused.any()
+        for there in (slice(16), slice(32, 48)):
+            np.testing.assert_allclose(got[..., there, :], wanted[..., :2, there, :], atol=0.03)
+        assert not got[..., 16:32, :].any()
 
 
 def test_all_of_them_are_in_the_table(engine_of):
