@@ -104,8 +104,8 @@ def test_padding_changes_nothing(cfg, garbage):
         chex.assert_tree_all_finite(hidden)
     chex.assert_trees_all_equal(cache, reference, strict=True)
     for rows in (*cache.keys, *cache.values):
-        assert not np.any(rows[:, :, PROMPT:])
-        assert np.all(np.any(rows[:, :, :PROMPT] != 0, axis=(1, 3)))
+        assert not np.any(rows[..., PROMPT:, :])
+        assert np.all(np.any(rows[..., :PROMPT, :] != 0, axis=(-3, -1)))
 
 
 def test_one_trace_serves_every_count_and_place(cfg):

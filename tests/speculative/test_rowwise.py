@@ -28,7 +28,7 @@ DENSE = [name for name, cfg in MODELS.items() if not cfg.experts]
 
 def rows_of(cache, rows):
     """Keys and values of some rows."""
-    return jax.tree.map(lambda each: each[:, :, rows], (cache.keys, cache.values))
+    return jax.tree.map(lambda each: each[..., rows, :], (cache.keys, cache.values))
 
 
 @pytest.mark.slow

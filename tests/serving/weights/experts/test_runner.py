@@ -174,7 +174,7 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
     contexts.close()
     chunk_io, tokens = ChunkIO(streamed.runner), TURNS[0][0] + TURNS[1][2]
     _, cache = prefill_prompt(streamed.runner, streamed.runner.start(len(tokens)), tokens, 0)
-    rows = [np.array(each)[:, :, :48] for each in (*cache.keys, *cache.values)]
+    rows = [np.array(each)[..., :48, :] for each in (*cache.keys, *cache.values)]
     # The second chunk is lost.
     stored = {
         chunk: each for chunk, each in chunk_io.encode(cache, {0: RAW, 1: RAW, 2: RAW}).items() if chunk != 1
@@ -186,7 +186,7 @@ def test_contexts_come_back(bundle_of, resident_of, tmp_path):
         )  # fmt: skip
     assert how.computed == (1,)
     for got, expected in zip([*back.keys, *back.values], rows, strict=True):
-        np.testing.assert_allclose(np.asarray(got)[:, :, :48], expected, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(got)[..., :48, :], expected, atol=2e-5)
     streamed.close()
 
 
