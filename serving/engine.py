@@ -222,7 +222,8 @@ class Engine(Generic[AnyModel]):
         max_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        """Compiles and rehearses all buckets, or only compiles those that one request needs.
+        """Compiles and rehearses all buckets and the chat template, or only compiles the buckets that one
+        request needs.
 
         The whole model's engine does this for all levels, an engine at a level for that one. Buckets that an
         earlier process compiled are read from disk (see `EngineOptions.buckets_bytes`).
@@ -241,6 +242,8 @@ class Engine(Generic[AnyModel]):
                 max_tokens=max_tokens,
                 progress=progress,
             )
+        if prompt_tokens is None:
+            self.tokenizer.compile_chat_template()
 
     def set_adapter(self, folder: str | Path | None) -> None:
         """Puts a low-rank adapter on all levels, in place of the one before, without compiling.

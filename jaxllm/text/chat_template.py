@@ -92,21 +92,26 @@ class ChatTemplate:
             raise ConfigError(
                 "messages use private characters of both of Unicode's planes 15 and 16; drop some"
             )
+
         # A template that looks at the content of messages may write something else if that is marked. Then
-        # less is
-        # marked, in three attempts: everything but the texts that the template names; only characters
-        # that may form a special token with their neighbours; only whole special tokens, which no
-        # template has a reason to look at.
-        at_edges = self._words.at_edges(marks)
-        named = "".join(name for name in self._looked_for if any(name in each for each in _texts(plain)))
+        # less is marked, in three attempts: everything but the texts that the template names; only characters
+        # that may form a special token with their neighbours; only whole special tokens, which no template
+        # has a reason to look at.
 
-        def unnamed(text: str) -> str:
-            text = at_edges(text)
-            return marks.put(text, np.array([letter not in named for letter in text], np.bool_))
+        def unnamed() -> Callable[[str], str]:
+            at_edges = self._words.at_edges(marks)
+            named = "".join(name for name in self._looked_for if any(name in each for each in _texts(plain)))
 
-        for changes in (marks.put, unnamed, at_edges):
+            def change(text: str) -> str:
+                text = at_edges(text)
+                return marks.put(text, np.array([letter not in named for letter in text], np.bool_))
+
+            return change
+
+        # The first attempt does for nearly all: the others are made ready where it fails.
+        for changes in (lambda: marks.put, unnamed, lambda: self._words.at_edges(marks)):
             try:
-                marked = marks.take(run(_changed(plain, changes)))
+                marked = marks.take(run(_changed(plain, changes())))
             except TemplateError:
                 continue
             if marked.text == text:

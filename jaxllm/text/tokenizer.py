@@ -5,6 +5,7 @@ it. Hugging Face folders are read by `jaxllm/checkpoints/tokenizer_folder.py`, m
 `chat_template.py`.
 """
 
+import contextlib
 import copy
 import dataclasses
 import datetime
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, one_line
+from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, TemplateError, one_line
 from jaxllm.text.confined_tokenizer import ConfinedTokenizer
 from jaxllm.text.control_tokens import Encoded
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, LibraryTokenizer
@@ -294,14 +295,21 @@ class Tokenizer:
         text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, now=now)
         return self.encode(text, add_special_tokens=False)
 
+    def compile_chat_template(self) -> None:
+        """Compiles the chat template, if there is one, so that the first chat need not wait for it. A broken
+        one is reported by the chat that uses it: plain prompts do without."""
+        if self.has_chat_template:
+            with contextlib.suppress(TemplateError):
+                self._chat_template  # noqa: B018
+
     @property
     def _chat_template(self) -> "ChatTemplate":
         return self._unlimited._compiled_template
 
     @functools.cached_property
     def _compiled_template(self) -> "ChatTemplate":
-        # Compiled at first use: a model with a broken template still answers plain prompts, without importing
-        # Jinja.
+        # Not when the model is opened: one with a broken template still answers plain prompts, without
+        # importing Jinja.
         if self._files.chat_template is None:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
         from jaxllm.text.chat_template import ChatTemplate
@@ -312,7 +320,7 @@ class Tokenizer:
 def _characters(messages: Any) -> int:
     """Number of characters of all messages as JSON, the form in which templates get them."""
     try:
-        return sum(map(len, json.JSONEncoder(ensure_ascii=False).iterencode(messages)))
+        return len(json.dumps(messages, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError):
         return 0  # Values that are no JSON are refused later, with a message of their own.
 

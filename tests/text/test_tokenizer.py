@@ -134,6 +134,16 @@ def with_template(template: str) -> Tokenizer:
     return Tokenizer(dataclasses.replace(FILES, chat_template=template))
 
 
+def test_a_template_is_compiled_when_asked_and_a_broken_one_is_told_of_when_it_is_used() -> None:
+    good, broken = with_template("{{ messages[0].content }}"), with_template("{% if %}")
+    for each in (good, broken, TOKENIZER):
+        each.compile_chat_template()
+    assert "_compiled_template" in vars(good)
+    with pytest.raises(TemplateError):
+        broken.encode_chat([{"role": "user", "content": "hi"}])
+    assert broken.encode("hi") == TOKENIZER.encode("hi")
+
+
 def test_facts() -> None:
     assert TOKENIZER.vocab_size == 261
     assert TOKENIZER.eos_ids == (257, 260)
