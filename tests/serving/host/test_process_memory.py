@@ -1,4 +1,4 @@
-"""What holds memory, as the system says it."""
+"""Tests what the system is read to say of memory."""
 
 import subprocess
 import sys
