@@ -9,6 +9,7 @@ Order, as in Hugging Face's logits processors: bias, penalties, temperature, top
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import cast
@@ -19,7 +20,7 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
-from jaxllm.kernels import native, native_products
+from jaxllm.kernels import native, native_sampling
 
 MAX_LOGIT_BIASES = 1024
 MAX_BIAS = 1e6
@@ -207,8 +208,7 @@ def sample(logits: jax.Array, state: SamplerState) -> tuple[jax.Array, SamplerSt
         # Relative to the largest, so that division by a small temperature gives no positive infinity.
         logits = logits - jnp.max(logits, axis=-1, keepdims=True)
         kept = filtered(logits / state.temperature, state)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.seed, impl="threefry2x32"), state.drawn)
-        return _if_finite(kept, jax.random.categorical(key, kept, axis=-1).astype(jnp.int32))
+        return _if_finite(kept, largest(kept + gumbel_noise(state.seed, state.drawn, kept.shape)))
 
     def choose(logits: jax.Array) -> jax.Array:
         logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
@@ -244,9 +244,31 @@ def largest(logits: jax.Array) -> jax.Array:
         index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         return jnp.min(jnp.where((logits == top) | jnp.isnan(logits), index, logits.shape[-1]), axis=-1)
 
+    return _by_kernel(native_sampling.largest, in_two_passes, logits)
+
+
+def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Gumbel noise of a shape, float32: that of `jax.random.gumbel` with the threefry2x32 key `seed` `[2]`
+    uint32 into which `drawn`, an int32 scalar, is folded."""
+
+    def bits(seed: jax.Array, drawn: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), drawn)
+        return jax.random.bits(key, shape, jnp.uint32)
+
+    drawn_bits = _by_kernel(functools.partial(native_sampling.random_bits, shape=shape), bits, seed, drawn)
+    # 23 of the bits are the fraction of a number in [1, 2).
+    one = np.float32(1).view(np.uint32)
+    uniform = jax.lax.bitcast_convert_type((drawn_bits >> np.uint32(9)) | one, jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
+
+
+def _by_kernel(
+    kernel: Callable[..., jax.Array], plain: Callable[..., jax.Array], *operands: jax.Array
+) -> jax.Array:
+    """By the native kernel on a CPU that has it, else by XLA's own code."""
     if not native.kernels().native:
-        return in_two_passes(logits)
-    return jax.lax.platform_dependent(logits, cpu=native_products.largest, default=in_two_passes)
+        return plain(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=kernel, default=plain)
 
 
 def penalize(logits: jax.Array, state: SamplerState) -> jax.Array:
@@ -281,7 +303,11 @@ def keep_top_k(logits: jax.Array, k: jax.Array) -> jax.Array:
     axes = Axes("keep_top_k")
     axes.check(jnp.float32, "B V", logits=logits)
     axes.check(jnp.int32, "", k=k)
-    return _keep_above(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
+
+    def threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
+        return _threshold(logits, lambda kept: jnp.sum(kept, axis=-1, dtype=jnp.int32) >= k)
+
+    return _keep_from(logits, _by_kernel(native_sampling.kth_largest, threshold, logits, k))
 
 
 def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
@@ -295,28 +321,31 @@ def keep_top_p(logits: jax.Array, p: jax.Array) -> jax.Array:
     def enough(kept: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(kept, probabilities, 0.0), axis=-1) >= p
 
-    return _keep_above(logits, enough)
+    return _keep_from(logits, _threshold(logits, enough))
 
 
-def _keep_above(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Drops logits under the highest threshold for which the kept set is `enough`.
+def _keep_from(logits: jax.Array, threshold: jax.Array) -> jax.Array:
+    """Drops the logits of each row whose `ordered_bits` are under its threshold `[B]`."""
+    return jnp.where(ordered_bits(logits) >= threshold[:, None], logits, -jnp.inf)
+
+
+def _threshold(logits: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The highest threshold of each row, in `ordered_bits`, for which the logits from it on are `enough`.
 
     `enough` maps a `[B, V]` mask to `[B]` bool and must stay true as the mask grows. The threshold is
-    built bit by bit, from the highest, in an unsigned order of the floats.
+    built bit by bit, from the highest.
     """
-    ordered = _ordered_bits(logits)
+    ordered = ordered_bits(logits)
 
     def try_bit(step: jax.Array, threshold: jax.Array) -> jax.Array:
         bit = jnp.left_shift(np.uint32(1), np.uint32(31) - step.astype(jnp.uint32))
         candidate = threshold | bit
         return jnp.where(enough(ordered >= candidate[:, None]), candidate, threshold)
 
-    start = jnp.zeros(logits.shape[0], jnp.uint32)
-    threshold = jax.lax.fori_loop(0, 32, try_bit, start)
-    return jnp.where(ordered >= threshold[:, None], logits, -jnp.inf)
+    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(logits.shape[0], jnp.uint32))
 
 
-def _ordered_bits(x: jax.Array) -> jax.Array:
+def ordered_bits(x: jax.Array) -> jax.Array:
     """uint32 keys in the order of the float32 values."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     negative = bits >> np.uint32(31) == 1

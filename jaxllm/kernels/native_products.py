@@ -1,4 +1,4 @@
-"""Calls of the native products, and of what begins and ends a step, for compiled steps.
+"""Calls of the native products, and of what begins a step, for compiled steps.
 
 Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
 static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token whose activations hold
@@ -154,12 +154,6 @@ def unit_rows(weight: BlockedArray, index: jax.Array, live: jax.Array | None = N
     buffers, operands = (index, count_operand(live)), (weight.data, weight.scale)
     outputs = np.int64(weight.shape[0])
     return call("unit_rows", result, buffers, operands, **format_of(weight), outputs=outputs)
-
-
-def largest(x: jax.Array) -> jax.Array:
-    """The index of each row's largest value or NaN, the first of equals, for `x` `[M, V]` float32: `[M]`
-    int32."""
-    return jax.ffi.ffi_call(target("largest"), jax.ShapeDtypeStruct(x.shape[:1], jnp.int32))(x)
 
 
 def zeros(shapes: Sequence[tuple[int, ...]], dtype: jnp.dtype) -> list[jax.Array]:

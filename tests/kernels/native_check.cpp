@@ -78,6 +78,7 @@ void must(Failure failure) {
 #include "native_check_chunks.inl"
 #include "native_check_documents.inl"
 #include "native_check_products.inl"
+#include "native_check_sampling.inl"
 #include "native_check_shadow.inl"
 #include "native_check_tables.inl"
 
@@ -106,7 +107,7 @@ void check_activations(Random& random) {
   }
 }
 
-// Rows of an embedding, and the likeliest token.
+// Rows of an embedding.
 void check_tokens(Random& random) {
   const size_t rows = random.in(1, 60), outputs = random.in(1, 150), inputs = random.in(1, 300);
   const int bits = 2 << random.below(3), group = static_cast<int>(random.below(3)) * 32;
@@ -126,18 +127,6 @@ void check_tokens(Random& random) {
           const double expected = w.dense[i % inputs * outputs + row], room = 1e-6 * fabs(expected);
           if (!(fabs(y.data()[i] - expected) <= room))
             fail("a row is wrong", i / inputs, i % inputs, y.data()[i], expected, room);
-        }
-      });
-  const Buffer<float> x(random.floats(rows * inputs));
-  Buffer<float> where(rows);
-  int32_t* found = reinterpret_cast<int32_t*>(where.data());
-  everywhere(
-      where, [&] { largest(x.data(), rows, inputs, found); },
-      [&] {
-        for (size_t row = 0; row < rows; row++) {
-          const float* from = x.data() + row * inputs;
-          const int32_t expected = static_cast<int32_t>(std::max_element(from, from + inputs) - from);
-          if (found[row] != expected) fail("another is larger", row, 0, found[row], expected, 0);
         }
       });
 }
@@ -215,6 +204,7 @@ int main(int argc, char** argv) {
     check::check_chunks(random);
     check::check_documents(random);
     check::check_tokens(random);
+    check::check_sampling(random);
     check::check_ranges(random);
     check::check_reading(random);
     check::check_tables(random);

@@ -43,9 +43,10 @@ struct Matrix {
   size_t panels;                                  // of the product: ceil(outputs / 16)
   size_t panel_stride, block_stride;              // bytes from one panel, one input block to the next
   size_t scale_panel_stride, scale_group_stride;  // scales from one panel, one group to the next
-  // Many rows may read 4-bit weights of groups as 8-bit ones that share a scale: faster, but not to the bit
-  // what a row by itself gives.
+  // Whether 4-bit and 2-bit weights of groups are read as 8-bit ones that share a scale: faster for many
+  // rows, but not to the bit what is got without.
   bool widen;
+  bool widened() const { return widen && group && bits != 8; }
   size_t groups() const { return group ? (inputs.length + group - 1) / group : 1; }  // of a segment
 };
 
@@ -154,6 +155,10 @@ struct Backend {
   void (*unit_row)(const Matrix&, size_t row, float* out);
   // The first index of the largest number, or of the first NaN.
   int32_t (*largest)(const float* x, size_t count);
+  // y [count] = random bits of the indices from `first` on.
+  void (*random_bits)(const uint32_t* key, uint64_t first, size_t count, uint32_t* y);
+  // The k-th largest number as a key in the order of the floats; 0 where there are fewer.
+  uint32_t (*kth_largest)(const float* x, size_t count, size_t k);
   int64_t (*read)(const void* data, size_t bytes);
   // Other threads see its rows after `stream_fence`, which takes as long as many rows.
   void (*load_chunk)(const Chunk&, float* scratch);

@@ -40,7 +40,7 @@ ALWAYS_INLINE void add_tile(const int32_t* sums, size_t rows, size_t panels, con
 void tile_amx(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
               float* out, void* scratch) {
   // The tile unit multiplies 8-bit weights of one scale per span, and narrower ones widened to that.
-  const bool widened = m.widen && m.bits != 8 && m.group, whole = m.bits == 8 && !m.group;
+  const bool widened = m.widened(), whole = m.bits == 8 && !m.group;
   if ((!widened && !whole) || to - from < kFewTileRows)
     return tile(m, a, from, to, panel, panels, out, scratch);
   const Inputs& in = m.inputs;

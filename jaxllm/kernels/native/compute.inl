@@ -3,6 +3,7 @@
 // Only functions without linkage here, and no C++ library: a template instantiated with one instruction
 // set and picked by the linker for all would stop older processors.
 #include "backend.h"
+#include "sampling.h"
 
 namespace {
 
@@ -19,6 +20,7 @@ constexpr float kTiny = 1e-30f;
 
 #include "quantize.inl"
 #include "row.inl"
+#include "few_rows.inl"
 #include "tile.inl"
 #include "low_rank.inl"
 #include "activate.inl"
@@ -26,6 +28,7 @@ constexpr float kTiny = 1e-30f;
 #include "attention_tree.inl"
 #include "document_attention.inl"
 #include "tokens.inl"
+#include "sampling.inl"
 #include "chunks.inl"
 
 int64_t read_words(const void* data, size_t bytes) {
@@ -42,29 +45,11 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,
-                 quantize,
-                 rms_norm,
-                 row_panels,
-                 row_span,
-                 join_spans,
-                 tile,
-                 tile_int32,
-                 low_sums,
-                 add_low,
-                 floats_of,
-                 activate,
-                 attend,
-                 attend_tree,
-                 add_mass,
-                 store_row,
-                 unit_row,
-                 largest,
-                 read_words,
-                 load_chunk,
-                 stream_fence,
-                 attend_document,
-                 attend_document_back};
+  return Backend{name,       quantize,   rms_norm,     row_panels,      row_span,
+                 join_spans, tile,       tile_int32,   low_sums,        add_low,
+                 floats_of,  activate,   attend,       attend_tree,     add_mass,
+                 store_row,  unit_row,   largest,      random_bits,     kth_largest,
+                 read_words, load_chunk, stream_fence, attend_document, attend_document_back};
 }
 
 }  // namespace

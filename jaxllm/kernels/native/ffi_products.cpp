@@ -94,7 +94,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
       return wrong("a result has other rows");
     if (!read_units(in[at], in[at + 1], bits, group, width, outputs, to[i].weight))
       return wrong("a weight's shape does not fit");
-    to[i].weight.widen = widen;
+    to[i].weight.widen = widen && all_rows >= kWidenedRows;
     if (!read_adapter(in[at + 2], in[at + 3], outputs, width, in[1], to[i].adapter)) return wrong(kMisfit);
     if (outputs % units) return wrong("the outputs do not divide into units");
     to[i].outputs = outputs / units * used;
@@ -133,7 +133,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
   Reduction weight;
   if (!read_reduction(in[0], in[1], bits, group, count, length, outputs, weight))
     return wrong("the weight's shape does not fit");
-  weight.widen = widen;
+  weight.widen = widen && out_rows >= kWidenedRows;
   Adapter adapter;
   if (!read_adapter(in[2], in[3], width, outputs, in[4], adapter)) return wrong(kMisfit);
   size_t& units = stacked ? count : length;
@@ -172,6 +172,7 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
   if (!read_rows(x, ffi::DataType::F32, rows, width)) return wrong(kActivations);
   if (y->element_type() != ffi::DataType::F32 || y->element_count() != x.element_count())
     return wrong("the result has another shape");
+  const size_t all_rows = rows;
   if (!read_live(live, rows)) return wrong(kLive);
   Norm applied{nullptr, eps};
   if (!read_floats(in[0], width, applied.scale)) return wrong(kNorm);
@@ -191,7 +192,7 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
     }
     if (!read_adapter(in[at + 2], in[at + 3], all, width, in[1], *read[i])) return wrong(kMisfit);
   }
-  block.gate.widen = block.up.widen = block.down.widen = widen;
+  block.gate.widen = block.up.widen = block.down.widen = widen && all_rows >= kWidenedRows;
   Step steps[2];
   if (!read_steps(in[2], 2, steps)) return wrong(kSteps);
   if (shadowed) {

@@ -1,5 +1,5 @@
-// The two ends of a step as XLA calls them: rows of an embedding, and the likeliest token. And arrays of a
-// weight table for XLA's own code, and empty caches.
+// Where a step begins as XLA calls it: rows of an embedding. And arrays of a weight table for XLA's own code,
+// and empty caches.
 #include "ffi_checks.h"
 
 namespace jaxllm {
@@ -50,17 +50,6 @@ Error zeros_call(ffi::RemainingRets results) {
   return Error::Success();
 }
 
-// x [rows, width] -> y int32 [rows].
-Error largest_call(AnyBuffer x, ffi::Result<AnyBuffer> y) {
-  const Timer timer;
-  size_t rows, width;
-  if (!read_rows(x, ffi::DataType::F32, rows, width)) return wrong("rows must be float32");
-  if (y->element_type() != ffi::DataType::S32 || y->element_count() != rows || width > INT32_MAX)
-    return wrong("the result must be one int32 for each row");
-  largest(x.reinterpret_data<float>(), rows, width, y->reinterpret_data<int32_t>());
-  return Error::Success();
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(UnitRows, unit_rows_call,
@@ -80,13 +69,11 @@ XLA_FFI_DEFINE_HANDLER(
     ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>().Attr<Columns>(
         "columns"));
 XLA_FFI_DEFINE_HANDLER(Zeros, zeros_call, ffi::Ffi::Bind().RemainingRets());
-XLA_FFI_DEFINE_HANDLER(Largest, largest_call, ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
 
 const Target kTokenTargets[] = {
     {"jaxllm_unit_rows", reinterpret_cast<void*>(+UnitRows)},
     {"jaxllm_copy", reinterpret_cast<void*>(+Copy)},
     {"jaxllm_zeros", reinterpret_cast<void*>(+Zeros)},
-    {"jaxllm_largest", reinterpret_cast<void*>(+Largest)},
     {nullptr, nullptr},
 };
 

@@ -16,6 +16,9 @@ constexpr int kBias8 = 128, kBias4 = 8, kBias2 = 3;
 constexpr int kRows = 6, kPanels = 4;            // tile of accumulators, one scale for all inputs
 constexpr int kGroupRows = 6, kGroupPanels = 2;  // tile of accumulators, scales by group
 constexpr int kFloatRows = 6, kFloatPanels = 4;
+// Of few_rows.inl: rows and sums that registers hold, and up to how many rows it is faster than tile.inl.
+constexpr int kRowsTogether = 8, kSumsTogether = 16;
+constexpr size_t kFewRowsAtMost = 16;
 
 inline F fzero() { return _mm512_setzero_ps(); }
 inline F fset(float x) { return _mm512_set1_ps(x); }

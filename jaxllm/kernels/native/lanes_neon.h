@@ -21,6 +21,9 @@ constexpr int kBias8 = 0, kBias4 = 0, kBias2 = 0;  // signed by signed
 constexpr int kRows = 4, kPanels = 1;
 constexpr int kGroupRows = 3, kGroupPanels = 1;
 constexpr int kFloatRows = 4, kFloatPanels = 1;
+// Of few_rows.inl: rows and sums that registers hold, and up to how many rows it is faster than tile.inl.
+constexpr int kRowsTogether = 4, kSumsTogether = 4;
+constexpr size_t kFewRowsAtMost = 4;
 
 #define EACH(expression)         \
   {                              \

@@ -23,6 +23,9 @@ constexpr int kBias8 = 0, kBias4 = 0, kBias2 = 0;
 constexpr int kRows = 2, kPanels = 1;
 constexpr int kGroupRows = 2, kGroupPanels = 1;
 constexpr int kFloatRows = 2, kFloatPanels = 1;
+// Of few_rows.inl: rows and sums that registers hold, and up to how many rows it is faster than tile.inl.
+constexpr int kRowsTogether = 1, kSumsTogether = 1;
+constexpr size_t kFewRowsAtMost = 0;
 
 #define EACH(Type, expression)                        \
   Type out;                                           \

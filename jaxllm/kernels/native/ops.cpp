@@ -169,9 +169,14 @@ bool multiply_rows(const Matrix& m, const Activations& a, size_t rows, size_t ou
   return !failed;
 }
 
+// Whether a product is one row's, which is bound by how fast weights are read.
+bool one_row(const Matrix& m, size_t rows, const Excess& excess) {
+  return rows == 1 && !excess.count && !m.widened();
+}
+
 bool reduce(const Matrix& m, const Activations& a, size_t rows, size_t outputs, const float* residual,
             float* y, const Change& change, const Upcoming& next) {
-  if (rows == 1 && !change.excess.count) return reduce_row(m, a, outputs, residual, y, change, next);
+  if (one_row(m, rows, change.excess)) return reduce_row(m, a, outputs, residual, y, change, next);
   return multiply_rows(m, a, rows, outputs, outputs, residual, y, change);
 }
 
@@ -206,7 +211,7 @@ Failure to_units(const float* x, size_t rows, Norm norm, const Step& step, const
   for (size_t i = 0, at = 0; i < count; at += results[i++].adapter.rank) {
     changes[i] = after_units(p, at, results[i].adapter, results[i].floats, m[i]);
   }
-  if (rows > 1 || p.excess.count) {
+  if (!one_row(m[0], rows, p.excess)) {
     for (size_t i = 0; i < count; i++) {
       const Outputs& to = results[i];
       if (!multiply_rows(m[i], p.a, rows, to.outputs, to.stride, nullptr, to.y, changes[i])) return kNoMemory;
@@ -243,7 +248,7 @@ Failure from_units(const float* h, size_t rows, size_t stride, const Step& step,
   const Low low = before_reduction(adapter);
   Prepared p;
   if (!prepare_rows(h, stride, rows, m.inputs, {nullptr, 0}, step, &low, 1, p)) return kNoMemory;
-  const Upcoming next = rows == 1 ? begin_reading(first_spans(m)) : Upcoming{};
+  const Upcoming next = one_row(m, rows, p.excess) ? begin_reading(first_spans(m)) : Upcoming{};
   const Change change = after_reduction(p, adapter, outputs, floats, m);
   return reduce(m, p.a, rows, outputs, residual, y, change, next) ? nullptr : kNoMemory;
 }
@@ -268,7 +273,7 @@ Failure feed_forward(const float* x, size_t rows, size_t width, Norm norm, const
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};
   Upcoming next;
-  if (rows == 1 && !p.excess.count) {
+  if (one_row(up_matrix, rows, p.excess)) {
     const Ranges ranges(up_matrix.panels, panel_bytes(up_matrix), static_cast<size_t>(threads()));
     next = begin_reading(first_ranges(gate_matrix, ranges));
     parallel(
@@ -379,10 +384,6 @@ void unit_rows(const int32_t* index, size_t count, const Units& weight, size_t o
       kernels.unit_row(m, row, y + i * weight.inputs);
     }
   });
-}
-
-void largest(const float* x, size_t rows, size_t width, int32_t* y) {
-  for (size_t row = 0; row < rows; row++) y[row] = backend().largest(x + row * width, width);
 }
 
 int64_t read_all(const void* data, size_t bytes) {

@@ -11,6 +11,10 @@ bool use_backend(const char* name);
 // Names of all that this processor runs, fastest first; returns how many.
 int backends(const char* (&names)[8]);
 
+// From this many rows on, widening weights costs less than it saves (see Matrix). Of the rows of a step's
+// shape, however many of them are computed: so a token gives the same bits however full its chunk is.
+constexpr size_t kWidenedRows = 16;
+
 // A weight whose units are outputs, [panels][blocks] blocks, of which the first `outputs` rows are used.
 struct Units {
   const void *data, *scale;
@@ -116,6 +120,12 @@ Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_
 void unit_rows(const int32_t* index, size_t count, const Units& weight, size_t outputs, float* y);
 // y [rows] = where each row of x [rows][width] is largest first; a NaN is larger than any number.
 void largest(const float* x, size_t rows, size_t width, int32_t* y);
+// y [count] = random bits, those of `jax.random.bits` with the key of a seed [2] into which `drawn` is
+// folded.
+void random_bits(const uint32_t* seed, uint32_t drawn, size_t count, uint32_t* y);
+// y [rows] = the k-th largest number of each row of x [rows][width], as a key whose order is that of the
+// floats; 0 for a row that has fewer. One k [rows / each] is for `each` rows.
+void kth_largest(const float* x, size_t rows, size_t width, const int32_t* k, size_t each, uint32_t* y);
 
 struct AttentionShape {
   size_t batch, tokens, kv_heads, group, width, capacity;

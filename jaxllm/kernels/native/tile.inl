@@ -82,9 +82,6 @@ void unpack_span(const Matrix& m, size_t span, size_t panel, size_t panels, size
   }
 }
 
-// From this many rows on, widening 4-bit and 2-bit weights costs less than it saves.
-constexpr size_t kWidenedRows = 16;
-
 // Fills `channel` [panels][16] of a span of weights with one scale per output.
 void span_channels(const Matrix& m, size_t span, size_t panel, size_t panels, float* channel) {
   const float* scale = static_cast<const float*>(m.scale) + span / m.inputs.spans() * m.scale_group_stride;
@@ -251,8 +248,9 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
 
 void tile(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
           float* out, void* scratch) {
+  if (!m.widened() && to - from <= kFewRowsAtMost) return few_rows(m, a, from, to, panel, panels, out);
 #ifdef LANES_WIDEN
-  if (m.widen && m.group && m.bits != 8 && to - from >= kWidenedRows) {
+  if (m.widened()) {
     return tile_of<false, kWidened>(m, a, from, to, panel, panels, out, scratch);
   }
 #endif

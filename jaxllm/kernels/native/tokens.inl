@@ -1,4 +1,4 @@
-// Where a step begins and ends: the row of a token's embedding, and the likeliest token: part of compute.inl.
+// Where a step begins, the row of a token's embedding: part of compute.inl.
 
 // Row `row` of a weight whose units are outputs, as floats [inputs].
 void unit_row(const Matrix& m, size_t row, float* out) {
@@ -30,34 +30,4 @@ void unit_row(const Matrix& m, size_t row, float* out) {
     const size_t count = length - at < kBlock ? length - at : kBlock;
     for (size_t i = 0; i < count; i++) out[at + i] = static_cast<float>(levels[i]) * scales[lane];
   }
-}
-
-// Whole numbers in the order of the floats, NaN above all; both zeros are 0.
-ALWAYS_INLINE int32_t order_of(float x) {
-  int32_t bits;
-  memcpy(&bits, &x, 4);
-  const int32_t magnitude = bits & 0x7fffffff;
-  const int32_t ordered = bits < 0 ? -magnitude : magnitude;
-  return magnitude > 0x7f800000 ? 0x7fffffff : ordered;
-}
-
-// The first index of the largest number, or of the first NaN.
-int32_t largest(const float* x, size_t count) {
-  constexpr size_t kTogether = 256;
-  int32_t top = -0x7fffffff - 1;
-  size_t where = 0;
-  for (size_t at = 0; at < count; at += kTogether) {
-    const size_t end = count - at < kTogether ? count : at + kTogether;
-    int32_t here = -0x7fffffff - 1;
-    for (size_t i = at; i < end; i++) {
-      const int32_t each = order_of(x[i]);
-      here = each > here ? each : here;
-    }
-    if (here > top) {
-      top = here;
-      where = at;
-    }
-  }
-  while (where < count && order_of(x[where]) != top) where++;
-  return static_cast<int32_t>(where);
 }

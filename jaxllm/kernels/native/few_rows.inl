@@ -1,0 +1,152 @@
+// Products of a few rows, bound by how fast weights are read: part of compute.inl.
+//
+// Weights are multiplied as they are read; tile.inl unpacks them first, which pays for many rows alone. Sums
+// are made in the order of tile.inl and row.inl, so that a row comes out the same alone and among others.
+
+// Sums of Rows x Panels over one block's 32 inputs, on top of `sum`. Panels lie `panel_stride` bytes apart,
+// rows of x `stride`.
+template <int Bits, int Rows, int Panels>
+ALWAYS_INLINE void few_dot(const uint8_t* w, size_t panel_stride, const int8_t* x, size_t stride,
+                           I (&sum)[Rows][Panels]) {
+  constexpr int at_once = Bits == 8 ? 1 : Bits == 4 ? 2 : 4;  // operands in 64 bytes
+  UNROLL for (int i = 0; i < 8 / at_once; i++) {
+    W weights[at_once][Panels];
+    UNROLL for (int p = 0; p < Panels; p++) {
+      const uint8_t* from = w + p * panel_stride + 64 * i;
+      if constexpr (Bits == 8) {
+        weights[0][p] = wbiased(wload(from));
+      } else if constexpr (Bits == 4) {
+        wnibbles(from, weights[0][p], weights[1][p]);
+      } else {
+        W quarter[4];
+        wcrumbs(from, quarter);
+        UNROLL for (int j = 0; j < 4; j++) weights[j][p] = quarter[j];
+      }
+    }
+    UNROLL for (int j = 0; j < at_once; j++) {
+      UNROLL for (int r = 0; r < Rows; r++) {
+        const int8_t* four = x + r * stride + 4 * (at_once * i + j);
+        if constexpr (Panels == 1) {
+          sum[r][0] = dot_at(sum[r][0], weights[j][0], four);
+        } else {
+          const X same = xload(four);
+          UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = dot(sum[r][p], weights[j][p], same);
+        }
+      }
+    }
+  }
+}
+
+// What one span adds to `out`, rows kTaskPanels * 16 floats apart.
+template <int Bits, bool Grouped, int Rows, int Panels>
+void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, size_t panel, float* out) {
+  const Inputs& in = m.inputs;
+  constexpr size_t out_stride = kTaskPanels * kPanel;
+  const size_t row_spans = in.all_spans(), row_blocks = in.all_blocks();
+  const size_t first = in.span_block(span), count = in.span_blocks(span), segment = span / in.spans();
+  const uint8_t* w = m.data + panel * m.panel_stride + first * m.block_stride;
+  const int8_t* x = a.q + from * a.stride + first * kBlock;
+  // Of one panel blocks follow each other; where panels do, a block's next one is a row of memory away.
+  const size_t ahead = m.block_stride > m.panel_stride ? 4 * m.block_stride : kAhead;
+  const auto block = [&](I(&sum)[Rows][Panels]) {
+    UNROLL for (int p = 0; p < Panels; p++) prefetch_block<Bits>(w + p * m.panel_stride, ahead);
+    few_dot<Bits, Rows, Panels>(w, m.panel_stride, x, a.stride, sum);
+    w += m.block_stride, x += kBlock;
+  };
+  if constexpr (Grouped) {
+    const size_t shift = group_shift(m), local = first - segment * in.blocks();
+    F part[Rows][Panels];
+    UNROLL for (int r = 0; r < Rows; r++) { UNROLL for (int p = 0; p < Panels; p++) part[r][p] = fzero(); }
+    for (size_t b = 0; b < count;) {
+      const bool two = shift && b + 1 < count;
+      I sum[Rows][Panels];
+      UNROLL for (int r = 0; r < Rows; r++) {
+        const int32_t* sums = a.block_sum + (from + r) * row_blocks + first + b;
+        const I start = iset(-bias_of(Bits) * (two ? sums[0] + sums[1] : sums[0]));
+        UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = start;
+      }
+      block(sum);
+      if (two) block(sum);
+      UNROLL for (int p = 0; p < Panels; p++) {
+        const size_t group = segment * m.groups() + ((local + b) >> shift);
+        const F channel = fload_half(static_cast<const uint16_t*>(m.scale) +
+                                     (panel + p) * m.scale_panel_stride + group * m.scale_group_stride);
+        UNROLL for (int r = 0; r < Rows; r++) part[r][p] = fma(to_float(sum[r][p]), channel, part[r][p]);
+      }
+      b += two ? 2 : 1;
+    }
+    UNROLL for (int r = 0; r < Rows; r++) {
+      const F row = fset(a.scale[(from + r) * row_spans + span]);
+      UNROLL for (int p = 0; p < Panels; p++) {
+        float* to = out + r * out_stride + p * kPanel;
+        fstore(to, fma(part[r][p], row, span == 0 ? fzero() : fload(to)));
+      }
+    }
+  } else {
+    I sum[Rows][Panels];
+    UNROLL for (int r = 0; r < Rows; r++) {
+      const I start = iset(-bias_of(Bits) * a.span_sum[(from + r) * row_spans + span]);
+      UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = start;
+    }
+    for (size_t b = 0; b < count; b++) block(sum);
+    const float* scale = static_cast<const float*>(m.scale) + segment * m.scale_group_stride;
+    UNROLL for (int r = 0; r < Rows; r++) {
+      const F row = fset(a.scale[(from + r) * row_spans + span]);
+      UNROLL for (int p = 0; p < Panels; p++) {
+        float* to = out + r * out_stride + p * kPanel;
+        const F factor = fmul(row, fload(scale + (panel + p) * m.scale_panel_stride));
+        fstore(to, fma(to_float(sum[r][p]), factor, span == 0 ? fzero() : fload(to)));
+      }
+    }
+  }
+}
+
+// The same for `rows` <= Rows rows and all panels of a task.
+template <int Bits, bool Grouped, int Rows>
+void few_spans(const Matrix& m, const Activations& a, size_t span, size_t from, size_t rows, size_t panel,
+               size_t panels, float* out) {
+  if constexpr (Rows > 1) {
+    if (rows != Rows) return few_spans<Bits, Grouped, Rows - 1>(m, a, span, from, rows, panel, panels, out);
+  }
+  size_t p = 0;
+  // Panels that follow each other in memory are read together, as many as registers hold the sums of.
+  constexpr int together = kSumsTogether / Rows < kTaskPanels ? kSumsTogether / Rows : kTaskPanels;
+  if constexpr (together > 1) {
+    if (m.block_stride > m.panel_stride) {
+      for (; p + together <= panels; p += together)
+        few_span<Bits, Grouped, Rows, together>(m, a, span, from, panel + p, out + p * kPanel);
+    }
+  }
+  for (; p < panels; p++) few_span<Bits, Grouped, Rows, 1>(m, a, span, from, panel + p, out + p * kPanel);
+}
+
+// As `tile`. The rows behind the first kRowsTogether find a span's weights in the first-level cache.
+template <int Bits, bool Grouped>
+void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
+                 float* out) {
+  const bool apart = m.block_stride <= m.panel_stride;  // panels, in memory
+  const size_t width = apart ? 1 : panels;
+  for (size_t p = 0; p < panels; p += width) {
+    for (size_t span = 0; span < m.inputs.all_spans(); span++) {
+      for (size_t row = from; row < to; row += kRowsTogether) {
+        const size_t rows = to - row < kRowsTogether ? to - row : kRowsTogether;
+        few_spans<Bits, Grouped, kRowsTogether>(m, a, span, row, rows, panel + p, width,
+                                                out + (row - from) * kTaskPanels * kPanel + p * kPanel);
+      }
+    }
+  }
+}
+
+void few_rows(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
+              float* out) {
+  if (m.bits == 8) {
+    return m.group ? few_rows_of<8, true>(m, a, from, to, panel, panels, out)
+                   : few_rows_of<8, false>(m, a, from, to, panel, panels, out);
+  }
+  if (m.bits == 2) {
+    return m.group ? few_rows_of<2, true>(m, a, from, to, panel, panels, out)
+                   : few_rows_of<2, false>(m, a, from, to, panel, panels, out);
+  }
+  return m.group ? few_rows_of<4, true>(m, a, from, to, panel, panels, out)
+                 : few_rows_of<4, false>(m, a, from, to, panel, panels, out);
+}
