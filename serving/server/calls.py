@@ -1,0 +1,322 @@
+"""Defines what crosses between the service's front (HTTP, sockets) and its engine thread: calls, events, and
+the backend that takes the one and gives the other.
+
+The front knows wire formats, apps and connections, and never touches JAX; the backend knows the engine, and
+no wire format. All values here are frozen and free of arrays, so that threads may share them.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from jaxllm.errors import ConfigError, JaxllmError
+from serving.planning.objectives import Objective
+from serving.request import GenerationConfig
+
+Priority = Literal["foreground", "background"]
+GrammarKind = Literal["json", "json_schema", "regex", "lark"]
+
+
+class Refused(JaxllmError):
+    """The service does not take a call now, though the call is well formed.
+
+    Attributes:
+      reason: why: "full" (a queue or a limit of the app), "loading", "draining", "budget".
+      retry_after_s: when to try again; None where that is not known.
+    """
+
+    def __init__(self, message: str, *, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What an answer's text must match.
+
+    Attributes:
+      kind: "json" (any JSON object), "json_schema", "regex" or "lark".
+      text: the schema as JSON, the expression or the grammar; empty for "json".
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Messages to answer by the model's chat template.
+
+    Attributes:
+      messages: JSON objects with a `role` and a `content`, oldest first.
+      tools: JSON objects as OpenAI has them, for templates that know tools.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """What an app asks, checked, in no wire format.
+
+    Attributes:
+      app: that asks, as the connection or the key identifies it; never taken from a body.
+      request_id: unique, for logs and cancelling.
+      prompt: a conversation; a text to continue; or token ids.
+      config: length, stops and sampling.
+      objective: of the answer's time; None for the app's.
+      strict: refuse where no choice is in time; None for the app's.
+      priority: background calls run when no foreground call waits.
+      context: the name of one of the app's contexts, which the prompt continues; empty for none.
+      context_tokens: the prompt continues the context's first so many tokens, in a context forked there; None
+        for all.
+      prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
+      adapter: the name of a low-rank adapter; empty for none.
+      grammar: what the text must match; None for any text.
+      top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own log-probability
+        alone, None for none.
+    """
+
+    app: str
+    request_id: str
+    prompt: Conversation | str | tuple[int, ...]
+    config: GenerationConfig
+    objective: Objective | None = None
+    strict: bool | None = None
+    priority: Priority = "foreground"
+    context: str = ""
+    context_tokens: int | None = None
+    prefix_key: str = ""
+    adapter: str = ""
+    grammar: Grammar | None = None
+    top_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.app:
+            raise ConfigError("a call needs an app")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its log-probability (natural, of the model's own logits).
+
+    Attributes:
+      token: its id.
+      logprob: of it.
+      top: the likeliest tokens and theirs, likeliest first.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Started:
+    """The first token is about to be shown.
+
+    Attributes:
+      prompt_tokens: of the whole prompt, a context's included.
+      kept_tokens: of them, what the plan kept.
+      reused_tokens: of them, what a cache had already.
+      level: that answers, in percent.
+      source: of the plan (see `serving.planning.planner.Plan`).
+      queued_ms: from the call to the first step.
+    """
+
+    prompt_tokens: int
+    kept_tokens: int
+    reused_tokens: int
+    level: int
+    source: str
+    queued_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """New text of an answer.
+
+    Attributes:
+      text: whole characters; may be empty where tokens gave no text yet.
+      tokens: ids since the last piece.
+      logprobs: of these tokens; None where they were not asked for.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ended:
+    """An answer has ended.
+
+    Attributes:
+      finish_reason: "stop" or "length".
+      stop_string: that ended it; None for an end token or the length.
+      tokens: of the answer, the end token included.
+      ttft_ms: from the call to the first token, waiting included.
+      tpot_ms: per further token, waiting included.
+      engine_ttft_ms, engine_tpot_ms: the same without waiting: what profiles learn from.
+      met: whether the objective was met; None where there was none.
+      drafted: share of the tokens that were drafted.
+      seed: of the draw.
+      context: the name of the context that has it now; empty for none.
+      context_tokens: number of tokens of that context.
+    """
+
+    finish_reason: Literal["stop", "length"]
+    stop_string: str | None
+    tokens: int
+    ttft_ms: float
+    tpot_ms: float
+    engine_ttft_ms: float
+    engine_tpot_ms: float
+    met: bool | None
+    drafted: float
+    seed: int
+    context: str = ""
+    context_tokens: int = 0
+
+
+Event = Started | Piece | Ended
+
+
+class Ticket(Protocol):
+    """A call that the backend has taken."""
+
+    @property
+    def call(self) -> Call: ...  # noqa: D102
+
+    def events(self) -> AsyncIterator[Event]:
+        """`Started`, `Piece`s, `Ended`; raises the JaxllmError that ended the answer instead. For one reader,
+        in the event loop. A slow reader holds nothing but its own answer."""
+        ...
+
+    def cancel(self) -> None:
+        """Ends the answer between two dispatches; its context keeps what is complete. Later events are
+        dropped. Does nothing where it has ended."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the front tells of the model.
+
+    Attributes:
+      name: for people and `model` fields.
+      window_tokens: most tokens of prompt and answer together.
+      vocab_size: number of token ids.
+      levels: served, in percent, ascending.
+      has_chat_template: whether conversations can be answered.
+      adapters: names of the low-rank adapters that calls may name.
+      opened_s: when it was opened, in seconds since 1970.
+    """
+
+    name: str
+    window_tokens: int
+    vocab_size: int
+    levels: tuple[int, ...]
+    has_chat_template: bool
+    adapters: tuple[str, ...]
+    opened_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextFacts:
+    """A context of an app.
+
+    Attributes:
+      name: unique in the store.
+      tokens: number of its tokens.
+      level: that answers in it, in percent.
+      pinned: whether its chunks stay in memory.
+      stored_bytes: of its chunks on storage.
+      created_s: seconds since 1970; 0 where it is not known.
+    """
+
+    name: str
+    tokens: int
+    level: int
+    pinned: bool
+    stored_bytes: int
+    created_s: float = 0.0
+
+
+class Backend(Protocol):
+    """The engine's side of the service. All methods are called in the event loop; none blocks it."""
+
+    def facts(self) -> ModelFacts:
+        """Of the model.
+
+        Raises:
+          Refused: it is still loading.
+        """
+        ...
+
+    def submit(self, call: Call) -> Ticket:
+        """Takes a call.
+
+        Raises:
+          Refused: it is loading or draining, or its queue or the app's share of it is full.
+          ConfigError, ContextOverflow: the call cannot be answered whatever the load.
+        """
+        ...
+
+    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
+        """The token ids of a prompt."""
+        ...
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        ...
+
+    async def render(self, prompt: Conversation) -> str:
+        """The text of a conversation by the chat template."""
+        ...
+
+    async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+        """The mean of the last layer's hidden states over each prompt's tokens, of length 1."""
+        ...
+
+    async def create_context(
+        self, app: str, *, level: int | None = None, pinned: bool = False
+    ) -> ContextFacts:
+        """Creates a context of an app.
+
+        Raises:
+          ConfigError: the service keeps no contexts, or the level is not served.
+          BudgetExceeded: the app may own no more.
+        """
+        ...
+
+    async def contexts(self, app: str) -> Sequence[ContextFacts]:
+        """All contexts of an app."""
+        ...
+
+    async def pin_context(self, app: str, name: str, pinned: bool) -> ContextFacts:
+        """Pins a context, or lets it be evicted.
+
+        Raises:
+          ContextGone: the app has none of this name.
+        """
+        ...
+
+    async def delete_context(self, app: str, name: str) -> None:
+        """Deletes a context.
+
+        Raises:
+          ContextGone: the app has none of this name.
+          ConfigError: it is answering.
+        """
+        ...
+
+    def health(self) -> Mapping[str, Any]:
+        """`ready` (warm and not draining), `alive` (the engine's heartbeat is recent), and why not."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """Figures of now for metrics and the dashboard: queue, running answers by app and level, memory against
+        budgets, caches. Plain data."""
+        ...
