@@ -74,8 +74,8 @@ class Call:
       prefix_key: calls of one app with the same key reuse each other's caches before those of other keys.
       adapter: the name of a low-rank adapter; empty for none.
       grammar: what the text must match; None for any text.
-      top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own log-probability
-        alone, None for none.
+      top_logprobs: so many of the likeliest tokens are told at each token; 0 for the token's own
+        log-probability alone, None for none.
     """
 
     app: str
@@ -317,6 +317,6 @@ class Backend(Protocol):
         ...
 
     def snapshot(self) -> Mapping[str, Any]:
-        """Figures of now for metrics and the dashboard: queue, running answers by app and level, memory against
-        budgets, caches. Plain data."""
+        """Figures of now for metrics and the dashboard: queue, running answers by app and level, memory
+        against budgets, caches. Plain data."""
         ...
