@@ -5,6 +5,7 @@ says of itself is one message per deed, before it and after it, so that whoever 
 ended and what was under way.
 """
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -83,8 +84,10 @@ def live_and_die(
         assert ours.recv() == ("open",)
         time.sleep(after_s)
     finally:
-        if child.pid is not None:
-            os.kill(child.pid, signal.SIGKILL)
+        # One that has failed already says why below.
+        with contextlib.suppress(ProcessLookupError):
+            if child.pid is not None:
+                os.kill(child.pid, signal.SIGKILL)
         child.join()
     under_way: str | None = None
     while True:
@@ -106,6 +109,7 @@ def live_and_die(
                 known.tokens[name] = tokens
             under_way, deed = None, ""
     ours.close()
+    assert child.exitcode == -signal.SIGKILL, f"the service ended by itself: exit code {child.exitcode}"
     _look(known, root, under_way, new_one=deed == "new")
 
 
