@@ -174,8 +174,10 @@ OPENING = """
 import sys
 from pathlib import Path
 from jaxllm import Engine, EngineOptions, GenerationConfig
+from serving.host.machine import give_back_memory
 options = EngineOptions(context_tokens=64, chunk_tokens=(16,), cache_tokens=(64,), decode_block=4)
 def held_mb():
+    give_back_memory()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 def once():
     engine = Engine.open(sys.argv[1], options=options, warm_up=False)
