@@ -1,7 +1,7 @@
 """Sends the dashboard's readers a snapshot each second and each ended call, as server-sent events.
 
-One task makes each event once for all readers, while there are any. A reader's queue is bounded: one that does
-not keep up is dropped, and may connect again.
+One task makes each event once for all readers, while there are any. A reader's queue is bounded: one that
+does not keep up is dropped, and may connect again.
 """
 
 import asyncio
@@ -77,7 +77,9 @@ class Feed:
         """
         if len(self._readers) >= self._most:
             raise Refused(
-                f"{self._most} dashboards are open, and no more may be: close one", reason="full", retry_after_s=10
+                f"{self._most} dashboards are open, and no more may be: close one",
+                reason="full",
+                retry_after_s=10,
             )
         own = Reader()
         if not self._readers:

@@ -1,8 +1,8 @@
 """Writes logs as JSON lines, with the request that they belong to, and an access record for each call.
 
-A line is one JSON object: `time`, `level`, `logger`, `message`, the request's `request_id` and `app` where there
-is one, the fields of the record, and `error` with the traceback of an exception. Prompts and answers are never
-written, unless `AccessLog` is asked to.
+A line is one JSON object: `time`, `level`, `logger`, `message`, the request's `request_id` and `app` where
+there is one, the fields of the record, and `error` with the traceback of an exception. Prompts and answers
+are never written, unless `AccessLog` is asked to.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _LOGGERS = ("jaxllm", "serving", "uvicorn")
 # The attributes that every record has; others were passed as `extra`.
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _MOST_MESSAGE, _MOST_ERROR = 4000, 16000
-_request: contextvars.ContextVar[Mapping[str, str]] = contextvars.ContextVar("request", default={})
+_request: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("request", default=None)
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def request(request_id: str, app: str) -> Iterator[None]:
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line of JSON in ASCII, so that no text from outside can forge or hide a line."""
+    """Formats a record as one line of JSON in ASCII: no text from outside can forge or hide a line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
@@ -47,7 +47,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage()[:_MOST_MESSAGE],
         }
         fields = {name: value for name, value in vars(record).items() if name not in _OWN}
-        line |= {**_request.get(), **fields}
+        line |= {**(_request.get() or {}), **fields}
         if record.exc_info:
             # The end of a traceback says most.
             line["error"] = self.formatException(record.exc_info)[-_MOST_ERROR:]

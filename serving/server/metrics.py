@@ -1,7 +1,8 @@
 """Counts and times calls for Prometheus and the dashboard, in a registry of its own.
 
-The executor and the HTTP layer tell what happens by the methods of `Metrics`, from any thread; gauges are read
-from the backend's figures when they are asked for. Names of apps become labels, so their number is bounded.
+The executor and the HTTP layer tell what happens by the methods of `Metrics`, from any thread; gauges are
+read from the backend's figures when they are asked for. Names of apps become labels, so their number is
+bounded.
 """
 
 import threading

@@ -71,7 +71,9 @@ class Browser:
             time.sleep(0.05)
 
     def screenshot(self, path, *, whole=True):
-        got = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))
+        got = self._call(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole)
+        )
         path.write_bytes(base64.b64decode(got["data"]))
 
     def _clip(self, whole):

@@ -140,26 +140,27 @@ def metrics_with_a_past(backend, seed=3):
     return metrics
 
 
-WORDS = (
+ANSWER = (
     "It is a reminder, not a complaint: the invoice of 12 March is open, and they ask you to pay by Friday. "
     "Nothing else needs an answer."
-).split(" ")
+)
 
 
 async def chat(request):
     """Answers any conversation with the same words."""
     await request.json()
+    words = ANSWER.split()
     base = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": MODEL.name}
 
     async def events():
-        for at, word in enumerate(WORDS):
+        for at, word in enumerate(words):
             delta = {"content": word if not at else " " + word}
             choice = {"index": 0, "delta": delta, "finish_reason": None}
             yield f"data: {json.dumps({**base, 'choices': [choice]})}\n\n"
             await asyncio.sleep(0.02)
         choice = {"index": 0, "delta": {}, "finish_reason": "stop"}
         yield f"data: {json.dumps({**base, 'choices': [choice]})}\n\n"
-        usage = {"prompt_tokens": 38, "completion_tokens": len(WORDS), "total_tokens": 38 + len(WORDS)}
+        usage = {"prompt_tokens": 38, "completion_tokens": len(words), "total_tokens": 38 + len(words)}
         plan = {
             "level": 70, "plan": "proposed", "kept_tokens": 31, "reused_tokens": 12, "ttft_ms": 182.4,
             "tpot_ms": 27.1, "met": True,
