@@ -105,7 +105,6 @@ class Figures(TypedDict, total=False):
     Attributes:
       queue: calls that wait.
       running: answers that run, by app and level.
-      batch_rows: answers that the last dispatch of decoding had.
       memory: of the process.
       contexts: app -> its contexts.
       experts: of a mixture whose experts are on storage.
@@ -114,7 +113,6 @@ class Figures(TypedDict, total=False):
 
     queue: QueueFigures
     running: Sequence[RunningFigures]
-    batch_rows: int
     memory: MemoryFigures
     contexts: Mapping[str, ContextsFigures]
     experts: ExpertFigures

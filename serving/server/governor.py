@@ -69,7 +69,8 @@ class Governor:
         more memory should be refused while it is not 0.
 
     Raises:
-      ConfigError: a holding is of an unknown kind, or two are of one kind.
+      ConfigError: a holding is of an unknown kind, or two are of one kind; or the system does not tell what
+        the process takes.
     """
 
     def __init__(
@@ -91,7 +92,8 @@ class Governor:
         self._options, self._measure, self._pressure, self._clock = options, taken_bytes, pressure, clock
         self._division = Division(limits={}, allowance_bytes=options.limit_bytes, restless_s=clock())
         self._next_s = float("-inf")
-        self._seen = Observed(now_s=clock(), taken_bytes=0)
+        # Here, so that a system that does not tell is known at the start.
+        self._seen = Observed(now_s=clock(), taken_bytes=taken_bytes())
         self._tells = True
 
     @property

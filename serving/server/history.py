@@ -25,7 +25,8 @@ class EndedCall:
       level: that answered, in percent; None where it is not known, like all of the plan.
       source: of the plan.
       prompt_tokens, kept_tokens, reused_tokens, queued_ms: see `Started`.
-      tokens, ttft_ms, tpot_ms, ttft_limit_ms, tpot_limit_ms, met, drafted: see `Ended`.
+      tokens, ttft_ms, ttft_limit_ms, tpot_limit_ms, met, drafted: see `Ended`.
+      tpot_ms: the same; None for an answer of one token.
     """
 
     number: int
@@ -39,7 +40,7 @@ class EndedCall:
     queued_ms: float | None
     tokens: int
     ttft_ms: float
-    tpot_ms: float
+    tpot_ms: float | None
     ttft_limit_ms: float | None
     tpot_limit_ms: float | None
     met: bool | None
@@ -118,7 +119,8 @@ class History:
                     kept_tokens=started and started.kept_tokens,
                     reused_tokens=started and started.reused_tokens,
                     queued_ms=started and started.queued_ms,
-                    tokens=ended.tokens, ttft_ms=ended.ttft_ms, tpot_ms=ended.tpot_ms,
+                    tokens=ended.tokens, ttft_ms=ended.ttft_ms,
+                    tpot_ms=ended.tpot_ms if ended.tokens > 1 else None,
                     ttft_limit_ms=ended.ttft_limit_ms, tpot_limit_ms=ended.tpot_limit_ms,
                     met=ended.met, drafted=ended.drafted,
                 )

@@ -47,7 +47,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage()[:_MOST_MESSAGE],
         }
         fields = {name: value for name, value in vars(record).items() if name not in _OWN}
-        line |= {**(_request.get() or {}), **fields}
+        line = {**(_request.get() or {}), **fields, **line}
         if record.exc_info:
             # The end of a traceback says most.
             line["error"] = self.formatException(record.exc_info)[-_MOST_ERROR:]

@@ -67,15 +67,20 @@ function choose(number) {
 
 function listen() {
   const box = $("calls");
-  box.addEventListener("pointermove", (event) => {
+  const point = (event) => {
     const near = [...box.querySelectorAll(".mark")].map((mark) => {
       const place = mark.getBoundingClientRect();
       return [Math.hypot(place.x + place.width / 2 - event.clientX, place.y + place.height / 2 - event.clientY), mark];
     }).sort(([one], [other]) => one - other)[0];
     const number = near && near[0] < 24 ? Number(near[1].dataset.number) : null;
     if (number !== chosen) choose(number);
+  };
+  box.addEventListener("pointermove", point);
+  box.addEventListener("pointerdown", point);
+  box.addEventListener("pointerleave", (event) => {
+    // A finger that is lifted leaves, too, and wants to read.
+    if (event.pointerType === "mouse") choose(null);
   });
-  box.addEventListener("pointerleave", () => choose(null));
   box.addEventListener("keydown", (event) => {
     const numbers = calls.filter((call) => now() - call.time_s <= SECONDS).map((call) => call.number);
     const at = numbers.indexOf(chosen);

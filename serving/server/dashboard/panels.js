@@ -3,6 +3,8 @@
 import { $, coloured, el, show, sized, sparkline, stack, strip } from "./draw.js";
 
 const DASH = "–";
+// A smaller share of objectives that are met is marked.
+const GOOD = 0.8;
 export const ms = (value) =>
   value === null || value === undefined ? DASH
     : value >= 10000 ? `${Math.round(value / 1000)} s` : value >= 1000 ? `${(value / 1000).toFixed(1)} s`
@@ -14,7 +16,7 @@ export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;
   while (value >= 1024 && at < units.length - 1) [value, at] = [value / 1024, at + 1];
-  return `${value >= 100 || at === 0 ? Math.round(value) : value.toFixed(value >= 10 ? 1 : 2)} ${units[at]}`;
+  return `${value >= 1000 ? Math.round(value) : Number(value.toPrecision(3))} ${units[at]}`;
 }
 
 /** The place of a level in the scale of colours, by the levels that the model serves. */
@@ -31,6 +33,7 @@ export function tiles({ figures, history }, levels) {
   const span = `last ${Math.round((course.met.length * history.span_s) / 60)} minutes`;
   const apps = Object.values(history.apps);
   const [met, missed] = [sum(apps.map((app) => app.met)), sum(apps.map((app) => app.missed))];
+  $("tile-met").classList.toggle("late", met + missed > 0 && met < GOOD * (met + missed));
   figure("tile-met", met + missed ? Math.round((100 * met) / (met + missed)) : DASH, met + missed ? "%" : "");
   $("note-met").textContent = met + missed
     ? `of ${count(met + missed, "answer", "answers")} with an objective` : "no answers with an objective yet";
@@ -66,7 +69,7 @@ export function tiles({ figures, history }, levels) {
   const batches = course.rows.slice(-6).filter((value) => value !== null);
   const rows = batches.length ? sum(batches) / batches.length : null;
   figure("tile-rows", rows === null ? DASH : rows.toFixed(1), "");
-  $("note-rows").textContent = rows === null ? "nothing was decoded of late" : "read weights once, together";
+  $("note-rows").textContent = rows === null ? "nothing was decoded of late" : "mean of the last minute";
   show($("spark-rows"), course.rows, (values) =>
     sparkline(values, { least: 0, most: Math.max(2, ...values.map((each) => each ?? 0)), label: `Answers per dispatch, ${span}` }));
 }
@@ -124,7 +127,7 @@ export function apps({ history }) {
         return el("tr", {},
           el("th", { scope: "row", title: name }, name),
           el("td", { class: "met" }, el("div", { class: "share" },
-            el("b", { class: share !== null && share < 0.8 && "late" }, percent(share)),
+            el("b", { class: share !== null && share < GOOD && "late" }, percent(share)),
             asked ? strip(app.course, 3, `${name}: objectives met and missed over time`)
               : el("span", { class: "faint" }, "no objective"))),
           el("td", { "data-name": "TTFT" }, ms(app.ttft_ms)),
@@ -150,7 +153,9 @@ export function plans({ figures, history }, levels) {
   for (const each of figures.running ?? []) running.set(each.level, (running.get(each.level) ?? 0) + each.count);
   show($("plans"), [history.plans, known, [...running]], () => {
     if (!made) return el("p", { class: "empty" }, "No plans yet. Each call shows here which share of the model answered it.");
-    const of = (level) => history.plans.filter((plan) => plan.level === level);
+    const order = Object.keys(SOURCES);
+    const of = (level) => history.plans.filter((plan) => plan.level === level)
+      .sort((one, other) => order.indexOf(one.source) - order.indexOf(other.source));
     const most = Math.max(...known.map((level) => sum(of(level).map((plan) => plan.count))));
     return known.map((level) => {
       const own = of(level), total = sum(own.map((plan) => plan.count)), now = running.get(level) ?? 0;
@@ -171,8 +176,8 @@ const WIDTHS = [["raw", "raw"], ["8", "8 bits"], ["4", "4"], ["2", "2"]];
 
 export function contexts({ figures }) {
   const own = Object.entries(figures.contexts ?? {}).sort(([, one], [, other]) => other.contexts - one.contexts);
-  show($("contexts-key"), own.length > 0, (any) => (any ? WIDTHS.flatMap(([width, name]) =>
-    [coloured(el("span", { class: "swatch" }), `w-${width}`), name]) : []));
+  show($("contexts-key"), own.length > 0, (any) => (any ? ["chunks in memory", ...WIDTHS.flatMap(([width, name]) =>
+    [coloured(el("span", { class: "swatch" }), `w-${width}`), name])] : []));
   show($("contexts"), own, () => {
     if (figures.contexts === undefined) {
       return el("p", { class: "empty" }, "This service keeps no contexts: ", el("code", {}, "--contexts DIR"), " has it keep some.");
@@ -183,7 +188,7 @@ export function contexts({ figures }) {
     return own.map(([name, app]) => {
       const parts = WIDTHS.map(([width, text]) =>
         ({ name: `${text}: ${app.chunks?.[width] ?? 0}`, colour: `w-${width}`, value: app.chunks?.[width] ?? 0 }));
-      const told = [count(app.contexts ?? 0, "context", "contexts"), count(chunks(app), "chunk", "chunks") + " in memory",
+      const told = [count(app.contexts ?? 0, "context", "contexts"), count(chunks(app), "chunk", "chunks"),
         `${bytes(app.stored_bytes ?? 0)} stored`, ...(app.pinned ? [`${app.pinned} pinned`] : [])];
       return el("div", { class: "widths" }, el("b", { title: name }, name),
         stack(parts, most, `${name}: ${parts.map((part) => part.name).join(", ")}`, true),

@@ -57,10 +57,15 @@ export async function follow(path, take, changed) {
       wait = LEAST_WAIT_MS;
       await readEvents(response, (name, data) => {
         heard();
-        take(name, JSON.parse(data));
+        try {
+          take(name, JSON.parse(data));
+        } catch (error) {
+          // One event that cannot be shown does not end the feed.
+          console.error(error);
+        }
       });
-    } catch (error) {
-      if (error instanceof SyntaxError || error instanceof TypeError) console.warn("feed:", error.message);
+    } catch {
+      // The service is away, or was quiet for too long.
     } finally {
       clearTimeout(timer);
       control.abort();

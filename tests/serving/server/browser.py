@@ -45,11 +45,11 @@ class Browser:
         self._process.terminate()
         self._process.wait(20)
 
-    def view(self, width, height, *, dark=False, scale=1):
-        """Sets the size of the page in CSS pixels, and what it prefers."""
+    def view(self, width, height, *, dark=False):
+        """Sets the size of the page in pixels, and what it prefers."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
-            width=width, height=height, deviceScaleFactor=scale, mobile=width < 600,
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
         )  # fmt: skip
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", features=[scheme])

@@ -68,7 +68,6 @@ FIGURES = {
         {"app": "mail", "level": 70, "count": 2},
         {"app": "keyboard", "level": 30, "count": 1},
     ],
-    "batch_rows": 4,
     "memory": {
         "process_bytes": 1710 * MB,
         "limit_bytes": 2048 * MB,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from starlette.responses import PlainTextResponse
 
 from serving.server.calls import Refused
 from serving.server.metrics import Metrics
@@ -183,6 +184,25 @@ def test_it_tells_what_is_wrong_and_recovers(browser, service):
     stop()
     browser.wait(f"{TEXT.format('state')} === 'Reconnecting'")
     assert browser.value("document.getElementById('main').className") == "stale"
+
+
+@slow
+@needs_browser
+def test_it_asks_for_a_key(browser):
+    def allow(request):
+        allowed = request.headers.get("authorization") == "Bearer sesame"
+        return None if allowed else PlainTextResponse("key", 401)
+
+    backend = FakeBackend()
+    address, stop = start(application(backend, Metrics(backend.snapshot), allow=allow))
+    open_page(browser, address, state="Key needed")
+    for key, state in (("wrong", "Key needed"), ("sesame", "Ready")):
+        browser.wait("!document.getElementById('key-form').hidden")
+        browser.value(f"document.getElementById('key').value = '{key}'")
+        browser.value("document.querySelector('#key-form button').click()")
+        browser.wait(f"{TEXT.format('state')} === '{state}'")
+    assert browser.value("document.getElementById('key-form').hidden")
+    stop()
 
 
 def test_the_page_needs_nothing_from_elsewhere():

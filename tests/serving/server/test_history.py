@@ -68,8 +68,9 @@ def test_recent_calls(history, clock):
         "ttft_ms": 200.0, "tpot_ms": 30.0, "ttft_limit_ms": 400.0, "tpot_limit_ms": 50.0, "met": True,
         "drafted": 0.5,
     }  # fmt: skip
-    history.ended("mail", ENDED, None)
-    assert history.calls_after(300)[0]["level"] is None
+    history.ended("mail", LATE, None)
+    (last,) = history.calls_after(300)
+    assert (last["level"], last["tpot_ms"]) == (None, None)
 
 
 def test_plans(history):

@@ -27,7 +27,9 @@ def lines():
 
 def test_a_record_is_one_line(lines):
     with logs.request("r1", "mail"):
-        logging.getLogger("serving.x").warning("a\nforged: %s\x1b[0m\u2028", "b", extra={"chunks": 3})
+        logging.getLogger("serving.x").warning(
+            "a\nforged: %s\x1b[0m\u2028", "b", extra={"chunks": 3, "time": 0}
+        )
     logging.getLogger("jaxllm").info("later")
     logging.getLogger("jaxllm").debug("not written")
     first, second = lines()

@@ -1,7 +1,9 @@
 """Metrics: what is counted comes out, labels are bounded, and figures that are missing are no error."""
 
 import dataclasses
+import re
 import threading
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -132,3 +134,19 @@ def test_threads_may_count_at_once():
         each.join()
     assert values(metrics)["jaxllm_answer_tokens_total", ("app", "mail")] == 4 * 500 * 21
     assert metrics.history.summary()["apps"]["mail"]["met"] == 2000
+
+
+def test_the_guide_names_metrics_that_exist():
+    metrics = Metrics(lambda: FIGURES)
+    metrics.taken("mail")
+    metrics.started("mail", STARTED)
+    metrics.dispatched(1, 1.0, "decode")
+    metrics.ended("mail", ENDED)
+    metrics.refused("mail", "full")
+    metrics.failed("mail", "ContextGone")
+    metrics.cancelled("mail")
+    guide = (Path(__file__).parents[3] / "docs/guides/dashboard.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(jaxllm_\w+)`", guide))
+    assert len(named) > 20
+    known = {key[0] for key in values(metrics)}
+    assert {name for name in named if not {name, f"{name}_count"} & known} == set()
