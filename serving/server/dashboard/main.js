@@ -32,6 +32,7 @@ function health() {
 function drawCalls() {
   const shown = calls.filter((call) => now() - call.time_s <= SECONDS);
   const box = $("calls");
+  box.classList.toggle("bare", !shown.length);
   if (!shown.length) {
     box.replaceChildren(el("p", { class: "empty" }, "No calls in the last five minutes. Each answer shows here as a mark, by how its time to the first token compares with its objective."));
     $("call").textContent = "";
