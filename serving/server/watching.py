@@ -91,7 +91,7 @@ def _in_loop(answer: Callable[[Request], Response]) -> Callable:
 class EventStream(Response):
     """Sends a feed's events until its client leaves, or is dropped because it does not read.
 
-    Starlette's own stream waits for as long as the client keeps the connection open without reading.
+    Starlette's own stream waits as long as a client keeps its connection and does not read.
     """
 
     def __init__(self, feed: Feed) -> None:

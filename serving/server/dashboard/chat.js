@@ -30,9 +30,8 @@ function empty() {
 function told(facts, usage) {
   const parts = [];
   if (facts.level !== undefined) parts.push(`level ${facts.level} %`);
-  const source = facts.plan?.source ?? facts.source ?? facts.plan;
-  if (typeof source === "string") parts.push(`plan ${source}`);
-  const prompt = usage?.prompt_tokens ?? facts.prompt_tokens;
+  if (facts.source !== undefined) parts.push(`plan ${facts.source}`);
+  const prompt = facts.prompt_tokens ?? usage?.prompt_tokens;
   if (facts.kept_tokens !== undefined && prompt) parts.push(`kept ${facts.kept_tokens} of ${prompt} tokens`);
   if (facts.reused_tokens) parts.push(`reused ${facts.reused_tokens}`);
   if (facts.ttft_ms !== undefined) parts.push(`first token ${ms(facts.ttft_ms)}`);

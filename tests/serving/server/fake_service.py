@@ -161,8 +161,8 @@ async def chat(request):
         yield f"data: {json.dumps({**base, 'choices': [choice]})}\n\n"
         usage = {"prompt_tokens": 38, "completion_tokens": len(words), "total_tokens": 38 + len(words)}
         plan = {
-            "level": 70, "plan": "proposed", "kept_tokens": 31, "reused_tokens": 12, "ttft_ms": 182.4,
-            "tpot_ms": 27.1, "met": True,
+            "source": "proposed", "level": 70, "prompt_tokens": 38, "kept_tokens": 31, "reused_tokens": 12,
+            "ttft_ms": 182.4, "tpot_ms": 27.1, "met": True,
         }  # fmt: skip
         yield f"data: {json.dumps({**base, 'choices': [], 'usage': usage, 'jaxllm': plan})}\n\n"
         yield "data: [DONE]\n\n"
