@@ -49,6 +49,32 @@ class ChunkMemory:
         # Counts of uses of contexts, and of loaded chunks.
         self._uses = self._arrivals = 0
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of chunks that cannot be evicted now: those of contexts that run or are pinned."""
+        kept = self._locked | self._pinned
+        return sum(each.size_bytes for name in kept for each in self._chunks.get(name, {}).values())
+
+    def resize(self, budget_bytes: int) -> list[Resident]:
+        """Sets the budget, and evicts what is beyond it.
+
+        Args:
+          budget_bytes: of all chunks together from now on.
+
+        Returns:
+          The evicted chunks, in order.
+
+        Raises:
+          BudgetExceeded: locked and pinned chunks take more; the budget is as it was.
+        """
+        if budget_bytes < max(1, self.kept_bytes):
+            raise BudgetExceeded(
+                f"chunks cannot do with {budget_bytes:,} bytes of memory: contexts that run or are pinned "
+                f"take {self.kept_bytes:,}; unpin some"
+            )
+        self.budget_bytes = budget_bytes
+        return self.reclaim(0)
+
     def chunks(self, context: str) -> dict[int, Resident]:
         """The resident chunks of a context, by number."""
         return dict(self._chunks.get(context, {}))

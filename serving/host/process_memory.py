@@ -1,6 +1,7 @@
 """Reads from the system what this process holds in memory: anonymous pages, and pages of mapped files."""
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from jaxllm.errors import ConfigError
 
 _SMAPS, _STATUS = Path("/proc/self/smaps"), Path("/proc/self/status")
+_STATM = Path("/proc/self/statm")
 # The first line of a mapping: addresses, rights, offset, device, inode, and the path of its file.
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)")
 _KILOBYTE = 1024
@@ -44,6 +46,21 @@ def process_memory() -> ProcessMemory:
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: cannot be read ({error.strerror}); what holds memory is known on Linux "
+            "alone, with /proc mounted"
+        ) from error
+
+
+def resident_bytes() -> int:
+    """All resident pages of this process, in microseconds where `process_memory` takes milliseconds.
+
+    Raises:
+      ConfigError: the system has no /proc/self/statm.
+    """
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError as error:
+        raise ConfigError(
+            f"{_STATM}: cannot be read ({error.strerror}); the memory of the process is known on Linux "
             "alone, with /proc mounted"
         ) from error
 

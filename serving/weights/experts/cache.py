@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import xxhash
 
-from jaxllm.errors import BundleError
+from jaxllm.errors import BudgetExceeded, BundleError
 from jaxllm.experts.eviction import Policy, Residents
 from jaxllm.quant import Weight
 from serving.host.direct_io import PAGE, PieceReader
@@ -132,6 +132,39 @@ class ExpertCache:
         """Replaces the guesses: predicted experts, the most probable first."""
         with self._lock:
             self._guesses = list(guesses)
+            self._wake()
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most bytes of experts that are resident or being read."""
+        return self._budget
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of experts that are resident or being read."""
+        return self._taken_bytes
+
+    def resize(self, budget_bytes: int) -> None:
+        """Sets the budget, and evicts experts beyond it. Those that are being read or computed stay until
+        they are replaced.
+
+        Raises:
+          BudgetExceeded: it is less than the experts of one layer need.
+        """
+        least = self._store.least_bytes()
+        if budget_bytes < least:
+            raise BudgetExceeded(
+                f"experts cannot do with {budget_bytes:,} bytes of memory: those that a token visits at one "
+                f"layer take {least:,}"
+            )
+        with self._lock:
+            self._budget = budget_bytes
+            while self._taken_bytes > budget_bytes:
+                victim = self._victim(demanded=True)
+                if victim is None:
+                    return
+                self._drop(victim)
+            # There may be room for predicted ones that had none.
             self._wake()
 
     def close(self) -> None:

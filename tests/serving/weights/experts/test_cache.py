@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle
-from jaxllm.errors import BundleError, CheckpointError
+from jaxllm.errors import BudgetExceeded, BundleError, CheckpointError
 from jaxllm.experts.eviction import eviction_policy
 from serving.host.direct_io import PAGE, PieceReader
 from serving.weights.experts import cache as room
@@ -212,3 +212,25 @@ def test_a_second_error_does_not_outlast_its_visit(make, monkeypatch):
     reader.before = lambda offset: None
     monkeypatch.setattr(cache, "_await", awaited)
     assert sorted(visit(cache, 0, [1, 2])) == [1, 2]
+
+
+def test_a_smaller_budget_evicts_idle_experts(make, store):
+    cache, _ = make(4)
+    visit(cache, 0, [3, 1])
+    visit(cache, 1, [2, 0])
+    assert len(inside(cache)) == 4
+    cache.resize(2 * store.largest_bytes)
+    # The least recently used leave.
+    assert inside(cache) == {(1, 2), (1, 0)}
+    assert cache.taken_bytes <= cache.budget_bytes == 2 * store.largest_bytes
+    assert sorted(visit(cache, 0, [3, 1])) == [1, 3]
+    cache.resize(4 * store.largest_bytes)
+    visit(cache, 1, [2, 0])
+    assert len(inside(cache)) == 4
+
+
+def test_a_budget_below_one_layers_experts_is_refused(make, store):
+    cache, _ = make(4)
+    with pytest.raises(BudgetExceeded, match="visits at one layer take"):
+        cache.resize(store.least_bytes() - 1)
+    assert cache.budget_bytes == 4 * store.largest_bytes

@@ -1,0 +1,24 @@
+"""Reads how much tasks of this machine wait for memory: Linux's pressure stall information."""
+
+import re
+from pathlib import Path
+
+_FILE = Path("/proc/pressure/memory")
+_SOME = re.compile(r"some avg10=(\d+(?:\.\d+)?) ")
+_PERCENT = 100
+
+
+def memory_pressure() -> float | None:
+    """The share of the last ten seconds in which some task waited for memory; None where the system does not
+    tell."""
+    try:
+        return parsed(_FILE.read_text())
+    except OSError:
+        # Another system, or a kernel without it (`psi=1` on its command line).
+        return None
+
+
+def parsed(text: str) -> float | None:
+    """The share that the text of /proc/pressure/memory has; None where it has none."""
+    found = _SOME.match(text)
+    return None if found is None else float(found[1]) / _PERCENT

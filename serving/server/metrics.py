@@ -1,0 +1,261 @@
+"""Counts and times calls for Prometheus and the dashboard, in a registry of its own.
+
+The executor and the HTTP layer tell what happens by the methods of `Metrics`, from any thread; gauges are
+read from the backend's figures when they are asked for. Names of apps become labels, so their number is
+bounded.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from jaxllm.errors import ConfigError
+from serving.server.calls import Ended, Started
+from serving.server.history import History
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+MOST_APPS = 32
+OTHER = "other"
+_MOST_KINDS = 16
+_MS_PER_S = 1000.0
+_TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
+_TPOT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8)
+_DISPATCH_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+Snapshot = Callable[[], Mapping[str, Any]]
+
+
+class Names:
+    """Bounds the number of a label's values: later ones are "other". Thread-safe.
+
+    Args:
+      most: number of names that stay as they are.
+    """
+
+    def __init__(self, most: int) -> None:
+        if most < 1:
+            raise ConfigError(f"a label needs at least one value, got most={most!r:.80}")
+        self._most, self._known, self._lock = most, set[str](), threading.Lock()
+
+    def __call__(self, name: str) -> str:
+        """The label for a name."""
+        with self._lock:
+            if name not in self._known and len(self._known) < self._most:
+                self._known.add(name)
+            return name if name in self._known else OTHER
+
+
+class Metrics:
+    """Metrics of one service. Thread-safe.
+
+    Args:
+      snapshot: `Backend.snapshot`, for gauges; see `serving.server.figures.Figures`.
+      most_apps: with labels of their own.
+      history: for the dashboard.
+
+    Attributes:
+      history: recent calls and their course in time.
+    """
+
+    def __init__(
+        self, snapshot: Snapshot, *, most_apps: int = MOST_APPS, history: History | None = None
+    ) -> None:
+        self.history = history or History()
+        self._names, self._kinds = Names(most_apps), Names(_MOST_KINDS)
+        self._registry = own = CollectorRegistry(auto_describe=False)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"jaxllm_{name}", text, labels, registry=own)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], label: str) -> Histogram:
+            return Histogram(f"jaxllm_{name}", text, (label,), registry=own, buckets=buckets)
+
+        self._taken = counter("calls_taken", "Calls that were taken.", "app")
+        self._refused = counter("calls_refused", "Calls that were refused, by reason.", "app", "reason")
+        self._failed = counter("calls_failed", "Calls that ended with an error, by kind.", "app", "kind")
+        self._cancelled = counter("calls_cancelled", "Calls whose client left.", "app")
+        self._ended = counter("calls_ended", "Answers that ended, by reason.", "app", "finish_reason")
+        self._met = counter("objectives", "Answers with an objective, by whether it was met.", "app", "met")
+        self._plans = counter("plans", "Plans by level (percent) and source.", "level", "source")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.", "app")
+        self._kept = counter("kept_tokens", "Tokens of prompts that plans kept.", "app")
+        self._reused = counter("reused_tokens", "Tokens of prompts that a cache had.", "app")
+        self._answer = counter("answer_tokens", "Tokens of answers that ended.", "app")
+        self._drafted = counter("drafted_tokens", "Tokens of answers that were drafted.", "app")
+        self._decoded = counter("dispatched_tokens", "Tokens that dispatches gave, by kind.", "kind")
+        self._ttft = histogram("ttft_seconds", "Time to the first token, waiting included.", _TTFT_S, "app")
+        self._tpot = histogram("tpot_seconds", "Time per further token, waiting included.", _TPOT_S, "app")
+        self._own_ttft = histogram("engine_ttft_seconds", "TTFT without waiting.", _TTFT_S, "app")
+        self._own_tpot = histogram("engine_tpot_seconds", "TPOT without waiting.", _TPOT_S, "app")
+        self._wait = histogram("queue_wait_seconds", "From the call to its first step.", _TTFT_S, "app")
+        self._rows = histogram("batch_rows", "Answers in a dispatch, by its kind.", _ROWS, "kind")
+        self._busy = histogram("dispatch_seconds", "Time of a dispatch, by its kind.", _DISPATCH_S, "kind")
+        own.register(_Gauges(snapshot, self._names))
+
+    def taken(self, app: str) -> None:
+        """A call was taken."""
+        app = self._names(app)
+        self._taken.labels(app).inc()
+        self.history.counted(app, "taken")
+
+    def refused(self, app: str, reason: str) -> None:
+        """A call was not taken; `reason` as of `Refused`, or "rate", "key" and the like."""
+        app = self._names(app)
+        self._refused.labels(app, self._kinds(reason)).inc()
+        self.history.counted(app, "refused")
+
+    def started(self, app: str, started: Started) -> None:
+        """The first token of a call is about to be shown."""
+        app = self._names(app)
+        self._plans.labels(str(started.level), self._kinds(started.source)).inc()
+        self._prompt.labels(app).inc(started.prompt_tokens)
+        self._kept.labels(app).inc(started.kept_tokens)
+        self._reused.labels(app).inc(started.reused_tokens)
+        self._wait.labels(app).observe(started.queued_ms / _MS_PER_S)
+        self.history.planned(started.level, self._kinds(started.source))
+
+    def ended(self, app: str, ended: Ended, started: Started | None = None) -> None:
+        """An answer has ended.
+
+        Args:
+          app: that asked.
+          ended: how.
+          started: how it began: the dashboard shows level and plan of a call where they are given.
+        """
+        app = self._names(app)
+        self._ended.labels(app, ended.finish_reason).inc()
+        self._answer.labels(app).inc(ended.tokens)
+        self._drafted.labels(app).inc(max(0.0, round(ended.tokens * ended.drafted)))
+        self._ttft.labels(app).observe(ended.ttft_ms / _MS_PER_S)
+        self._own_ttft.labels(app).observe(ended.engine_ttft_ms / _MS_PER_S)
+        if ended.tokens > 1:
+            self._tpot.labels(app).observe(ended.tpot_ms / _MS_PER_S)
+            self._own_tpot.labels(app).observe(ended.engine_tpot_ms / _MS_PER_S)
+        if ended.met is not None:
+            self._met.labels(app, "true" if ended.met else "false").inc()
+        self.history.ended(app, ended, started)
+
+    def failed(self, app: str, kind: str) -> None:
+        """A call that was taken ended with an error; `kind` is the name of its class."""
+        app = self._names(app)
+        self._failed.labels(app, self._kinds(kind)).inc()
+        self.history.counted(app, "failed")
+
+    def cancelled(self, app: str) -> None:
+        """A call was cancelled before its answer ended."""
+        app = self._names(app)
+        self._cancelled.labels(app).inc()
+        self.history.counted(app, "cancelled")
+
+    def dispatched(self, rows: int, ms: float, kind: str, tokens: int = 0) -> None:
+        """A dispatch has ended.
+
+        Args:
+          rows: answers in it.
+          ms: for which it ran.
+          kind: "prefill", "decode" or "verify".
+          tokens: that it gave to answers; 0 for prefill but its last chunk.
+        """
+        kind = self._kinds(kind)
+        self._rows.labels(kind).observe(rows)
+        self._busy.labels(kind).observe(ms / _MS_PER_S)
+        self._decoded.labels(kind).inc(tokens)
+        self.history.dispatched(rows, ms, kind, tokens)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus's text format; its type is `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+
+class _Gauges(Collector):
+    """Reads gauges from a backend's figures. Parts that are missing have no gauge."""
+
+    def __init__(self, snapshot: Snapshot, names: Names) -> None:
+        self._snapshot, self._names = snapshot, names
+
+    def collect(self) -> Iterator[Metric]:
+        figures = self._snapshot()
+        yield from self._load(figures)
+        yield from self._contexts(figures.get("contexts", {}))
+        memory = figures.get("memory", {})
+        yield _gauge("memory_bytes", "Resident memory of the process.", memory.get("process_bytes"))
+        yield _gauge("memory_limit_bytes", "Budget of the process; 0 for none.", memory.get("limit_bytes"))
+        yield _gauge("memory_pressure", "Share of time that tasks wait for memory.", memory.get("pressure"))
+        for field, text in (
+            ("size_bytes", "Memory by what takes it."),
+            ("limit_bytes", "Most memory that each may take now."),
+        ):
+            family = GaugeMetricFamily(f"jaxllm_holding_{field}", text, labels=["holding"])
+            for name, holding in memory.get("holdings", {}).items():
+                if field in holding:
+                    family.add_metric([name], holding[field])
+            yield family
+        experts = figures.get("experts", {})
+        for name, text in (
+            ("visits", "Experts that layers asked for."),
+            ("hits", "Visits of resident experts."),
+            ("foreseen", "Hits of experts that were prefetched."),
+        ):
+            yield _counter(f"expert_{name}", text, experts.get(name))
+        share = experts["hits"] / experts["visits"] if experts.get("visits") else None
+        yield _gauge("expert_hit_rate", "Share of visits that hit, since the start.", share)
+        read = CounterMetricFamily("jaxllm_read_bytes", "From storage, by what was read.", labels=["what"])
+        for name, value in figures.get("read_bytes", {}).items():
+            read.add_metric([name], value)
+        yield read
+
+    def _load(self, figures: Mapping[str, Any]) -> Iterator[Metric]:
+        queue = figures.get("queue", {})
+        yield _gauge("queue_calls", "Calls that wait.", queue.get("waiting"))
+        yield _gauge("queue_limit_calls", "Most calls that may wait.", queue.get("limit"))
+        oldest = queue.get("oldest_ms")
+        age_s = None if oldest is None else oldest / _MS_PER_S
+        yield _gauge("queue_oldest_seconds", "For which the oldest call has waited.", age_s)
+        running = GaugeMetricFamily("jaxllm_running_calls", "Answers that run.", labels=["app", "level"])
+        counts: dict[tuple[str, str], int] = {}
+        for each in figures.get("running", ()):
+            key = self._names(each["app"]), str(each["level"])
+            counts[key] = counts.get(key, 0) + each["count"]
+        for key, count in counts.items():
+            running.add_metric(key, count)
+        yield running
+
+    def _contexts(self, apps: Mapping[str, Mapping[str, Any]]) -> Iterator[Metric]:
+        sums: dict[str, dict[tuple[str, ...], int]] = {"contexts": {}, "stored_bytes": {}, "chunks": {}}
+        for name, own in apps.items():
+            app = self._names(name)
+            for field in ("contexts", "stored_bytes"):
+                sums[field][app,] = sums[field].get((app,), 0) + own.get(field, 0)
+            for width, count in own.get("chunks", {}).items():
+                sums["chunks"][app, width] = sums["chunks"].get((app, width), 0) + count
+        for field, text in (
+            ("contexts", "Contexts of an app."),
+            ("stored_bytes", "Bytes of an app's contexts on storage."),
+            ("chunks", "Resident chunks of an app's contexts by width."),
+        ):
+            labels = ["app", "bits"] if field == "chunks" else ["app"]
+            name = field if field == "contexts" else f"context_{field}"
+            family = GaugeMetricFamily(f"jaxllm_{name}", text, labels=labels)
+            for key, value in sums[field].items():
+                family.add_metric(key, value)
+            yield family
+
+
+def _gauge(name: str, text: str, value: float | None) -> Metric:
+    """A gauge without labels; without a value where there is none."""
+    family = GaugeMetricFamily(f"jaxllm_{name}", text, labels=[])
+    if value is not None:
+        family.add_metric([], value)
+    return family
+
+
+def _counter(name: str, text: str, value: float | None) -> Metric:
+    family = CounterMetricFamily(f"jaxllm_{name}", text, labels=[])
+    if value is not None:
+        family.add_metric([], value)
+    return family
