@@ -133,9 +133,11 @@ class ContextStore:
         folder = self._unsettled.get(name)
         own = app is None or folder is None or folder.parent.name == folder_name(app)
         self._require_settled(name if own else "")
-        if name not in self._catalog.records:
-            self._catalog.find_again(name, app)
         record = self._catalog.records.get(name)
+        # As much work for a name of another app as for one that nobody has: time must not tell them apart.
+        if record is None or app not in (None, record.app):
+            self._catalog.find_again(name, app)
+            record = self._catalog.records.get(name)
         if record is None or app not in (None, record.app):
             raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
         return record

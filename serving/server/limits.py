@@ -35,7 +35,6 @@ class AppLimits:
       queued: most calls that wait for their first step.
       tokens_per_minute: of prompts and answers; also the most that a call may have.
       contexts: most contexts.
-      memory_bytes: most bytes of its contexts' chunks in memory.
       stored_bytes: most bytes of its contexts on storage.
       pinned: most pinned contexts.
     """
@@ -44,7 +43,6 @@ class AppLimits:
     queued: int = 0
     tokens_per_minute: int = 0
     contexts: int = 0
-    memory_bytes: int = 0
     stored_bytes: int = 0
     pinned: int = 0
 
@@ -85,7 +83,6 @@ class Limits:
         names = {
             "contexts_per_app": "contexts",
             "app_quota_bytes": "stored_bytes",
-            "app_budget_bytes": "memory_bytes",
         }
         found = {name: [getattr(each, own) for each in everyone] for name, own in names.items()}
         return {name: 0 if 0 in values else max(values) for name, values in found.items()}

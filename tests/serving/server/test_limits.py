@@ -192,10 +192,8 @@ def test_contexts() -> None:
 
 
 def test_options_of_contexts_have_the_loosest() -> None:
-    limits = Limits(
-        default=AppLimits(contexts=2, stored_bytes=100), apps={"mail": AppLimits(contexts=5, memory_bytes=1)}
-    )
-    assert limits.context_options() == {"contexts_per_app": 5, "app_quota_bytes": 0, "app_budget_bytes": 0}
+    limits = Limits(default=AppLimits(contexts=2, stored_bytes=100), apps={"mail": AppLimits(contexts=5)})
+    assert limits.context_options() == {"contexts_per_app": 5, "app_quota_bytes": 0}
 
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AppLimits)])
