@@ -73,8 +73,8 @@ def wire_slo(slo: Any) -> Any:
         if all(hasattr(slo, name) for name in names):
             return {name: getattr(slo, name) for name in names}
     raise ConfigError(
-        f'an objective is ratios such as "<40,70>", or milliseconds such as {{"ttft_ms": 200, "tpot_ms": 50}}, '
-        f"got {slo!r:.80}"
+        f'an objective is ratios such as "<40,70>", or milliseconds such as {{"ttft_ms": 200, "tpot_ms": 50}}'
+        f", got {slo!r:.80}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads what a service sends: events of a stream, facts, and errors as the classes that one process raises."""
+"""Reads what a service sends: events of a stream, facts, and errors, as the classes of one process."""
 
 import contextlib
 import dataclasses
