@@ -5,8 +5,8 @@
     seal = vault.seal(app_folder, key_id, salt)                   reads one
 
 Every record and every segment has a random salt, which with the app's key gives a key of its own
-(HMAC-SHA256): so its parts may be numbered, and no nonce comes twice. Parts are encrypted and authenticated by
-AES-256-GCM, blob by blob, so that a chunk is still read by its offset.
+(HMAC-SHA256): so its parts may be numbered, and no nonce comes twice. Parts are encrypted and authenticated
+by AES-256-GCM, blob by blob, so that a chunk is still read by its offset.
 """
 
 import contextlib
