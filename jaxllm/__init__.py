@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxllm.bundle.writer import write_bundle
+    from jaxllm.client.async_client import AsyncClient
+    from jaxllm.client.client import Client
     from jaxllm.config import ModelConfig, RopeConfig
     from jaxllm.elastic.slo import Slo
     from jaxllm.errors import (
@@ -58,10 +60,12 @@ __version__ = "0.1.0"
 # Public name -> the module that defines it.
 _HOMES = {
     "Answer": "serving.answer",
+    "AsyncClient": "jaxllm.client.async_client",
     "BucketMissing": "jaxllm.errors",
     "BudgetExceeded": "jaxllm.errors",
     "BundleError": "jaxllm.errors",
     "CheckpointError": "jaxllm.errors",
+    "Client": "jaxllm.client.client",
     "ConfigError": "jaxllm.errors",
     "Context": "serving.contexts.context",
     "ContextAnswer": "serving.contexts.answer",
@@ -103,10 +107,12 @@ _HOMES = {
 }
 __all__ = [
     "Answer",
+    "AsyncClient",
     "BucketMissing",
     "BudgetExceeded",
     "BundleError",
     "CheckpointError",
+    "Client",
     "ConfigError",
     "Context",
     "ContextAnswer",

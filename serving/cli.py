@@ -80,6 +80,7 @@ SECTIONS = {
         ),
     },
     "Set up": {
+        "keys": ("serving.commands.keys:keys_command", "Make, list and remove API keys of apps."),
         "completion": (
             "serving.commands.completion:completion_command",
             "Print a script that completes jaxllm's commands and options in a shell.",

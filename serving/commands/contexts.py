@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from serving.contexts.store import ContextStore
 
 _folder_argument = click.argument("folder", type=click.Path(path_type=Path))
+_keys_option = click.option(
+    "--keys",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    metavar="DIR",
+    help="The folder of keys of encrypted contexts.  [default: contexts are not encrypted]",
+)
 
 
 @click.group("contexts")
@@ -30,8 +36,9 @@ def contexts_command() -> None:
 @contexts_command.command("list", cls=EngineCommand)
 @_folder_argument
 @click.option("--app", metavar="NAME", help="List only this app's contexts.")
+@_keys_option
 @json_option
-def list_command(folder: Path, app: str | None, as_json: bool) -> None:
+def list_command(folder: Path, app: str | None, keys: Path | None, as_json: bool) -> None:
     """List the contexts in FOLDER.
 
     Also lists contexts that are damaged or cannot be read, and exits with 1 then.
@@ -42,7 +49,7 @@ def list_command(folder: Path, app: str | None, as_json: bool) -> None:
     """
     from jaxllm.kv.recompute import LOST
 
-    with _opened(folder) as store:
+    with _opened(folder, keys) as store:
         rows = [
             {
                 "app": record.app,
@@ -77,8 +84,9 @@ def list_command(folder: Path, app: str | None, as_json: bool) -> None:
 
 @contexts_command.command("verify", cls=EngineCommand)
 @_folder_argument
+@_keys_option
 @json_option
-def verify_command(folder: Path, as_json: bool) -> None:
+def verify_command(folder: Path, keys: Path | None, as_json: bool) -> None:
     """Read all contexts in FOLDER and check every checksum.
 
     Changes nothing; exits with 1 where something is damaged.
@@ -87,13 +95,14 @@ def verify_command(folder: Path, as_json: bool) -> None:
     Example:
       jaxllm contexts verify DIR
     """
-    _verify(folder, repair=False, as_json=as_json)
+    _verify(folder, keys, repair=False, as_json=as_json)
 
 
 @contexts_command.command("repair", cls=EngineCommand)
 @_folder_argument
+@_keys_option
 @json_option
-def repair_command(folder: Path, as_json: bool) -> None:
+def repair_command(folder: Path, keys: Path | None, as_json: bool) -> None:
     """Set damaged files in FOLDER aside.
 
     Moves them into FOLDER/quarantine, where `jaxllm contexts purge` deletes them, and has damaged chunks
@@ -103,7 +112,7 @@ def repair_command(folder: Path, as_json: bool) -> None:
     Example:
       jaxllm contexts repair DIR
     """
-    _verify(folder, repair=True, as_json=as_json)
+    _verify(folder, keys, repair=True, as_json=as_json)
 
 
 @contexts_command.command("purge", cls=EngineCommand)
@@ -136,10 +145,10 @@ def purge_command(folder: Path, as_json: bool) -> None:
         )
 
 
-def _verify(folder: Path, *, repair: bool, as_json: bool) -> None:
+def _verify(folder: Path, keys: Path | None, *, repair: bool, as_json: bool) -> None:
     from serving.contexts.root import quarantined
 
-    with _opened(folder) as store:
+    with _opened(folder, keys) as store:
         found = store.verify(repair=repair)
         aside = [str(each.relative_to(folder)) for each in quarantined(folder)]
     left = [each for each in found if not repair or not each.proved]
@@ -182,7 +191,7 @@ def _require_none(folder: Path, damaged: "Sequence[Damage]") -> None:
         )
 
 
-def _opened(folder: Path) -> "ContextStore":
+def _opened(folder: Path, keys: Path | None = None) -> "ContextStore":
     """Opens an existing store.
 
     Raises:
@@ -193,4 +202,4 @@ def _opened(folder: Path) -> "ContextStore":
 
     if not folder.is_dir() or not require_store(folder):
         raise ConfigError(f"{folder} is not a folder of contexts")
-    return ContextStore(folder)
+    return ContextStore(folder, keys=keys)

@@ -9,9 +9,10 @@ import dataclasses
 import os
 from pathlib import Path
 
-from jaxllm.errors import CheckpointError, JaxllmError, Unreadable
+from jaxllm.errors import CheckpointError, ContextGone, JaxllmError, Unreadable
 from jaxllm.files.atomic import sync
 from serving.contexts.damage import Damage
+from serving.contexts.encryption import KeyErased, Vault
 from serving.contexts.record import Record
 from serving.contexts.record_file import MOST_USED, RecordMissing, find_record, is_readable, write_record
 from serving.contexts.root import (
@@ -37,11 +38,13 @@ class Catalog:
       records: by name.
       damage: that was found and is not mended, by the context's folder.
       leftovers: folders without a record.
+      erased: folders of contexts whose key was erased.
     """
 
-    def __init__(self, root: Path, segments: OpenSegments) -> None:
-        """Takes the store's folder, and its open segments."""
-        self.root, self._segments = root, segments
+    def __init__(self, root: Path, segments: OpenSegments, vault: Vault | None = None) -> None:
+        """Takes the store's folder, its open segments, and the keys of its encrypted contexts."""
+        self.root, self._segments, self._vault = root, segments, vault
+        self.erased: set[Path] = set()
         self.records: dict[str, Record] = {}
         self.damage: dict[Path, Damage] = {}
         self.leftovers: set[Path] = set()
@@ -76,7 +79,7 @@ class Catalog:
                 raise folder.problem
             if known is not None and not own:
                 raise CheckpointError(f"{folder.path}: a context of another app has its name")
-            found = find_record(folder.path)
+            found = find_record(folder.path, self._vault)
         except RecordMissing as error:
             if own or error.foreign:
                 self.damage[folder.path] = dataclasses.replace(
@@ -86,6 +89,8 @@ class Catalog:
                 self.leftovers.add(folder.path)
         except CheckpointError as error:
             proved = not isinstance(error, Unreadable)
+            if isinstance(error, KeyErased):
+                self.erased.add(folder.path)
             self.damage[folder.path] = dataclasses.replace(
                 whose, reason=str(error), lost=not own, proved=proved
             )
@@ -95,18 +100,23 @@ class Catalog:
             if found.damage:
                 self.damage[folder.path] = dataclasses.replace(whose, reason=found.damage)
 
-    def find_again(self, name: str, app: str | None) -> None:
-        """Tries again to read a context that could not be read.
+    def find_again(self, name: str, app: str | None) -> Record | None:
+        """Tries again to read a context that could not be read, and returns its record; None where there is
+        none.
 
         Raises:
+          ContextGone: its key was erased.
           CheckpointError: it still cannot, and the app owns the context; of any app where `app` is None.
         """
         for path, before in list(self.damage.items()):
             if before.name == name and before.lost and app in (None, before.app):
                 self.find(ContextFolder(path, before.app, name))
+                if path in self.erased:
+                    raise ContextGone(f"the context {name} is gone: its app's key was erased")
                 if (damage := self.damage.get(path)) is not None and damage.lost:
                     kind = CheckpointError if damage.proved else Unreadable
                     raise kind(f"the context {name} cannot be used: {damage.reason}")
+        return self.records.get(name)
 
     def replace(self, folder: Path, record: Record) -> Path | None:
         """Writes a context's record; sets a damaged one aside before.
@@ -120,8 +130,8 @@ class Catalog:
         damage, aside = self.damage.get(folder), None
         if damage is not None and damage.proved and os.path.lexists(folder / RECORD):
             # One with a whole copy stays until the new one is written, which may fail.
-            aside = set_aside(self.root, folder / RECORD, keep=is_readable(folder))
-        write_record(folder, record)
+            aside = set_aside(self.root, folder / RECORD, keep=is_readable(folder, self._vault))
+        write_record(folder, record, self._vault)
         self.damage.pop(folder, None)
         return aside
 
@@ -147,7 +157,7 @@ class Catalog:
           CheckpointError: its record cannot be read.
         """
         try:
-            found = find_record(folder)
+            found = find_record(folder, self._vault)
         except RecordMissing:
             self.records.pop(name, None)
             self.damage.pop(folder, None)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxllm.errors import CheckpointError, Unreadable
+from serving.contexts.encryption import Vault
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
 from serving.contexts.stored import mismatched_chunks
@@ -48,15 +49,15 @@ class ChunkDamage:
     reason: str = ""
 
 
-def chunk_damage(folder: Path, record: Record, storage: Storage) -> ChunkDamage:
-    """Reads all chunks of a context."""
+def chunk_damage(folder: Path, record: Record, storage: Storage, vault: Vault | None = None) -> ChunkDamage:
+    """Reads all chunks of a context; encrypted ones with the keys in a vault."""
     corrupt: set[int] = set()
     unread: set[int] = set()
     reason = ""
     for name in record.segments:
         own = {chunk for chunk, file in enumerate(record.files) if file == name}
         try:
-            with Segment(folder / name, storage) as segment:
+            with Segment(folder / name, storage, vault) as segment:
                 corrupt |= mismatched_chunks(record, name, segment) | (own & set(segment.verify()))
         except Unreadable as error:
             unread |= own

@@ -74,6 +74,7 @@ class Contexts:
             storage=options.storage,
             quota_bytes=options.quota_bytes,
             app_quota_bytes=options.app_quota_bytes,
+            keys=None if options.encryption is None else Path(options.encryption),
         )
         try:
             self._writer = ChunkWriter(self.store, options.writing)

@@ -35,6 +35,9 @@ class ContextOptions:
         files are there together.
       app_quota_bytes: most bytes of each app's files; 0 for no limit.
       storage: how chunks are read.
+      encryption: folder of keys, one of each app, by which tokens and chunks are encrypted on storage; made
+        if missing, and never in `folder`. Contexts that were stored before are encrypted when they change.
+        None for no encryption. Takes `jaxllm[serve]`.
     """
 
     folder: str | Path
@@ -50,6 +53,7 @@ class ContextOptions:
     quota_bytes: int = 0
     app_quota_bytes: int = 0
     storage: Storage = dataclasses.field(default_factory=Storage)
+    encryption: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 1:

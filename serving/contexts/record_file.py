@@ -4,10 +4,13 @@
                        record as JSON; one of them is enough
     record.previous    the record before, used where `record` is lost
 
+In an encrypted record (version 3) the text is encrypted (`encryption`), with its key's id and its salt.
+
 Files that storage refuses or that a newer version wrote raise `Unreadable` and stay in place. Anything else
 that is not a record of this folder's context is damaged.
 """
 
+import base64
 import contextlib
 import dataclasses
 import json
@@ -23,6 +26,7 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.codecs import CODECS, ChunkFormat
 from jaxllm.kv.recompute import LOST
 from jaxllm.text.tokenizer import MAX_TOKEN_ID
+from serving.contexts.encryption import SALT_BYTES, NotOpened, Vault
 from serving.contexts.record import Origin, Record
 from serving.contexts.root import (
     PREVIOUS,
@@ -36,7 +40,7 @@ from serving.contexts.root import (
     read_bytes,
 )
 
-VERSION = 2
+VERSION, SEALED_VERSION = 2, 3
 MOST_USED = 1 << 53
 _COPIES = 2
 _MOST_BYTES = 1 << 26
@@ -75,8 +79,8 @@ class RecordMissing(CheckpointError):
         self.foreign = foreign
 
 
-def write_record(folder: Path, record: Record) -> None:
-    """Replaces a context's record, whole or not at all, and keeps the one before.
+def write_record(folder: Path, record: Record, vault: Vault | None = None) -> None:
+    """Replaces a context's record, whole or not at all, and keeps the one before; encrypted with a vault.
 
     Raises:
       OSError: it cannot be written.
@@ -84,7 +88,7 @@ def write_record(folder: Path, record: Record) -> None:
     path = folder / RECORD
     try:
         with atomic_file(path) as file:
-            file.write(encoded(record))
+            file.write(encoded(record) if vault is None else _sealed(encoded_body(record), folder, vault))
             file.flush()
             os.fsync(file.fileno())
             # A kill before the new one gets its name leaves the one before.
@@ -101,29 +105,54 @@ def encoded(record: Record) -> bytes:
     """The content of a record's file.
 
     Raises:
-      CheckpointError: the record has numbers that are not finite, and could not be read again.
+      CheckpointError: see `encoded_body`.
+    """
+    return signed(encoded_body(record))
+
+
+def encoded_body(record: Record) -> str:
+    """A record as JSON.
+
+    Raises:
+      CheckpointError: it has numbers that are not finite, and could not be read again.
     """
     # Not `asdict`, which copies every token.
     names = [field.name for field in dataclasses.fields(record)]
     facts = {_FILE_NAMES.get(name, name): getattr(record, name) for name in names}
     facts |= {"origin": record.origin.facts(), _FILE_NAMES["checksums"]: dict(record.checksums)}
     try:
-        return signed(json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False))
+        return json.dumps(facts, separators=(",", ":"), sort_keys=True, allow_nan=False)
     except ValueError as error:
         raise CheckpointError(
             f"the context {record.name} cannot be kept: its attention is not finite"
         ) from error
 
 
-def signed(body: str) -> bytes:
-    """The content of the file of a record whose JSON is `body`."""
+def _sealed(body: str, folder: Path, vault: Vault) -> bytes:
+    seal = vault.new_seal(folder.parent.name)
+    text = base64.b64encode(seal.salt + seal.sealed(0, body.encode(), folder.name)).decode()
+    return signed(f"{seal.key_id}:{text}", SEALED_VERSION)
+
+
+def _unsealed(body: str, folder: Path, vault: Vault | None) -> str:
+    if vault is None:
+        raise NotOpened(folder)
+    key_id, _, text = body.partition(":")
+    data = base64.b64decode(text, validate=True)
+    seal = vault.seal(folder.parent.name, key_id, data[:SALT_BYTES])
+    return seal.opened(0, data[SALT_BYTES:], folder.name).decode()
+
+
+def signed(body: str, version: int = VERSION) -> bytes:
+    """The content of the file of a record whose JSON, encrypted by the version, is `body`."""
     checksum = xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass"))
-    line = json.dumps({"version": VERSION, "xxh3_128": checksum, "record": body}, separators=(",", ":"))
+    line = json.dumps({"version": version, "xxh3_128": checksum, "record": body}, separators=(",", ":"))
     return (line + "\n").encode() * _COPIES
 
 
-def find_record(folder: Path) -> FoundRecord:
-    """Reads the record in a context's folder, or the one before where it is damaged.
+def find_record(folder: Path, vault: Vault | None = None) -> FoundRecord:
+    """Reads the record in a context's folder, or the one before where it is damaged; encrypted ones with the
+    keys in a vault.
 
     Raises:
       CheckpointError: both are damaged, or one is and the other is missing: the context is lost.
@@ -131,7 +160,7 @@ def find_record(folder: Path) -> FoundRecord:
       Unreadable: storage refuses, or a newer version wrote it.
     """
     try:
-        return _read(folder / RECORD)
+        return _read(folder / RECORD, vault)
     except FileNotFoundError:
         broken = "is missing"
     except Unreadable:
@@ -139,7 +168,7 @@ def find_record(folder: Path) -> FoundRecord:
     except CheckpointError as error:
         broken = f"is damaged ({error})"
     try:
-        record = _read(folder / PREVIOUS).record
+        record = _read(folder / PREVIOUS, vault).record
     except FileNotFoundError:
         if broken == "is missing":
             raise _without_record(folder) from None
@@ -154,10 +183,10 @@ def find_record(folder: Path) -> FoundRecord:
     return FoundRecord(record, f"its record {broken}; it is as it was before its last call")
 
 
-def is_readable(folder: Path) -> bool:
+def is_readable(folder: Path, vault: Vault | None = None) -> bool:
     """Whether at least one copy of the record in a context's folder can be read."""
     try:
-        _read(folder / RECORD)
+        _read(folder / RECORD, vault)
     except (FileNotFoundError, CheckpointError):
         return False
     return True
@@ -181,7 +210,7 @@ def _was_killed(folder: Path) -> bool:
         raise not_read(folder, error) from error
 
 
-def _read(path: Path) -> FoundRecord:
+def _read(path: Path, vault: Vault | None) -> FoundRecord:
     """One of a folder's two records.
 
     Raises:
@@ -193,7 +222,7 @@ def _read(path: Path) -> FoundRecord:
     errors: list[CheckpointError] = []
     for line in read_bytes(path, _MOST_BYTES).split(b"\n", _COPIES)[:_COPIES]:
         try:
-            found.append(_of_line(line, path))
+            found.append(_of_line(line, path, vault))
         except CheckpointError as error:
             errors.append(error)
     if not found:
@@ -203,15 +232,17 @@ def _read(path: Path) -> FoundRecord:
     return FoundRecord(found[0], f"one copy of its record is damaged ({errors[0]})" if errors else "")
 
 
-def _of_line(line: bytes, path: Path) -> Record:
+def _of_line(line: bytes, path: Path, vault: Vault | None) -> Record:
     try:
         whole = json.loads(line)
         version = whole["version"]
-        if type(version) is int and version != VERSION:
+        if type(version) is int and version not in (VERSION, SEALED_VERSION):
             raise Unreadable(f"{path} is of version {version!s:.20}, this jaxllm reads {VERSION}")
         body = whole["record"]
         if xxhash.xxh3_128_hexdigest(body.encode(errors="surrogatepass")) != whole["xxh3_128"]:
             raise CheckpointError(f"{path} is corrupt")
+        if version == SEALED_VERSION:
+            body = _unsealed(body, path.parent, vault)
         return record_of(json.loads(body), app_folder=path.parent.parent.name, name=path.parent.name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a record of a context ({error!s:.120})") from error

@@ -4,6 +4,9 @@
              bits, computed from what, how large each layer's blobs are, and a checksum of each blob
     layers   each at a whole page: the blobs of all its chunks, one after the other
 
+In an encrypted one (version 3) the index has its key's id and its salt before it, a tag behind it, and the
+tags of blobs in place of checksums; blobs lie where they lie in others.
+
 A segment is written once, whole or not at all, and never changed: newer chunks go to a newer segment, so that
 a kill at any moment leaves older segments as they were. The record that names a segment has the checksum of
 its index.
@@ -24,15 +27,18 @@ import xxhash
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
 from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.codecs import RAW, WIDTHS
+from serving.contexts.encryption import ID_DIGITS, SALT_BYTES, TAG_BYTES, NotOpened, Seal, Vault
 from serving.host.direct_io import PAGE, PieceReader, Storage
 
 MAGIC, SUFFIX = b"JXLKVSEG", ".kv"
-VERSION = 2
+VERSION, SEALED_VERSION = 2, 3
 _HEAD = struct.Struct("<8sIQ16s")
 # No index is longer; a length from a file is not trusted.
 _MOST_INDEX_BYTES = 1 << 26
 _MOST_CHUNKS = 1 << 20
 _DIGEST_DIGITS = 16
+_TAG_DIGITS = 2 * TAG_BYTES
+_BEFORE_INDEX = ID_DIGITS + SALT_BYTES
 _MOST_LAYERS = 1 << 12
 _MOST_BLOB_BYTES = 1 << 31
 # Blobs that are closer than this are read in one go.
@@ -63,8 +69,8 @@ class Segment:
       blob_bytes: of each layer, by the width of a chunk.
     """
 
-    def __init__(self, path: Path, storage: Storage | None = None) -> None:
-        """Opens a segment and reads its index.
+    def __init__(self, path: Path, storage: Storage | None = None, vault: Vault | None = None) -> None:
+        """Opens a segment and reads its index; an encrypted one with the keys in a vault.
 
         Raises:
           CheckpointError: it is missing, truncated, corrupt or of another version.
@@ -73,7 +79,7 @@ class Segment:
         self.path = path
         self._reader = PieceReader(path, storage, follow_links=False)
         try:
-            index, self.checksum, end = _read_index(path, self._reader)
+            index, self.checksum, end, self._seal = _read_index(path, self._reader, vault)
             self.chunks, self.blob_bytes, self._checksums = _checked(index)
         except (ValueError, RecursionError) as error:
             self.close()
@@ -127,10 +133,7 @@ class Segment:
             piece = self._reader.read(offset + begin, starts[run[-1] + 1] - begin)
             for place in run:
                 blob = piece[starts[place] - begin : starts[place + 1] - begin]
-                if xxhash.xxh3_64_hexdigest(blob.data) != self._checksums[layer][place]:
-                    chunk = self.chunks[place].chunk
-                    raise CheckpointError(f"{self.path}: chunk {chunk} of layer {layer} is corrupt")
-                found[place] = blob
+                found[place] = self._checked_blob(blob, layer, place)
         return [found[place] for place in places]
 
     def verify(self) -> list[int]:
@@ -164,6 +167,19 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _checked_blob(self, blob: np.ndarray, layer: int, place: int) -> np.ndarray:
+        chunk, checksum = self.chunks[place].chunk, self._checksums[layer][place]
+        try:
+            if self._seal is not None:
+                data = blob.tobytes() + bytes.fromhex(checksum)
+                return np.frombuffer(self._seal.opened(_number(layer, chunk), data), np.uint8)
+            intact = xxhash.xxh3_64_hexdigest(blob.data) == checksum
+        except (CheckpointError, ValueError):
+            intact = False
+        if not intact:
+            raise CheckpointError(f"{self.path}: chunk {chunk} of layer {layer} is corrupt")
+        return blob
+
     def _layer_starts(self, layer: int) -> list[int]:
         """Offset in a layer of each blob's begin, and of the last one's end."""
         return [0, *itertools.accumulate(self.blob_bytes[stored.bits][layer] for stored in self.chunks)]
@@ -176,6 +192,7 @@ def write_segment(
     storage: Storage | None = None,
     *,
     flush: bool = True,
+    vault: Vault | None = None,
 ) -> str:
     """Writes a segment, whole or not at all.
 
@@ -186,6 +203,7 @@ def write_segment(
       sources: what each chunk of the context is computed from, by number (see `Record.sources`).
       storage: of the folder, where that is emulated.
       flush: wait until the device has it (see `atomic_file`).
+      vault: has the keys by which it is encrypted; None for no encryption.
 
     Returns:
       The checksum of its index.
@@ -205,10 +223,17 @@ def write_segment(
             raise ConfigError(f"chunk {chunk} has blobs of other sizes than others at {bits} bits")
         if len(blobs) != layers:
             raise ConfigError(f"chunk {chunk} has {len(blobs)} layers, others {layers}")
-    text = _index(chunks, sources.__getitem__, lambda blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
+    seal = None if vault is None else vault.new_seal(path.parent.parent.name)
+    version = VERSION if seal is None else SEALED_VERSION
+    if seal is None:
+        text = _index(chunks, sources.__getitem__, lambda _, __, blob: xxhash.xxh3_64_hexdigest(_bytes(blob)))
+    else:
+        chunks, tags = _sealed_chunks(chunks, seal)
+        text = _index(chunks, sources.__getitem__, lambda layer, chunk, _: tags[layer, chunk])
+        text = seal.key_id.encode() + seal.salt + seal.sealed(0, text, _named(path))
     began = time.perf_counter()
     with atomic_file(path, flush=flush) as file:
-        file.write(_HEAD.pack(MAGIC, VERSION, len(text), xxhash.xxh3_128_digest(text)) + text)
+        file.write(_HEAD.pack(MAGIC, version, len(text), xxhash.xxh3_128_digest(text)) + text)
         _pad(file)
         for layer in range(layers):
             for chunk in order:
@@ -220,39 +245,64 @@ def write_segment(
     return xxhash.xxh3_128_hexdigest(text)
 
 
-def file_bytes(chunks: Chunks) -> int:
+def file_bytes(chunks: Chunks, *, encrypted: bool = False) -> int:
     """The size of the file that `write_segment` makes of some chunks; 0 for no chunks."""
     if not chunks:
         return 0
-    digest = "0" * _DIGEST_DIGITS
+    digest, checksum = "0" * _DIGEST_DIGITS, "0" * (_TAG_DIGITS if encrypted else _DIGEST_DIGITS)
+    around = _BEFORE_INDEX + TAG_BYTES if encrypted else 0
     layers = zip(*(blobs for _, blobs in chunks.values()), strict=True)
     parts = [
-        _HEAD.size + len(_index(chunks, lambda _: digest, lambda _: digest)),
+        _HEAD.size + around + len(_index(chunks, lambda _: digest, lambda _, __, ___: checksum)),
         *(sum(b.nbytes for b in each) for each in layers),
     ]
     return sum(-(-part // PAGE) * PAGE for part in parts)
 
 
-def _index(chunks: Chunks, source: Callable[[int], str], checksum: Callable[[np.ndarray], str]) -> bytes:
+def _sealed_chunks(chunks: Chunks, seal: Seal) -> tuple[Chunks, dict[tuple[int, int], str]]:
+    """Chunks with encrypted blobs of the same sizes, and the blobs' tags by layer and chunk."""
+    tags, found = {}, {}
+    for chunk, (bits, blobs) in chunks.items():
+        coded = [seal.sealed(_number(layer, chunk), _bytes(blob)) for layer, blob in enumerate(blobs)]
+        tags |= {(layer, chunk): each[-TAG_BYTES:].hex() for layer, each in enumerate(coded)}
+        found[chunk] = (bits, [np.frombuffer(each, np.uint8)[:-TAG_BYTES] for each in coded])
+    return found, tags
+
+
+def _number(layer: int, chunk: int) -> int:
+    """The number of a blob under a seal; the index is 0."""
+    return 1 + layer * _MOST_CHUNKS + chunk
+
+
+def _named(path: Path) -> str:
+    """What an encrypted index belongs to."""
+    return f"{path.parent.name}/{path.name}"
+
+
+def _index(
+    chunks: Chunks, source: Callable[[int], str], checksum: Callable[[int, int, np.ndarray], str]
+) -> bytes:
     order = sorted(chunks)
     sizes = {str(bits): [blob.nbytes for blob in blobs] for bits, blobs in chunks.values()}
     layers = len(chunks[order[0]][1])
     index = {
         "chunks": [[chunk, chunks[chunk][0], source(chunk)] for chunk in order],
         "blob_bytes": sizes,
-        "checksums": [[checksum(chunks[chunk][1][layer]) for chunk in order] for layer in range(layers)],
+        "checksums": [
+            [checksum(layer, chunk, chunks[chunk][1][layer]) for chunk in order] for layer in range(layers)
+        ],
     }
     return json.dumps(index, separators=(",", ":")).encode()
 
 
-def _read_index(path: Path, reader: PieceReader) -> tuple[Any, str, int]:
-    """The index, its checksum, and where the first layer begins."""
+def _read_index(path: Path, reader: PieceReader, vault: Vault | None) -> tuple[Any, str, int, Seal | None]:
+    """The index, its checksum, where the first layer begins, and the seal of an encrypted segment."""
     if reader.size_bytes < PAGE:
         raise CheckpointError(f"{path} has {reader.size_bytes} bytes: it is not a segment of a context")
     magic, version, size, digest = _HEAD.unpack(reader.read(0, _HEAD.size).tobytes())
     if magic != MAGIC:
         raise CheckpointError(f"{path} is not a segment of a context")
-    if version != VERSION:
+    if version not in (VERSION, SEALED_VERSION):
         # A record of this version never names a segment of another version.
         raise CheckpointError(f"{path} is of version {version}, this jaxllm reads {VERSION}")
     if size > min(_MOST_INDEX_BYTES, reader.size_bytes - _HEAD.size):
@@ -260,7 +310,14 @@ def _read_index(path: Path, reader: PieceReader) -> tuple[Any, str, int]:
     text = reader.read(_HEAD.size, size).tobytes()
     if xxhash.xxh3_128_digest(text) != digest:
         raise CheckpointError(f"{path}: its index is corrupt")
-    return json.loads(text), digest.hex(), -(-(_HEAD.size + size) // PAGE) * PAGE
+    end, seal = -(-(_HEAD.size + size) // PAGE) * PAGE, None
+    if version == SEALED_VERSION:
+        if vault is None:
+            raise NotOpened(path)
+        wanted, salt, sealed = text[:ID_DIGITS], text[ID_DIGITS:_BEFORE_INDEX], text[_BEFORE_INDEX:]
+        seal = vault.seal(path.parent.parent.name, wanted.decode("latin-1"), salt)
+        text = seal.opened(0, sealed, _named(path))
+    return json.loads(text), digest.hex(), end, seal
 
 
 def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]], list[list[str]]]:

@@ -22,6 +22,7 @@ from jaxllm.files.atomic import sync
 from jaxllm.kv.recompute import LOST
 from serving.contexts.catalog import Catalog
 from serving.contexts.damage import Damage, chunk_damage
+from serving.contexts.encryption import Vault
 from serving.contexts.lock import StoreLock
 from serving.contexts.record import Origin, Record
 from serving.contexts.root import (
@@ -52,10 +53,10 @@ class ContextStore:
       storage: how segments are read.
       quota_bytes: of all files together; 0 for no limit.
       app_quota_bytes: of each app's.
+      keys: folder of the keys by which contexts are encrypted; None for no encryption.
 
     Raises:
-      ConfigError: another process uses the store, it is of another version, it cannot be made, or the folder
-        is not empty and not a store.
+      ConfigError: another process uses the store, it cannot be made, or the folder is of another kind.
     """
 
     def __init__(
@@ -65,15 +66,17 @@ class ContextStore:
         storage: Storage | None = None,
         quota_bytes: int = 0,
         app_quota_bytes: int = 0,
+        keys: Path | None = None,
     ) -> None:
         self.root, self._storage = Path(root), storage or Storage()
         self._quota_bytes, self._app_quota_bytes = quota_bytes, app_quota_bytes
-        self._segments = OpenSegments(self._storage)
+        self.vault = None if keys is None else Vault(keys, self.root)
+        self._segments = OpenSegments(self._storage, self.vault)
         # Folders of contexts whose last change may not have ended, by name.
         self._unsettled: dict[str, Path] = {}
         # Segments of contexts whose record on storage is older than the one in memory, by name.
         self._unflushed: dict[str, set[str]] = {}
-        self._catalog = Catalog(self.root, self._segments)
+        self._catalog = Catalog(self.root, self._segments, self.vault)
         try:
             # Checked before anything is made in a folder that may belong to others.
             require_store(self.root)
@@ -133,9 +136,10 @@ class ContextStore:
         folder = self._unsettled.get(name)
         own = app is None or folder is None or folder.parent.name == folder_name(app)
         self._require_settled(name if own else "")
-        if name not in self._catalog.records:
-            self._catalog.find_again(name, app)
         record = self._catalog.records.get(name)
+        # Another app's context takes as much work as a missing one: time must not tell them apart.
+        if record is None or app not in (None, record.app):
+            record = self._catalog.find_again(name, app)
         if record is None or app not in (None, record.app):
             raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
         return record
@@ -210,7 +214,7 @@ class ContextStore:
             with written(folder):
                 if chunks:
                     checksum = write_segment(
-                        folder / fresh, chunks, record.sources, self._storage, flush=flush
+                        folder / fresh, chunks, record.sources, self._storage, flush=flush, vault=self.vault
                     )
                     record = dataclasses.replace(record, checksums={**record.checksums, fresh: checksum})
                 if flush:
@@ -319,7 +323,7 @@ class ContextStore:
             record = self._catalog.records.get(each.name)
             if record is None or each.path != self._catalog.folder(record):
                 continue
-            chunks = chunk_damage(each.path, record, self._storage)
+            chunks = chunk_damage(each.path, record, self._storage, self.vault)
             if chunks.corrupt:
                 lost = tuple(sorted(chunks.corrupt))
                 found.append(Damage(app=record.app, name=record.name, chunks=lost))
@@ -342,7 +346,7 @@ class ContextStore:
           ContextGone: there is no such context.
         """
         record = self.record(name)
-        chunks = chunk_damage(self._catalog.folder(record), record, self._storage)
+        chunks = chunk_damage(self._catalog.folder(record), record, self._storage, self.vault)
         if chunks.corrupt:
             record = self.commit(record.lose(chunks.corrupt))
         return record.lose(chunks.unread)
@@ -351,7 +355,8 @@ class ContextStore:
         """Checks the quotas for a commit that removes the files `freed`; one that does not grow the store
         always passes."""
         folder = self._catalog.folder(record)
-        size = file_bytes(chunks) - sum(file_size(folder / each) for each in freed)
+        size = -sum(file_size(folder / each) for each in freed)
+        size += file_bytes(chunks, encrypted=self.vault is not None)
         for quota, used, whose in (
             (self._app_quota_bytes, lambda: self.used_bytes(record.app), f"the contexts of {record.app}"),
             (self._quota_bytes, self.used_bytes, "all contexts"),

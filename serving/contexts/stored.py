@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import CheckpointError
+from serving.contexts.encryption import Vault
 from serving.contexts.record import Record
 from serving.contexts.segment import Segment
 from serving.host.direct_io import Storage
@@ -21,8 +22,8 @@ _MOST_OPEN = 128
 class OpenSegments:
     """The segments that were opened last. Not thread-safe, unlike the segments."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, vault: Vault | None = None) -> None:
+        self._storage, self._vault = storage, vault
         self._open: collections.OrderedDict[Path, Segment] = collections.OrderedDict()
 
     def open(self, paths: Sequence[Path]) -> list[Segment]:
@@ -34,7 +35,7 @@ class OpenSegments:
         """
         for path in paths:
             if path not in self._open:
-                self._open[path] = Segment(path, self._storage)
+                self._open[path] = Segment(path, self._storage, self._vault)
             self._open.move_to_end(path)
         while len(self._open) > max(_MOST_OPEN, len(paths)):
             self._open.popitem(last=False)[1].close()

@@ -146,3 +146,13 @@ def test_the_record_before_stands_for_a_damaged_one(run: Run, kept: tuple[Path, 
 def test_what_is_no_store_stays_so(run: Run, tmp_path: Path, command: str) -> None:
     failed(run("contexts", command, tmp_path / "nothing"), "is not a folder of contexts")
     assert not (tmp_path / "nothing").exists()
+
+
+def test_encrypted_contexts_take_their_keys(run: Run, tmp_path: Path) -> None:
+    folder, keys = tmp_path / "store", tmp_path / "keys"
+    with ContextStore(folder, keys=keys) as store:
+        record = store.create("mail", ORIGIN)
+    for command in ("list", "verify", "repair"):
+        assert "is encrypted" in run("contexts", command, folder).out
+        assert "is encrypted" not in succeeded(run("contexts", command, folder, "--keys", keys))
+    assert record.name in succeeded(run("contexts", "list", folder, "--keys", keys))

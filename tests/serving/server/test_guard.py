@@ -1,0 +1,186 @@
+"""The guard: what web pages and strangers are told, and that the app behind it does not see their calls."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from serving.server.guard import Guard, GuardOptions
+from serving.server.identity import Identity
+from serving.server.peer import EXTENSION, Credentials, Peer
+
+LOOPBACK, SOCKET = Peer(address="127.0.0.1"), Peer(credentials=Credentials(1, 7, 7), app="uid-7")
+STRANGER = Peer(address="10.0.0.9")
+PAGE = "https://app.example"
+
+
+def call(
+    peer: Peer | None = LOOPBACK,
+    *,
+    method: str = "POST",
+    path: str = "/v1/models",
+    options: GuardOptions | None = None,
+    **headers: str | list[str],
+) -> tuple[int, dict[str, str], Any, list[str]]:
+    """Status, headers, body and the apps that the guarded app saw."""
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope.get("jaxllm.app", ""))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-own", b"1")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    fields = {"host": "127.0.0.1:8080", **headers}
+    pairs = [
+        (name, each)
+        for name, values in fields.items()
+        for each in ([values] if isinstance(values, str) else values)
+    ]
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "scheme": "http",
+        "headers": [(name.replace("_", "-").encode(), value.encode("latin-1")) for name, value in pairs],
+        "extensions": {} if peer is None else {EXTENSION: peer},
+    }
+    asyncio.run(Guard(app, Identity(), options)(scope, None, send))  # pyright: ignore[reportArgumentType]
+    start, body = sent
+    found = {name.decode(): value.decode() for name, value in start["headers"]}
+    return start["status"], found, json.loads(body["body"] or b"null"), seen
+
+
+def refused(status: int, *args: Any, **more: Any) -> dict[str, str]:
+    got, headers, body, seen = call(*args, **more)
+    assert (got, seen) == (status, [])
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert headers["connection"] == "close"
+    assert not {name for name in headers if name.startswith("access-control")}
+    return body["error"]
+
+
+def test_callers_are_let_through() -> None:
+    assert call()[3] == ["local"]
+    assert call(SOCKET)[3] == ["uid-7"]
+    # Over a socket no page calls, and clients send any name.
+    assert call(SOCKET, host="anything.example")[0] == 200
+    assert call(SOCKET, host=[])[0] == 200
+    assert call(STRANGER, path="/health")[3] == [""]
+
+
+def test_strangers_are_refused() -> None:
+    assert refused(401, STRANGER)["type"] == "authentication_error"
+    assert refused(401, None)["code"] == "unknown_peer"
+    assert call(STRANGER)[1]["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1", "LOCALHOST:8080", "127.0.0.1", "[::1]:8080"])
+def test_names_of_this_service(host: str) -> None:
+    assert call(host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "127.0.0.1.evil.example", "localhost.evil.example:8080", "", "localhost:", "::1",
+        "0.0.0.0", "localhost:8080@evil.example", "localhost,evil.example", "localhost\x00",
+        "localhost:999999",
+    ],
+)  # fmt: skip
+def test_names_of_others_are_refused(host: str) -> None:
+    assert refused(403, host=host)["type"] == "permission_error"
+    assert refused(403, host=host, path="/health")
+
+
+def test_a_host_is_named_once() -> None:
+    refused(403, host=["localhost", "localhost"])
+    refused(403, host=[])
+
+
+def test_more_hosts() -> None:
+    options = GuardOptions(hosts=("box.lan",))
+    assert call(options=options, host="box.lan:8080")[0] == 200
+    refused(403, options=options, host="localhost")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        PAGE,
+        "null",
+        "http://localhost:8080",
+        "http://127.0.0.1:9",
+        "https://127.0.0.1:8080",
+        "",
+        "http://127.0.0.1:8080.x",
+    ],
+)
+def test_pages_of_others_are_refused(origin: str) -> None:
+    refused(403, origin=origin)
+    refused(403, SOCKET, origin=origin)
+    refused(403, method="OPTIONS", origin=origin, access_control_request_method="POST")
+
+
+def test_our_own_page_may_call() -> None:
+    status, headers, _, seen = call(origin="http://127.0.0.1:8080")
+    assert (status, seen) == (200, ["local"])
+    assert headers == {"x-own": "1"}
+    refused(403, SOCKET, origin="http://127.0.0.1:8080")
+
+
+def test_named_origins_may_call() -> None:
+    options = GuardOptions(origins=(PAGE,))
+    status, headers, _, seen = call(options=options, origin=PAGE)
+    assert (status, seen) == (200, ["local"])
+    assert headers["access-control-allow-origin"] == PAGE
+    assert headers["vary"] == "Origin"
+    refused(403, options=options, origin=PAGE + ".evil")
+    refused(403, options=options, origin=[PAGE, PAGE])
+
+
+def test_a_page_sees_why_it_was_refused() -> None:
+    _, headers, body, _ = call(STRANGER, options=GuardOptions(origins=(PAGE,)), origin=PAGE)
+    assert headers["access-control-allow-origin"] == PAGE
+    assert body["error"]["code"] == "unknown_peer"
+
+
+def test_preflights_need_no_key() -> None:
+    status, headers, _, seen = call(
+        STRANGER, options=GuardOptions(origins=(PAGE,)), method="OPTIONS", origin=PAGE,
+        access_control_request_method="POST", access_control_request_private_network="true",
+    )  # fmt: skip
+    assert (status, seen) == (204, [])
+    assert "authorization" in headers["access-control-allow-headers"]
+    assert headers["access-control-allow-private-network"] == "true"
+    assert "access-control-allow-credentials" not in headers
+
+
+def test_web_sockets_are_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(None, Identity())({"type": "websocket"}, None, send))  # pyright: ignore[reportArgumentType]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "null", "app.example", "https://app.example/", "https://*.example", "ftp://x"]
+)
+def test_malformed_origins_are_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="an origin is"):
+        GuardOptions(origins=(origin,))
+
+
+@pytest.mark.parametrize("host", ["*", "localhost:8080", "", "a b", "Box"])
+def test_malformed_hosts_are_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="a host is"):
+        GuardOptions(hosts=(host,))

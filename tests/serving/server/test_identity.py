@@ -1,0 +1,173 @@
+"""Who calls: the process behind a socket, a key, or the loopback; and nobody by a header of their own."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxllm.errors import ConfigError
+from serving.server.identity import Identity, IdentityOptions, Unauthorized
+from serving.server.keys import KeyFile, add_key
+from serving.server.peer import (
+    EXTENSION,
+    Credentials,
+    Peer,
+    PeerOptions,
+    app_of,
+    credentials_of,
+    is_loopback,
+)
+
+HERE = Credentials(os.getpid(), os.geteuid(), os.getegid())
+OTHER_USER = HERE.uid + 1
+LOOPBACK = Peer(address="127.0.0.1")
+
+
+def scope(peer: Peer | None, *headers: tuple[bytes, bytes]) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "http", "headers": list(headers), "client": ("127.0.0.1", 1)}
+    if peer is not None:
+        found["extensions"] = {EXTENSION: peer}
+    return found
+
+
+def bearer(key: str) -> tuple[bytes, bytes]:
+    return (b"authorization", f"Bearer {key}".encode())
+
+
+def test_the_kernel_names_the_process() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        assert credentials_of(ours) == HERE
+
+
+def test_rules() -> None:
+    exe = os.readlink(f"/proc/{os.getpid()}/exe")
+    uid = HERE.uid
+    assert app_of(HERE, {}) == f"uid-{uid}"
+    assert app_of(HERE, {f"uid:{uid}": "user", "uid:99999": "other"}) == "user"
+    for rule in (f"exe:{exe}", f"uid:{uid},exe:{exe}", f"exe:{sys.executable}"):
+        assert app_of(HERE, {f"uid:{uid}": "user", rule: "program"}) == "program"
+    assert app_of(HERE, {"exe:/usr/bin/env": "program"}) == f"uid-{uid}"
+    # Another user's process of the same program is not the app.
+    elsewhere = Credentials(HERE.pid, OTHER_USER, 0)
+    assert app_of(elsewhere, {f"exe:{exe}": "program"}) == f"uid-{OTHER_USER}"
+    assert app_of(elsewhere, {f"uid:{OTHER_USER},exe:{exe}": "program"}) == "program"
+    # A process that is gone.
+    assert app_of(Credentials(2**22 + 1, uid, 0), {f"exe:{exe}": "program"}) == f"uid-{uid}"
+
+
+def test_a_program_is_its_file_and_not_its_name(tmp_path: Path) -> None:
+    copy = tmp_path / "mail"
+    copy.symlink_to(os.readlink(f"/proc/{os.getpid()}/exe"))
+    assert app_of(HERE, {f"exe:{copy}": "program"}) == "program"
+    copy.unlink()
+    copy.write_bytes(b"another file")
+    assert app_of(HERE, {f"exe:{copy}": "program"}) == f"uid-{HERE.uid}"
+
+
+@pytest.mark.parametrize(
+    "rule", ["", "uid:", "uid:-1", "uid:01", "exe:mail", "user:root", "uid:1;exe:/x", "uid:1,"]
+)
+def test_malformed_rules_are_refused(rule: str) -> None:
+    with pytest.raises(ConfigError, match="a rule for apps is"):
+        PeerOptions(apps={rule: "mail"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"apps": {"uid:1": "a b"}}, {"head_timeout_s": 0}, {"body_timeout_s": True}, {"head_timeout_s": "1"}],
+)
+def test_malformed_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        PeerOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True),
+        ("10.0.0.1", False), ("0.0.0.0", False), ("::", False), ("::ffff:10.0.0.1", False),
+        ("localhost", False), ("", False),
+    ],
+)  # fmt: skip
+def test_loopback(address: str, expected: bool) -> None:
+    assert is_loopback(address) == expected
+
+
+def test_over_a_socket_keys_are_not_looked_at(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key, _ = add_key(path, "mail")
+    peer = Peer(credentials=HERE, app="uid-7")
+    for headers in ((), (bearer(key),), (bearer("wrong"),)):
+        assert Identity(keys=KeyFile(path)).identify(scope(peer, *headers)) == "uid-7"
+
+
+def test_without_keys_the_loopback_is_local(tmp_path: Path) -> None:
+    identity = Identity(keys=KeyFile(tmp_path / "keys.json"))
+    assert identity.identify(scope(LOOPBACK)) == "local"
+    assert Identity(IdentityOptions(local_app="me")).identify(scope(LOOPBACK)) == "me"
+    for peer in (None, Peer(), Peer(address="10.0.0.1")):
+        with pytest.raises(Unauthorized) as caught:
+            identity.identify(scope(peer, (b"x-forwarded-for", b"127.0.0.1")))
+        assert caught.value.code == "unknown_peer"
+
+
+def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    identity = Identity(keys=KeyFile(path))
+    assert identity.identify(scope(LOOPBACK)) == "local"
+    key, _ = add_key(path, "mail")
+    good: Sequence[tuple[bytes, bytes]] = (
+        bearer(key),
+        (b"x-api-key", key.encode()),
+        (b"authorization", b"bearer   " + key.encode()),
+    )
+    for peer in (LOOPBACK, Peer(address="10.0.0.1"), None):
+        for header in good:
+            assert identity.identify(scope(peer, header)) == "mail"
+        with pytest.raises(Unauthorized) as caught:
+            identity.identify(scope(peer))
+        assert caught.value.code == "missing_api_key"
+        for header in (bearer(key + "x"), (b"x-api-key", b"\xff" * 9)):
+            with pytest.raises(Unauthorized) as caught:
+                identity.identify(scope(peer, header))
+            assert caught.value.code == "invalid_api_key"
+            assert key not in str(caught.value)
+    # The same key twice is one key; two keys are none.
+    assert identity.identify(scope(LOOPBACK, good[0], good[1])) == "mail"
+    with pytest.raises(Unauthorized):
+        identity.identify(scope(LOOPBACK, good[0], (b"x-api-key", b"other")))
+
+
+def test_a_file_that_cannot_be_read_lets_nobody_in(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key, _ = add_key(path, "mail")
+    path.chmod(0o644)
+    with pytest.raises(Unauthorized) as caught:
+        Identity(keys=KeyFile(path)).identify(scope(LOOPBACK, bearer(key)))
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_addresses_to_listen_on(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    remote = IdentityOptions(remote=True)
+    Identity().require_address("127.0.0.1")
+    with pytest.raises(ConfigError, match="not a loopback address"):
+        Identity(keys=KeyFile(path)).require_address("0.0.0.0")
+    for keys in (None, KeyFile(path)):
+        with pytest.raises(ConfigError, match="jaxllm keys add"):
+            Identity(remote, keys).require_address("0.0.0.0")
+    add_key(path, "mail")
+    Identity(remote, KeyFile(path)).require_address("0.0.0.0")
+
+
+def test_an_app_is_found_once_for_a_request() -> None:
+    asked = scope(LOOPBACK)
+    identity = Identity()
+    assert identity.identify(asked) == "local"
+    identity.options = IdentityOptions(local_app="other")
+    assert identity.identify(asked) == "local"

@@ -1,0 +1,151 @@
+"""Peers over real connections: who is at the other end, and what happens to slow and endless requests."""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from serving.server.peer import EXTENSION, PeerOptions, protocol
+
+OPTIONS = PeerOptions(apps={f"uid:{os.geteuid()}": "tests"}, head_timeout_s=0.4, body_timeout_s=0.4)
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Tells the peer, after the request's body."""
+    while (await receive()).get("more_body"):
+        pass
+    peer = scope["extensions"][EXTENSION]
+    facts = {"app": peer.app, "address": peer.address, "pid": peer.credentials and peer.credentials.pid}
+    body = json.dumps(facts).encode()
+    headers = [(b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.contextmanager
+def serving(**where: Any) -> Iterator[uvicorn.Server]:
+    """A server in a thread."""
+    config = uvicorn.Config(
+        app, http=protocol(OPTIONS), ws="none", lifespan="off", log_config=None, proxy_headers=False, **where
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+            assert thread.is_alive()
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = str(tmp_path_factory.mktemp("s") / "s")
+    with serving(uds=path):
+        yield path
+
+
+def connected(path: str) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX)
+    found.settimeout(20)
+    found.connect(path)
+    return found
+
+
+def received(connection: socket.socket) -> bytes:
+    """Everything until the other end closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(1 << 16):
+            found += part
+    return found
+
+
+def test_over_a_unix_socket(path: str) -> None:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=path)) as client:
+        for _ in range(3):
+            facts = client.post("http://any", json=[1] * 1000).json()
+            assert facts == {"app": "tests", "address": "", "pid": os.getpid()}
+
+
+def test_over_tcp_headers_say_nothing() -> None:
+    with serving(host="127.0.0.1", port=0) as server, httpx.Client(trust_env=False) as client:
+        port = server.servers[0].sockets[0].getsockname()[1]
+        headers = {"X-Forwarded-For": "10.0.0.9", "X-Real-IP": "10.0.0.9", "Forwarded": "for=10.0.0.9"}
+        facts = client.get(f"http://127.0.0.1:{port}", headers=headers).json()
+    assert facts == {"app": "", "address": "127.0.0.1", "pid": None}
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nHost: x\r\n",
+        b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n1",
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT",
+    ],
+)
+def test_a_slow_request_is_cut_off(path: str, begin: bytes) -> None:
+    with connected(path) as connection:
+        connection.sendall(begin)
+        assert received(connection).count(b"200 OK") == begin.count(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+
+
+def test_a_request_that_trickles_is_cut_off(path: str) -> None:
+    with connected(path) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(1000):
+                connection.sendall(b"X: y\r\n")
+                time.sleep(0.01)
+            pytest.fail("it was never cut off")
+
+
+@pytest.mark.parametrize(
+    ("head", "endless"),
+    [
+        (b"GET / HTTP/1.1\r\nX: ", b"x" * 4096),
+        (b"GET /", b"x" * 4096),
+        (b"GET / HTTP/1.1\r\n", b"X: y\r\n" * 1000),
+        (
+            b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
+            b"X: y\r\n" * 1000,
+        ),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"x" * 4096),
+    ],
+)
+def test_endless_headers_are_refused(path: str, head: bytes, endless: bytes) -> None:
+    with connected(path) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(head)
+            for _ in range(200):
+                connection.sendall(endless)
+        assert b"200 OK" not in received(connection)
+
+
+def test_a_body_in_tiny_chunks_is_taken(path: str) -> None:
+    with connected(path) as connection:
+        connection.sendall(
+            b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        connection.sendall(b"1\r\na\r\n" * 30_000 + b"0\r\n\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_connection_is_used_again(path: str) -> None:
+    with connected(path) as connection:
+        for _ in range(5):
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 OK")
+            time.sleep(0.15)
