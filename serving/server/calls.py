@@ -121,7 +121,8 @@ class Started:
       kept_tokens: of them, what the plan kept.
       reused_tokens: of them, what a cache had already.
       level: that answers, in percent.
-      source: of the plan (see `serving.planning.planner.Plan`).
+      source: of the plan (see `serving.planning.planner.Plan`); "context" for a turn in a context, which has
+        the context's level, and "unplanned" where the call had no objective.
       queued_ms: from the call to the first step.
     """
 
@@ -160,6 +161,7 @@ class Ended:
       tpot_ms: per further token, waiting included.
       engine_ttft_ms, engine_tpot_ms: the same without waiting: what profiles learn from.
       met: whether the objective was met; None where there was none.
+      ttft_limit_ms, tpot_limit_ms: what the objective allowed; None where it did not limit them.
       drafted: share of the tokens that were drafted.
       seed: of the draw.
       context: the name of the context that has it now; empty for none.
@@ -178,6 +180,8 @@ class Ended:
     seed: int
     context: str = ""
     context_tokens: int = 0
+    ttft_limit_ms: float | None = None
+    tpot_limit_ms: float | None = None
 
 
 Event = Started | Piece | Ended
