@@ -156,6 +156,11 @@ class Executor:
             engine_ms=dict(self._engine_ms),
         )
 
+    def running(self) -> list[tuple[str, int]]:
+        """The app and the level of each answer that runs now."""
+        runs = [(job.call.app, job.run) for job in list(self._jobs.values())]
+        return [(app, run.request.level) for app, run in runs if run is not None]
+
     def _notify(self) -> None:
         with self._wake:
             self._wake.notify()

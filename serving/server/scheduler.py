@@ -139,8 +139,8 @@ class Action:
     """What the engine does next.
 
     Attributes:
-      kind: "start" a call and take its first step; "step" a run: a chunk, a block or its end; "decode" several
-        runs together; "idle".
+      kind: "start" a call and take its first step; "step" a run: a chunk, a block or its end; "decode"
+        several runs together; "idle".
       ids: of the calls.
     """
 
